@@ -1,21 +1,46 @@
 """Activation checkpointing: a stage keeps its inputs alone, and runs its forward twice.
 
 The second forward runs right before the backward, and makes the graph that the backward needs.
+
+[Note: second forwards] The gradient is that of the second forward, and the loss that of the first.
+So both must be equal. The global random generators of torch, Python and numpy, and the buffers, are
+put back. A module may draw from a generator of its own, or count its calls: nobody knows of that.
+So all bits of the outputs are compared, by a number of them.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
+from pipegrad.pipeline.batch.passed import number_of
 from pipegrad.pipeline.batch.trees import leaves_of
 
+DIFFERENT = (
+    "a stage with recompute=True returned something else when its forward ran again before the "
+    "backward, so its gradient would not be that of the loss: it draws from a generator of its own "
+    "(torch.Generator, numpy's, random.Random), counts its calls, or uses operators that are not "
+    "deterministic. Draw from the global generators, keep counts in buffers, call "
+    "torch.use_deterministic_algorithms(True), or leave recompute=True out for this stage"
+)
 Values = Sequence[object]
 Outputs = tuple[Tensor, ...]
+
+
+class _Forward(NamedTuple):
+    """What the second forward of a microbatch needs: see [Note: second forwards]."""
+
+    versions: list[int]  # of its inputs
+    generators: tuple[object, Any, list[Tensor]]  # states of Python's, numpy's and torch's
+    buffers: dict[str, Tensor]
+    number: int | Tensor | None  # of what the first one returned
 
 
 class Recompute:
@@ -28,6 +53,10 @@ class Recompute:
     Args:
         module: The module of the stage.
         device: Where its parameters are.
+
+    Attributes:
+        num_different: How many second forwards of this step returned something else than the first,
+            of those on a device that the host does not wait for.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -35,12 +64,13 @@ class Recompute:
         self._device = device
         self._devices = [] if device.type == "cpu" else [device]
         self._changing: set[str] | None = None  # names; None before the first forward
-        # Microbatch -> versions of its inputs, states of random generators, old buffers.
-        self._forwards: dict[int, tuple[list[int], list[Tensor], dict[str, Tensor]]] = {}
+        self._forwards = dict[int, _Forward]()  # by microbatch
+        self.num_different: int | Tensor = 0
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._forwards.clear()
+        self.num_different = 0
 
     def first(self, microbatch: int, values: Values, forward: Callable[[], Outputs]) -> Outputs:
         """Runs a forward whose graph is not needed.
@@ -57,13 +87,10 @@ class Recompute:
             for name, buffer in buffers.items()
             if self._changing is None or name in self._changing
         }
-        random = [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
-        self._forwards[microbatch] = (
-            _versions(values),
-            [torch.get_rng_state(), *random],
-            copies,
-        )
+        versions, generators = _versions(values), self._generators()
         outputs = forward()
+        number = number_of(list(outputs))
+        self._forwards[microbatch] = _Forward(versions, generators, copies, number)
         after = dict(self._module.named_buffers())
         changed = {
             name
@@ -88,26 +115,51 @@ class Recompute:
     def again(self, microbatch: int, values: Values) -> Iterator[None]:
         """Makes a forward inside equal to the first one, and undoes its side effects afterwards.
 
+        `compare` is called inside.
+
         Raises:
             StepError: If an input was changed in place since.
         """
-        versions, random, copies = self._forwards.pop(microbatch)
-        if _versions(values) != versions:
+        first = self._forwards[microbatch]
+        if _versions(values) != first.versions:
             raise StepError(
                 "a stage that is to be recomputed, or somebody else, has changed in place what the "
                 "stage was given: copy it first"
             )
         # Buffers are exchanged, not overwritten: autograd may have saved the present ones.
-        present = {name: self._module.get_buffer(name) for name in copies}
-        with torch.random.fork_rng(self._devices, device_type=self._device.type):
-            torch.set_rng_state(random[0])
-            for device, state in zip(self._devices, random[1:], strict=True):
-                torch.get_device_module(device).set_rng_state(state, device)
-            self._put(copies)
-            try:
-                yield
-            finally:
-                self._put(present)
+        present = {name: self._module.get_buffer(name) for name in first.buffers}
+        generators = self._generators()
+        self._set_generators(first.generators)
+        self._put(first.buffers)
+        try:
+            yield
+        finally:
+            self._put(present)
+            self._set_generators(generators)
+
+    def compare(self, microbatch: int, outputs: Outputs, what: str) -> None:
+        """Compares what the second forward returned with what the first one did.
+
+        Raises:
+            StepError: If it differs, on CPU. On a device `num_different` counts it.
+        """
+        first, again = self._forwards.pop(microbatch).number, number_of(list(outputs))
+        if isinstance(first, Tensor) and isinstance(again, Tensor):
+            self.num_different = self.num_different + (first != again)
+        elif first != again:
+            raise StepError(f"{what}: {DIFFERENT}")
+
+    def _generators(self) -> tuple[object, Any, list[Tensor]]:
+        on_devices = [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
+        return random.getstate(), np.random.get_state(), [torch.get_rng_state(), *on_devices]
+
+    def _set_generators(self, states: tuple[object, Any, list[Tensor]]) -> None:
+        of_python, of_numpy, (of_torch, *on_devices) = states
+        random.setstate(of_python)  # type: ignore[arg-type]
+        np.random.set_state(of_numpy)
+        torch.set_rng_state(of_torch)
+        for device, state in zip(self._devices, on_devices, strict=True):
+            torch.get_device_module(device).set_rng_state(state, device)
 
     def _put(self, buffers: dict[str, Tensor]) -> None:
         for full, buffer in buffers.items():

@@ -105,6 +105,11 @@ class Compute:
         self._aliases.forget()
         self._weights.forget()
 
+    @property
+    def num_different(self) -> int | Tensor:
+        """How many second forwards of this step differ from the first: see `Recompute`."""
+        return sum((r.num_different for r in self._recomputes.values()), start=0)
+
     def method_of(self, stage: int, kind: Kind) -> Method:
         """Returns what computes an action."""
         methods: dict[Kind, Method] = {
@@ -243,6 +248,8 @@ class Compute:
         values = self._values.inputs_of(stage, microbatch)
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
+            what = f"stage {stage}, microbatch {microbatch}"
+            self._recomputes[stage].compare(microbatch, outputs, what)
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
             if stage == self._last:

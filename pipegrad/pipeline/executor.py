@@ -67,6 +67,7 @@ class Executor:
         self._labels: dict[Method, str] = {}  # for messages and traces
         self._compile(program, weights, times)
         self._position = 0  # of the next call
+        self.num_different: int | Tensor = 0  # second forwards of the last step: see `Recompute`
 
     def _compile(self, program: Program, weights: WeightGradients, times: StepTimes | None) -> None:
         """Turns items into calls, so that a step looks nothing up."""
@@ -173,6 +174,7 @@ class Executor:
             raise
         # The list is taken first: `forget` makes a new one.
         outputs = self._compute.outputs
+        self.num_different = self._compute.num_different
         self._forget()
         return outputs
 

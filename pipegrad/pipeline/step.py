@@ -304,6 +304,7 @@ class StepKind:
             own_divisor,
             forward_only=not training,
             passed=context.batches.passed,
+            num_different=executor.num_different,
             times=() if self._times is None else self._times.numbers(),
             outputs=whole_outputs,
             on_failure=on_failure,

@@ -102,7 +102,8 @@ def _sum_on_device(tensor: Tensor) -> Tensor:
         padded[: len(flat)] = flat
         flat = padded
     words = flat.view(torch.int64)
-    return (words * _scattered(torch.arange(len(words), device=words.device))).sum()
+    total: Tensor = (words * _scattered(torch.arange(len(words), device=words.device))).sum()
+    return total
 
 
 def _scattered(places: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor

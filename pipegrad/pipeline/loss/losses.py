@@ -6,7 +6,8 @@
     1  how many ranks have failed in this step
     2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
     5  the weights of the losses, divided by the number of pipelines
-    6  and further: what ranks were given: [Note: what was passed]
+    6  how many second forwards of devices differ from the first: [Note: second forwards]
+    7  and further: what ranks were given: [Note: what was passed]
     behind it: the metrics, in the order of their names, divided by the number of pipelines
     behind them: what steps are measured by, if the schedule wants that: [Note: times of a step]
 
@@ -152,6 +153,7 @@ class Losses:
         forward_only: bool,
         failed: bool = False,
         passed: Numbers = _NONE,
+        num_different: int | Tensor = 0,
         times: Sequence[float] = (),
         outputs: Outputs = (),
         on_failure: Callable[[], str] = str,
@@ -164,6 +166,7 @@ class Losses:
             forward_only: Which kind of step it is: evaluation or training.
             failed: Whether the step failed on this rank.
             passed: What this rank was given: `number_of`, by name.
+            num_different: How many second forwards differ from the first, as far as nobody raised.
             times: What this rank has measured; as many numbers on all ranks.
             outputs: For the result.
             on_failure: As that of `StepResult`.
@@ -173,8 +176,8 @@ class Losses:
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
         # See [Note: message of a loss].
         divisors = (0.0, 0.0, 0.0) if divisor is None else (1.0, divisor, divisor**2)
-        numbers = [0.0, float(failed), *divisors, 0.0]
-        tensors: dict[int, Tensor | int] = {0: terms.total / self._num_copies}
+        numbers = [0.0, float(failed), *divisors, 0.0, 0.0]
+        tensors: dict[int, Tensor | int] = {0: terms.total / self._num_copies, 6: num_different}
         if self.is_weighted:
             tensors[5] = terms.weight / self._num_copies
         num_passed = self._passed.size(forward_only=forward_only)

@@ -13,12 +13,12 @@ from torch import Tensor
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.tape import Tape
 from pipegrad.errors import StepError
+from pipegrad.pipeline.activation_checkpoint import DIFFERENT
 
 Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
 
-_GIVEN = (
-    6  # where what ranks were given begins, and metrics behind it: see [Note: message of a loss]
-)
+# Of [Note: message of a loss]: where what ranks were given begins. Metrics follow.
+_GIVEN = 7
 _DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
 
 
@@ -180,7 +180,7 @@ class StepResult:
             StepError: As `loss`.
         """
         self._check()
-        *_, weight = self._message.read()[:_GIVEN]
+        weight = self._message.read()[5]
         begin = _GIVEN + self._num_passed
         numbers = self._message.read()[begin : begin + len(self._names)]
         values = dict(zip(self._names, numbers, strict=True))
@@ -224,7 +224,7 @@ def _read_times(message: Message, begin: int) -> list[float] | None:
 
 def _what_is_wrong(sums: Sequence[float]) -> str | None:
     """Returns which divisors or weights of the ranks cannot be; None if all can."""
-    _, _, number, total, squares, weight = sums[:_GIVEN]
+    _, _, number, total, squares, weight, num_different = sums[:_GIVEN]
     if number:
         mean = total / number
         if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
@@ -238,6 +238,8 @@ def _what_is_wrong(sums: Sequence[float]) -> str | None:
             f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a number "
             f"from 0 on"
         )
+    if num_different:
+        return f"{num_different:g} times in the step {DIFFERENT}"
     return None
 
 
