@@ -202,3 +202,17 @@ def test_what_was_given_rides_on_the_message_of_the_loss(monkeypatch: pytest.Mon
         job.right(number)
     assert sizes == [7, 7 + 2 * 4]  # two names, four ranks
     job.scheduler.close()
+
+
+def test_second_forwards_that_differ_on_a_device_are_an_error_of_the_loss(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    job = Job()
+    job.right(0)
+    kind = next(iter(job.scheduler._kinds.values()))
+    counted = property(lambda _: torch.tensor(2 if rank() == 1 else 0))
+    monkeypatch.setattr(type(kind._executor._compute), "num_different", counted)
+    result = job.right(1)
+    words = refused(StepError, lambda: result.loss)
+    assert words.startswith("2 times in the step a stage with recompute=True returned something")
+    job.scheduler.close()

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
+from pipegrad.pipeline import activation_checkpoint
 from pipegrad.pipeline.activation_checkpoint import Recompute
 
 CPU = torch.device("cpu")
@@ -44,6 +48,41 @@ class Sometimes(nn.Module):
         return x / self.most
 
 
+class Draws(nn.Module):
+    """Multiplies by what a function draws."""
+
+    def __init__(self, draw: Callable[[], Any]) -> None:
+        super().__init__()
+        self._draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.as_tensor(self._draw(), dtype=torch.float64)
+
+
+def counted() -> Callable[[], int]:
+    calls = list[int]()
+
+    def count() -> int:
+        calls.append(0)
+        return len(calls)
+
+    return count
+
+
+GLOBAL: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.rand(WIDTH),
+    "random": random.random,
+    "random, normal": lambda: random.gauss(0, 1),
+    "numpy": lambda: np.random.rand(WIDTH),
+    "numpy, normal": lambda: np.random.randn(WIDTH),
+}
+OF_TORCH = torch.Generator()
+OWN: dict[str, Callable[[], Any]] = {
+    "torch.Generator": lambda: torch.rand(WIDTH, generator=OF_TORCH),
+    "numpy.random.Generator": np.random.default_rng(1).random,
+    "random.Random": random.Random(2).random,
+    "a counter": counted(),
+}
 MODULES: dict[str, Callable[[], nn.Module]] = {
     "batch norm": lambda: nn.BatchNorm1d(WIDTH),
     "spectral norm": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
@@ -80,6 +119,60 @@ def test_what_runs_again_is_what_ran_and_counts_once(name: str) -> None:
         assert torch.equal(torch.get_rng_state(), state)
     for (key, mine), theirs in zip(module.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs), key
+
+
+@pytest.mark.parametrize("draw", GLOBAL.values(), ids=GLOBAL)
+def test_global_generators_are_put_back_for_the_second_forward_alone(
+    draw: Callable[[], Any],
+) -> None:
+    module, x = Draws(draw), torch.ones(WIDTH, dtype=torch.float64)
+    recompute = Recompute(module, CPU)
+    draw()
+    first = [recompute.first(at, [x], lambda: (module(x),)) for at in range(2)]
+    assert not torch.equal(first[0][0], first[1][0])
+    state = (
+        torch.get_rng_state(),
+        random.getstate(),
+        np.random.get_state(legacy=False)["state"]["pos"],
+    )
+    for at in range(2):
+        with recompute.again(at, [x]):
+            again = (module(x),)
+            assert torch.equal(again[0], first[at][0])
+            recompute.compare(at, again, "stage 0")
+    assert torch.equal(torch.get_rng_state(), state[0])
+    assert (random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]) == state[1:]
+
+
+@pytest.mark.parametrize("draw", OWN.values(), ids=OWN)
+def test_a_second_forward_that_returns_something_else_is_refused(draw: Callable[[], Any]) -> None:
+    module, x = Draws(draw), torch.ones(WIDTH, dtype=torch.float64)
+    recompute = Recompute(module, CPU)
+    recompute.first(3, [x], lambda: (x, module(x)))
+    words = r"^stage 1: a stage with recompute=True returned something else when .*torch\.Generator"
+    with pytest.raises(StepError, match=words), recompute.again(3, [x]):
+        recompute.compare(3, (x, module(x)), "stage 1")
+
+
+def test_one_bit_of_one_output_is_enough() -> None:
+    recompute, x = Recompute(nn.Identity(), CPU), torch.randn(100, 100)
+    other = x.clone()
+    other[99, 99] = torch.nextafter(x[99, 99], torch.tensor(9.0))
+    recompute.first(0, [x], lambda: (x, x))
+    with pytest.raises(StepError, match="returned something else"), recompute.again(0, [x]):
+        recompute.compare(0, (x, other), "stage 0")
+
+
+def test_on_a_device_different_forwards_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    recompute, x = Recompute(nn.Identity(), CPU), torch.ones(2)
+    monkeypatch.setattr(activation_checkpoint, "number_of", lambda outputs: outputs[0].sum())
+    for at, again in enumerate((x, x + 1, x + 2)):
+        recompute.first(at, [x], lambda: (x,))
+        with recompute.again(at, [x]):
+            recompute.compare(at, (again,), "stage 0")
+    assert recompute.num_different == 2
+    recompute.forget()
+    assert recompute.num_different == 0
 
 
 def test_what_a_stage_was_given_may_not_change() -> None:
