@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -18,8 +18,9 @@ from torch import Tensor
 
 import pipegrad
 from pipegrad.errors import TopologyError
+from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
 from tests.support.pairwise import everything
-from tests.support.partition.families import FAMILIES, ROWS, TOKENS, Family
+from tests.support.partition.families import FAMILIES, ROWS, TOKENS
 from tests.support.partition.twins import difference
 from tests.support.pipeline.schedulers import error, share, topology
 from tests.support.pipeline.trained import Seen, backward, bits, on_ranks, once, train
@@ -29,7 +30,7 @@ from tests.support.rounding import ADAM_EPS, rounding
 pytest.importorskip("transformers")
 
 STEPS = 3
-SECONDS = 400.0  # the first case of a world imports transformers, in each rank
+SECONDS = 400.0  # the first case of a world imports what traces, in each rank
 # Losses and norms of transformers compute in float32, whatever the dtype of the model.
 MOST = 1e-6
 MICROBATCH = 2  # rows
@@ -56,8 +57,6 @@ FOUR_RANKS = {
 }
 # Traced into two stages, on two ranks; elsewhere both are on one rank.
 TWO_TRACED = {"GPT-2": "1f1b", "BERT": "eager-1f1b", "T5": "zb-h1"}
-LAYERS = ("n_layer", "num_hidden_layers")  # what options of configurations call them
-HALVES = ("encoder_layers", "decoder_layers", "num_layers")
 
 
 @dataclass(frozen=True)
@@ -96,14 +95,6 @@ CASES = [case for case in dict.fromkeys(cases()) if (case.family, case.how) not 
 SMOKE = next(case for case in CASES if case.family == "T5")
 
 
-def family_of(name: str, num_layers: int) -> Family:
-    """Returns a family with as many layers; what encodes has half of them."""
-    family = FAMILIES[name]
-    sizes = dict.fromkeys(LAYERS, num_layers) | dict.fromkeys(HALVES, num_layers // 2)
-    changed = {option: size for option, size in sizes.items() if option in family.options}
-    return replace(family, options={**family.options, **changed})
-
-
 def batch(family: str, step: int) -> dict[str, Any]:
     return FAMILIES[family].batch(100 + step)
 
@@ -114,7 +105,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 @once
 def truth(family: str, num_layers: int) -> Seen:
-    model = family_of(family, num_layers).build()
+    model = FAMILIES[family].with_layers(num_layers).build()
     held = dict(model.named_parameters(remove_duplicate=False))
     return train(
         lambda step, _: backward(model(**batch(family, step)).loss),
@@ -135,7 +126,7 @@ def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: 
     at, number = topology(case.pipeline), ROWS // MICROBATCH
     example = {n: x[:MICROBATCH] for n, x in batch(case.family, 0).items()}
     options: Any = {"how": case.how} | ({"example": example} if case.how == "traced" else {})
-    model = family_of(case.family, case.num_layers).build()
+    model = FAMILIES[case.family].with_layers(case.num_layers).build()
     parts = pipegrad.cut(model, case.pipeline * SCHEDULES[case.schedule], **options)
     scheduler = pipegrad.Scheduler(
         parts, at, schedule=case.schedule, num_microbatches=number // at.size("dp")

@@ -35,6 +35,24 @@ class OnRanks(Protocol):
     def num_ranks(self) -> int: ...
 
 
+class OnMesh:
+    """A case on so many ranks, pipeline x data."""
+
+    mesh: str
+
+    @property
+    def pipeline(self) -> int:
+        return int(self.mesh[0])
+
+    @property
+    def data(self) -> int:
+        return int(self.mesh[2])
+
+    @property
+    def num_ranks(self) -> int:
+        return self.pipeline * self.data
+
+
 def on_ranks(cases: Iterable[OnRanks], smoke: OnRanks | None = None, **options: float) -> list[Any]:
     """Returns cases as parameters, each on its number of ranks, and one with the mark `smoke`."""
     found = []
