@@ -134,8 +134,8 @@ def test_messages_at_once_share_a_nic() -> None:
     made = lower(
         build("gpipe", num_ranks=2, num_microbatches=1), links=(links[0], Link("b", 0, (1,)))
     )
-    stages = (StageCosts(1, 1, outputs={"a": 100, "b": 300}), StageCosts(1, 1))
-    spans = recorded(made, Costs(stages, Network(100.0))).spans
+    both = (StageCosts(1, 1, outputs={"a": 100, "b": 300}), StageCosts(1, 1))
+    spans = recorded(made, Costs(both, Network(100.0))).spans
     there = [s for s in spans if s.kind == "transfer" and s.rank == 0]
     assert [(s.begin, s.end) for s in there] == [(1.0, 2.0), (2.0, 5.0)]
 

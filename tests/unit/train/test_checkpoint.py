@@ -131,11 +131,11 @@ def test_a_place_names_the_dimensions_along_which_copies_differ() -> None:
     ones = tuple((name, 1) for name, _ in axes)
     assert places(ones, 0, handlers, ("dp", "ep")) == [""] * 5
     # Replicas have no place, though nobody reduces them, but experts have.
-    axes = (("pp", 1), ("dp", 2))
-    for replicas in ([], [("data-parallel", DataParallel())]):
-        assert places(axes, 1, replicas, ("dp",)) == [""] * 5
+    two = (("pp", 1), ("dp", 2))
+    assert places(two, 1, [], ("dp",)) == [""] * 5
+    assert places(two, 1, [("data-parallel", DataParallel())], ("dp",)) == [""] * 5
     along = [("expert-parallel", ExpertParallel(axis="dp"))]
-    assert places(axes, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
+    assert places(two, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
 
 
 def test_other_places_are_refused_and_other_keys_are_not_its_business() -> None:
