@@ -46,7 +46,7 @@ def alone(ps: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
     return [Reduction(p, (t.rank,), divisor=3) for p in ps if p.name == "b"]
 
 
-def test_a_plan_lists_divisors_that_are_not_one_and_leaves_out_the_free_reduction_only() -> None:
+def test_a_plan_lists_divisors_of_each_route() -> None:
     divided = plans([say(over("dp", 2.5, "a")), ("other", say(alone)[1]), SHARED], options())
     assert divided[0].divisors == divided[1].divisors == (("0.a", 2.5),)
     assert divided[2].divisors == divided[3].divisors == (("1.b", 3.0),)
@@ -56,12 +56,32 @@ def test_a_plan_lists_divisors_that_are_not_one_and_leaves_out_the_free_reductio
     assert without[0].divisors == ()
     assert "divided" not in str(without[0])
     assert without[0].digest != divided[0].digest
-
-
-def test_several_divisors_of_one_gradient_are_multiplied() -> None:
+    # Several divisors of one gradient are multiplied.
     handlers = [say(over("dp", 2, "emb", "head")), ("x", say(over("pp", 3, "emb", "head"))[1])]
     multiplied = plans(handlers, options())
     assert all(plan.divisors == (("0.emb", 6.0),) for plan in multiplied.values())
+    # Four dimensions make one plan with shards in rows and ties. pp 2 x dp 2 x ep 2 x tp 2: what is
+    # cut, what is whole, experts, and a tie that is whole.
+    axes = (("pp", 2), ("dp", 2), ("ep", 2), ("tp", 2))
+    mesh = Topology.build(axes=axes, data=("dp", "ep"))
+    model = manifest(["emb", "cut", "experts"], ["head", "whole", "experts.whole"])
+    whole = ("tp", SequenceParallel(parameters=["emb", "*whole"]))
+    owned = ("pipeline-shared", PipelineShared(placement="owner"))
+    experts = ("ep", ExpertParallel(placement="shard"))
+    made: dict[int, Plan] = make_plans(model, mesh, [whole, experts, owned], options())
+    assert len({plan.digest for plan in made.values()}) == 1
+    routes = {key: list(map(str, route)) for plan in made.values() for key, route in plan.routes}
+    assert routes == {
+        "0.emb": ["owner-sum(pp)", "shard-mean(dp+ep)", "replicate-sum(tp)"],
+        "0.cut": ["shard-mean(dp+ep)"],
+        "0.experts": ["shard-mean(dp)"],
+        "1.whole": ["shard-mean(dp+ep)", "replicate-sum(tp)"],
+        "1.experts.whole": ["shard-mean(dp)", "replicate-sum(tp)"],
+    }
+    assert made[5].divisors == (("0.experts", 2.0),)
+    assert made[15].divisors == (("1.experts.whole", 2.0),)
+    dense = make_plans(model, mesh, [whole, ("dp", Sharded()), owned], options())
+    assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
 
 
 def by(divisor: str, ranks: str = "dp") -> Reductions:
@@ -92,30 +112,6 @@ def test_divisors_that_are_none_or_differ_are_refused(mistake: Reductions, words
         plans([say(mistake)], options(allow_unsynced=["*"]))
     name = "'0.a'" if "expected" in words else "'0.emb'"
     assert all(word in str(caught.value) for word in ("handler", name, words))
-
-
-def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
-    """pp 2 x dp 2 x ep 2 x tp 2: what is cut, what is whole, experts, and a tie that is whole."""
-    axes = (("pp", 2), ("dp", 2), ("ep", 2), ("tp", 2))
-    mesh = Topology.build(axes=axes, data=("dp", "ep"))
-    model = manifest(["emb", "cut", "experts"], ["head", "whole", "experts.whole"])
-    whole = ("tp", SequenceParallel(parameters=["emb", "*whole"]))
-    owned = ("pipeline-shared", PipelineShared(placement="owner"))
-    experts = ("ep", ExpertParallel(placement="shard"))
-    made: dict[int, Plan] = make_plans(model, mesh, [whole, experts, owned], options())
-    assert len({plan.digest for plan in made.values()}) == 1
-    routes = {key: list(map(str, route)) for plan in made.values() for key, route in plan.routes}
-    assert routes == {
-        "0.emb": ["owner-sum(pp)", "shard-mean(dp+ep)", "replicate-sum(tp)"],
-        "0.cut": ["shard-mean(dp+ep)"],
-        "0.experts": ["shard-mean(dp)"],
-        "1.whole": ["shard-mean(dp+ep)", "replicate-sum(tp)"],
-        "1.experts.whole": ["shard-mean(dp)", "replicate-sum(tp)"],
-    }
-    assert made[5].divisors == (("0.experts", 2.0),)
-    assert made[15].divisors == (("1.experts.whole", 2.0),)
-    dense = make_plans(model, mesh, [whole, ("dp", Sharded()), owned], options())
-    assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
 
 
 class Halves(GradientHandler):

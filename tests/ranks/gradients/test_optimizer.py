@@ -285,7 +285,7 @@ def failing(_: str, __: nn.Parameter) -> dict[str, Any]:
 DISAGREE = "AgreementError: ranks disagree on the optimizer; make them the same"
 
 
-def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
+def test_what_cannot_be_made_or_loaded_is_refused_on_all_ranks() -> None:
     sync = replicated(stage(w=(4,)))
     sharded = alone(stage(w=(40,)), By("dp", SHARD))
     frozen = replicated(stage(w=nn.Parameter(torch.ones(2), requires_grad=False)))
@@ -312,9 +312,7 @@ def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
     sync.close()
     closed = outcome(lambda: sync.optimizer(sgd, lr=0.1))
     assert closed.startswith("StepError: this GradientSync is closed")
-
-
-def test_a_state_of_something_else_is_refused_on_all_ranks() -> None:
+    # A state of something else is refused on all ranks.
     optimizer = replicated(stage(w=(4,))).optimizer(torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(stage(w=(4,)).parameters(), lr=0.1)
     other = replicated(stage(v=(4,))).optimizer(torch.optim.SGD, lr=0.1)

@@ -207,7 +207,7 @@ def test_clipping_counts_a_shared_parameter_once(kind: float, most: float) -> No
 
 
 @pytest.mark.ranks(4)
-def test_replicas_are_made_equal_and_a_single_bit_is_found() -> None:
+def test_replicas_are_equal_and_reduced_over_data_then_stages() -> None:
     """All ranks begin with other values, but in the tie; then one bit of one copy flips."""
     tie = torch.randn(5)
     torch.manual_seed(rank())
@@ -237,11 +237,7 @@ def test_replicas_are_made_equal_and_a_single_bit_is_found() -> None:
     sync.check_replicas()
     for name, p in module.named_parameters():  # of two copies nobody knows the right one
         assert torch.equal(values[name], p) == (name != "own" or rank() >= 2), name
-
-
-@pytest.mark.ranks(4)
-def test_means_over_data_then_sums_over_stages() -> None:
-    """And any rank's plan, made anywhere, is its own."""
+    # Means over data then sums over stages. And any rank's plan, made anywhere, is its own.
     module = stage(tie=(2,), own=(2,))
     sync = tied(module, "tie", comm_streams=1)
     assert step(sync, module, tie=float(10 ** rank()), own=float(rank())) == {

@@ -155,7 +155,7 @@ def test_every_parameter_is_averaged_over_its_copies(
     ]
 
 
-def test_the_dimension_may_be_another_one() -> None:
+def test_dimensions_holders_and_outer_steps_are_those_asked_for() -> None:
     w = record("w")
     named = Topology.build(axes=(("replica", 2), ("stage", 1)), pipeline="stage", data="replica")
     assert DataParallel().reductions([w], named) == [Reduction(w, (0, 1), "mean")]
@@ -168,14 +168,10 @@ def test_the_dimension_may_be_another_one() -> None:
         assert chosen.reductions([w], outer) == [Reduction(w, (0, 1), "mean", placement)]
         with pytest.raises(TopologyError, match=r"no dimension 'in', only \['pp', 'dp', 'out'\]"):
             wrong.reductions([w], outer)
-
-
-def test_the_options_of_diloco_are_those_of_the_outer_step() -> None:
+    # The options of diloco are those of the outer step.
     resolved = handlers.resolve({"name": "diloco", "every": 50})
     assert resolved.plugin.outer == OuterStep(every=50, lr=0.7, momentum=0.9)
-
-
-def test_a_shared_parameter_is_summed_over_its_holders() -> None:
+    # A shared parameter is summed over its holders.
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
     emb, own = record("emb", 0, 0, 3), record("w")
     assert PipelineShared().reductions([own, emb], topology) == [Reduction(emb, (1, 7), "sum")]
@@ -250,9 +246,7 @@ def test_patterns_match_the_name_here_and_where_the_key_is_from() -> None:
     layers = [record("0.weight"), record("1.weight")]
     asked = SequenceParallel(parameters=["0.*"]).reductions(layers, CUBE)
     assert [reduction.record.name for reduction in asked] == ["0.weight"]
-
-
-def test_a_dimension_that_is_missing_is_named() -> None:
+    # A dimension that is missing is named.
     flat = Topology.build(axes=(("pp", 2), ("dp", 2)))
     with pytest.raises(TopologyError, match=r"no dimension 'tp', only \['pp', 'dp'\]"):
         SequenceParallel(parameters=["*"]).reductions([record("w")], flat)
@@ -271,10 +265,8 @@ def test_patterns_that_match_nothing_of_the_whole_model_are_refused() -> None:
     assert planned(model, Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 1))), absent)
     for patterns in [], ["norm"]:  # on one stage alone
         assert planned(model, CUBE, SequenceParallel(parameters=patterns))
-
-
-def test_a_model_without_what_is_named_as_experts_is_refused() -> None:
-    """They would be averaged over all data, and be one expert from the first step on."""
+    # A model without what is named as experts is refused. They would be averaged over all data, and
+    # be one expert from the first step on.
     moe = manifest(["router", "moe.up"])
     one, two = (
         Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", size)), data=("dp", "ep"))

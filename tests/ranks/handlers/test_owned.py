@@ -323,7 +323,7 @@ def test_each_matrix_is_stepped_whole_on_one_rank(bucket_bytes: int | None) -> N
 
 
 @pytest.mark.ranks(4)
-def test_states_are_divided_and_bytes_are_those_of_an_all_reduce() -> None:
+def test_states_bytes_and_norms_count_each_element_once() -> None:
     """Muon keeps one number for an element, AdamW two; a ring sends 2 (n - 1) / n of all bytes."""
     ranks, found = 4, train(1, "Muon")
     trained = {name: p.numel() for name, p in build().named_parameters() if p.requires_grad}
@@ -340,9 +340,7 @@ def test_states_are_divided_and_bytes_are_those_of_an_all_reduce() -> None:
     # A rank sends more for what it owns: the parameters go to all others.
     assert found.sent <= total / ranks + (ranks - 2) * 4 * largest
 
-
-@pytest.mark.ranks(4)
-def test_norms_and_clipping_count_each_element_once() -> None:
+    # Norms and clipping count each element once.
     def clipped(step: int, model: nn.Module) -> None:
         of_replicas(2, 2)(step, model)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
@@ -353,6 +351,13 @@ def test_norms_and_clipping_count_each_element_once() -> None:
     assert found.norms == pytest.approx(norms, rel=rounding(5000))
     for name, weight in found.weights.items():
         assert error(weight, expected[name]) <= rounding(STEPS * 64)
+    # Muon beside a tied embedding has the bits of one process. With one microbatch the owner of the
+    # tie adds two terms, and then two replicas do.
+    shared = {"name": "pipeline-shared", "placement": "owner"}
+    expected = one_process("Muon", of_replicas(2, 1), tied=True)
+    found = train(2, "Muon", shared, tied=True, num_microbatches=1)
+    for name, weight in found.weights.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 @pytest.mark.ranks(2)
@@ -404,16 +409,6 @@ def test_a_tied_embedding_is_no_matrix(placement: str) -> None:
     assert len(found.shapes.get("0.embed.weight", ())) != 2  # another rank has it, or its rows
     for name, weight in found.weights.items():
         assert error(weight, expected[name]) <= rounding(STEPS * 64), name
-
-
-@pytest.mark.ranks(4)
-def test_muon_beside_a_tied_embedding_has_the_bits_of_one_process() -> None:
-    """With one microbatch the owner of the tie adds two terms, and then two replicas do."""
-    shared = {"name": "pipeline-shared", "placement": "owner"}
-    expected = one_process("Muon", of_replicas(2, 1), tied=True)
-    found = train(2, "Muon", shared, tied=True, num_microbatches=1)
-    for name, weight in found.weights.items():
-        assert torch.equal(weight, expected[name]), name
 
 
 class Table(nn.Module):

@@ -42,7 +42,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.ranks(2, seconds=300)
-def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -> None:
+def test_refusals_evaluations_and_steps_of_one_cut() -> None:
     twins = Twins(LLAMA.build)
     for name, (change, words) in REFUSED.items():
         given = {n: x for n, x in (BATCH | change).items() if x is not None}
@@ -51,10 +51,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -
             parameter.grad = None
     twins.step(BATCH)
     assert max(twins.close()) <= 1e-6
-
-
-@pytest.mark.ranks(2, seconds=300)
-def test_evaluation_is_that_of_the_uncut_model_and_leaves_modes() -> None:
+    # Evaluation is that of the uncut model and leaves modes.
     twins = Twins(LLAMA.build)
     without = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
     outputs = twins.scheduler.evaluate(**without)
@@ -112,7 +109,7 @@ def test_dropout_follows_seeds_and_modes() -> None:
 
 
 @pytest.mark.ranks(2, seconds=300)
-def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
+def test_ranks_of_a_pipeline_have_one_batch_and_one_measured_cut() -> None:
     """A loader that divides data over all ranks gives each rank of a pipeline its own batch.
 
     It was accepted: the pipeline trained on inputs and labels that do not belong together.
@@ -123,9 +120,6 @@ def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
         twins.scheduler.step(**batch)
     assert len(set(gathered(str(caught.value)))) == 1
     twins.close()
-
-
-@pytest.mark.ranks(2, seconds=300)
-def test_ranks_measure_together_and_cut_alike() -> None:
+    # Ranks measure together and cut alike.
     first, second = gathered(cut(LLAMA.build(), 3, by="measured").boundaries)
     assert first == second

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, store
+from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
@@ -25,11 +26,12 @@ from tests.support.pipeline.layers import farthest
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(3)
+
 RANKS, WIDTH, ROWS, OWN = 3, 4, 8, 8
 MOST = rounding(RANKS * WIDTH * ROWS)
 FAST, SLOW = (0.0, 0.0), (0.0, 1.5)
 BEGIN, LATER = [3, 2, 1], [4, 3, 1]  # warm-ups, where hops are fast and where the last one is slow
-pytestmark = pytest.mark.ranks(RANKS)
 
 
 def script(hops: Sequence[float]) -> Times:
@@ -139,7 +141,7 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
     pipeline.close()
 
 
-def test_evaluations_and_other_numbers_of_microbatches_go_on() -> None:
+def test_other_numbers_go_on_and_a_failure_ends_its_step_alone() -> None:
     """Before and after a change."""
     x = torch.ones(ROWS, WIDTH)
     with closing(Pipeline()) as pipeline:
@@ -149,10 +151,8 @@ def test_evaluations_and_other_numbers_of_microbatches_go_on() -> None:
                 assert float(pipeline.scheduler.evaluate(x, target=x).loss) > 0
         others = pipeline.scheduler._kinds[False, 4].program.schedule
         assert pipeline.warm_ups() == warm_ups_of(others) == LATER
-
-
-def test_a_failure_in_the_step_of_a_change_ends_that_step_alone() -> None:
-    """A stage fails in the step of a change, and in a step whose times are to be read."""
+    # A failure in the step of a change ends that step alone. A stage fails in the step of a change,
+    # and in a step whose times are to be read.
     with closing(Pipeline()) as pipeline:
         step = pipeline.step
         assert step() == step() == "True"
@@ -237,15 +237,13 @@ def test_by_name_alone_hops_are_measured_in_the_second_step(name: str) -> None:
     assert gathered(found) == [found] * RANKS
 
 
-def test_options_that_differ_are_refused_before_the_first_step() -> None:
+def test_options_that_differ_are_refused_and_with_costs_nothing_is_measured() -> None:
     """Ranks that were given other options, which only later schedules would show."""
     spec = {"name": "adaptive-1f1b", "max_live_activations": 4 + rank() // 2}
     said = outcome(lambda: Pipeline(spec))
     assert said.startswith("AgreementError: ranks disagree on the schedule")
     assert "'max_live_activations': '5'" in said
-
-
-def test_with_costs_nothing_is_measured() -> None:
+    # With costs nothing is measured.
     costs = {"hop_seconds": [0.0, 1.5], "compute_seconds": 3.0}
     with (
         mock.patch("pipegrad.pipeline.step.StepTimes") as watched,
@@ -255,3 +253,32 @@ def test_with_costs_nothing_is_measured() -> None:
         assert pipeline.warm_ups() == LATER
         assert pipeline.scheduler.times is None
         watched.assert_not_called()
+
+
+# measure_hops: each hop's own time, the same on all ranks.
+
+
+SLOW_SECONDS = 0.2
+
+
+class SlowSecondHop(sync_points.Backend):
+    """A network whose second hop takes long, both ways; messages carry their hop's number."""
+
+    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        if tag == 1:
+            time.sleep(SLOW_SECONDS)
+        return super().send(group, tensor, peer, tag)
+
+
+@pytest.mark.ranks(3)
+def test_each_hop_is_measured_by_itself_and_told_to_all() -> None:
+    with sync_points.using(SlowSecondHop()):
+        found = measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
+    assert gathered(found) == [found] * 3
+    fast, slow = found
+    assert 0 < fast < SLOW_SECONDS <= slow
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_of_one_rank_has_no_hops() -> None:
+    assert measure_hops(Topology.create(pipeline=1), num_bytes=4) == ()

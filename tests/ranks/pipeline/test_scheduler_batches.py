@@ -88,7 +88,7 @@ class Pipeline:
             return call(8, num_microbatches=number)
 
 
-def test_fewer_rows_than_microbatches_are_refused_on_all_ranks_and_any_others_taken() -> None:
+def test_any_number_of_rows_and_microbatches_is_taken() -> None:
     """In a first step, in later ones, and in an evaluation."""
     with closing(Pipeline()) as few:
         for call, rows, is_right in (
@@ -100,10 +100,8 @@ def test_fewer_rows_than_microbatches_are_refused_on_all_ranks_and_any_others_ta
             why = f"StepError: tensors of {{'{name}': {rows}}} rows cannot be cut into 4"
             assert call(rows).startswith("True" if is_right else why)
         assert few.step(OWN - 1, num_microbatches=OWN - 1) == few.step(OWN) == "True"
-
-
-def test_the_number_of_microbatches_may_change_from_step_to_step() -> None:
-    """Programs are made once a number, and steps of the Scheduler's own number do not meet."""
+    # The number of microbatches may change from step to step. Programs are made once a number, and
+    # steps of the Scheduler's own number do not meet.
     patch = mock.patch
     with (
         patch("pipegrad.pipeline.other_numbers.schedule_of", wraps=wiring.schedule_of) as generated,

@@ -115,9 +115,7 @@ def test_names_of_metrics_that_change_are_an_error_on_all_ranks() -> None:
             assert (ELSEWHERE in said) == (rank() == 0)
         metrics |= {"a": 1, "b": 0}
         assert train(scheduler).endswith("{'a': 1.0, 'b': 0.0})")
-
-
-def test_names_that_change_within_the_first_step_are_refused() -> None:
+    # Names that change within the first step are refused.
     calls = list[int]()
 
     def loss(x: Tensor, target: Tensor) -> Any:
@@ -130,12 +128,29 @@ def test_names_that_change_within_the_first_step_are_refused() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_replicas_with_other_metrics_are_refused() -> None:
+def test_metrics_and_weights_are_those_of_all_replicas() -> None:
     metrics = {f"metric {rank() % 2}": 1}
     with closing(make(loss_fn=lambda x, target: (mean(x, target), metrics))) as scheduler:
         said = train(scheduler, share())
     assert said.startswith("AgreementError")
     assert "the metrics of loss_fn" in said
+    # Weights go with their reduction alone.
+    with closing(weighted()) as scheduler:
+        said = train(scheduler, share(), loss_divisor=3)
+        assert "loss_divisor is 3, and with loss_reduction='token_mean'" in said
+        assert "Error" not in train(scheduler, share())
+    with closing(make(loss_fn=counted)) as scheduler:
+        said = train(scheduler, share())
+        assert "make the Scheduler with loss_reduction='token_mean'" in said
+    # If all is ignored the loss is nan and gradients are zero.
+    logits = torch.ones(2, 3, requires_grad=True)
+    F.cross_entropy(logits, torch.full((2,), -100)).backward()
+    assert logits.grad is not None
+    values = share()
+    with closing(weighted()) as scheduler:
+        assert train(scheduler, values | {"target": values["target"] - 1000}) == "(nan, {})"
+        assert gradient_of(scheduler) == [0.0] * WIDTH == logits.grad[0].tolist()
+        assert "nan" not in train(scheduler, values)
 
 
 def test_an_evaluation_has_metrics_of_its_own() -> None:
@@ -155,7 +170,7 @@ def test_an_evaluation_has_metrics_of_its_own() -> None:
         assert scheduler.evaluate(**values).metrics == evaluated
 
 
-def test_an_evaluation_without_a_target_expects_the_names_of_training() -> None:
+def test_evaluations_without_a_target_expect_the_names_of_training() -> None:
     values, loss = batch(), lambda x, y: (mean(x, y), {"a": 1})
     with closing(make(loss_fn=loss)) as scheduler:
         assert scheduler.evaluate(x=values["x"]).metrics == {}
@@ -169,9 +184,7 @@ def test_an_evaluation_without_a_target_expects_the_names_of_training() -> None:
         scheduler.step(**values)
         assert repr(scheduler.evaluate(x=values["x"]).metrics) == "{'a': nan}"
         assert scheduler.evaluate(**values).metrics == {"a": 1.0}
-
-
-def test_metrics_may_come_after_an_evaluation_without_a_target() -> None:
+    # Metrics may come after an evaluation without a target.
     with closing(make(loss_fn=lambda x, y: (mean(x, y), {"largest": x.max()}))) as scheduler:
         scheduler.evaluate(batch()["x"])
         scheduler.step(**batch())
@@ -179,18 +192,6 @@ def test_metrics_may_come_after_an_evaluation_without_a_target() -> None:
 
 
 # Weights.
-
-
-@pytest.mark.ranks(4)
-def test_if_all_is_ignored_the_loss_is_nan_and_gradients_are_zero() -> None:
-    logits = torch.ones(2, 3, requires_grad=True)
-    F.cross_entropy(logits, torch.full((2,), -100)).backward()
-    assert logits.grad is not None
-    values = share()
-    with closing(weighted()) as scheduler:
-        assert train(scheduler, values | {"target": values["target"] - 1000}) == "(nan, {})"
-        assert gradient_of(scheduler) == [0.0] * WIDTH == logits.grad[0].tolist()
-        assert "nan" not in train(scheduler, values)
 
 
 @pytest.mark.ranks(4)
@@ -207,17 +208,6 @@ def test_weights_that_are_none_are_refused_on_all_ranks(weight: Any, words: str)
     options: Any = {"loss_fn": lambda x, y: (mean(x, y), weight), "loss_reduction": "token_mean"}
     with closing(make(**options)) as scheduler:
         assert words in train(scheduler, share())
-
-
-@pytest.mark.ranks(4)
-def test_weights_go_with_their_reduction_alone() -> None:
-    with closing(weighted()) as scheduler:
-        said = train(scheduler, share(), loss_divisor=3)
-        assert "loss_divisor is 3, and with loss_reduction='token_mean'" in said
-        assert "Error" not in train(scheduler, share())
-    with closing(make(loss_fn=counted)) as scheduler:
-        said = train(scheduler, share())
-        assert "make the Scheduler with loss_reduction='token_mean'" in said
 
 
 def _fails(_: Tensor) -> Tensor:
@@ -241,7 +231,7 @@ def test_steps_after_a_failed_one_have_the_right_weights(where: int) -> None:
         assert train(scheduler, values) == before
 
 
-def test_a_gradient_that_is_left_over_is_refused_on_all_ranks() -> None:
+def test_left_over_and_accumulated_gradients_have_the_right_weights() -> None:
     """It would be divided too, unless it is zero."""
     with closing(weighted()) as scheduler:
         weight, step = weight_of(scheduler), partial(scheduler.step, **batch())
@@ -255,10 +245,8 @@ def test_a_gradient_that_is_left_over_is_refused_on_all_ranks() -> None:
             step()
             gradients.append(gradient_of(scheduler))
     assert gradients[0] == gradients[1]
-
-
-def test_accumulated_weights_are_those_of_the_accumulated_gradients() -> None:
-    """An accumulated batch that is dropped counts no more, and an evaluation does not count."""
+    # Accumulated weights are those of the accumulated gradients. An accumulated batch that is
+    # dropped counts no more, and an evaluation does not count.
     found = []
     with closing(weighted()) as scheduler:
         for drops, evaluates in ((False, False), (True, False), (False, True)):
@@ -356,7 +344,7 @@ def loss_of_stage() -> float:
 AUX: dict[str, Any] = {"losses": ("aux",)}
 
 
-def test_a_stage_returns_its_losses_as_it_returns_outputs() -> None:
+def test_a_stage_returns_its_losses_and_a_divisor_divides_them() -> None:
     """Losses of one name are summed over stages; one that is detached counts in the loss alone."""
 
     def trained(function: Callable[[Tensor], Any], options: Any = AUX) -> tuple[str, Any]:
@@ -375,6 +363,15 @@ def test_a_stage_returns_its_losses_as_it_returns_outputs() -> None:
     _, without = trained(lambda x: x, {})
     assert trained(lambda x: (x, with_loss(x)[1].detach())) == (said, without)
     assert without != gradient
+    # A divisor divides losses of stages too. The rank of a stage with a loss needs the divisor,
+    # too; then all is divided by it.
+    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
+        assert train(scheduler, loss_divisor=8).endswith(f"{{'aux': {loss_of_stage() / 8}}})")
+    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
+        options: Any = {"loss_divisor": 8} if rank() == 1 else {}
+        said = train(scheduler, **options)
+    assert said.startswith("AgreementError")
+    assert "loss_divisor" in said
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -389,17 +386,6 @@ def test_a_loss_may_be_all_that_gives_a_stage_its_gradient(schedule: str) -> Non
         assert gradient == (2 * batch()["x"].square().sum(0) / MICROBATCHES).tolist()
     else:
         assert gradient != [0.0] * WIDTH
-
-
-def test_a_divisor_divides_losses_of_stages_too() -> None:
-    """The rank of a stage with a loss needs the divisor, too; then all is divided by it."""
-    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
-        assert train(scheduler, loss_divisor=8).endswith(f"{{'aux': {loss_of_stage() / 8}}})")
-    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
-        options: Any = {"loss_divisor": 8} if rank() == 1 else {}
-        said = train(scheduler, **options)
-    assert said.startswith("AgreementError")
-    assert "loss_divisor" in said
 
 
 RETURNED, EACH = "stage 0 returned ['Tensor'", "expected a tensor for each"
@@ -448,7 +434,7 @@ def test_mistakes_with_losses_of_stages_are_refused_in_words() -> None:
 # Outputs, and how a result prints.
 
 
-def test_outputs_of_the_last_stage_come_on_request() -> None:
+def test_outputs_come_on_request_of_each_microbatch() -> None:
     """In evaluation unless they are not wanted."""
     scheduler = make(
         Scale(),
@@ -470,9 +456,7 @@ def test_outputs_of_the_last_stage_come_on_request() -> None:
         assert [out for out in outputs if out.requires_grad] == []
         weight_of(scheduler).grad = None
     scheduler.close()
-
-
-def test_a_result_prints_the_names_of_its_metrics() -> None:
+    # A result prints the names of its metrics.
     scheduler = make(
         Scale(with_loss),
         Scale(),
@@ -488,6 +472,18 @@ def test_a_result_prints_the_names_of_its_metrics() -> None:
         assert repr(result) == wanted
         assert list(result.metrics) == ["aux", "a", "b"]
     scheduler.close()
+    # Outputs of a step are those of each microbatch. A tensor that the module keeps was the last
+    # microbatch's in all of them.
+    number = torch.zeros(1)
+    scheduler = make(
+        Scale(),
+        Scale(lambda x: (x, number.add_(1))),
+        stages=({}, {"outputs": ("x", "count")}),
+        loss_fn=lambda x, count, target: mean(x, target) + 0 * count.sum(),
+    )
+    outputs = scheduler.step(**batch(), outputs=True).outputs
+    scheduler.close()
+    assert [out.tolist() for out in outputs[1:]] == ([[1.0, 2.0]] if rank() else [])
 
 
 def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean() -> None:
@@ -507,17 +503,3 @@ def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean() -> None:
     weight_of(scheduler).grad = None
     scheduler.step(encoder(x), target=y)
     scheduler.close()
-
-
-def test_outputs_of_a_step_are_those_of_each_microbatch() -> None:
-    """A tensor that the module keeps was the last microbatch's in all of them."""
-    number = torch.zeros(1)
-    scheduler = make(
-        Scale(),
-        Scale(lambda x: (x, number.add_(1))),
-        stages=({}, {"outputs": ("x", "count")}),
-        loss_fn=lambda x, count, target: mean(x, target) + 0 * count.sum(),
-    )
-    outputs = scheduler.step(**batch(), outputs=True).outputs
-    scheduler.close()
-    assert [out.tolist() for out in outputs[1:]] == ([[1.0, 2.0]] if rank() else [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
+from tests.support.gradients.cases import rank
 from tests.support.pipeline.models import TOKENS
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import (
@@ -28,6 +30,7 @@ from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
 
 pytestmark = pytest.mark.ranks(2)
+
 BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
 
 
@@ -58,7 +61,7 @@ def test_losses_that_are_sums_are_divided_by_what_they_count() -> None:
     assert wrong(errors, MOST) == {}
 
 
-def test_float64_is_not_divided_in_float32() -> None:
+def test_float64_one_element_and_batch_normalization_are_as_in_one_process() -> None:
     """Three microbatches: a third is not exact, and in float32 far from it."""
     twins = Twins(lambda: tied().double(), 3)
     for step in range(2):
@@ -67,13 +70,31 @@ def test_float64_is_not_divided_in_float32() -> None:
         twins.alone(tokens, target)
         twins.compare(step)
     assert wrong(twins.close(), rounding(6 * TOKENS, dtype=torch.float64)) == {}
-
-
-def test_a_loss_of_one_element_may_have_a_dimension() -> None:
+    # A loss of one element may have a dimension.
     twins = Twins(loss_fn=lambda *given: loss_of(*given).reshape(1))
     tokens, target = batch(0, 8)
     assert twins.scheduler.step(tokens, target=target).loss.shape == ()
     twins.close()
+
+    # Batch normalization counts the microbatches and no more.
+    def with_norms() -> nn.Sequential:
+        model = tied()
+        for layer in (2, 6):
+            model[layer] = nn.Sequential(model[layer], nn.BatchNorm1d(TOKENS))
+        return model
+
+    twins = Twins(with_norms)
+    for step in range(3):
+        twins.step(step, num_parts=4)
+        twins.compare(step)
+        tokens, target = batch(step, 8)
+        twins.scheduler.evaluate(tokens, target=target)
+        truth = dict(twins.true.named_buffers())
+        for name, buffer in (n for stage in twins.stages for n in stage.module.named_buffers()):
+            if "num_batches" in name:
+                assert buffer == 4 * (step + 1)
+            twins.errors[f"step {step} {name}"] = error(buffer.float(), truth[name].float())
+    assert wrong(twins.close(), MOST) == {}
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zb-h1"])
@@ -128,27 +149,6 @@ def test_autocast_around_a_step_is_autocast_around_one_process(schedule: str) ->
     assert wrong(twins.close(), MOST) == {}
 
 
-def test_batch_normalization_counts_the_microbatches_and_no_more() -> None:
-    def with_norms() -> nn.Sequential:
-        model = tied()
-        for layer in (2, 6):
-            model[layer] = nn.Sequential(model[layer], nn.BatchNorm1d(TOKENS))
-        return model
-
-    twins = Twins(with_norms)
-    for step in range(3):
-        twins.step(step, num_parts=4)
-        twins.compare(step)
-        tokens, target = batch(step, 8)
-        twins.scheduler.evaluate(tokens, target=target)
-        truth = dict(twins.true.named_buffers())
-        for name, buffer in (n for stage in twins.stages for n in stage.module.named_buffers()):
-            if "num_batches" in name:
-                assert buffer == 4 * (step + 1)
-            twins.errors[f"step {step} {name}"] = error(buffer.float(), truth[name].float())
-    assert wrong(twins.close(), MOST) == {}
-
-
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
 def test_buffers_are_made_once(schedule: str) -> None:
     """In steps of both kinds, in turns."""
@@ -163,4 +163,66 @@ def test_buffers_are_made_once(schedule: str) -> None:
     learning, later, *rest = found
     assert 0 < learning <= later <= most_buffers(twins.scheduler)
     assert rest == [later] * 3
+    twins.close()
+
+
+# Scheduler.evaluate: the loss and the outputs of one process, and nothing else changes.
+
+
+def with_dropout() -> nn.Sequential:
+    """Random in training, and some of its parts are in evaluation mode all the time."""
+    model = tied()
+    for layer in (2, 5):
+        model[layer] = nn.Sequential(model[layer], nn.Dropout(0.5), nn.Dropout(0.5).eval())
+    return model
+
+
+class Evaluated(Twins):
+    """Has dropout, which one process leaves out."""
+
+    def __init__(self) -> None:
+        super().__init__(with_dropout)
+        self.true.eval()
+
+    def evaluate(self, seed: int, *, told: bool = True) -> None:
+        """Evaluates a batch of another size than in training, as one process does."""
+        tokens, target = batch(seed, 12)
+        with torch.no_grad():
+            out = self.true(tokens)
+        result = self.scheduler.evaluate(tokens, target=target if told else None)
+        if told:
+            assert error(result.loss, loss_of(out, target)) <= MOST
+        else:
+            assert math.isnan(result.loss.item())
+        assert len(result.outputs) == rank()
+        assert all(error(found, out) <= MOST for found in result.outputs)
+
+    @property
+    def flags(self) -> list[list[bool]]:
+        return [[part.training for part in stage.module.modules()] for stage in self.stages]
+
+    @property
+    def gradients(self) -> dict[str, Tensor | None]:
+        return {name: parameter.grad for name, parameter in named(self.stages).items()}
+
+
+def test_an_evaluation_is_that_of_one_process_and_leaves_gradients_and_training_flags() -> None:
+    twins = Evaluated()
+    flags = twins.flags
+    assert any(len(set(found)) == 2 for found in flags), "shows nothing"
+    twins.evaluate(0)  # learned first
+    tokens, target = batch(1, 8)
+    trained = twins.scheduler.step(tokens, target=target).loss
+    with torch.no_grad():
+        assert error(trained, loss_of(twins.true(tokens), target)) > 0.001, "shows nothing"
+    twins.evaluate(2)
+    twins.scheduler.sync.clip_grad_norm_(float("inf"))
+    gradients = twins.gradients
+    bits = [digest(gradient) for gradient in gradients.values()]
+    twins.evaluate(3)
+    twins.evaluate(4, told=False)
+    assert all(gradient is gradients[name] for name, gradient in twins.gradients.items())
+    assert [digest(gradient) for gradient in gradients.values()] == bits
+    assert "None" not in bits
+    assert twins.flags == flags
     twins.close()

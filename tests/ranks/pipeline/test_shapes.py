@@ -148,6 +148,15 @@ def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes() -> None:
                 assert sent == sizes
             else:  # 40, 400 and 39 are longer than all of the steps before
                 assert len(sent) == len(sizes) + 3
+    # Receive buffers that are too small are freed.
+    with closing(make(Layer(shorten), Layer(), names=NAMES, loss_fn=total)) as scheduler:
+        for step, lengths in enumerate(GROWING):  # each is longer than all before
+            x, length = batch(lengths, step)
+            train(scheduler, x, length, target=x)
+        free = scheduler._context.pool._free
+        num_bytes = sum(capacity * len(buffers) for capacity, buffers in free.items())
+    largest = 128 + 3 * GROWING[-2][0] * ROWS * WIDTH * 8
+    assert 0 < num_bytes <= 2 * NUM_MICROBATCHES * largest
 
 
 def test_a_value_may_begin_as_a_header_does() -> None:
@@ -340,14 +349,3 @@ def test_sequences_of_any_length_go_through_four_stages_in_time() -> None:
         scheduler.step(microbatches=[{"x": part, "target": part} for part in parts])
         assert farthest(modules[rank()], twins[rank()]) <= 2 * MOST
     scheduler.close()
-
-
-def test_receive_buffers_that_are_too_small_are_freed() -> None:
-    with closing(make(Layer(shorten), Layer(), names=NAMES, loss_fn=total)) as scheduler:
-        for step, lengths in enumerate(GROWING):  # each is longer than all before
-            x, length = batch(lengths, step)
-            train(scheduler, x, length, target=x)
-        free = scheduler._context.pool._free
-        num_bytes = sum(capacity * len(buffers) for capacity, buffers in free.items())
-    largest = 128 + 3 * GROWING[-2][0] * ROWS * WIDTH * 8
-    assert 0 < num_bytes <= 2 * NUM_MICROBATCHES * largest
