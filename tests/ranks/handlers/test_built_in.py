@@ -47,11 +47,6 @@ class TestDataParallelInBf16(HandlerContract):
     relative_error = 2**-7  # bfloat16 rounds by 2**-8 at most: both halves, and then their sum
 
 
-class TestDataParallelBeforePowerSGDBegins(HandlerContract):
-    handler: ClassVar[Any] = {"name": "data-parallel", "hook": {"name": "powerSGD_hook"}}
-    beside = SHARED
-
-
 @pytest.mark.smoke
 class TestPipelineShared(HandlerContract):
     handler = "pipeline-shared"
@@ -60,11 +55,6 @@ class TestPipelineShared(HandlerContract):
 
 class TestPipelineSharedByOwners(HandlerContract):
     handler = OWNER
-    beside = ("data-parallel",)
-
-
-class TestPairwise(HandlerContract):
-    handler: ClassVar[Any] = {"name": "pipeline-shared", "exchange": "pairwise"}
     beside = ("data-parallel",)
 
 
@@ -88,13 +78,6 @@ class TestShardedBehindOwners(HandlerContract):
 class TestDiLoCo(HandlerContract):
     handler: ClassVar[Any] = {"name": "diloco", "every": 1, "lr": 1.0, "momentum": 0.0}
     beside = SHARED
-
-
-class TestDiLoCoBehindOwners(HandlerContract):
-    """The owner of a tie meets the owners of other replicas, and then sends the result on."""
-
-    handler: ClassVar[Any] = TestDiLoCo.handler
-    beside = (OWNER,)
 
 
 class TestSequenceParallel(HandlerContract):
@@ -299,64 +282,46 @@ def test_noop_plans_what_the_real_handlers_reduce() -> None:
 
 # --- options
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("diloco", {}, "needs the option 'every'"),
-    ("diloco", {"every": 0}, "every is 0, expected a whole number of steps, 1 or more"),
-    ("diloco", {"every": 2.0}, "every is 2.0, expected a whole number"),
-    ("diloco", {"every": True}, "every is True, expected a whole number"),
-    ("diloco", {"every": None}, "every is None, expected a whole number"),
-    ("diloco", {"every": 5, "momentum": 1}, "momentum is 1, expected at least 0 and below 1"),
-    ("diloco", {"every": 5, "momentum": -0.1}, "momentum is -0.1, expected at least 0 and below 1"),
-    ("diloco", {"every": 5, "momentum": "0.9"}, "momentum is '0.9', expected a number"),
-    ("diloco", {"every": 5, "lr": 0}, "lr is 0, expected a number above 0"),
-    ("diloco", {"every": 5, "lr": float("nan")}, "lr is nan, expected a number"),
-    ("diloco", {"evry": 5}, "has no option 'evry', needs the option 'every'"),
-    (
-        "expert-parallel",
-        {"experts": "*experts*"},
-        "experts is '*experts*', expected a list of patterns",
-    ),
-    (
-        "expert-parallel",
-        {"placement": "owner"},
-        "placement is 'owner', expected one of ['replicate', 'shard']",
-    ),
-    *(
+EVERY, STEPS = "every is {}, expected a whole number of steps, 1 or more", {"every": 5}
+MOMENTUM, PATTERNS = "expected at least 0 and below 1", "'*x*', expected a list of patterns"
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "diloco": [
+        ({}, "needs the option 'every'"),
+        *(({"every": n}, EVERY.format(n)) for n in (0, 2.0, True, None)),
+        ({**STEPS, "momentum": 1}, f"momentum is 1, {MOMENTUM}"),
+        ({**STEPS, "momentum": -0.1}, f"momentum is -0.1, {MOMENTUM}"),
+        ({**STEPS, "momentum": "0.9"}, "momentum is '0.9', expected a number"),
+        ({**STEPS, "lr": 0}, "lr is 0, expected a number above 0"),
+        ({**STEPS, "lr": float("nan")}, "lr is nan, expected a number"),
+        ({"evry": 5}, "has no option 'evry', needs the option 'every'"),
+    ],
+    "expert-parallel": [
+        ({"experts": "*x*"}, f"experts is {PATTERNS}"),
+        ({"placement": "owner"}, "placement is 'owner', expected one of ['replicate', 'shard']"),
+    ],
+    "pipeline-shared": [
+        *(
+            ({"placement": p}, f"placement is {p!r}, expected one of ['replicate', 'owner']")
+            for p in ("shard", "OWNER", 0)
+        ),
+        ({"exchange": 2}, "exchange is 2, expected one of ['all-reduce', 'pairwise'"),
         (
-            "pipeline-shared",
-            {"placement": placement},
-            f"placement is {placement!r}, expected one of ['replicate', 'owner']",
-        )
-        for placement in ("shard", "OWNER", 0)
-    ),
-    (
-        "pipeline-shared",
-        {"exchange": "sparse"},
-        "exchange is 'sparse', expected one of ['all-reduce', 'pairwise'",
-    ),
-    ("pipeline-shared", {"exchange": 2}, "exchange is 2, expected one of"),
-    (
-        "pipeline-shared",
-        {"placement": "owner", "exchange": "pairwise"},
-        "placement 'owner' has no exchange 'pairwise': drop one",
-    ),
-    (
-        "sequence-parallel",
-        {"parameters": "*norm*"},
-        "parameters is '*norm*', expected a list of patterns",
-    ),
-    ("sequence-parallel", {"parameters": [1]}, "parameters is [1], expected"),
-    ("sequence-parallel", {}, "needs the option 'parameters'"),
-    (
-        "sequence-parallel",
-        {"parameters": ["*"], "op": "max"},
-        "op is 'max', expected 'sum' or 'mean'",
-    ),
-]
+            {"placement": "owner", "exchange": "pairwise"},
+            "placement 'owner' has no exchange 'pairwise': drop one",
+        ),
+    ],
+    "sequence-parallel": [
+        ({"parameters": "*x*"}, f"parameters is {PATTERNS}"),
+        ({"parameters": [1]}, "parameters is [1], expected"),
+        ({}, "needs the option 'parameters'"),
+        ({"parameters": ["*"], "op": "max"}, "op is 'max', expected 'sum' or 'mean'"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "options", "words"), REFUSED)
-def test_a_wrong_option_is_refused_in_words(name: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PluginOptionError) as caught:
-        handlers.resolve({"name": name, **options})
-    assert words in str(caught.value)
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_options_are_refused_in_words(name: str) -> None:
+    for options, words in REFUSED[name]:
+        with pytest.raises(PluginOptionError) as caught:
+            handlers.resolve({"name": name, **options})
+        assert words in str(caught.value)

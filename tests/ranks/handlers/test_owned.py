@@ -33,13 +33,6 @@ class TestOwned(HandlerContract):
     beside = ("pipeline-shared",)
 
 
-class TestOwnedBehindOwners(HandlerContract):
-    """Ties are given to an owner first, and its sums are cut into rows."""
-
-    handler = "owned"
-    beside = ({"name": "pipeline-shared", "placement": "owner"},)
-
-
 # Which parameters are matrices.
 
 
@@ -235,21 +228,13 @@ def counting() -> Iterator[list[int]]:
 
 @dataclass
 class Trained:
-    """What this rank has after some steps.
-
-    Attributes:
-        weights: By name.
-        shapes: Of what its optimizer steps, by name.
-        state_numel: Elements of the optimizer's state.
-        norms: Of each step.
-        sent: Bytes of payload that it has sent in the last step.
-    """
+    """What this rank has after some steps."""
 
     weights: dict[str, torch.Tensor]
-    shapes: dict[str, tuple[int, ...]]
-    state_numel: int
+    shapes: dict[str, tuple[int, ...]]  # of what its optimizer steps
+    state_numel: int  # elements of the optimizer's state
     norms: list[float]
-    sent: int
+    sent: int  # bytes of payload in the last step
 
 
 def train(
@@ -476,58 +461,43 @@ def test_a_tied_table_is_no_matrix_in_any_cut(handler: str) -> None:
 
 # Mistakes.
 
-MISTAKES: dict[str, tuple[str, Callable[[GradientSync], object], str]] = {
+OF_MATRICES, OTHERS_ADAMW = "Muon steps matrices of two dimensions", {"others": torch.optim.AdamW}
+# The handler, the optimizer and its options, and what is said.
+MISTAKES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "vectors for Muon": (
-        "data-parallel",
-        lambda sync: sync.optimizer(torch.optim.Muon),
-        r"Muon steps matrices of two dimensions, but '0.1.bias' is \(12,\).*others=torch.optim",
+        "data-parallel", torch.optim.Muon, {},
+        rf"{OF_MATRICES}, but '0.1.bias' is \(12,\).*others=torch.optim",
     ),
-    "Muon for everything": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon),
-        r"Muon steps matrices of two dimensions",
-    ),
+    "Muon for everything": ("owned", torch.optim.Muon, {}, OF_MATRICES),
     "Muon for shards": (
-        "sharded",
-        lambda sync: sync.optimizer(torch.optim.Muon, others=torch.optim.AdamW),
-        r"Muon cannot step sharded parameters.*The handler 'owned' gives it whole matrices",
+        "sharded", torch.optim.Muon, OTHERS_ADAMW,
+        "Muon cannot step sharded parameters.*The handler 'owned' gives it whole matrices",
     ),
     "swapped": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.AdamW, others=torch.optim.Muon),
-        r"Muon steps matrices of two dimensions, but '0.0.embed.weight' is|but '0.1.bias' is",
+        "owned", torch.optim.AdamW, {"others": torch.optim.Muon},
+        f"{OF_MATRICES}, but '0.0.embed.weight' is|but '0.1.bias' is",
     ),
     "not elementwise": (
-        "owned",
-        lambda sync: sync.optimizer(Whitened),
-        r"Whitened cannot step sharded parameters.*others=torch.optim.AdamW",
+        "owned", Whitened, {}, "Whitened cannot step sharded parameters.*others=torch.optim.AdamW"
     ),
     "others of a wrong kind": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon, others=len),  # type: ignore[arg-type]
-        r"made int, expected an Optimizer",
+        "owned", torch.optim.Muon, {"others": len}, "made int, expected an Optimizer"
     ),
     "others that are there already": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon, others="AdamW"),  # type: ignore[arg-type]
-        r"cannot be made by an object of class str: give a class of torch.optim, or a function",
+        "owned", torch.optim.Muon, {"others": "AdamW"},
+        "cannot be made by an object of class str: give a class of torch.optim, or a function",
     ),
-    "a group too many": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon, others=adamw).add_param_group(
-            {"params": [nn.Parameter(torch.ones(2, 2))]}
-        ),
-        r"add_param_group\(\) of Muon and AdamW as one optimizer",
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("handler", "make", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_an_error_on_all_ranks(
-    handler: str, make: Callable[[GradientSync], object], words: str
-) -> None:
-    sync = GradientSync({0: build()}, Topology.create(pipeline=1), handlers=[handler])
-    with pytest.raises(PlanError, match=words):
-        make(sync)
-    sync.close()
+def test_mistakes_are_errors_on_all_ranks() -> None:
+    for handler, kind, options, words in MISTAKES.values():
+        sync = GradientSync({0: build()}, Topology.create(pipeline=1), handlers=[handler])
+        with pytest.raises(PlanError, match=words):
+            sync.optimizer(kind, **options)
+        if kind is torch.optim.AdamW:
+            both = sync.optimizer(torch.optim.Muon, others=adamw)
+            with pytest.raises(PlanError, match=r"add_param_group\(\) of Muon and AdamW as one"):
+                both.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+        sync.close()

@@ -21,8 +21,9 @@ import pipegrad
 from pipegrad import GradientSync, Scheduler, Stage, Topology
 from pipegrad.errors import PipegradError, PlanError, root_of
 from tests.support.gradients.cases import rank
+from tests.support.pipeline.pipelines import CPU
+from tests.support.pipeline.scales import fails_in_backward, fails_in_forward
 
-CPU = torch.device("cpu")
 MICROBATCHES, WIDTH = 4, 3
 PLACES = {
     "GPipe": (0, 1),
@@ -48,20 +49,6 @@ class Piece(nn.Module):
         out: Tensor = self.linear(x).tanh()
         self.left -= 1
         return self.trick(out) if self.trick is not None and self.left < 0 else out
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise OSError("no space left")
-
-
-def fails_in_forward(_out: Tensor) -> Tensor:
-    raise OSError("no space left")
 
 
 def exits(_out: Tensor) -> Tensor:
@@ -113,7 +100,7 @@ class Attached:
 
 FAILURES = {
     "forward": fails_in_forward,
-    "backward": FailsInBackward.apply,
+    "backward": fails_in_backward,
     "loss": fails_in_forward,
     "interrupt": is_interrupted,
     "exit": exits,

@@ -14,78 +14,33 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm.agreement import agree
 from pipegrad.pipeline import wiring
 from pipegrad.schedules import build, lower
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.layers import NUM_MICROBATCHES as OWN
 from tests.support.pipeline.layers import (
-    WIDTH,
     Layer,
+    Pipeline,
+    batch,
     blamed,
-    farthest,
     make,
-    mean_square,
-    normal,
     train,
 )
 from tests.support.pipeline.scales import ELSEWHERE
 
-MOST = 1e-12  # float64; sums of some ten terms in another order
 ALONE = 0.5  # seconds that a rank waits for others that do not come
 RIGHT = ["True"] * 3
 pytestmark = pytest.mark.ranks(2)
 
 
-def batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    return normal(rows, WIDTH, seed=seed), normal(rows, WIDTH, seed=seed + 1)
-
-
-class Pipeline:
-    """A layer a rank, and a copy of all of them in one process."""
-
-    def __init__(self, num_stages: int = 2, **options: Any) -> None:
-        self.layers, self.true = [[Layer() for _ in range(num_stages)] for _ in range(2)]
-        self.scheduler = Scheduler(
-            [Stage(self.layers[rank()], rank())],
-            Topology.create(pipeline=num_stages),
-            **{
-                "schedule": "1f1b",
-                "num_microbatches": OWN,
-                "loss_fn": mean_square,
-                "handlers": ["noop"],
-                **options,
-            },
-        )
-        self.close = self.scheduler.close
-
-    def step(self, rows: int, **options: Any) -> str:
-        """Takes a step; returns what it raised, or that it was right."""
-        x, y = batch(rows)
-        return outcome(lambda: self.error_of(x, y, **options) < MOST or "wrong")
-
-    def error_of(self, x: Tensor, y: Tensor, **options: Any) -> float:
-        train(self.scheduler, x, target=y, **options)
-        number = options.get("num_microbatches") or OWN
-        for module in self.true:
-            module.zero_grad()
-        for part, target in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
-            out = torch.nn.Sequential(*self.true)(part)
-            (mean_square(out, target) / number).backward()
-        return farthest(self.layers[rank()], self.true[rank()])
-
-    def evaluate(self, rows: int, **options: Any) -> str:
-        x, y = batch(rows)
-        return outcome(lambda: float(self.scheduler.evaluate(x, target=y, **options).loss) > 0)
-
-    def disagree(self, call: Callable[..., str], number: object, *, meet: bool = False) -> str:
-        """Takes a step with a number that others do not have; they may come to its meeting."""
-        patient = mock.patch.object(
-            self.scheduler._numbers, "_timeout_seconds", 60.0 if meet else ALONE
-        )
-        with patient:
-            return call(8, num_microbatches=number)
+def disagree(
+    pipeline: Pipeline, call: Callable[..., str], number: object, *, meet: bool = False
+) -> str:
+    """Takes a step with a number that others do not have; they may come to its meeting."""
+    seconds = 60.0 if meet else ALONE
+    with mock.patch.object(pipeline.scheduler._numbers, "_timeout_seconds", seconds):
+        return call(8, num_microbatches=number)
 
 
 def test_any_number_of_rows_and_microbatches_is_taken() -> None:
@@ -161,12 +116,12 @@ def test_ranks_that_disagree_all_raise_soon_and_go_on(given: tuple[Any, Any]) ->
     with closing(Pipeline()) as pipeline:
         step = pipeline.step
         for _ in range(2):
-            assert_told(pipeline.disagree(step, own, meet=meet), own, other)
+            assert_told(disagree(pipeline, step, own, meet=meet), own, other)
             assert [step(6, num_microbatches=3), step(8), step(6, num_microbatches=3)] == RIGHT
     with closing(Pipeline(schedule="gpipe")) as pipeline:
         evaluate = pipeline.evaluate
         assert [evaluate(8), evaluate(6, num_microbatches=3)] == ["True"] * 2
-        assert_told(pipeline.disagree(evaluate, own, meet=meet), own, other)
+        assert_told(disagree(pipeline, evaluate, own, meet=meet), own, other)
         assert [evaluate(8), evaluate(6, num_microbatches=3), pipeline.step(8)] == RIGHT
 
 
@@ -176,7 +131,7 @@ def test_any_rank_of_four_may_disagree(others: list[int], schedule: str) -> None
     """One rank in the middle, or all but one, have another number."""
     with closing(Pipeline(4, schedule=schedule)) as pipeline:
         for _ in range(2):  # first, and later
-            said = pipeline.disagree(pipeline.step, 6 if rank() in others else None)
+            said = disagree(pipeline, pipeline.step, 6 if rank() in others else None)
             assert said.startswith("AgreementError: " if rank() in others else ELSEWHERE)
             assert pipeline.step(8) == pipeline.step(12, num_microbatches=6) == "True"
 
@@ -245,9 +200,9 @@ def test_ready_microbatches_are_those_of_a_batch(given: str) -> None:
             if given == "with a number":
                 options["num_microbatches"] = number
             train(pipeline.scheduler, **options)
-            ready = [p.grad for p in pipeline.layers[rank()].parameters()]
+            ready = [p.grad for p in pipeline.own.parameters()]
             train(pipeline.scheduler, x, target=y, num_microbatches=number)
-            cut = [p.grad for p in pipeline.layers[rank()].parameters()]
+            cut = [p.grad for p in pipeline.own.parameters()]
             assert all(map(torch.equal, ready, cut))  # type: ignore[arg-type]
 
 

@@ -213,15 +213,10 @@ class Counts(nn.Module):
         return x * self.weight, self.n
 
 
-class Uses(nn.Module):
-    def forward(self, x: Tensor, n: Tensor) -> Tensor:
-        return x * n[:, :WIDTH]
-
-
 def test_buffers_empty_tensors_and_inference_mode_are_handed_on() -> None:
     names = {0: (["x"], ["x", "n"]), 1: (["x", "n"], ["x"])}
     options: Any = {"schedule": "gpipe", "loss_fn": lambda out, target: (out * target).sum()}
-    scheduler = make(Counts(), Uses(), names=names, **options)
+    scheduler = make(Counts(), Layer(lambda _, x, n: x * n[:, :WIDTH]), names=names, **options)
     # Microbatches of a row of three, counted 1 to 4, then 5 to 8.
     losses = [train(scheduler, ONES, target=ONES, loss_divisor=1.0) for _ in range(2)]
     assert losses == [30.0, 78.0]

@@ -285,15 +285,14 @@ def four_stages() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), Head(), nn.Linear(WIDTH, WIDTH), Scale()]
 
 
-def losses_of_one_process(
-    stages: list[nn.Module], loss_reduction: str, values: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+def losses_of_one_process(stages: list[nn.Module], reduction: str) -> tuple[Tensor, Tensor]:
     """Returns the loss, and the part of it that the second stage makes."""
-    hidden, rows = stages[0](values["x"]), ROWS // MICROBATCHES
+    values, rows = batch(), ROWS // MICROBATCHES
+    hidden = stages[0](values["x"])
     out = stages[3](stages[2](hidden))
     extra = torch.stack([stages[1](part) for part in hidden.split(rows)]).sum()
     loss, number = counted(out, values["target"])
-    if loss_reduction == "mean":
+    if reduction == "mean":
         loss, number = mean(out, values["target"]), torch.tensor(1)
         extra = extra / MICROBATCHES
     return (loss + extra) / number, extra / number
@@ -319,7 +318,7 @@ def test_a_stage_with_a_loss_alone_trains_whole_split_and_recomputed(
     )
     for verb in ("step", "step", "evaluate"):
         result = getattr(scheduler, verb)(**batch())
-        loss, extra = losses_of_one_process(true, loss_reduction, batch())
+        loss, extra = losses_of_one_process(true, loss_reduction)
         assert error(result.loss, loss.detach()) <= MOST
         assert abs(result.metrics["next"] / extra.item() - 1) <= MOST
         if verb == "step":

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from tests.support.gradients.cases import outcome, rank
+from tests.support.pipeline import scales
 from tests.support.rounding import ADAM_EPS, rounding
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
@@ -234,17 +235,9 @@ def test_what_nobody_can_know_is_final(what: str, times: int) -> None:
 def test_replicas_have_batches_of_their_own_size_and_refuse_together() -> None:
     """Issue 16, point 10 (runtime, 1): SIGABRT, and outputs of memory that nobody had written."""
 
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
-
     at = Topology.create(pipeline=2)
     scheduler = Scheduler(
-        [Stage(Wide(), at.coordinate("pp"))],
+        [Stage(scales.Scale(0), at.coordinate("pp"))],
         at,
         schedule="gpipe",
         num_microbatches=2,
