@@ -11,6 +11,7 @@ from pipegrad.audit.script import Run
 from tests.support.audit.pipelines import KINDS, OTHERS, Pipeline
 from tests.support.versions import IS_OLD
 
+pytestmark = pytest.mark.ranks(4)
 SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
 
 
@@ -21,7 +22,6 @@ def audited(name: str) -> Report:
     return report
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "name", [name for name in KINDS if not (IS_OLD and name in SPLIT_BACKWARD)]
 )
@@ -34,7 +34,6 @@ def test_a_right_pipeline_has_no_finding(name: str) -> None:
     assert [note for note in report.notes if "optimizer" in note] == []
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -74,7 +73,6 @@ EXAMPLES: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_each_defect_has_its_cause_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(FILE.parent)

@@ -26,19 +26,14 @@ from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import give, grads, outcome, rank, stage, step
+from tests.support.gradients.cases import give, grads, outcome, rank, stage, step, tied
 
 WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "pairwise"}, {"placement": "owner"})
 
 
 def pair(module: nn.Module, *, accessor: Any = None, **options: Any) -> GradientSync:
-    return GradientSync(
-        {rank(): module},
-        Topology.create(pipeline=2),
-        tied=[["w"]],
-        handlers=[{"name": "pipeline-shared", **options}],
-        **({} if accessor is None else {"accessor": accessor}),
-    )
+    own = {} if accessor is None else {"accessor": accessor}
+    return tied(module, "w", handlers=[{"name": "pipeline-shared", **options}], **own)
 
 
 def trained(module: nn.Module, **options: Any) -> GradientSync:

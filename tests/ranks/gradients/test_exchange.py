@@ -40,7 +40,7 @@ from pipegrad.reduce import pair_exchange
 from pipegrad.reduce.pair_exchange import Rows, rows_of
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
-from tests.support.gradients.cases import outcome, rank, stage
+from tests.support.gradients.cases import outcome, rank, stage, tied
 from tests.support.plan.manifests import Say
 
 EXCHANGES: Sequence[Exchange] = ("pairwise", "asymmetric")
@@ -218,13 +218,8 @@ EITHER_WAY = pytest.mark.parametrize("how", EXCHANGES)
 
 
 def pair(module: nn.Module, how: Exchange, **options: Any) -> GradientSync:
-    return GradientSync(
-        {rank(): module},
-        Topology.create(pipeline=2),
-        tied=[[name] for name, _ in module.named_parameters()],
-        handlers=[{"name": "pipeline-shared", "exchange": how}],
-        **options,
-    )
+    handlers = [{"name": "pipeline-shared", "exchange": how}]
+    return tied(module, *dict(module.named_parameters()), handlers=handlers, **options)
 
 
 def use(weight: torch.Tensor) -> None:

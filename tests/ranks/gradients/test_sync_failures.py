@@ -176,14 +176,23 @@ def test_ranks_that_disagree_all_end_with_the_same_error(
 
 
 @pytest.mark.ranks(2)
-def test_shapes_that_differ_are_every_ranks_error() -> None:
+def test_models_that_differ_are_every_ranks_error() -> None:
+    def differing(**own: Any) -> Callable[[], GradientSync]:
+        return lambda: replicated(stage(**({"a": (2,), "b": (2,)} | (own if rank() else {}))))
+
+    half, frozen = torch.zeros(2, dtype=torch.bfloat16), nn.Parameter(torch.zeros(2), False)
+    parameters = "AgreementError: ranks disagree on the parameters of stage 0"
     module = stage(a=(2 + rank(),), b=(2,))
+    twice = stage(a=(2,))
+    if rank():  # one parameter has two names on one rank
+        twice.again = twice.a
     for make, parts in (
         (lambda: tied(module, "a"), ["PlanError", "shape is (3,) and the other's (2,)"]),
-        (
-            lambda: replicated(module),
-            ["AgreementError: ranks disagree on the parameters of stage 0", "a (3,)"],
-        ),
+        (differing(a=(3,)), [parameters, "a (3,)"]),
+        (differing(c=(2,)), [parameters]),
+        (differing(a=half), [parameters]),
+        (differing(a=frozen), [parameters]),
+        (lambda: replicated(twice), [parameters]),
     ):
         refused = outcome(make)
         assert [part for part in parts if part not in refused] == []

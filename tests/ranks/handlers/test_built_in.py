@@ -6,9 +6,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from pipegrad import (
     GradientHandler,
+    GradientSync,
     OuterStep,
     ParameterRecord,
     Placement,
@@ -28,6 +31,7 @@ from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
+from tests.support.gradients.cases import rank
 from tests.support.plan.manifests import manifest
 
 # --- the contract: a class for each way to reduce, place and send
@@ -266,18 +270,41 @@ def test_noop_plans_what_the_real_handlers_reduce() -> None:
     model = manifest(["emb", "w"], ["head"])
     topology = Topology.build(axes=(("pp", 2), ("dp", 2)))
 
-    def plan(rank: int, *names: str) -> Plan:
+    def plan(at: int, *names: str) -> Plan:
         chosen = [(name, handlers.resolve(name).plugin) for name in names]
-        return make_plan(model, topology.at(rank), chosen, GradientOptions(bucket_bytes=2**20))
+        return make_plan(model, topology.at(at), chosen, GradientOptions(bucket_bytes=2**20))
 
-    for rank in range(4):
-        real, free = plan(rank, "pipeline-shared", "data-parallel"), plan(rank, "noop")
+    for at in range(4):
+        real, free = plan(at, "pipeline-shared", "data-parallel"), plan(at, "noop")
         assert free.launches == real.launches
         assert free.reduced_bytes == real.reduced_bytes
         assert [[h.ranks for h in b.route] for b in free.buckets] == [
             [h.ranks for h in b.route] for b in real.buckets
         ]
         assert {h.op for b in free.buckets for h in b.route} == {"sum"}
+
+
+@pytest.mark.ranks(4)
+def test_noop_leaves_gradients_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken wire: collectives in the comm streams raise, gradients come through all the same."""
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("emb", "own")})
+    topology = Topology.create(pipeline=2)
+    stage = topology.local_stages[0]
+    sync = GradientSync({stage: module}, topology, tied=[["emb"]], handlers=["noop"])
+    with monkeypatch.context() as broken:
+        broken.setattr(dist, "all_reduce", None)
+        for _ in range(2):
+            module.zero_grad()
+            sync.prepare()
+            (module["emb"] * (rank() + 1.0)).sum().backward()
+            sync.stage_final(stage)
+            sync.finish()
+    assert module["emb"].grad is not None
+    assert module["emb"].grad.tolist() == [rank() + 1.0] * 2
+    assert module["own"].grad is None
+    assert sync.statistics().collectives == 3
+    assert sync.statistics().reduced_bytes == sync.plan.reduced_bytes > 0
+    sync.close()
 
 
 # --- options

@@ -20,7 +20,6 @@ from pipegrad.comm import messages
 from pipegrad.errors import PlanError
 from pipegrad.testing import HandlerContract
 from pipegrad_handlers.owned import Owned
-from tests.support.gradients.cases import rank
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
@@ -343,37 +342,6 @@ def test_states_bytes_and_norms_count_each_element_once() -> None:
     found = train(2, "Muon", shared, tied=True, num_microbatches=1)
     for name, weight in found.weights.items():
         assert torch.equal(weight, expected[name]), name
-
-
-@pytest.mark.ranks(2)
-def test_master_copies_are_on_the_owners() -> None:
-    """Parameters of bfloat16: the optimizers step copies of float32, on the owners alone."""
-    model, before = build().to(torch.bfloat16), build().to(torch.bfloat16).state_dict()
-    topology = Topology.create(pipeline=1)
-    sync = GradientSync({0: model}, topology, handlers=["owned"], master_dtype=torch.float32)
-    others = partial(torch.optim.AdamW, lr=0.1)
-    optimizer = sync.optimizer(torch.optim.Muon, others=others, lr=0.02)
-    inputs, target = (both.chunk(2)[rank()] for both in batch(0))
-    sync.prepare()
-    loss_of(model(inputs), target).backward()
-    sync.stage_final(0)
-    sync.finish()
-    optimizer.step()
-    sync.wait_parameters()
-    sync.check_replicas()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    masters = {m.record.name: m.tensor.dtype for m in sync.main_parameters()}
-    for main in sync.main_parameters():
-        if not main.sharded:
-            assert torch.equal(main.tensor.to(torch.bfloat16), weights[main.record.name])
-    sync.close()
-    assert set(masters.values()) == {torch.float32}
-    first, second = gathered(set(masters))
-    assert not set(IS_MATRIX) & first & second
-    assert set(IS_MATRIX) <= first | second
-    for name, weight in gathered(weights)[0].items():
-        assert torch.equal(weight, weights[name])
-        assert torch.equal(weight, before[name]) == (name == "3.bias"), name  # it is frozen
 
 
 # Ties and pipelines.

@@ -24,6 +24,7 @@ from tests.support.gradients.cases import rank
 from tests.support.pipeline.pipelines import CPU
 from tests.support.pipeline.scales import fails_in_backward, fails_in_forward
 
+pytestmark = pytest.mark.ranks(2)
 MICROBATCHES, WIDTH = 4, 3
 PLACES = {
     "GPipe": (0, 1),
@@ -134,7 +135,6 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
     return len(found) == len(right) and all(map(torch.equal, found, right))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> None:
@@ -171,7 +171,6 @@ def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> 
     run.sync.close()
 
 
-@pytest.mark.ranks(2)
 def test_what_fails_elsewhere_in_a_step_is_told_too() -> None:
     """Issue 16, point 3: another batch, a loss that does not fit, an evaluation."""
     run = Attached("1F1B")
@@ -221,7 +220,6 @@ class NoReduceGrad(ScheduleInterleaved1F1B):
         }
 
 
-@pytest.mark.ranks(2)
 def test_a_schedule_without_reduce_grad_ends_its_stages_with_the_step() -> None:
     """Issue 16, point 12: it ended after the whole step, in "finish() before stage_final()"."""
     right = Attached("Interleaved1F1B")
@@ -248,7 +246,6 @@ class Weighted(nn.Module):
         return loss
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", ["module", "method", "module of a Scheduler"])
 def test_a_loss_with_parameters_is_refused_over_replicas(who: str) -> None:
     """Issue 16, point 10 (1.17): its gradients differed between replicas, without a word."""

@@ -28,6 +28,7 @@ from tests.support.pipeline.training import CountingData, CountingShared, launch
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(4)
 BOTH = ("pipeline-shared", "data-parallel")
 
 
@@ -137,7 +138,6 @@ REFUSALS: list[tuple[Callable[[Topology], object], str, str]] = [
 ]
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("refused", "kind", "words"), REFUSALS, ids=[row[2] for row in REFUSALS])
 def test_is_refused_on_all_ranks_in_the_same_words(
     refused: Callable[[Topology], object], kind: str, words: str
@@ -162,7 +162,6 @@ def is_full(tensor: Tensor | None, value: float | None) -> bool:
     return torch.equal(tensor, torch.full_like(tensor, value))
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", [_ScheduleForwardOnly, ScheduleGPipe])
 @pytest.mark.parametrize("gradient", [None, 0.5])
 def test_schedules_without_a_loss_are_left_alone(kind: Any, gradient: float | None) -> None:
@@ -187,7 +186,6 @@ def step(schedule: TorchSchedule, cut: Cut) -> dict[str, Tensor]:
     return {name: p.grad for name, p in cut.named() if p.grad is not None}
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("accumulates", [False, True], ids=["on the wire", "and accumulates"])
 def test_bf16_parameters_may_have_sums_of_fp32(accumulates: bool) -> None:
     """Compares with sums of all ranks' own gradients, made in fp32 and rounded once at most."""
@@ -230,7 +228,6 @@ class Table(nn.Module):
         return x * (self.a.view(-1) + self.b.view(-1))
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("kind", [ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble])
 def test_gradients_that_are_views_of_one_tensor_are_summed_apart(kind: Any) -> None:
     """torch's split backward sets gradients itself: both parameters had the sum of both."""

@@ -24,6 +24,7 @@ from tests.support.pipeline.pipelines import LOOPS, VEES, Case, loss_of, stage_m
 from tests.support.pipeline.training import Run, alone, truth
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(4)
 SCHEDULES = ("GPipe", "1F1B", *LOOPS[:3], *VEES)
 FATES: dict[str, dict[str, Any]] = {
     "bucketed": {"options": (("bucket_bytes", 2**20), ("comm_streams", 3))},
@@ -116,7 +117,6 @@ MATRIX = [
 ]
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("schedule", "fate"), MATRIX)
 def test_every_schedule(schedule: str, fate: str) -> None:
     """2 stages or 4, 2 replicas; 2 and 3 producers of gradients."""
@@ -154,7 +154,6 @@ either = pytest.mark.parametrize("streams", [True, False], ids=["streams", "thre
 BY = [(n, True) for n in range(NUM_BUCKETED, len(OTHERS))] + [(NUM_BUCKETED, False), (6, False)]
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(("number", "streams"), BY)
 def test_copies_accumulation_clipping_and_compiled_stages(number: int, *, streams: bool) -> None:
     seen = watched(OTHERS[number], virtual_streams=streams)
@@ -163,7 +162,6 @@ def test_copies_accumulation_clipping_and_compiled_stages(number: int, *, stream
 
 
 @either
-@pytest.mark.ranks(4)
 def test_the_number_of_comm_streams_changes_no_bit(*, streams: bool) -> None:
     cases = OTHERS[:NUM_BUCKETED] if streams else OTHERS[: NUM_BUCKETED : NUM_BUCKETED - 1]
     found = [watched(case, virtual_streams=streams) for case in cases]
@@ -174,7 +172,6 @@ def test_the_number_of_comm_streams_changes_no_bit(*, streams: bool) -> None:
 
 
 @either
-@pytest.mark.ranks(4)
 def test_parameters_that_come_back_under_a_schedule_of_torch(streams: bool) -> None:
     """Its ties have an owner, and its rows are stepped."""
     with OrderChecker(virtual_streams=streams) as checker:

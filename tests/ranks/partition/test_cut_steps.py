@@ -15,6 +15,8 @@ from tests.support.partition.twins import Twins, difference
 from tests.support.pipeline.schedulers import topology
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(2, seconds=300)
+
 pytest.importorskip("transformers")
 
 LLAMA, GPT2 = FAMILIES["Llama 3.2"], FAMILIES["GPT-2"]
@@ -41,7 +43,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.ranks(2, seconds=300)
 def test_refusals_evaluations_and_steps_of_one_cut() -> None:
     twins = Twins(LLAMA.build)
     for name, (change, words) in REFUSED.items():
@@ -68,7 +69,6 @@ def test_refusals_evaluations_and_steps_of_one_cut() -> None:
     assert max(twins.close()) <= 1e-6
 
 
-@pytest.mark.ranks(2, seconds=300)
 def test_one_model_may_have_several_cuts_and_schedulers() -> None:
     model = LLAMA.build()
     for boundary, schedule, number in ((3, "1f1b", 4), (5, "eager-1f1b", 4), (3, "1f1b", 2)):
@@ -80,7 +80,6 @@ def test_one_model_may_have_several_cuts_and_schedulers() -> None:
     assert difference(model(**BATCH).loss, LLAMA.build()(**BATCH).loss) <= 1e-6
 
 
-@pytest.mark.ranks(2, seconds=300)
 def test_dropout_follows_seeds_and_modes() -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     model: Any = type(GPT2)(GPT2.config, GPT2.head, dict(GPT2.options) | dropout).build()
@@ -108,7 +107,6 @@ def test_dropout_follows_seeds_and_modes() -> None:
     assert [quiet, still] == pytest.approx([true, true], abs=1e-6, rel=0)
 
 
-@pytest.mark.ranks(2, seconds=300)
 def test_ranks_of_a_pipeline_have_one_batch_and_one_measured_cut() -> None:
     """A loader that divides data over all ranks gives each rank of a pipeline its own batch.
 

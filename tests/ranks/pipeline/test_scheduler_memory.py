@@ -23,6 +23,7 @@ from tests.support.gradients.cases import rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched
 
+pytestmark = pytest.mark.ranks(2)
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", "zbv")
 MICROBATCHES = {2: (1, 2, 4, 7), 4: (1, 4, 8, 11)}
 
@@ -137,13 +138,11 @@ class HalfCheckpointed(Sine):
         return made
 
 
-@pytest.mark.ranks(2)
 def test_what_is_not_checkpointed_is_freed_with_the_inputs_gradients() -> None:
     peaks, scheduler = measured("zb-h1", 7, HalfCheckpointed)
     assert peaks["saved"] == scheduler.proof.live_graphs[rank()]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_stage_that_recomputes_holds_nothing_between_forward_and_backward(schedule: str) -> None:
     peaks, _ = measured(schedule, 7, recompute=True)
@@ -206,7 +205,6 @@ def forwards(
     return loss, gradients
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_each_forward_is_run_again_once_at_most_with_the_same_random_numbers(schedule: str) -> None:
     plain = forwards(schedule)

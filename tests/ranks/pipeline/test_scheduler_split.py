@@ -36,6 +36,7 @@ from tests.support.pipeline.schedulers import (
 )
 from tests.support.pipeline.twins import Twins
 
+pytestmark = pytest.mark.ranks(4)
 MICROBATCHES = 6
 Event = tuple[str, Any]
 
@@ -103,7 +104,6 @@ def events_of(schedule: str, pipeline: int, handlers: Sequence[str]) -> tuple[li
 HEAD_FIRST = "zb-h1 head_w_first"
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("schedule", ["zb-h1", HEAD_FIRST])
 def test_each_parameter_is_final_once_nothing_of_its_own_waits(
@@ -152,7 +152,6 @@ def assert_head_leaves_in_time(
         assert left > waiting[-1]
 
 
-@pytest.mark.ranks(4)
 def test_a_tied_head_that_comes_first_is_planned_before_all_others() -> None:
     late, early = (events_of(s, 2, [SHARED, DATA])[1] for s in ("zb-h1", HEAD_FIRST))
     assert len(late) == len(early) == 3  # of the tie, over replicas and over stages; of others
@@ -161,7 +160,6 @@ def test_a_tied_head_that_comes_first_is_planned_before_all_others() -> None:
     assert "0.weight" not in str(late[0]) or rank() > 0
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["zbv", "zbv head_w_first"])
 def test_a_tie_of_the_first_and_the_last_stage_of_zbv_costs_no_collective(schedule: str) -> None:
     def stage(index: int) -> Stage:
@@ -258,7 +256,6 @@ class Training(scales.Training):
         return self.trick(stage, microbatch, trick)
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_a_split_backward_raises_all_tell_with_rank_and_action(is_first: bool) -> None:
     training = Training()
@@ -277,7 +274,6 @@ def test_what_a_split_backward_raises_all_tell_with_rank_and_action(is_first: bo
                 assert is_first or training.is_right()
 
 
-@pytest.mark.ranks(4)
 def test_an_operand_that_is_changed_before_its_product_is_refused() -> None:
     """On rank 3 a forward changes what the weight was multiplied with in the one before it."""
     training = Training()
@@ -299,7 +295,6 @@ def test_an_operand_that_is_changed_before_its_product_is_refused() -> None:
     assert training.is_right()
 
 
-@pytest.mark.ranks(4)
 def test_a_tied_head_that_fails_ahead_of_its_turn_says_where() -> None:
     """Its products are computed ahead of their turn."""
     schedule = {"name": "zb-h1", "head_w_first": True}

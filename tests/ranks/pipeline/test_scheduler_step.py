@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from tests.support.gradients.cases import rank
@@ -21,13 +19,11 @@ from tests.support.pipeline.schedulers import (
     error,
     most_buffers,
     named,
-    share,
-    topology,
     wrong,
 )
 from tests.support.pipeline.twins import Twins, tied
 from tests.support.ranked import gathered
-from tests.support.rounding import ADAM_EPS, rounding
+from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -40,27 +36,6 @@ def alike(*tensors: Tensor) -> bool:
     return all(bits == own for bits in gathered(own))
 
 
-def sum_of_losses(logits: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="sum")
-
-
-@pytest.mark.ranks(4)
-def test_losses_that_are_sums_are_divided_by_what_they_count() -> None:
-    """Half of the targets of one replica are ignored: a mean of means would be wrong."""
-    twins, at = Twins(loss_fn=sum_of_losses), topology(2)
-    for step in range(2):
-        tokens, target = batch(step, 16)
-        target[:6, 1:] = -100
-        number = int((target >= 0).sum())
-        mine = share(tokens, at), share(target, at)
-        result = twins.scheduler.step(mine[0], target=mine[1], loss_divisor=number / 2)
-        twins.errors[f"loss {step}"] = error(result.loss, twins.alone(tokens, target))
-        twins.compare(step)
-    errors = twins.close()
-    assert len(errors) > 2 * 12
-    assert wrong(errors, MOST) == {}
-
-
 def test_float64_one_element_and_batch_normalization_are_as_in_one_process() -> None:
     """Three microbatches: a third is not exact, and in float32 far from it."""
     twins = Twins(lambda: tied().double(), 3)
@@ -70,11 +45,6 @@ def test_float64_one_element_and_batch_normalization_are_as_in_one_process() -> 
         twins.alone(tokens, target)
         twins.compare(step)
     assert wrong(twins.close(), rounding(6 * TOKENS, dtype=torch.float64)) == {}
-    # A loss of one element may have a dimension.
-    twins = Twins(loss_fn=lambda *given: loss_of(*given).reshape(1))
-    tokens, target = batch(0, 8)
-    assert twins.scheduler.step(tokens, target=target).loss.shape == ()
-    twins.close()
 
     # Batch normalization counts the microbatches and no more.
     def with_norms() -> nn.Sequential:
@@ -94,42 +64,6 @@ def test_float64_one_element_and_batch_normalization_are_as_in_one_process() -> 
             if "num_batches" in name:
                 assert buffer == 4 * (step + 1)
             twins.errors[f"step {step} {name}"] = error(buffer.float(), truth[name].float())
-    assert wrong(twins.close(), MOST) == {}
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b", "zb-h1"])
-def test_around_a_step_all_is_as_in_one_process(schedule: str) -> None:
-    """Accumulates, clips, evaluates, divides by other numbers, and steps."""
-    twins = Twins(schedule=schedule)
-    mine, sync = named(twins.stages), twins.scheduler.sync
-    optimizers = [
-        torch.optim.AdamW(dict.fromkeys(parameters), lr=1e-2, eps=ADAM_EPS)
-        for parameters in (mine.values(), twins.true.parameters())
-    ]
-    for step in range(3):
-        for part in range(3):
-            with sync.accumulate() if part < 2 else nullcontext():
-                tokens, target = batch(10 * step + part, 8)
-                loss = twins.scheduler.step(tokens, target=target, loss_divisor=8.0).loss
-                true_loss = loss_of(twins.true(tokens), target) / 2  # of four microbatches
-                true_loss.backward()
-                twins.errors[f"{step} loss {part}"] = error(loss, true_loss.detach())
-        norm = sync.clip_grad_norm_(0.1)
-        true_norm = nn.utils.clip_grad_norm_(twins.true.parameters(), 0.1)
-        assert true_norm > 0.1
-        assert alike(norm)
-        twins.errors[f"{step} norm"] = error(norm, true_norm)
-        tokens, target = batch(step, 8)
-        evaluated = twins.scheduler.evaluate(tokens, target=target).loss
-        twins.errors[f"{step} evaluated"] = error(evaluated, loss_of(twins.true(tokens), target))
-        for optimizer in optimizers:
-            optimizer.step()
-        twins.compare(step)
-    theirs = dict(twins.true.named_parameters(remove_duplicate=False))
-    for name, parameter in mine.items():
-        twins.errors[name] = error(parameter.detach(), theirs[name].detach())
-    sync.check_replicas()
-    assert alike(*[p for name, p in mine.items() if name in ("0.weight", "7.weight")])
     assert wrong(twins.close(), MOST) == {}
 
 
