@@ -9,18 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad import (
     FlatBucket,
     GradientSync,
     Placement,
     ReductionStep,
-    Scheduler,
-    Stage,
     Topology,
     Work,
-    cut,
 )
 from pipegrad.comm.process_groups import Groups
 from pipegrad.testing import OrderChecker
@@ -103,50 +99,6 @@ class InTurns(By):
             bucket.is_mean = True
             bucket.payload.div_(len(reduction.ranks))
         return bucket.reduce(reduction, group)
-
-
-def losses(hook: object) -> list[float]:
-    """Two stages by two replicas, a tie over both."""
-    torch.manual_seed(5)
-    embedding, head = nn.Embedding(20, 12), nn.Linear(12, 20, bias=False)
-    head.weight = embedding.weight
-    layers = nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)
-    at = Topology.create(pipeline=2)
-    halves = cut(nn.Sequential(embedding, *layers, head), 2, boundaries=[2])
-    chosen: Any = ["pipeline-shared", hooked(hook)]
-    scheduler = Scheduler(
-        [Stage(halves.modules[index], index) for index in at.local_stages],
-        at,
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=nn.functional.cross_entropy,
-        tied=halves.tied,
-        handlers=chosen,
-    )
-    optimizer = torch.optim.AdamW(scheduler.sync.optimizer_parameters(), lr=0.02)
-    x = torch.arange(20).roll(at.coordinate("dp"))[:16]
-    found = []
-    for _ in range(16):
-        found.append(scheduler.step(x, target=(x + 7) % 20).loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    scheduler.sync.check_replicas()
-    scheduler.close()
-    return found
-
-
-@pytest.mark.ranks(4)
-def test_a_tied_pipeline_learns_with_any_hook() -> None:
-    exact, bf16, power = map(losses, (None, "bf16_compress_hook", POWER_SGD))
-    assert gathered((exact, bf16, power)) == [(exact, bf16, power)] * 4
-    assert exact[-1] < 0.3 * exact[0]
-    low = torch.finfo(torch.bfloat16).eps
-    assert bf16 == pytest.approx(exact, rel=16**0.5 * low)  # of 16 steps
-    assert bf16 != exact
-    most = rounding(3 * 32)
-    assert power[:3] == pytest.approx(exact[:3], rel=most)  # the third update is the first
-    assert power[3:] != exact[3:]
-    assert power[-1] < 0.4 * exact[0]
 
 
 @pytest.mark.ranks(4)

@@ -38,9 +38,6 @@ MOVED = {"owner": {"placed": OWNER}, "rows": {"placed": SHARD}, "copies": COPIES
 however_moved = pytest.mark.parametrize("moved", MOVED.values(), ids=MOVED)
 
 
-# --- verbs
-
-
 @pytest.mark.ranks(2)
 @however_moved
 def test_parameters_do_not_move_inside_a_step(moved: dict[str, Any]) -> None:
@@ -189,9 +186,6 @@ def test_what_was_stepped_arrives_before_close_or_a_first_use_ends(
     assert job.values == [-2.0]
 
 
-# --- optimizers
-
-
 class Foreign(torch.optim.Optimizer):
     """An optimizer of another origin, which looks at one element at a time but does not say so."""
 
@@ -261,9 +255,6 @@ def test_rows_added_to_an_optimizer_later_are_refused() -> None:
     assert outcome(optimizer.step).startswith(refused)
     job.sync.close()
     assert not outcome(optimizer.step).startswith("Plan")
-
-
-# --- steps that fail
 
 
 @pytest.mark.ranks(3)

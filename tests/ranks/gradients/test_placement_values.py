@@ -47,9 +47,6 @@ def joined(sync: GradientSync, key: str) -> list[float]:
     return [x for begin in sorted(parts) for x in parts[begin].flatten().float().tolist()]
 
 
-# --- dtypes, layouts, accumulation
-
-
 @wherever_placed
 def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> None:
     high = stage(w=(40,))
@@ -116,8 +113,6 @@ def test_sparse_gradients_become_dense_and_accumulated_ones_travel_once(placed: 
     assert [p.unique().tolist() for p in module.parameters()] == [[-12.0], [-8.0]]
 
 
-# --- the optimizer
-
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "ASGD": {}, "Adadelta": {}, "Adagrad": {}, "Adam": {"amsgrad": True},
     "AdamW": {"weight_decay": 0.1}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {},
@@ -147,9 +142,6 @@ def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
         assert error(found, p.detach()) <= rounding(3 * 10)  # operations of three steps
     assert torch.equal(module.get_parameter("c"), small().get_parameter("c"))
     sync.close()
-
-
-# --- ways back
 
 
 @wherever_placed
@@ -224,9 +216,6 @@ def test_bits_are_the_same_from_run_to_run() -> None:
         runs.append((norms, {name: bits(p) for name, p in module.named_parameters()}))
     assert gathered(runs) == [[runs[0]] * 2] * 4
     assert runs[0][1]["b"] != bits(small().get_parameter("b"))
-
-
-# --- stories
 
 
 def test_what_is_placed_by_name_stays_apart() -> None:

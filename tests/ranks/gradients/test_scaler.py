@@ -201,12 +201,13 @@ def test_a_division_at_the_end_is_in_the_pass_that_unscales(
     sync.close()
 
 
-def ready(make: Optimizer = torch.optim.SGD, scale: float = 4.0) -> tuple[Any, ...]:
-    """A replicated parameter of two elements, an optimizer with a rate of 1, and a scaler."""
-    module = stage(w=(2,))
-    sync = replicated(module)
-    optimizer = sync.optimizer(make, lr=1.0)
-    return module.w, sync, optimizer, pipegrad.GradScaler(sync, init_scale=scale)
+def ready(
+    make: Optimizer = torch.optim.SGD, scale: float = 4.0, *, is_split: bool = False
+) -> tuple[Any, ...]:
+    """A parameter of two elements, of both ranks or of each its own, an optimizer and a scaler."""
+    w = nn.Parameter(torch.zeros(2))
+    sync = tied(stage(**{"wv"[rank()]: w})) if is_split else replicated(stage(w=w))
+    return w, sync, sync.optimizer(make, lr=1.0), pipegrad.GradScaler(sync, init_scale=scale)
 
 
 def test_what_is_no_overflow_skips_no_step() -> None:
@@ -230,14 +231,6 @@ def test_what_is_no_overflow_skips_no_step() -> None:
     assert (w.tolist(), scaler.get_scale()) == ([-1.0] * 2, 4.0)
 
 
-def split(make: Optimizer = torch.optim.SGD, scale: float = 4.0) -> tuple[Any, ...]:
-    """Two stages with a parameter each; else as `ready`."""
-    parameter = nn.Parameter(torch.zeros(2))
-    sync = tied(stage(**{"wv"[rank()]: parameter}))
-    optimizer = sync.optimizer(make, lr=1.0)
-    return parameter, sync, optimizer, pipegrad.GradScaler(sync, init_scale=scale)
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("failing", [(0, 1), (0,), ()], ids=str)
 def test_a_step_that_failed_says_nothing_of_the_next(
@@ -248,7 +241,7 @@ def test_a_step_that_failed_says_nothing_of_the_next(
     def fail(*_: object) -> None:
         raise ValueError("a hook of the user")
 
-    w, sync, optimizer, scaler = split(make=partial(torch.optim.SGD, fused=fused))
+    w, sync, optimizer, scaler = ready(partial(torch.optim.SGD, fused=fused), is_split=True)
     compute(sync, lambda: scaler.scale(w).sum().backward())
     if not failing:
         scaler.unscale_(optimizer)  # and the step ends
@@ -290,7 +283,7 @@ def test_gradients_are_unscaled_once_also_behind_update(*, is_manual: bool) -> N
 def test_an_overflow_counts_on_all_ranks_and_for_its_optimizer() -> None:
     """A maximum of gloo may drop a nan."""
     for bad, expected in ((1.0, "2.0"), (float("nan"), "nan")):
-        w, sync, optimizer, scaler = split()
+        w, sync, optimizer, scaler = ready(is_split=True)
         compute(sync, lambda: scaler.scale((w * (2.0 if rank() else bad)).sum()).backward())  # noqa: B023
         assert str(sync.clip_grad_norm_(1.0, INF).item()) == expected
         scaler.step(optimizer)
@@ -300,7 +293,7 @@ def test_an_overflow_counts_on_all_ranks_and_for_its_optimizer() -> None:
         assert w.tolist() == pytest.approx([moved] * 2)
     # Each optimizer has its decision. Issue 16, point 5. A rank on which an optimizer has nothing
     # ended in an AssertionError.
-    w, sync, _, scaler = split()
+    w, sync, _, scaler = ready(is_split=True)
     groups = sync.optimizer_parameters(lambda record: {"name": record.name})
     optimizers = [torch.optim.SGD([group], lr=1.0) for group in groups]
     loss = scaler.scale(w.sum()) * (1.0 if rank() else INF)
@@ -310,9 +303,6 @@ def test_an_overflow_counts_on_all_ranks_and_for_its_optimizer() -> None:
     scaler.update()
     # The scale looks at both.
     assert (w.tolist(), scaler.get_scale()) == ([-1.0 * rank()] * 2, 2.0)
-
-
-# --- several optimizers, state, mistakes
 
 
 def test_options_are_those_of_torch_and_the_same_on_all_ranks() -> None:

@@ -155,9 +155,6 @@ def test_steps_may_begin_with_gradients_zeroed_in_place(options: dict[str, Any])
     sync.close()
 
 
-# The engines.
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("kind", "microbatches"), [("attach", 4), ("attach", 3), ("1f1b", 4), ("zb-h1", 3)]
@@ -189,9 +186,6 @@ def test_engines_add_up_as_one_process_does(kind: str, microbatches: int) -> Non
     sync.close()
 
 
-# Results in main_grad.
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("placement", ["replicate", "owner"])
 def test_main_grad_is_the_result_until_the_next_step(placement: str) -> None:
@@ -220,9 +214,6 @@ def test_main_grad_is_the_result_until_the_next_step(placement: str) -> None:
     assert mains() == {"a": [0.0, 0.0], "own": None, "idle": [0.0, 0.0]}
     sync.abort(RuntimeError("enough"))
     sync.close()
-
-
-# What a step looks at.
 
 
 class Looks(TorchDispatchMode):

@@ -235,9 +235,6 @@ def reduce(sync: GradientSync, module: nn.Module) -> None:
     sync.finish()
 
 
-# Interrupts in what pipegrad calls.
-
-
 def leave(*_: object, **__: object) -> None:
     raise SystemExit(0)
 
@@ -282,9 +279,6 @@ def test_alone_an_exit_is_an_error_too() -> None:
     assert told(lambda: agree("a thing", leave)) == "AgreementError: a thing failed: SystemExit: 0"
 
 
-# Verbs that one rank alone is refused.
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("mistake", ["'0.a' was ", "finish() before stage_final()"])
 def test_a_verb_that_one_rank_is_refused_does_not_hold_the_others(mistake: str) -> None:
@@ -312,9 +306,6 @@ def test_a_verb_that_one_rank_is_refused_does_not_hold_the_others(mistake: str) 
         assert told(go_on).startswith("ReduceError: a step failed on another rank: rank 1: ")
     module.zero_grad()
     assert step(sync, module, a=3.0) == {"a": [6.0]}
-
-
-# Steps that are aborted.
 
 
 @pytest.mark.ranks(2)

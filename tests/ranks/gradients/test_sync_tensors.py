@@ -134,10 +134,6 @@ def drawn(at: int) -> torch.Tensor:
     return torch.randn(300, generator=torch.Generator().manual_seed(at))
 
 
-def mixed() -> nn.Module:
-    return stage(low=torch.zeros(300, dtype=BF16), high=torch.zeros(300))
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     ("wire", "wires", "copies"),
@@ -150,7 +146,7 @@ def test_dtypes_on_the_wire(
     values = torch.stack([drawn(at) for at in range(2)])
     exact, lowered = values.sum(0), values.to(BF16).float().sum(0)
     scale = values.abs().sum(0)
-    module = mixed()
+    module = stage(low=torch.zeros(300, dtype=BF16), high=torch.zeros(300))
     sync = tied(module, "low", "high", reduce_dtype=wire)
     step(sync, module, low=values[rank()].to(BF16), high=values[rank()])
     low, high = (module.get_parameter(name).grad for name in ("low", "high"))

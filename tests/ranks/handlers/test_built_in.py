@@ -113,9 +113,6 @@ class TestNoop(HandlerContract):
         return own
 
 
-# --- what each asks for
-
-
 def record(name: str, stage: int = 0, *holders: int, key: str = "") -> ParameterRecord:
     holders = holders or (stage,)
     key = key or f"{holders[0]}.{name}"
@@ -306,8 +303,6 @@ def test_noop_leaves_gradients_and_sends_nothing(monkeypatch: pytest.MonkeyPatch
     assert sync.statistics().reduced_bytes == sync.plan.reduced_bytes > 0
     sync.close()
 
-
-# --- options
 
 EVERY, STEPS = "every is {}, expected a whole number of steps, 1 or more", {"every": 5}
 MOMENTUM, PATTERNS = "expected at least 0 and below 1", "'*x*', expected a list of patterns"

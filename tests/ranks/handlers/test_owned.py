@@ -32,9 +32,6 @@ class TestOwned(HandlerContract):
     beside = ("pipeline-shared",)
 
 
-# Which parameters are matrices.
-
-
 def record(name: str, *shape: int, kind: str = "Linear", holders: Any = (0,)) -> ParameterRecord:
     return ParameterRecord(f"0.{name}", name, 0, shape, torch.float32, True, holders, 0, kind)
 
@@ -80,9 +77,6 @@ def test_patterns_say_what_else_is_no_matrix() -> None:
     Owned().check([record("w", 2)], topology)
     with pytest.raises(ValueError, match=r"others is 'head', expected a list of patterns"):
         Owned(others="head")
-
-
-# One process.
 
 
 class Tokens(nn.Module):
@@ -207,9 +201,6 @@ def of_replicas(data: int, microbatches: int) -> Callable[[int, nn.Module], None
             p.grad = sums[name] / data if name in sums else None
 
     return gradients
-
-
-# The ranks.
 
 
 @contextlib.contextmanager
@@ -344,9 +335,6 @@ def test_states_bytes_and_norms_count_each_element_once() -> None:
         assert torch.equal(weight, expected[name]), name
 
 
-# Ties and pipelines.
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("placement", ["replicate", "owner"])
 def test_a_tied_embedding_is_no_matrix(placement: str) -> None:
@@ -426,8 +414,6 @@ def test_a_tied_table_is_no_matrix_in_any_cut(handler: str) -> None:
     # Also if the head is registered before the embedding that has the same weight.
     assert muon(nn.Sequential(HeadFirst()), 1, handler)[0] == ["0.between.weight"]
 
-
-# Mistakes.
 
 OF_MATRICES, OTHERS_ADAMW = "Muon steps matrices of two dimensions", {"others": torch.optim.AdamW}
 # The handler, the optimizer and its options, and what is said.

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -52,14 +53,6 @@ class Piece(nn.Module):
         return self.trick(out) if self.trick is not None and self.left < 0 else out
 
 
-def exits(_out: Tensor) -> Tensor:
-    raise SystemExit(0)
-
-
-def is_interrupted(_out: Tensor) -> Tensor:
-    raise KeyboardInterrupt
-
-
 class Attached:
     """An attached schedule of torch, on two ranks."""
 
@@ -103,8 +96,8 @@ FAILURES = {
     "forward": fails_in_forward,
     "backward": fails_in_backward,
     "loss": fails_in_forward,
-    "interrupt": is_interrupted,
-    "exit": exits,
+    "interrupt": mock.Mock(side_effect=KeyboardInterrupt),
+    "exit": mock.Mock(side_effect=SystemExit(0)),
 }
 
 

@@ -183,9 +183,6 @@ def test_is_refused_on_all_ranks_by_name(
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-# Rare steps.
-
-
 class Ignoring(nn.Module):
     """Does not use what it is given, if that is zeros."""
 

@@ -80,8 +80,6 @@ def test_a_collective_ends_where_somebody_waits_for_it(kind: str, waited: tuple[
     assert left_to_luck(kind, waited) == WAITED[kind, waited]
 
 
-# Live.
-
 RACE = """
 import threading, torch, pipegrad
 from pipegrad.comm.comm_stream import CommStream

@@ -198,9 +198,6 @@ def test_an_overflow_reaches_all_ranks_and_only_its_own_step(name: str) -> None:
                 assert is_finite is (spoilt == 0.0)
 
 
-# Failures.
-
-
 def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right() -> None:
     (expected,) = train_new(Fails, 0, module=layer(DOUBLE))
     silent = {"encode activations": 2, "decode activations": 0}
@@ -311,9 +308,6 @@ def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
     assert gathered(found) == [found] * RANKS
 
 
-# Errors of gradients.
-
-
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_message_that_a_codec_holds_is_not_overwritten(guarded: bool) -> None:
     # What is held adds holders. A guard that lets any number of them pass is no guard.
@@ -361,9 +355,6 @@ def test_no_access_is_left_to_luck(streams: bool) -> None:
         x, target = batch()
         scheduler.evaluate(x, target=target)
     assert checker.violations == []
-
-
-# Hops that are chosen.
 
 
 def times(*hops: float) -> Times:

@@ -99,9 +99,6 @@ def train(scheduler: Scheduler, values: Mapping[str, Any] | None = None, **optio
     return outcome(step)
 
 
-# Metrics.
-
-
 def test_names_of_metrics_that_change_are_an_error_on_all_ranks() -> None:
     metrics: dict[str, Any] = {"b": 1, "a": 2.5}
     with closing(make(loss_fn=lambda x, target: (mean(x, target), metrics))) as scheduler:
@@ -191,9 +188,6 @@ def test_evaluations_without_a_target_expect_the_names_of_training() -> None:
         assert [*scheduler.evaluate(**batch()).metrics] == ["largest"]
 
 
-# Weights.
-
-
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("weight", "words"),
@@ -262,9 +256,6 @@ def test_left_over_and_accumulated_gradients_have_the_right_weights() -> None:
             scheduler.step(**batch())
             found.append(gradient_of(scheduler))
     assert found[0] == found[1] == found[2] is not None
-
-
-# Losses of stages.
 
 
 class Head(nn.Module):
@@ -428,9 +419,6 @@ def test_mistakes_with_losses_of_stages_are_refused_in_words() -> None:
         (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),
     ):
         assert words in outcome(partial(make, loss_reduction=reduction))
-
-
-# Outputs, and how a result prints.
 
 
 def test_outputs_come_on_request_of_each_microbatch() -> None:

@@ -22,18 +22,11 @@ from tests.support.pipeline.schedulers import (
     wrong,
 )
 from tests.support.pipeline.twins import Twins, tied
-from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.ranks(2)
 
 BFLOAT16 = torch.autocast("cpu", dtype=torch.bfloat16)
-
-
-def alike(*tensors: Tensor) -> bool:
-    """Returns whether they have the same bits on all ranks."""
-    own = [digest(tensor) for tensor in tensors]
-    return all(bits == own for bits in gathered(own))
 
 
 def test_float64_one_element_and_batch_normalization_are_as_in_one_process() -> None:

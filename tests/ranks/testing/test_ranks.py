@@ -26,7 +26,6 @@ class CodedError(Exception):
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
-        self.code = code
 
 
 def rank() -> int:
@@ -73,15 +72,10 @@ def raise_unpicklable() -> None:
     raise error
 
 
-def leave_on(leaving: int) -> None:
+def leave_on(leaving: int, code: int = 3) -> None:
     if dist.get_rank() == leaving:
-        os._exit(3)
+        os._exit(code) if code > 0 else os.kill(os.getpid(), -code)
     dist.all_reduce(torch.ones(1))
-
-
-def kill_on(killed: int) -> None:
-    if dist.get_rank() == killed:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stay_away_on(absent: int) -> None:
@@ -213,7 +207,7 @@ def test_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended without a result: exit code 3"):
         run_ranks(leave_on, 3, 1)
     with pytest.raises(RuntimeError, match="rank 0 ended without a result: killed by SIGKILL"):
-        run_ranks(kill_on, 1, 0)
+        run_ranks(leave_on, 1, 0, -signal.SIGKILL)
 
 
 def test_timeout_names_the_stuck_ranks_and_shows_their_stacks() -> None:
