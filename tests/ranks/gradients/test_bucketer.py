@@ -23,8 +23,9 @@ from tests.support.gradients.sums import Calls, inputs, spied
 pytestmark = pytest.mark.ranks(2)
 
 
+# Elements of each call, callbacks that have run when each returns, and their order.
 @pytest.mark.parametrize(
-    ("capacity", "numels", "callbacks", "order", "collectives"),
+    "row",  # with the capacity in front, and what is sent behind
     [
         (10, [3, 3, 3], [0, 0, 0], [1, 2, 3], [9]),  # small ones wait for flush
         # Exactly full buckets leave at once: seen by callbacks that three in flight bring about.
@@ -38,13 +39,8 @@ pytestmark = pytest.mark.ranks(2)
         (4, [5, 0], [0, 0], [1, 2], [5]),
     ],
 )
-def test_what_leaves_when(
-    capacity: int,
-    numels: list[int],  # of each call
-    callbacks: list[int],  # that have run when each call returns
-    order: list[int],  # of the callbacks
-    collectives: list[int],
-) -> None:
+def test_what_leaves_when(row: Any) -> None:
+    capacity, numels, callbacks, order, collectives = row
     calls = Calls(capacity)
     with spied() as log:
         counts = [calls.add(numel, float(number)) for number, numel in enumerate(numels, 1)]
@@ -210,9 +206,7 @@ def flushed(calls: Calls) -> list[str]:
 
 
 @pytest.mark.parametrize("ranks", [(1,), (0, 1)])
-def test_a_callback_that_raises_stops_no_other_and_sends_nothing_again(
-    ranks: tuple[int, ...],
-) -> None:
+def test_a_callback_that_raises_stops_no_other_nor_sends_again(ranks: tuple[int, ...]) -> None:
     calls = Calls(4)
     with spied() as log:
         for value in (1.0, 2.0, 3.0, 4.0):
@@ -365,9 +359,7 @@ DIFFER = (
     ],
     ids=["number", "shapes", "dtypes", "devices", "sparse", "bool"],
 )
-def test_what_cannot_be_summed_is_refused_before_anything_is_touched(
-    rows: list[torch.Tensor], words: str
-) -> None:
+def test_what_cannot_be_summed_is_refused_at_once(rows: list[torch.Tensor], words: str) -> None:
     bucketer = Bucketer()
     refused = outcome(lambda: bucketer.reduce_scatter(rows, callback=print))
     assert refused == f"PlanError: reduce_scatter: {words}"

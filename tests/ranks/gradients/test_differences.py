@@ -104,9 +104,7 @@ def play(script: Script, deadlocks: Deadlocks) -> str:
 
 
 @pytest.mark.ranks(3)
-def test_verbs_in_another_order_or_number_are_refused_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_verbs_in_another_order_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, store, failed = random.Random(0), agreement.store(), 0
     for number in range(40):
         example = scripts(draw)

@@ -16,7 +16,6 @@ from pipegrad import GradientHandler, GradientSync, ParameterRecord, Reduction, 
 from pipegrad.errors import PlanError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
-from pipegrad.plugins.handler import HandlerSpec
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
@@ -117,9 +116,7 @@ def test_divisors_that_are_none_or_differ_are_refused(mistake: Reductions, words
 class Halves(GradientHandler):
     """Sums ``a``, leaves the rest where it is; all are divided by two."""
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         for p in parameters:
             ranks = topology.ranks_along("dp") if p.name == "a" else (topology.rank,)
             yield Reduction(p, ranks, "sum", divisor=2)
@@ -266,29 +263,23 @@ CONSTANT = (
 )
 
 
+# Seeds of the ranks, the axis along which they lie, handlers; what is allowed, refused, warned of.
+BITS: dict[str, tuple[Any, ...]] = {
+    "copies alone": ((0, 0), "tp", [DATA, NORM], (), ALONE, []),
+    "copies allowed": ((0, 0), "tp", [DATA, NORM], ("0.weight",), (), []),
+    "copies": ((0, 0), "tp", [{**WHOLE, "op": "mean"}], (), (), []),
+    "shards": ((0, 1), "tp", [DATA, NORM], (), (), []),
+    "shards reduced": ((0, 1), "tp", [DATA, WHOLE], (), REDUCED, []),
+    "replicas": ((0, 1), "dp", [DATA], (), (), []),
+    "constants alone": ((0, 1), "tp", [DATA], (), (), [CONSTANT]),
+    "constants allowed": ((0, 1), "tp", [DATA], ("1.*",), (), []),
+}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("seeds", "axis", "handlers", "allowed", "refused", "warned"),
-    [
-        pytest.param((0, 0), "tp", [DATA, NORM], (), ALONE, [], id="copies alone"),
-        pytest.param((0, 0), "tp", [DATA, NORM], ("0.weight",), (), [], id="copies allowed"),
-        pytest.param((0, 0), "tp", [{**WHOLE, "op": "mean"}], (), (), [], id="copies"),
-        pytest.param((0, 1), "tp", [DATA, NORM], (), (), [], id="shards"),
-        pytest.param((0, 1), "tp", [DATA, WHOLE], (), REDUCED, [], id="shards reduced"),
-        pytest.param((0, 1), "dp", [DATA], (), (), [], id="replicas"),
-        pytest.param((0, 1), "tp", [DATA], (), (), [CONSTANT], id="constants alone"),
-        pytest.param((0, 1), "tp", [DATA], ("1.*",), (), [], id="constants allowed"),
-    ],
-)
-def test_bits_at_the_start_show_which_handler_is_missing_or_too_much(
-    *,
-    seeds: tuple[int, int],  # of the two ranks
-    axis: str,  # they lie along it
-    handlers: list[HandlerSpec],
-    allowed: tuple[str, ...],
-    refused: tuple[str, ...],
-    warned: list[str],
-) -> None:
+@pytest.mark.parametrize("row", BITS.values(), ids=BITS)
+def test_bits_at_the_start_show_which_handler_is_missing_or_too_much(row: Any) -> None:
+    seeds, axis, handlers, allowed, refused, warned = row
     topology = Topology.create(pipeline=1, dimensions={"tp": 2} if axis == "tp" else {})
     torch.manual_seed(seeds[rank()])
     layer = nn.Linear(3, 3, bias=False)

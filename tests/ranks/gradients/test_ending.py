@@ -90,9 +90,7 @@ def test_what_is_closed_or_dropped_leaves_nothing(close: Callable[[GradientSync]
 
 
 @pytest.mark.ranks(2)
-def test_what_still_leaves_arrives_though_its_sync_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_still_leaves_a_dropped_sync_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rank 0 drops its sync behind `finish`, before rank 1 has taken what rank 0 sent. Its groups
     # were destroyed at once: now and then rank 1 lost its connection in `finish`.
     store, wait = agreement.store(), Ending._wait

@@ -91,9 +91,7 @@ class InTurns(By):
 
     calls = 0
 
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
         self.calls += 1
         if self.calls % 2:
             bucket.is_mean = True

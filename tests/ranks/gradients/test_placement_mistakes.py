@@ -145,9 +145,7 @@ def test_replicas_are_stepped_in_place_and_a_stored_copy_notices_a_change() -> N
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("published", [False, True])
 @however_moved
-def test_replicas_are_not_made_equal_while_a_step_is_on_its_way(
-    moved: dict[str, Any], *, published: bool
-) -> None:
+def test_replicas_are_not_made_equal_in_a_step(moved: dict[str, Any], *, published: bool) -> None:
     """The rows of all ranks but the lowest were overwritten by what they had been before."""
     job = Job(**moved)
     job.compute()
@@ -230,9 +228,7 @@ def test_optimizers_that_look_at_whole_parameters_are_refused(kind: Any) -> None
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("placed", "kind"), [(SHARD, Elementwise), (OWNER, Foreign)])
-def test_an_optimizer_by_elements_and_any_of_whole_parameters_is_taken(
-    placed: Any, kind: Any
-) -> None:
+def test_an_optimizer_by_elements_or_of_whole_parameters_is_taken(placed: Any, kind: Any) -> None:
     job = Job(placed)
     job.sync.check_optimizer(kind)
     job.optimizer = kind(job.sync.optimizer_parameters())

@@ -109,9 +109,7 @@ def far(found: torch.Tensor, right: torch.Tensor, clip: str) -> bool:
         allowed=lambda _, kind, clip: kind != "adam" or clip not in CLIPPED,
     ),
 )
-def test_scales_and_parameters_are_those_of_one_process(
-    placement: Any, kind: str, clip: str
-) -> None:
+def test_scales_and_values_are_those_of_one_process(placement: Any, kind: str, clip: str) -> None:
     """Issue 18, point 4. Clipping unscales by itself, also if it clips nothing ("measure")."""
     make = OPTIMIZERS[kind]
     scales, values = trained_by_torch(make, clip)
@@ -173,9 +171,7 @@ def test_unscaling_and_clipping_are_one_pass_and_one_message(clip: str, passes: 
 @pytest.mark.parametrize("clip", CLIPS)
 # torch's fused SGD changes no parameter of bfloat16 on a CPU.
 @pytest.mark.parametrize("kind", [("sgd", "float32"), ("sgd", "bfloat16"), ("fused", "float32")])
-def test_a_division_at_the_end_is_in_the_pass_that_unscales(
-    kind: tuple[str, str], clip: str
-) -> None:
+def test_a_division_at_the_end_is_in_one_pass(kind: tuple[str, str], clip: str) -> None:
     """Issue 18, point 4. The mean over tokens needs no pass of its own."""
     module = stage(w=torch.zeros(4096, dtype=getattr(torch, kind[1])))
     sync = alone(module, By("dp", SHARD, "mean"))
@@ -233,9 +229,7 @@ def test_what_is_no_overflow_skips_no_step() -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("failing", [(0, 1), (0,), ()], ids=str)
-def test_a_step_that_failed_says_nothing_of_the_next(
-    failing: tuple[int, ...], *, fused: bool
-) -> None:
+def test_a_failed_step_says_nothing_of_the_next(failing: tuple[int, ...], *, fused: bool) -> None:
     """The next gradients stayed scaled; if one rank had failed, the other one hung."""
 
     def fail(*_: object) -> None:

@@ -128,9 +128,7 @@ def test_wide_sums_go_with_halves_dimensions_and_main_grad_or_are_refused() -> N
 
 @pytest.mark.ranks(4)
 @either_way
-def test_complex_numbers_and_the_bytes_of_the_wire(
-    placed: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_complex_numbers_and_wire_bytes(placed: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     module = stage(w=torch.zeros(64, dtype=torch.complex64))
     sync = alone(module, By("dp", placed, "mean"), sum_dtype=torch.float64)
     total = (module.get_parameter("w") * (1 + rank() * (1 + 2j))).sum()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -16,11 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from pipegrad import (
     FlatBucket,
-    GradientHandler,
     GradientSync,
-    ParameterRecord,
     Placement,
-    Reduction,
     ReductionStep,
     Topology,
     Work,
@@ -48,22 +45,16 @@ from tests.support.pairwise import everything
 pytestmark = pytest.mark.ranks(2)
 
 
-class Gate(GradientHandler):
+class Gate(By):
     """Reduces over the data dimension; a launch is recorded, then waits until it is let go."""
 
     def __init__(self) -> None:
+        super().__init__("dp", REPLICATE)
         self.events: list[str] = []
         self._changed = threading.Condition()
         self._allowed = 0
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
-        return [Reduction(p, topology.ranks_along("dp")) for p in parameters]
-
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
         with self._changed:
             self.events.append(f"launch {bucket.buffer[0]:g}")
             mine = len(self.events)
@@ -330,9 +321,7 @@ class Meets(By):
 
     meeting: Meeting
 
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
         is_rows, numel = self._axis == "dp", bucket.buffer.numel()
         if (numel > 100) if is_rows else (numel < 40):
             self.meeting.begin(is_rows=is_rows)

@@ -139,9 +139,7 @@ def drawn(at: int) -> torch.Tensor:
     ("wire", "wires", "copies"),
     [(None, [BF16, FP32], 0), (FP32, [FP32] * 2, 1), (BF16, [BF16] * 2, 1)],
 )
-def test_dtypes_on_the_wire(
-    wire: torch.dtype | None, wires: list[torch.dtype], copies: int
-) -> None:
+def test_dtypes_of_wires(wire: torch.dtype | None, wires: list[torch.dtype], copies: int) -> None:
     """Gradients of bf16 and fp32 parameters, on their own wire and on the other's."""
     values = torch.stack([drawn(at) for at in range(2)])
     exact, lowered = values.sum(0), values.to(BF16).float().sum(0)

@@ -185,9 +185,7 @@ AXES = (("pp", 1), ("dp", 2), ("ep", 2), ("tp", 2))
 @pytest.mark.parametrize(
     ("placement", "placed"), [("replicate", Placement.REPLICATE), ("shard", Placement.SHARD)]
 )
-def test_experts_stay_apart_and_the_rest_is_averaged_at_once(
-    placement: Any, placed: Placement
-) -> None:
+def test_experts_stay_apart_and_the_rest_is_averaged(placement: Any, placed: Placement) -> None:
     expert, other = record("experts.up"), record("router")
     topology = Topology.build(axes=AXES, rank=3, data=("dp", "ep"))
     handler = ExpertParallel(placement=placement)
@@ -210,9 +208,7 @@ CUBE = Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 2)), rank=3)
     ("options", "ranks", "op"),
     [({}, (2, 3), "sum"), ({"axis": "dp", "op": "mean"}, (1, 3), "mean")],
 )
-def test_what_matches_is_reduced_along_the_axis(
-    options: dict[str, Any], ranks: tuple[int, ...], op: Any
-) -> None:
+def test_what_matches_is_reduced(options: dict[str, Any], ranks: tuple[int, ...], op: Any) -> None:
     records = [record("norm.weight"), record("up.weight")]
     handler = SequenceParallel(parameters=["*norm*"], **options)
     assert handler.reductions(records, CUBE) == [Reduction(records[0], ranks, op)]

@@ -265,9 +265,7 @@ def test_a_wrong_handler_fails_the_checks_that_fit(handler: type[GradientHandler
 
 
 @pytest.mark.parametrize(("handler", "hazard"), [(ReadsTooEarly, "read"), (DoesNotWait, "write")])
-def test_a_sum_that_nobody_waits_for_is_wrong_and_not_ordered(
-    handler: type[GradientHandler], hazard: str
-) -> None:
+def test_a_sum_that_nobody_waits_for_is_wrong(handler: type[GradientHandler], hazard: str) -> None:
     """Which checks fail beside these two is left to luck, as its values are."""
     checked = contract(handler)
     with pytest.raises(AssertionError, match="ends before the sum is there"):

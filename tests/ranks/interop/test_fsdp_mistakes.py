@@ -175,9 +175,7 @@ OF_TORCH: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
         *(pytest.param(*row, id=row[1][0], marks=needs_2_13) for row in OF_TORCH),
     ],
 )
-def test_is_refused_on_all_ranks_by_name(
-    refused: Callable[[DeviceMesh], None], words: tuple[str, ...]
-) -> None:
+def test_is_refused_by_name(refused: Callable[[DeviceMesh], None], words: tuple[str, ...]) -> None:
     with pytest.raises(PipegradError) as caught:
         refused(init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp")))
     assert [word for word in words if word not in str(caught.value)] == []

@@ -107,9 +107,7 @@ def size(name: str | None) -> int:
     ],
     ids=str,
 )
-def test_messages_have_the_bytes_that_codecs_promise(
-    spec: Any, expected: list[list[str | None]]
-) -> None:
+def test_messages_have_the_promised_bytes(spec: Any, expected: list[list[str | None]]) -> None:
     with closing(made(spec)) as scheduler:
         train(scheduler)
         with counted() as sent:
@@ -198,7 +196,9 @@ def test_an_overflow_reaches_all_ranks_and_only_its_own_step(name: str) -> None:
                 assert is_finite is (spoilt == 0.0)
 
 
-def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right() -> None:
+def test_a_codec_that_fails_or_does_not_fit_is_an_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     (expected,) = train_new(Fails, 0, module=layer(DOUBLE))
     silent = {"encode activations": 2, "decode activations": 0}
     silent |= {"encode gradients": 0, "decode gradients": 2}
@@ -212,6 +212,31 @@ def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right(
                 Fails.told.clear()
                 assert (f"no {method}" in said) is (silent[method] != at), (method, at)
                 assert train(scheduler) == expected
+    # What does not fit is refused in words on all ranks.
+    pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
+    nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
+    specs: list[tuple[Any, str]] = [
+        ("int8" if rank() else "fp8", "ranks disagree on codecs"),
+        ({"name": "topk", "fraction": 0.1 * (1 + rank())}, "ranks disagree on codecs"),
+        ({"0-3": "int8"}, f"the hops 0-3, {nowhere}: {pairs}"),
+        ({"0-2": "int8"}, f"the hops 0-2, {nowhere}"),
+        ({"activations": "topk"}, "given for activations, and is for gradients alone"),
+        ("int9", "closest first: int8"),
+        ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
+        ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
+        ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
+        ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
+        ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
+        (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
+        (["int8"], "expected a concrete subclass"),
+    ]
+    found = [outcome(partial(made, spec)) for spec, _ in specs]
+    assert [words for said, (_, words) in zip(found, specs, strict=True) if words not in said] == []
+    assert gathered(found) == [found] * RANKS
+    # A message may begin as a header does.
+    monkeypatch.setattr(Marked, "mark", MARK)
+    plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
+    assert plain == marked
 
 
 @pytest.mark.parametrize("carried", ["activations", "gradients"])
@@ -285,29 +310,6 @@ def test_a_size_that_is_none_is_refused_on_all_ranks(
     assert ("nbytes() of" in said) is (size is not None)
 
 
-def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
-    pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
-    nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
-    specs: list[tuple[Any, str]] = [
-        ("int8" if rank() else "fp8", "ranks disagree on codecs"),
-        ({"name": "topk", "fraction": 0.1 * (1 + rank())}, "ranks disagree on codecs"),
-        ({"0-3": "int8"}, f"the hops 0-3, {nowhere}: {pairs}"),
-        ({"0-2": "int8"}, f"the hops 0-2, {nowhere}"),
-        ({"activations": "topk"}, "given for activations, and is for gradients alone"),
-        ("int9", "closest first: int8"),
-        ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
-        ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
-        ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
-        ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
-        ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
-        (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
-        (["int8"], "expected a concrete subclass"),
-    ]
-    found = [outcome(partial(made, spec)) for spec, _ in specs]
-    assert [words for said, (_, words) in zip(found, specs, strict=True) if words not in said] == []
-    assert gathered(found) == [found] * RANKS
-
-
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_message_that_a_codec_holds_is_not_overwritten(guarded: bool) -> None:
     # What is held adds holders. A guard that lets any number of them pass is no guard.
@@ -336,12 +338,6 @@ def test_an_input_that_a_stage_keeps_is_not_overwritten(spec: Any) -> None:
     module.register_forward_pre_hook(keep)
     train_new(spec, 0, 1, 2, module=module)
     assert [torch.equal(x, copy) for x, copy in kept] == [True] * 3 * MICROBATCHES
-
-
-def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Marked, "mark", MARK)
-    plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
-    assert plain == marked
 
 
 @pytest.mark.parametrize("streams", [False, True])

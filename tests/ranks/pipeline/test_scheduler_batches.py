@@ -157,32 +157,12 @@ NO_NUMBER = "StepError: num_microbatches is {}, expected a whole number"
         ("1f1b", "3", NO_NUMBER.format("'3'")),
     ],
 )
-def test_a_number_without_a_schedule_is_refused_on_all_ranks(
-    schedule: Any, number: Any, words: str
-) -> None:
+def test_a_number_without_a_schedule_is_refused(schedule: Any, number: Any, words: str) -> None:
     options: Any = {} if isinstance(schedule, str) else {"num_microbatches": None}
     with closing(Pipeline(schedule=schedule, **options)) as pipeline:
         for _ in range(2):
             assert pipeline.step(8, num_microbatches=number).startswith(words)
         assert pipeline.step(8) == "True"
-
-
-def test_an_interrupt_behind_a_meeting_is_no_hang() -> None:
-    """Ctrl-C on rank 1 behind a meeting, when rank 0 goes on with the number."""
-    with closing(Pipeline()) as pipeline:
-        assert pipeline.step(8, num_microbatches=2) == "True"
-        target = "pipegrad.pipeline.other_numbers.same"
-        interrupt = mock.patch(target, side_effect=KeyboardInterrupt)
-        with interrupt if rank() else contextlib.nullcontext():
-            if rank():
-                with pytest.raises(KeyboardInterrupt):
-                    pipeline.step(8, num_microbatches=2)
-            else:
-                said = pipeline.step(8, num_microbatches=2)
-                assert said.startswith(f"{ELSEWHERE}rank 1: KeyboardInterrupt")
-        # What crossed the edges is unknown, so they are closed for good.
-        for _ in range(2):
-            assert "Error: " in pipeline.step(8)
 
 
 @pytest.mark.parametrize("given", ["by all", "by who needs it", "with a number"])
@@ -221,9 +201,7 @@ GOOD, PART = {"x": X, "target": Y}, "StepError: microbatch"
     ],
     ids=["an input is missing", "a target", "none", "an iterator", "a stage cannot take it"],
 )
-def test_a_wrong_ready_microbatch_is_one_error_on_all_ranks(
-    given: Any, source: int, why: str
-) -> None:
+def test_a_wrong_ready_microbatch_is_one_error(given: Any, source: int, why: str) -> None:
     with closing(Pipeline()) as pipeline:
         said = outcome(partial(train, pipeline.scheduler, microbatches=given))
         assert said.startswith(blamed(source, why))
@@ -232,7 +210,7 @@ def test_a_wrong_ready_microbatch_is_one_error_on_all_ranks(
         assert pipeline.step(8) == "True"
 
 
-def test_a_named_output_that_is_missing_names_stage_and_microbatch() -> None:
+def test_an_interrupt_or_a_missing_output_names_its_place() -> None:
     """A stage returns a dict, and in one microbatch no tensor where a later stage names one."""
     modules = [Layer(lambda linear, x: {"x": linear(x), "cache": None, "n": 3}), Layer()]
     calls: list[int] = []
@@ -251,3 +229,19 @@ def test_a_named_output_that_is_missing_names_stage_and_microbatch() -> None:
         if rank():
             assert said.endswith("In 0F2 on pipeline rank 0.")
         assert train(scheduler, x, target=y) > 0
+    # An interrupt behind a meeting is no hang. Ctrl-C on rank 1 behind a meeting, when rank 0 goes
+    # on with the number.
+    with closing(Pipeline()) as pipeline:
+        assert pipeline.step(8, num_microbatches=2) == "True"
+        target = "pipegrad.pipeline.other_numbers.same"
+        interrupt = mock.patch(target, side_effect=KeyboardInterrupt)
+        with interrupt if rank() else contextlib.nullcontext():
+            if rank():
+                with pytest.raises(KeyboardInterrupt):
+                    pipeline.step(8, num_microbatches=2)
+            else:
+                said = pipeline.step(8, num_microbatches=2)
+                assert said.startswith(f"{ELSEWHERE}rank 1: KeyboardInterrupt")
+        # What crossed the edges is unknown, so they are closed for good.
+        for _ in range(2):
+            assert "Error: " in pipeline.step(8)

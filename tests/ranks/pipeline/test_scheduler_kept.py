@@ -156,9 +156,7 @@ def as_dtensor(x: Tensor) -> Tensor:
     ],
     ids=["DTensor", "sparse", "jagged"],
 )
-def test_what_cannot_be_sent_is_refused_in_words(
-    change: Callable[[Tensor], Tensor], advice: str
-) -> None:
+def test_what_cannot_be_sent_is_refused(change: Callable[[Tensor], Tensor], advice: str) -> None:
     """Issue 16, point 14: a DTensor as an output ended in "invalid python storage"."""
     x, y = batch()
     with closing(make(Layer(lambda linear, x: change(linear(x))), Layer())) as scheduler:

@@ -399,28 +399,6 @@ def test_a_stage_that_does_not_return_its_losses_is_refused_on_all_ranks(
         assert words in train(scheduler)
 
 
-def test_mistakes_with_losses_of_stages_are_refused_in_words() -> None:
-    """On all ranks: also where no stage makes one."""
-    options: Any = {"stages": (AUX, {}), "loss_fn": lambda x, y: (mean(x, y), {"aux": 1})}
-    with closing(make(Scale(with_loss), Scale(), **options)) as scheduler:
-        said = train(scheduler)
-        assert "loss_fn returned the metrics ['aux'], which are names of losses of stages" in said
-    more = "expected one or more"
-    wrong: list[tuple[Any, Any, str]] = [
-        ({"losses": ("a", "a")}, {}, f"stage 0 has the outputs and losses ['x', 'a', 'a']: {more}"),
-        ({"losses": ("x",)}, {}, "stage 0 has the outputs and losses ['x', 'x']"),
-        ({}, {"outputs": (), "losses": ("a",)}, f"stage 1 has the outputs []: {more}"),
-        ({"outputs": ()}, {}, f"stage 0 has the outputs []: {more}"),
-    ]
-    for first, last, words in wrong:
-        assert words in outcome(partial(make, stages=(first, last)))
-    for reduction, words in (
-        ("tokens", "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']"),
-        (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),
-    ):
-        assert words in outcome(partial(make, loss_reduction=reduction))
-
-
 def test_outputs_come_on_request_of_each_microbatch() -> None:
     """In evaluation unless they are not wanted."""
     scheduler = make(
@@ -473,7 +451,7 @@ def test_outputs_come_on_request_of_each_microbatch() -> None:
     assert [out.tolist() for out in outputs[1:]] == ([[1.0, 2.0]] if rank() else [])
 
 
-def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean() -> None:
+def test_a_loss_may_be_all_of_a_stage_or_come_of_the_callers_graph() -> None:
     """It was that of the sum: too large by the total weight."""
     encoder, scheduler = nn.Linear(2, WIDTH), weighted()
     x, y = torch.arange(8.0).reshape(4, 2) / 8, batch()["target"] - 1
@@ -490,3 +468,23 @@ def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean() -> None:
     weight_of(scheduler).grad = None
     scheduler.step(encoder(x), target=y)
     scheduler.close()
+    # Mistakes with losses of stages are refused in words. On all ranks: also where no stage makes
+    # one.
+    options: Any = {"stages": (AUX, {}), "loss_fn": lambda x, y: (mean(x, y), {"aux": 1})}
+    with closing(make(Scale(with_loss), Scale(), **options)) as scheduler:
+        said = train(scheduler)
+        assert "loss_fn returned the metrics ['aux'], which are names of losses of stages" in said
+    more = "expected one or more"
+    wrong: list[tuple[Any, Any, str]] = [
+        ({"losses": ("a", "a")}, {}, f"stage 0 has the outputs and losses ['x', 'a', 'a']: {more}"),
+        ({"losses": ("x",)}, {}, "stage 0 has the outputs and losses ['x', 'x']"),
+        ({}, {"outputs": (), "losses": ("a",)}, f"stage 1 has the outputs []: {more}"),
+        ({"outputs": ()}, {}, f"stage 0 has the outputs []: {more}"),
+    ]
+    for first, last, words in wrong:
+        assert words in outcome(partial(make, stages=(first, last)))
+    for reduction, words in (
+        ("tokens", "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']"),
+        (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),
+    ):
+        assert words in outcome(partial(make, loss_reduction=reduction))

@@ -105,9 +105,7 @@ def measured(
         )
     ],
 )
-def test_as_much_is_held_as_is_proven_and_nothing_afterwards(
-    schedule: str, microbatches: int
-) -> None:
+def test_as_much_is_held_as_is_proven_and_then_nothing(schedule: str, microbatches: int) -> None:
     peaks, scheduler = measured(schedule, microbatches)
     proof = scheduler.proof
     assert peaks["saved"] == proof.live_graphs[rank()]

@@ -106,9 +106,7 @@ HEAD_FIRST = "zb-h1 head_w_first"
 
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("schedule", ["zb-h1", HEAD_FIRST])
-def test_each_parameter_is_final_once_nothing_of_its_own_waits(
-    schedule: str, pipeline: int
-) -> None:
+def test_each_parameter_is_final_once_nothing_of_it_waits(schedule: str, pipeline: int) -> None:
     stage = rank() * pipeline // 4
     events, launches = events_of(schedule, pipeline, [SHARED, DATA])
     last_inputs = events.index(("end", f"{stage}I{MICROBATCHES - 1}"))

@@ -44,9 +44,7 @@ pytestmark = pytest.mark.ranks(2)
     ],
 )
 @pytest.mark.parametrize("verb", ["step", "evaluate"])
-def test_what_cannot_be_cut_is_refused_on_all_ranks(
-    x: Any, target: Any, by: int, words: str, verb: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(x: Any, target: Any, by: int, words: str, verb: str) -> None:
     """Issue 16, point 4: each microbatch got all of it: loss 1.76, one process 1.72."""
     with closing(make(Layer(), Layer())) as scheduler:
         for _ in range(2):  # at first, and later

@@ -141,9 +141,7 @@ def test_arguments_reach_every_rank_by_value() -> None:
     assert not any(result["scaled"].is_shared() for result in results)
 
 
-def test_environment_of_the_call_reaches_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_environment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_ranks(rank, 1)  # the fork server has started: what follows is not in its environment
     monkeypatch.setenv("PIPEGRAD_TEST", "here")
     monkeypatch.chdir(tmp_path)
