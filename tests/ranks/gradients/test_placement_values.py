@@ -239,9 +239,9 @@ def test_what_is_placed_by_name_stays_apart() -> None:
         {"params": owned, "lr": 0.5, "weight_decay": 0.0},
         {"params": rows, "weight_decay": 0.1},
     ]
-    optimizer = torch.optim.AdamW(asked, lr=0.25)
+    adamw = torch.optim.AdamW(asked, lr=0.25)
     compute(sync, partial(give, module, b=1.0, w=1.0, c=-1.0))
-    update(sync, optimizer)
+    update(sync, adamw)
     sync.wait_parameters()
     values = {n: round(p.unique().item(), 4) for n, p in module.named_parameters()}
     assert values == {"b": -0.5, "w": -0.25, "c": 0.5, "frozen": 1.0}

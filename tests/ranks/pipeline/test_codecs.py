@@ -196,9 +196,7 @@ def test_an_overflow_reaches_all_ranks_and_only_its_own_step(name: str) -> None:
                 assert is_finite is (spoilt == 0.0)
 
 
-def test_a_codec_that_fails_or_does_not_fit_is_an_error_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_codecs_that_fail_or_do_not_fit_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     (expected,) = train_new(Fails, 0, module=layer(DOUBLE))
     silent = {"encode activations": 2, "decode activations": 0}
     silent |= {"encode gradients": 0, "decode gradients": 2}

@@ -77,9 +77,10 @@ def test_what_is_declared_whole_is_not_cut_and_steps_say_so() -> None:
     # Wrong names of what is whole are refused. Issue 16, point 4: declaring what is whole must not
     # fail without a word itself.
     make_with = partial(make, Layer(), Layer())
-    for whole, found in (("x", "'x'"), (("rope",), "('rope',)"), (3, "3")):
+    wrong: list[tuple[Any, str]] = [("x", "'x'"), (("rope",), "('rope',)"), (3, "3")]
+    for names, found in wrong:
         wanted = "expected a tuple of names of what step() is given, out of ['x', 'target']"
-        said = outcome(partial(make_with, whole=whole))
+        said = outcome(partial(make_with, whole=names))
         assert said == f"ScheduleError: whole is {found}, {wanted}"
     differs = outcome(partial(make_with, whole=("x",) if rank() else ()))
     assert differs.startswith("AgreementError: ranks disagree on the schedule")
