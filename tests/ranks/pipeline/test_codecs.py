@@ -196,7 +196,7 @@ def test_an_overflow_reaches_all_ranks_and_only_its_own_step(name: str) -> None:
                 assert is_finite is (spoilt == 0.0)
 
 
-def test_codecs_that_fail_or_do_not_fit_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right() -> None:
     (expected,) = train_new(Fails, 0, module=layer(DOUBLE))
     silent = {"encode activations": 2, "decode activations": 0}
     silent |= {"encode gradients": 0, "decode gradients": 2}
@@ -210,7 +210,9 @@ def test_codecs_that_fail_or_do_not_fit_are_errors(monkeypatch: pytest.MonkeyPat
                 Fails.told.clear()
                 assert (f"no {method}" in said) is (silent[method] != at), (method, at)
                 assert train(scheduler) == expected
-    # What does not fit is refused in words on all ranks.
+
+
+def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
     pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
     nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
     specs: list[tuple[Any, str]] = [
@@ -231,7 +233,9 @@ def test_codecs_that_fail_or_do_not_fit_are_errors(monkeypatch: pytest.MonkeyPat
     found = [outcome(partial(made, spec)) for spec, _ in specs]
     assert [words for said, (_, words) in zip(found, specs, strict=True) if words not in said] == []
     assert gathered(found) == [found] * RANKS
-    # A message may begin as a header does.
+
+
+def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Marked, "mark", MARK)
     plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
     assert plain == marked
