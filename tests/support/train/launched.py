@@ -56,8 +56,9 @@ class Launched:
         for file in self._files:
             file.touch()
         environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+        launch = launch if anew else partial(_forking, launch)
         self._process = ranks._fork_server().Process(
-            target=_launch, args=(launch, words, folder, self._files, environment, anew)
+            target=_launch, args=(launch, words, folder, self._files, environment)
         )
         self._process.start()
         self.pid = self._process.pid or 0
@@ -116,7 +117,6 @@ def _launch(
     folder: Path,
     files: Sequence[Path],
     environment: dict[str, str],
-    anew: bool,
 ) -> None:
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # who runs the tests may ignore it, as nohup does
     os.chdir(folder)
@@ -124,8 +124,6 @@ def _launch(
     os.environ.update(environment)
     for number, file in enumerate(files, start=1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
-    if not anew:
-        SubprocessHandler._popen = _forked  # type: ignore[method-assign]
     launch([*words])
 
 
@@ -135,6 +133,12 @@ def torchrun(words: list[str]) -> None:
 
 def pipegrad(words: list[str]) -> None:
     pipegrad_main(words, prog_name="pipegrad")
+
+
+def _forking(launch: Callable[[list[str]], Any], words: list[str]) -> None:
+    """Launches; Python programs are forks of this process."""
+    SubprocessHandler._popen = _forked  # type: ignore[method-assign]
+    launch(words)
 
 
 def _forked(
@@ -147,7 +151,7 @@ def _forked(
         stdout=handler._stdout,
         stderr=handler._stderr,
         start_new_session=True,
-        preexec_fn=partial(_be_python, command, env),
+        preexec_fn=partial(_be_python, command, env),  # noqa: PLW1509 - it never returns
     )
 
 
@@ -182,7 +186,7 @@ def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 def _run_python(words: list[str]) -> None:
     """Runs a module or a script with its words."""
     if words[0] == "-m":
-        sys.argv, sys.path[:0] = words[1:], [os.getcwd()]
+        sys.argv, sys.path[:0] = words[1:], [str(Path.cwd())]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[:0] = words, [str(Path(words[0]).resolve().parent)]
