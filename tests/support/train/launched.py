@@ -142,16 +142,16 @@ def _forking(launch: Callable[[list[str]], Any], words: list[str]) -> None:
 
 
 def _forked(
-    handler: SubprocessHandler, command: tuple[str, ...], env: dict[str, str]
+    self: SubprocessHandler, args: tuple[Any, ...], env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
     """Starts a Python program as torch's launcher does; but nothing is executed after the fork."""
     return subprocess.Popen(
-        command,
+        args,
         env=env,
-        stdout=handler._stdout,
-        stderr=handler._stderr,
+        stdout=self._stdout,
+        stderr=self._stderr,
         start_new_session=True,
-        preexec_fn=partial(_be_python, command, env),  # noqa: PLW1509 - it never returns
+        preexec_fn=partial(_be_python, args, env),  # noqa: PLW1509 - it never returns
     )
 
 
