@@ -58,9 +58,11 @@ class Schedule:
     """A schedule whose stages learn in the first step what they receive, as torch's do."""
 
     def __init__(self) -> None:
-        parts = ("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk")
-        parts += ("perform_reduce_grad", "scale_grads", "_recv_meta")
-        parts += ("_prepare_forward_infra", "_prepare_backward_infra")
+        parts = (
+            *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
+            *("perform_reduce_grad", "scale_grads", "_recv_meta"),
+            *("_prepare_forward_infra", "_prepare_backward_infra"),
+        )
         self.stage = SimpleNamespace(**{part: lambda *_: None for part in parts})
         self.stage._inference_mode, self.stage.stage_index = None, 0
         self._has_backward, self._is_ready = False, False
