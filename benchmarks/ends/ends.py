@@ -7,8 +7,10 @@ process does, by the end of the interpreter. Kinds and ends take turns, plain to
 """
 
 import argparse
+import gc
 import itertools
 import os
+import re
 import signal
 import socket
 import sys
@@ -19,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch._dynamo  # here, once: optimizers import it when they are used first
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
@@ -334,25 +337,25 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=200)
     parser.add_argument("--load", type=int, default=0, help="processes that compute beside")
-    parser.add_argument("--kind", default="", help="only kinds with this in their name")
-    parser.add_argument("--end", default="", help="only ends with this in their name")
+    parser.add_argument("--only", default="", help="a pattern of 'KIND, END', as they are printed")
     return parser.parse_args()
 
 
 if __name__ == "__main__":
     given = arguments()
     torch.set_num_threads(1)
+    gc.collect()
+    gc.freeze()  # what is imported here need not be collected at the end of each script
     beside = [spinning() for _ in range(given.load)]
-    kinds = [kind for kind in KINDS if given.kind in kind]
-    ends = [end for end in ENDS if given.end in end]
-    turns = itertools.cycle([(kind, end) for end in ends for kind in kinds])
-    found: dict[str, list[tuple[str, list[int | str]]]] = {kind: [] for kind in kinds}
+    pairs = [(kind, end) for end in ENDS for kind in KINDS]
+    turns = itertools.cycle([pair for pair in pairs if re.search(given.only, ", ".join(pair))])
+    found: dict[str, list[tuple[str, list[int | str]]]] = {}
     for kind, end in itertools.islice(turns, given.runs):
         codes = run(kind, end)
         if codes is None:
             script(kind, end)
             break
-        found[kind].append((end, codes))
+        found.setdefault(kind, []).append((end, codes))
         sys.stderr.write(f"{kind}, {end}: {codes}\n")
     else:
         for process in beside:

@@ -40,8 +40,6 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
             by_storage.setdefault(key, []).append((begin, end, name, tensor))
     # Views of a storage are visited by their first byte. Only views that have not ended yet can
     # overlap the next view, so few pairs are compared byte by byte.
-    # Views of a storage are visited by their first byte. Only views that have not ended yet can
-    # overlap the next view, so few pairs are compared byte by byte.
     for views in by_storage.values():
         views.sort(key=lambda view: view[:2])
         open_views: list[tuple[int, int, str, torch.Tensor]] = []

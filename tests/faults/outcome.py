@@ -18,7 +18,7 @@ from tests.faults.job import RUN, START_SECONDS, STEP_SECONDS, write_job
 from tests.faults.network import Network
 from tests.faults.world import LAUNCHER, Ended, World, had_checkpoint, run_torchrun
 
-START_BY_TORCHRUN_SECONDS = 60.0  # each rank imports torch
+START_BY_TORCHRUN_SECONDS = 60.0
 TORCHRUN_GRACE_SECONDS = 30.0  # torchrun waits for ranks after SIGTERM, before it kills them
 # Beyond a timeout, for ranks to tell each other and to end. Without a network they wait longer for
 # answers that do not come.

@@ -11,8 +11,6 @@ import faulthandler
 import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -26,6 +24,7 @@ from uuid import uuid4
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 
 from tests.faults.network import Network, enter
+from tests.support.train.launched import Launched, torchrun
 
 HIT, CUT = "hit", "cut"  # as in `inject`, which only ranks import
 LAUNCHER = -1
@@ -225,24 +224,14 @@ def run_torchrun(
     folder: Path, num_ranks: int, *, variables: Mapping[str, str], limit_seconds: float
 ) -> Ended:
     """Runs the job of a folder by torchrun, until the limit; returns how torchrun ended."""
-    mark = uuid4().hex
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += ["--nproc-per-node", str(num_ranks), "-m", "pipegrad", *_COMMAND]
-    with (folder / ERRORS).open("w") as errors:
-        process = subprocess.Popen(
-            command,
-            cwd=folder,
-            env={**os.environ, MARK: mark, **variables},
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-            start_new_session=True,
-        )
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(limit_seconds)
-    code, ended, struck = process.poll(), time.time(), struck_at(folder)
-    leftover = _end(number for number in _processes(mark, set()) if number != process.pid)
-    process.kill()
-    process.wait()
+    mark, deadline = uuid4().hex, time.time() + limit_seconds
+    words = ["--standalone", "--nproc-per-node", str(num_ranks), "-m", "pipegrad", *_COMMAND]
+    launched = Launched(folder, torchrun, *words, variables={MARK: mark, **variables})
+    sessions = set[int | None]()
+    while (code := launched.ended(0.02)) is None and time.time() < deadline:
+        sessions |= set(launched.ranks())
+    ended, struck = time.time(), struck_at(folder)
+    leftover = _end(number for number in _processes(mark, sessions) if number != launched.pid)
+    launched.kill()
     seconds = None if code is None or struck is None else ended - struck
-    text = (folder / ERRORS).read_text()
-    return Ended({LAUNCHER: code}, seconds, struck is not None, text, leftover)
+    return Ended({LAUNCHER: code}, seconds, struck is not None, launched.errors, leftover)

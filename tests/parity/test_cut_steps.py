@@ -12,7 +12,9 @@ import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
-from tests.support.partition.families import FAMILIES, HEADS, ROWS, TOKENS, Batch
+from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
+from tests.support.partition.families import DEEP, HEADS, ROWS, TOKENS, Batch
+from tests.support.partition.families import FAMILIES as DEEPER
 from tests.support.partition.twins import Twins
 from tests.support.rounding import rounding
 
@@ -21,6 +23,7 @@ pytest.importorskip("transformers")
 MOST = 1e-6  # losses and norms of transformers compute in float32, whatever the dtype of the model
 # Weights, activations and gradients are rounded to 8 bits.
 MOST_BFLOAT16 = rounding(ROWS * TOKENS, dtype=torch.bfloat16)
+FAMILIES = {name: DEEPER[name].with_layers(DEEP) for name in ("Llama 3.2", "GPT-2", "BERT", "T5")}
 LLAMA = FAMILIES["Llama 3.2"]
 RESTARTED = torch.cat([torch.arange(4), torch.arange(TOKENS - 4)]).expand(ROWS, -1).contiguous()
 
@@ -204,7 +207,7 @@ def compiled() -> Twins:
 
 def frozen() -> Twins:
     def build() -> nn.Module:
-        model: Any = LLAMA.build()
+        model: Any = LLAMA.with_layers(4).build()
         for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[3]):
             part.requires_grad_(requires_grad=False)
         return model  # type: ignore[no-any-return]
@@ -277,7 +280,7 @@ CASES: dict[str, Run] = {
 }
 
 
-@pytest.mark.ranks(2, seconds=400.0)  # the first case imports transformers
+@pytest.mark.ranks(2, seconds=400.0)
 @pytest.mark.parametrize(
     "name",
     [

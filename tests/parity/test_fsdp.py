@@ -13,7 +13,7 @@ from tests.support.versions import marks_of
 
 CASES = [
     Case("gpipe"),
-    Case("1f1b", steps=8),
+    Case("1f1b", steps=4),
     Case("1f1b", num_microbatches=1),
     Case("eager-1f1b", accumulate=2),
     Case("interleaved-1f1b"),
@@ -28,9 +28,9 @@ CASES = [
     Case("1f1b", replicate=2, num_ranks=8),  # 2 stages x 2 replicas x 2 shards
     Case("1f1b", low=True),
     Case("1f1b", exchange="pairwise", accumulate=2),
-    Case("eager-1f1b", exchange="asymmetric", steps=5),
+    Case("eager-1f1b", exchange="asymmetric", steps=3),
     Case("GPipe", attached=True, accumulate=2),
-    Case("1F1B", attached=True, steps=8),
+    Case("1F1B", attached=True, steps=4),
     Case("1F1B", attached=True, replicate=2),
     Case("1F1B", attached=True, evaluate=True),
     Case("1F1B", attached=True, wrap="layers"),

@@ -1,4 +1,4 @@
-"""Any mixture of placements on real ranks, trained for three steps, against one process."""
+"""Any mixture of placements on real ranks, trained for two steps, against one process."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ MIXTURES = {
         "tie replicate, owner": Mixture({"pp": 2, "dp": 2}, {"pp": REPLICATE, "dp": OWNER}),
     },
 }
-STEPS = 3
+STEPS = 2
 NORMS = ((math.inf, 1.0), (math.inf, math.inf), (20.0, 2.0))  # the last one clips
 SILENT, LONELY = "silent", "lonely"  # nobody contributes; only the last rank that holds it does
 

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 def made(name: str, dtype: torch.dtype) -> tuple[Any, list[str], dict[str, Any]]:
     """Returns a model in training mode, with dropout, the paths of its layers, and a batch."""
     pattern, dropout = CASES[name]
-    family = FAMILIES[name]
+    family = FAMILIES[name].with_layers(4)
     options = {**family.options, **dict.fromkeys(dropout, 0.1)}
     model = replace(family, options=options, dtype=dtype).build()
     layers = [path for path, _ in model.named_modules() if re.fullmatch(pattern, path)]

@@ -27,9 +27,6 @@ def test_a_topology_is_plain_data_seen_from_one_rank() -> None:
     assert topology.mesh is None
     assert topology.at(5) == topology != topology.at(4)
     assert topology.at(0).at(5) == topology
-
-
-def test_ranks_along_an_axis() -> None:
     assert [grid(r).ranks_along("dp") for r in (0, 1, 6)] == [(0, 1), (0, 1), (6, 7)]
     assert [grid(r).ranks_along("pp") for r in (0, 5)] == [(0, 2, 4, 6), (1, 3, 5, 7)]
 
@@ -48,9 +45,6 @@ def test_ranks_of_stages_are_those_of_this_pipeline_each_once_ascending() -> Non
     v = grid(1).with_stages(V)
     assert v.ranks_of((0, 7)) == (1,)
     assert v.ranks_of((0, 3, 4, 7)) == (1, 7)
-
-
-def test_stages_on_a_v() -> None:
     v = grid().with_stages(V)
     assert v.num_stages == 8
     assert [v.at(2 * p).local_stages for p in range(4)] == [(0, 7), (1, 6), (2, 5), (3, 4)]
@@ -71,15 +65,12 @@ def test_axes_name_a_group_alike_for_every_copy_of_it() -> None:
     assert grid().axes_of((0, 3)) == "ranks[0, 3]"  # a diagonal is no box
 
 
-def test_ranks_may_lie_anywhere_in_the_mesh() -> None:
+def test_ranks_may_lie_anywhere_in_the_mesh_and_a_third_dimension_is_held_fixed() -> None:
     topology = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(7, 5, 3, 1), rank=3)
     assert topology.coordinate("pp") == 1
     assert topology.ranks_along("dp") == (1, 3)
     assert topology.ranks_along("pp") == (3, 7)
     assert topology.axes_of((3, 7)) == "pp"
-
-
-def test_a_third_dimension_is_held_fixed() -> None:
     axes = (("replica", 2), ("stage", 2), ("tp", 2))
     topology = Topology.build(axes=axes, rank=5, pipeline="stage", data="replica")
     assert topology.ranks_along("replica") == (1, 5)
@@ -105,11 +96,8 @@ def test_several_dimensions_are_one_of_their_product_the_first_outermost() -> No
 
 
 def test_what_the_further_dimensions_leave_is_data_parallel() -> None:
-    assert Topology.axes_for(16, 2, {"ep": 2, "tp": 2}) == (
-        ("pp", 2),
-        ("dp", 2),
-        ("ep", 2),
-        ("tp", 2),
+    assert Topology.axes_for(16, 2, {"ep": 2, "tp": 2}) == tuple(
+        (name, 2) for name in ("pp", "dp", "ep", "tp")
     )
     assert Topology.axes_for(4, 4, {}) == (("pp", 4), ("dp", 1))
     with pytest.raises(

@@ -73,12 +73,7 @@ class Saving:
     @property
     def status(self) -> Status:
         """What the save of this rank does, for the message of metrics."""
-        return Status.IDLE if self._saver is None else self._saver.poll()
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether a checkpoint is being written. The same on all ranks."""
-        return self._saver is not None and self._saver.is_busy
+        return Status.IDLE if self._saver is None else self._saver.status
 
     def settle(self, status: float) -> None:
         """Ends a save if all ranks have.

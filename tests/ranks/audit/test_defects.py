@@ -1,4 +1,4 @@
-"""Defects, one at a time and in pairs, in three kinds of pipelines: each is named, and no other."""
+"""Defects, one at a time and in pairs, in two kinds of pipelines: each is named, and no other."""
 
 from __future__ import annotations
 
@@ -44,6 +44,20 @@ PRODUCTS: dict[tuple[str, ...], list[str]] = {
     # The mean of the last microbatch alone is M times its part of the mean.
     ("times M", "last microbatch"): ["only the last microbatch is in the gradient"],
 }
+# Of two that show in one place, either is beside each of the others, in turns.
+IN_TURNS = ("copies in norm", "local norm"), ("tie apart", "tie twice")
+
+
+def is_taken(pair: tuple[str, ...]) -> bool:
+    turns = [
+        two.index(one) == [*DEFECTS].index(other) % 2
+        for two in IN_TURNS
+        for one, other in (pair, pair[::-1])
+        if one in two
+    ]
+    return pair not in EXCLUDED and (all(turns) or everything())
+
+
 # Each alone in each kind of pipeline. In which kind a pair is changes nothing: in the first.
 CASES: list[tuple[str, tuple[str, ...]]] = [
     *((host, case) for host in HOSTS for case in ((), ("clipped",), *((one,) for one in DEFECTS))),
@@ -51,7 +65,7 @@ CASES: list[tuple[str, tuple[str, ...]]] = [
         (host, pair)
         for host in (HOSTS if everything() else [*HOSTS][:1])
         for pair in itertools.combinations(DEFECTS, 2)
-        if pair not in EXCLUDED
+        if is_taken(pair)
     ),
 ]
 

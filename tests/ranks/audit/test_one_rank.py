@@ -238,17 +238,11 @@ def sharded(*, freezes: bool = False, mode: bool = False, leaves_out: bool = Fal
 
 
 @pytest.mark.ranks(2)
-def test_frozen_parameters_of_fsdp2_have_no_finding() -> None:
+def test_replicas_with_frozen_modes_or_missing_modules_are_told_apart() -> None:
     report = sharded(freezes=True)
     assert report.is_right, str(report)
-
-
-@pytest.mark.ranks(2)
-def test_a_mode_of_one_ranks_uncut_model_keeps_no_rank_waiting() -> None:
+    # A mode of one ranks uncut model keeps no rank waiting.
     sharded(mode=True)
-
-
-@pytest.mark.ranks(2)
-def test_a_replica_that_leaves_out_a_module_is_refused() -> None:
+    # A replica that leaves out a module is refused.
     with pytest.raises(PlanError, match=r"^no rank holds \['2.weight', '2.bias'\]"):
         sharded(leaves_out=True)

@@ -84,10 +84,7 @@ def test_a_gradient_that_is_written_before_its_sum_has_ended_is_found() -> None:
     assert causes
     assert all("not ordered after" in cause for cause in causes)
     assert all("allreduce_" in cause and "test_order.py" in cause for cause in causes)
-
-
-@pytest.mark.ranks(2)
-def test_the_report_says_what_it_cannot_see() -> None:
+    # The report says what it cannot see.
     notes = "\n".join(waits().order().notes)
     assert "not seen: " in notes
     assert "rank 0 ran " in notes

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from pipegrad.audit import Report
+from pipegrad.audit.script import Run
 from tests.support.audit.pipelines import KINDS, OTHERS, Pipeline
 from tests.support.versions import IS_OLD
 
+pytestmark = pytest.mark.ranks(4)
 SPLIT_BACKWARD = {"InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"}
 
 
@@ -18,7 +22,6 @@ def audited(name: str) -> Report:
     return report
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     "name", [name for name in KINDS if not (IS_OLD and name in SPLIT_BACKWARD)]
 )
@@ -31,7 +34,6 @@ def test_a_right_pipeline_has_no_finding(name: str) -> None:
     assert [note for note in report.notes if "optimizer" in note] == []
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -51,3 +53,30 @@ def test_a_right_pipeline_has_no_finding(name: str) -> None:
 def test_what_differs_is_named(name: str, words: str) -> None:
     [cause] = [finding.cause for finding in audited(name).findings]
     assert cause.startswith(words)
+
+
+# The example's defects have the causes that docs/audit.md shows, and its right pipeline none.
+
+
+FILE = Path(__file__).parents[3] / "examples" / "audit_defects.py"
+EXAMPLES: dict[str, list[str]] = {
+    "right": [],
+    "times_tokens": ["the gradient is 103 times too large: it is multiplied by the number of targ"],
+    "scaled_by_each_stage": [
+        "uses of the tied parameter count differently in its gradient: [0.25, 1.0] times",
+        "the gradient is 4 times too small: it is divided by the number of microbatches",
+    ],
+    "last_microbatches": ["only the last 4 microbatches are in the gradient, of 8"],
+    "tie_apart": ["the tie is not reduced"],
+    "local_norm": ["the gradient norm is that of this rank's parameters alone"],
+    "mean_of_means": ["the gradient is a mean of means"],
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_defect_has_its_cause_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FILE.parent)
+    causes = [finding.cause for finding in Run(f"{FILE}:{name}").here().findings]
+    assert len(causes) == len(EXAMPLES[name]), causes
+    for cause, words in zip(causes, EXAMPLES[name], strict=True):
+        assert cause.startswith(words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -10,17 +11,20 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from pipegrad import GradientSync, Placement, Topology
+from pipegrad.gradients.drift.drift import _spread
 from pipegrad.model.dtensor import local
-from tests.support.gradients.cases import DATA, SHARED, give, outcome, rank, replicated, stage
+from tests.support.gradients.cases import DATA, SHARED, give, outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import OWNER, SHARD, By, alone, compute, update
 from tests.support.ranked import gathered
 
 pytestmark = pytest.mark.ranks(4)
+
 LOWEST, EXPONENT, SIGN = 0, 27, 31
 AT = 8  # the step in which it flips, before the comparison
 Trained = tuple[GradientSync, nn.Module]
@@ -70,11 +74,9 @@ def replicas(**options: Any) -> Trained:
 
 def ties(**options: Any) -> Trained:
     """Two stages with a tied weight on ranks (0, 1) and (2, 3), each in two replicas."""
-    topology = Topology.create(pipeline=2)
-    at = topology.coordinate("pp")
+    at = rank() // 2
     module = seeded(w=(33, 31), **{"ab"[at]: (7 + at,)})
-    handlers = [SHARED, DATA]
-    return GradientSync({at: module}, topology, tied=[["w"]], handlers=handlers, **options), module
+    return tied(module, "w", handlers=[SHARED, DATA], **options), module
 
 
 def placed(placement: Placement, **options: Any) -> Trained:
@@ -95,10 +97,10 @@ COPIES = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize("bit", [LOWEST, EXPONENT, SIGN])
 @COPIES
-def test_one_bit_is_an_error_on_all_ranks(make: Callable[[], Trained], odd: int, bit: int) -> None:
+def test_one_bit_is_an_error_on_all_ranks(make: Callable[[], Trained], odd: int) -> None:
     sync, module = make()
+    bit = (LOWEST, LOWEST, EXPONENT, SIGN)[odd]
     *before, last = train((sync, module), flip(module.get_parameter("w"), bit, on=odd))
     assert before == ["None"] * (AT - 1)
     assert last.startswith(
@@ -107,14 +109,12 @@ def test_one_bit_is_an_error_on_all_ranks(make: Callable[[], Trained], odd: int,
     )
 
 
-def test_two_copies_have_no_majority_and_other_ranks_raise_too() -> None:
+def test_each_kind_of_copy_is_compared_in_its_step() -> None:
     sync, module = ties()
     own = module.get_parameter("ab"[sync.topology.coordinate("pp")])
     last = train((sync, module), flip(own, SIGN, on=3))[-1]
     assert ": '1.b' over ranks [2, 3]. They differ in step 8" in last
-
-
-def test_master_copies_and_frozen_parameters_are_compared() -> None:
+    # Master copies and frozen parameters are compared.
     sync, module = masters()  # no bf16 parameter shows the lowest bit of its master copy
     last = train((sync, module), flip(sync.main_parameters()[0].tensor, LOWEST, on=0))[-1]
     assert ": the master copy of '0.w' on ranks [0], of the" in last
@@ -122,6 +122,14 @@ def test_master_copies_and_frozen_parameters_are_compared() -> None:
     frozen = module.get_parameter("w").requires_grad_(False)
     last = train((replicated(module), module), flip(frozen, LOWEST, on=2))[-1]
     assert ": '0.w' on ranks [2], of the" in last
+    # Every 0 is never and a resumed run goes on counting.
+    sync, module = replicas(check_every=0)
+    flips = flip(module.get_parameter("w"), SIGN, on=2)
+    assert train((sync, module), flips) == ["None"] * AT
+    sync, module = replicas()
+    sync.continue_from(1000)
+    last = train((sync, module), flip(module.get_parameter("w"), SIGN, on=2))[-1]
+    assert "They differ in step 1008, and were equal in step 1004. " in last
 
 
 @COPIES
@@ -180,17 +188,7 @@ def test_of_two_copies_those_of_the_lowest_rank_count_also_if_they_are_wrong() -
     sync.check_replicas()
 
 
-def test_every_0_is_never_and_a_resumed_run_goes_on_counting() -> None:
-    sync, module = replicas(check_every=0)
-    flips = flip(module.get_parameter("w"), SIGN, on=2)
-    assert train((sync, module), flips) == ["None"] * AT
-    sync, module = replicas()
-    sync.continue_from(1000)
-    last = train((sync, module), flip(module.get_parameter("w"), SIGN, on=2))[-1]
-    assert "They differ in step 1008, and were equal in step 1004. " in last
-
-
-@pytest.mark.parametrize("bit", [LOWEST, EXPONENT, SIGN])
+@pytest.mark.parametrize("bit", [LOWEST, SIGN])
 def test_machines_of_two_kinds_may_differ_in_the_last_bit_alone(bit: int) -> None:
     kind = f"kind {rank() % 2}"
     with mock.patch("pipegrad.gradients.negotiate.kind_of_machine", return_value=kind):
@@ -228,3 +226,130 @@ def test_shards_of_dtensors_are_compared_part_by_part(repair: bool) -> None:
     assert rank() > 0 or "'0.w' over ranks [1, 3], now as on rank 1. " in last
     assert sync.statistics().repaired == 1
     sync.check_replicas()
+
+
+# Copies that are stepped differently: an error on all ranks; roundings are none.
+
+
+def steps(
+    sync: GradientSync,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num: int = 2,
+    before: Callable[[], object] = lambda: None,
+    behind: Callable[[], object] = lambda: None,
+    accumulate: int = 1,
+) -> list[str]:
+    """Trains; returns the outcome of each step."""
+
+    def backward() -> None:
+        give(module, **{name: 1.0 for name, _ in module.named_parameters()})
+
+    outcomes = []
+    for _ in range(num):
+        for _ in range(accumulate - 1):
+            with sync.accumulate():
+                sync.prepare()
+                backward()
+                sync.finish()
+        outcomes.append(outcome(lambda: compute(sync, backward)))
+        before()
+        optimizer.step()
+        sync.publish()
+        behind()
+        optimizer.zero_grad()
+    return outcomes
+
+
+def tie() -> nn.Module:
+    """A copy of one parameter on each rank, and one of its own that is larger on the second."""
+    return stage(w=torch.randn(64), **{"ab"[rank()]: torch.ones(4 + 1000 * rank())})
+
+
+def weight_decay() -> list[str]:
+    module = tie()
+    groups = [{"params": [p], "weight_decay": 0.1 * rank()} for p in module.parameters()]
+    return steps(tied(module, "w"), module, torch.optim.AdamW(groups, lr=1e-3))
+
+
+def clipped_by_torch() -> list[str]:
+    module = tie()
+    sgd = torch.optim.SGD(module.parameters(), lr=1e-3)
+    clip = lambda: nn.utils.clip_grad_norm_(module.parameters(), 0.5)  # noqa: E731
+    return steps(tied(module, "w"), module, sgd, before=clip)
+
+
+def learning_rate_of_replicas() -> list[str]:
+    module = stage(w=(4,))
+    sgd = torch.optim.SGD(module.parameters(), lr=1e-3 * (1 + rank()))
+    return steps(replicated(module), module, sgd)
+
+
+def written_behind_publish() -> list[str]:
+    module = stage(w=(4096,))
+    sync = alone(module, By("dp", SHARD))
+
+    def clamp() -> None:
+        sync.wait_parameters()
+        if rank() == 1:
+            module.get_parameter("w").data.clamp_(min=0.0)
+
+    sgd = torch.optim.SGD(sync.optimizer_parameters(), lr=1e-3)
+    return steps(sync, module, sgd, behind=clamp)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "train", [weight_decay, clipped_by_torch, learning_rate_of_replicas, written_behind_publish]
+)
+def test_copies_that_are_changed_differently_are_an_error(train: Callable[[], list[str]]) -> None:
+    first, second = train()
+    assert first == "None"
+    assert second.startswith("DriftError: copies of one parameter have drifted apart: ")
+    assert "over ranks [0, 1]. They differ in step 2. Something changed them diff" in second
+
+
+@pytest.mark.ranks(2)
+def test_copies_are_compared_seldom_and_roundings_are_no_drift() -> None:
+    module, kind = tie(), f"kind {rank()}"  # of machine
+    with mock.patch("pipegrad.gradients.negotiate.kind_of_machine", return_value=kind):
+        sync = tied(module, "w")
+    adam = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1)
+
+    def round_up() -> None:
+        with torch.no_grad():
+            w = module.get_parameter("w")
+            w.copy_(torch.nextafter(w, torch.full_like(w, float("inf") * (2 * rank() - 1))))
+
+    assert steps(sync, module, adam, num=8, behind=round_up) == ["None"] * 8
+    assert outcome(sync.check_replicas).startswith("DriftError: ")
+    sync.synchronize_parameters()
+    assert outcome(sync.check_replicas) == "None"
+    # Copies are compared seldom.
+    module = stage(w=(4,))
+    sync = replicated(module, check_every=6)
+    drift = sync._parts.drift
+    look, compared = drift.look, list[int]()
+
+    def count() -> None:
+        compared.append(sync.statistics().steps)
+        look()
+
+    drift.look = count  # type: ignore[method-assign]
+    steps(sync, module, torch.optim.SGD(module.parameters(), lr=1.0), num=13, accumulate=2)
+    assert compared == [2, 4, 6, 12]  # steps that only accumulate do not count
+
+
+# The spread of copies, in roundings of the largest element: the same number on all ranks.
+
+
+@pytest.mark.ranks(2)
+def test_copies_that_differ_have_one_spread_on_all_ranks() -> None:
+    group = dist.group.WORLD
+    assert group is not None
+    eps = torch.finfo(torch.float32).eps
+    parameter = torch.tensor([1.0, 0.25 + rank() * 8 * eps])
+    assert _spread(parameter, group) == pytest.approx(8.0)
+    assert _spread(torch.ones(3), group) == 0.0
+    assert _spread(torch.tensor([rank()]), group) == math.inf

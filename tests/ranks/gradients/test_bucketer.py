@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
 from unittest import mock
 
 import pytest
@@ -10,15 +14,18 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.comm import messages
-from tests.support.gradients.cases import rank
-from tests.support.gradients.sums import Calls, spied
+from pipegrad.comm import collectives, messages
+from pipegrad.reduce import bucketer as module
+from pipegrad.reduce.bucket_buffer import FlatBuffer
+from tests.support.gradients.cases import outcome, rank
+from tests.support.gradients.sums import Calls, inputs, spied
 
 pytestmark = pytest.mark.ranks(2)
 
 
+# Elements of each call, callbacks that have run when each returns, and their order.
 @pytest.mark.parametrize(
-    ("capacity", "numels", "callbacks", "order", "collectives"),
+    "row",  # with the capacity in front, and what is sent behind
     [
         (10, [3, 3, 3], [0, 0, 0], [1, 2, 3], [9]),  # small ones wait for flush
         # Exactly full buckets leave at once: seen by callbacks that three in flight bring about.
@@ -32,13 +39,8 @@ pytestmark = pytest.mark.ranks(2)
         (4, [5, 0], [0, 0], [1, 2], [5]),
     ],
 )
-def test_what_leaves_when(
-    capacity: int,
-    numels: list[int],  # of each call
-    callbacks: list[int],  # that have run when each call returns
-    order: list[int],  # of the callbacks
-    collectives: list[int],
-) -> None:
+def test_what_leaves_when(row: Any) -> None:
+    capacity, numels, callbacks, order, collectives = row
     calls = Calls(capacity)
     with spied() as log:
         counts = [calls.add(numel, float(number)) for number, numel in enumerate(numels, 1)]
@@ -48,14 +50,12 @@ def test_what_leaves_when(
     assert counts == callbacks
 
 
-def test_an_empty_input_has_its_shape() -> None:
+def test_inputs_of_one_kind_share_a_bucket_up_to_the_capacity() -> None:
     bucketer, shapes = Bucketer(), list[torch.Size]()
     bucketer.all_reduce(torch.zeros(3, 0, 2), callback=lambda view: shapes.append(view.shape))
     bucketer.flush()
     assert shapes == [(3, 0, 2)]
-
-
-def test_a_changed_capacity_counts_from_the_next_call() -> None:
+    # A changed capacity counts from the next call.
     calls = Calls(4)
     unit = 4 * calls.num_ranks
     with spied() as log:
@@ -68,22 +68,7 @@ def test_a_changed_capacity_counts_from_the_next_call() -> None:
             calls.add(numel, 5.0)
         assert [numel for numel, *_ in calls.flush()] == [3, 3, 3, 3, 2, 1, 0, 2, 3]
     assert [numel for _, numel, _, _ in log] == [3, 6, 3, 2, 1, 2, 3]
-
-
-@pytest.mark.ranks(4)
-def test_no_more_than_two_buckets_are_in_flight_when_a_call_returns() -> None:
-    calls, counts, allocated, row = Calls(4), list[int](), list[int](), 4 * 4
-    for value in range(20):
-        counts.append(calls.add(4, float(value)))
-        allocated.append(calls.bucketer.allocated_bytes)
-    calls.flush()
-    assert counts == [0, 0, *range(1, 19)]
-    # Each with four rows of staging and one of result; one more was in use during the call.
-    assert max(allocated) == (3 * 4 + 2) * row
-    assert calls.bucketer.allocated_bytes == 3 * 4 * row
-
-
-def test_only_inputs_of_one_kind_dtype_and_group_share_a_bucket() -> None:
+    # Only inputs of one kind dtype and group share a bucket.
     bucketer, sums = Bucketer(), list[torch.Tensor]()
     again = dist.new_group([0, 1])  # of the same ranks, and yet another group
     ones = [torch.ones(2)] * 2
@@ -107,7 +92,17 @@ def test_only_inputs_of_one_kind_dtype_and_group_share_a_bucket() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_other_backends_get_one_tensor_and_full_buckets_are_not_copied() -> None:
+def test_few_buckets_are_in_flight_and_full_ones_are_not_copied() -> None:
+    calls, counts, allocated, row = Calls(4), list[int](), list[int](), 4 * 4
+    for value in range(20):
+        counts.append(calls.add(4, float(value)))
+        allocated.append(calls.bucketer.allocated_bytes)
+    calls.flush()
+    assert counts == [0, 0, *range(1, 19)]
+    # Each with four rows of staging and one of result; one more was in use during the call.
+    assert max(allocated) == (3 * 4 + 2) * row
+    assert calls.bucketer.allocated_bytes == 3 * 4 * row
+    # Other backends get one tensor and full buckets are not copied.
     # The way of backends that reduce-scatter themselves; gloo stands in for them.
     calls, sums, copies = Calls(4), list[Any](), mock.Mock(wraps=torch.cat)
     with (
@@ -121,3 +116,251 @@ def test_other_backends_get_one_tensor_and_full_buckets_are_not_copied() -> None
         assert calls.flush() == [(4, 1.0), (5, 1.0), (3, 1.0)]
     assert sums == [[4.0 + 4j * rank()] * 2]
     assert copies.call_count == 1
+
+
+# Bucketer.poll: results that are there are called back before flush.
+
+
+def wait_for(bucketer: Bucketer, calls: list[Any], num: int) -> None:
+    """Polls until so many callbacks have run."""
+    end = time.monotonic() + 60.0
+    while len(calls) < num and time.monotonic() < end:
+        bucketer.poll()
+
+
+@pytest.mark.parametrize("capacity", [0, 2**18])
+@pytest.mark.parametrize("size", [1, 2**18])  # the larger one is more than a bucket takes
+def test_what_is_full_or_too_large_is_called_back_without_flush(capacity: int, size: int) -> None:
+    # As fairscale's test_reduce_scatter; each rank has zeros for itself and ones for others.
+    bucketer, sums = Bucketer(capacity_bytes=capacity), list[torch.Tensor]()
+    tensors = [torch.full((size,), float(row != rank())) for row in range(2)]
+    bucketer.reduce_scatter(tensors, callback=sums.append)
+    if size * 4 * 2 < capacity:
+        bucketer.poll()
+        assert not sums
+        bucketer.flush()
+    wait_for(bucketer, sums, 1)
+    assert [value.unique().tolist() for value in sums] == [[1.0]]
+    bucketer.flush()
+    assert len(sums) == 1
+    bucketer.release()
+
+
+def test_polls_overtake_refuse_and_share_staging() -> None:
+    calls = Calls(100)
+    for numel, due in ((1, 0), (1000, 1), (2, 1)):
+        calls.add(numel, float(numel))
+        wait_for(calls.bucketer, calls.got, due)
+        calls.bucketer.poll()
+        assert [numel for numel, _ in calls.got] == [1000] * due
+    assert calls.flush() == [(1000, 1000.0), (1, 1.0), (2, 2.0)]
+    # Callbacks in poll may not add.
+    # A callback that adds would do so at another time on each rank.
+    calls, words = Calls(0), list[str]()
+
+    def add(_: torch.Tensor) -> None:
+        words.append(outcome(calls.bucketer.poll))
+        words.append(outcome(lambda: calls.add(1, 1.0)))
+        raise ValueError("of the callback")
+
+    calls.bucketer.reduce_scatter(inputs(1), callback=add)
+    wait_for(calls.bucketer, words, 2)
+    calls.add(1, 2.0)  # goes on
+    polled, added = words
+    assert polled.startswith("StepError: poll() in a callback")
+    assert added.startswith("StepError: reduce_scatter() in a callback that poll() runs")
+    assert outcome(calls.bucketer.flush) == "ValueError: of the callback"
+    assert calls.flush() == [(1, 2.0)]
+    # Staging of inference mode is used outside of it and the reverse.
+    calls, sums = Calls(4), list[float]()
+    for mode in (True, False, True):
+        with torch.inference_mode(mode=mode):
+            calls.add(2, 1.0)
+            calls.bucketer.all_reduce(torch.ones(2), callback=lambda x: sums.append(x.sum().item()))
+            if mode:
+                calls.bucketer.flush()
+    calls.add(2, 2.0)
+    calls.add(2, 3.0)
+    assert sorted(value for _, value in calls.flush()) == [1.0, 1.0, 1.0, 2.0, 3.0]
+    assert sums == [4.0] * 3
+
+
+# Bucketer: callbacks that raise or call, collectives that fail, memory, refusals.
+
+
+def raising(calls: Calls, value: float) -> Callable[[torch.Tensor], None]:
+    def use(view: torch.Tensor) -> None:
+        calls.note(view)
+        raise ValueError(f"callback {value}")
+
+    return use
+
+
+def flushed(calls: Calls) -> list[str]:
+    """Returns what flush raises, and its notes."""
+    try:
+        calls.bucketer.flush()
+    except Exception as error:  # noqa: BLE001 - whatever it is, is asserted
+        return [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    return []
+
+
+@pytest.mark.parametrize("ranks", [(1,), (0, 1)])
+def test_a_callback_that_raises_stops_no_other_nor_sends_again(ranks: tuple[int, ...]) -> None:
+    calls = Calls(4)
+    with spied() as log:
+        for value in (1.0, 2.0, 3.0, 4.0):
+            raises = rank() in ranks and value in (2.0, 3.0)
+            callback = raising(calls, value) if raises else calls.note
+            calls.bucketer.reduce_scatter(inputs(2, value), callback=callback)
+        words = flushed(calls)
+        assert flushed(calls) == []
+    notes = ["ValueError: callback 2.0", "A callback also raised ValueError: callback 3.0"]
+    assert words == (notes if rank() in ranks else [])
+    assert [value for _, value in calls.got] == [1.0, 2.0, 3.0, 4.0]
+    assert len(log) == 2
+
+
+def test_callbacks_may_add_but_neither_raise_in_a_call_nor_flush() -> None:
+    calls = Calls(0)
+    calls.bucketer.reduce_scatter(inputs(1), callback=raising(calls, 1.0))
+    assert [calls.add(1, value) for value in (2.0, 3.0, 4.0)] == [0, 1, 2]
+    assert outcome(calls.bucketer.release) == (
+        "StepError: release() with 0 buckets queued, 2 in flight and 1 callbacks' errors not "
+        "raised yet: flush() first"
+    )
+    assert flushed(calls) == ["ValueError: callback 1.0"]
+    assert len(calls.got) == 4
+    calls.bucketer.release()
+    # Callbacks may add and flush runs theirs too.
+    # What hybrid sharding does: the sum within a node is summed between nodes.
+    calls, sums = Calls(6), list[Any]()
+
+    def sum_of_all(view: torch.Tensor) -> None:
+        calls.bucketer.all_reduce(view, callback=lambda total: sums.append(total.tolist()))
+
+    with spied() as log:
+        for value in range(9):
+            calls.bucketer.reduce_scatter(inputs(2, float(value)), callback=sum_of_all)
+        calls.bucketer.flush()
+    assert sums == [[2 * (2 * value + 100.0)] * 2 for value in range(9)]
+    assert [kind for kind, *_ in log].count("all_reduce") < 9
+    # Flush and release in a callback are refused.
+    calls, words = Calls(4), list[str]()
+
+    def use(view: torch.Tensor) -> None:
+        calls.note(view)
+        words.extend(map(outcome, (calls.bucketer.flush, calls.bucketer.release)))
+
+    calls.bucketer.reduce_scatter(inputs(1), callback=use)
+    assert calls.flush() == [(1, 1.0)]
+    flush, release = words
+    assert flush == "StepError: flush() in a callback: whoever runs it sends what callbacks add"
+    assert release.startswith("StepError: ")
+
+
+def test_staging_is_used_again_and_released() -> None:
+    bucketer = Bucketer(capacity_bytes=2 * 4 * 8)
+    buffers = []
+    for _ in range(4):  # each fills three buckets of eight floats
+        with mock.patch.object(module, "FlatBuffer", wraps=FlatBuffer) as counter:
+            for _ in range(6):
+                bucketer.reduce_scatter([torch.ones(4)] * 2, callback=lambda view: None)
+            bucketer.flush()
+        buffers.append(counter.call_count)
+    # Three results a round, which belong to who holds a view; stagings in the first one only.
+    assert buffers == [3 + 3, 3, 3, 3]
+    assert bucketer.allocated_bytes == 3 * 2 * 4 * 8
+    # Release frees everything and the bucketer goes on.
+    calls, others = Calls(4), set(threading.enumerate())
+    for _ in range(2):
+        calls.add(1, 1.0)
+        refused = "StepError: release() with 1 buckets queued"
+        assert outcome(calls.bucketer.release).split(",")[0] == refused
+        calls.add(4, 1.0)  # does not fit, and fills a bucket of its own
+        calls.bucketer.capacity_bytes //= 2  # leaves no use for the staging
+        assert calls.flush() == [(1, 1.0), (4, 1.0)]
+        calls.add(1, 1.0)
+        calls.flush()
+        calls.bucketer.release()
+        calls.bucketer.capacity_bytes *= 2
+        assert calls.bucketer.allocated_bytes == 0
+    calls.bucketer.release()  # with nothing there
+    for thread in set(threading.enumerate()) - others:
+        thread.join(60)
+        assert not thread.is_alive()
+    # Options that are none are refused.
+    bucketer, some = Bucketer(), cast("Any", "print")
+    words = outcome(lambda: bucketer.all_reduce(ONE, callback=some))
+    assert words == "PlanError: all_reduce: callback is 'print', expected a function of the sum"
+    for wrong in (-1, cast("int", 1e6)):
+        words = f"PlanError: capacity_bytes is {wrong}, expected an int from 0 on"
+        assert outcome(partial(Bucketer, capacity_bytes=wrong)) == words
+        bucketer.capacity_bytes = wrong
+        assert outcome(lambda: bucketer.all_reduce(ONE, callback=print)) == words
+
+
+def test_after_a_failed_collective_the_bucketer_can_only_be_released() -> None:
+    # The second collective fails, on all ranks so that none hangs; a third is on its way.
+    calls = Calls(4)
+    calls.bucketer.reduce_scatter(inputs(4), callback=raising(calls, 1.0))
+    send, fails = collectives.reduce_scatter, iter([False, True, False])
+
+    def sometimes(output: Any, rows: Any, group: Any) -> None:
+        if next(fails):
+            raise RuntimeError("cable pulled")
+        send(output, rows, group)
+
+    assert flushed(calls) == ["ValueError: callback 1.0"]
+    failure = (
+        "reduce_scatter of 32 bytes of torch.float32 on cpu over ranks [0, 1] failed: cable pulled"
+    )
+    with mock.patch.object(collectives, "reduce_scatter", sometimes):
+        calls.bucketer.reduce_scatter(inputs(4, 1.0), callback=raising(calls, 1.0))
+        calls.add(4, 2.0)
+        assert calls.add(4, 3.0) == 2
+        assert flushed(calls) == [
+            f"ReduceError: {failure}",
+            "A callback also raised ValueError: callback 1.0",
+        ]
+    assert [value for _, value in calls.got] == [1.0, 1.0]
+    ever_after = (
+        "ReduceError: this Bucketer is of no use since a collective failed, its groups are out of "
+        f"step; release() it, then make new groups and a new Bucketer: {failure}"
+    )
+    assert outcome(calls.bucketer.flush) == ever_after
+    assert outcome(lambda: calls.add(1, 1.0)) == ever_after
+    all_reduce = lambda: calls.bucketer.all_reduce(torch.ones(1), callback=calls.note)  # noqa: E731
+    assert outcome(all_reduce) == ever_after
+    assert calls.bucketer.allocated_bytes > 0
+    calls.bucketer.release()
+    assert calls.bucketer.allocated_bytes == 0
+    assert outcome(calls.bucketer.flush) == ever_after
+
+
+ONE = torch.ones(2)
+DIFFER = (
+    "expected inputs of one shape, dtype and device, found (2,) torch.float32 cpu torch.strided"
+)
+
+
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        ([ONE], "1 inputs, expected 2: one for each of the ranks [0, 1]"),
+        ([ONE, torch.ones(3)], f"{DIFFER}; (3,) torch.float32 cpu torch.strided"),
+        ([ONE, ONE.double()], f"{DIFFER}; (2,) torch.float64 cpu torch.strided"),
+        ([ONE, ONE.to("meta")], f"{DIFFER}; (2,) torch.float32 meta torch.strided"),
+        (
+            [ONE.to_sparse()] * 2,
+            "inputs are torch.sparse_coo, expected torch.strided: use to_dense()",
+        ),
+        ([ONE.bool()] * 2, "inputs are torch.bool, which has no sum: use an integer dtype"),
+    ],
+    ids=["number", "shapes", "dtypes", "devices", "sparse", "bool"],
+)
+def test_what_cannot_be_summed_is_refused_at_once(rows: list[torch.Tensor], words: str) -> None:
+    bucketer = Bucketer()
+    refused = outcome(lambda: bucketer.reduce_scatter(rows, callback=print))
+    assert refused == f"PlanError: reduce_scatter: {words}"
+    assert bucketer.allocated_bytes == 0

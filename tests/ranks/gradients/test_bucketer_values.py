@@ -20,7 +20,7 @@ from tests.support.ranked import gathered
 pytestmark = pytest.mark.ranks(4)
 
 
-def test_inputs_of_every_layout() -> None:
+def test_inputs_of_every_layout_order_and_group() -> None:
     # 0-d, transposed, with gaps, expanded, and with a graph behind them.
     bucketer, sums, shards = Bucketer(), list[torch.Tensor](), list[torch.Tensor]()
 
@@ -37,6 +37,28 @@ def test_inputs_of_every_layout() -> None:
     for total, shard, right in zip(sums, shards, layouts(10.0), strict=True):
         assert torch.equal(total, right)
         assert torch.equal(shard, rank() * right)
+    # Gloo sums are added in the order of ranks.
+    sums = list[torch.Tensor]()
+    value = [1e8, 1.0, -1e8, 1.0][rank()]  # in fp32 only in the order of ranks the sum is 1
+    bucketer = Bucketer()
+    bucketer.reduce_scatter([torch.full((2,), value)] * 4, callback=sums.append)
+    bucketer.flush()
+    assert sums[0].tolist() == [1.0, 1.0]
+    # A subgroup without rank zero.
+    group = dist.new_group([3, 1], use_local_synchronization=False)
+    bucketer, sums = Bucketer(), list[torch.Tensor]()
+    rows = [torch.full((2,), 10.0 * row + rank()) for row in range(2)]
+    words = outcome(lambda: bucketer.reduce_scatter(rows, group=group, callback=sums.append))
+    bucketer.flush()
+    if rank() in (1, 3):
+        at = dist.get_process_group_ranks(group).index(rank())
+        assert words == "None"
+        assert [view.tolist() for view in sums] == [[20.0 * at + 4.0] * 2]
+    else:
+        assert words == (
+            "PlanError: reduce_scatter: this rank is not in the group, only its ranks call"
+        )
+        assert (sums, bucketer.allocated_bytes) == ([], 0)
 
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64)
@@ -55,7 +77,7 @@ def test_sums_of_every_dtype(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.ranks(2)
-def test_inputs_may_be_overwritten_after_the_call() -> None:
+def test_neither_what_is_overwritten_nor_the_capacity_changes_a_sum() -> None:
     calls, sums = Calls(64), list[Any]()
     for _ in range(2):
         mine, total = inputs(3, 1.0), torch.full((3,), 5.0)
@@ -65,10 +87,7 @@ def test_inputs_may_be_overwritten_after_the_call() -> None:
             tensor.fill_(7e7)
     assert calls.flush() == [(3, 1.0)] * 2
     assert sums == [[10.0] * 3] * 2
-
-
-@pytest.mark.ranks(2)
-def test_views_stay_valid_as_long_as_they_are_held() -> None:
+    # Views stay valid as long as they are held.
     bucketer, views = Bucketer(capacity_bytes=64), list[torch.Tensor]()
     for number in range(6):
         keep = views.append if number == 0 else lambda view: None
@@ -79,6 +98,10 @@ def test_views_stay_valid_as_long_as_they_are_held() -> None:
     bucketer.release()
     right = [[2.0] * 3] * 3 + [[2.0 * (1 + 100 * rank())] * 2] * 3
     assert sorted(view.tolist() for view in views) == sorted(right)
+    # No bit of two ranks depends on the capacity.
+    # All-reduce for two ranks: gloo adds more in an order that depends on the position.
+    first, *others = (trajectory(n, both_kinds=True, dtype=torch.float32) for n in CAPACITIES)
+    assert others == [first] * 3
 
 
 def trajectory(capacity_bytes: int, *, both_kinds: bool, dtype: torch.dtype) -> list[list[int]]:
@@ -107,22 +130,6 @@ CAPACITIES = (0, 100, 1000, 25 * 2**20)
 def test_no_bit_of_a_reduce_scatter_depends_on_the_capacity(dtype: torch.dtype) -> None:
     first, *others = (trajectory(size, both_kinds=False, dtype=dtype) for size in CAPACITIES)
     assert others == [first] * 3
-
-
-@pytest.mark.ranks(2)
-def test_no_bit_of_two_ranks_depends_on_the_capacity() -> None:
-    # All-reduce for two ranks: gloo adds more in an order that depends on the position.
-    first, *others = (trajectory(n, both_kinds=True, dtype=torch.float32) for n in CAPACITIES)
-    assert others == [first] * 3
-
-
-def test_gloo_sums_are_added_in_the_order_of_ranks() -> None:
-    sums: list[torch.Tensor] = []
-    value = [1e8, 1.0, -1e8, 1.0][rank()]  # in fp32 only in the order of ranks the sum is 1
-    bucketer = Bucketer()
-    bucketer.reduce_scatter([torch.full((2,), value)] * 4, callback=sums.append)
-    bucketer.flush()
-    assert sums[0].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("numel", [100, 16, 5])  # 7 pieces, the last one shorter; one piece
@@ -199,20 +206,3 @@ def test_any_mixture_of_calls_has_one_order_and_the_sums_of_one_process(seed: in
     assert mixture.order != sorted(mixture.order)
     first, *others = gathered((mixture.order, [entry[:3] for entry in log]))
     assert others == [first] * 3
-
-
-def test_a_subgroup_without_rank_zero() -> None:
-    group = dist.new_group([3, 1], use_local_synchronization=False)
-    bucketer, sums = Bucketer(), list[torch.Tensor]()
-    rows = [torch.full((2,), 10.0 * row + rank()) for row in range(2)]
-    words = outcome(lambda: bucketer.reduce_scatter(rows, group=group, callback=sums.append))
-    bucketer.flush()
-    if rank() in (1, 3):
-        at = dist.get_process_group_ranks(group).index(rank())
-        assert words == "None"
-        assert [view.tolist() for view in sums] == [[20.0 * at + 4.0] * 2]
-    else:
-        assert words == (
-            "PlanError: reduce_scatter: this rank is not in the group, only its ranks call"
-        )
-        assert (sums, bucketer.allocated_bytes) == ([], 0)

@@ -7,7 +7,7 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,68 +22,12 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import PipegradError
 from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import outcome, rank
+from tests.support.gradients.cases import outcome, rank, replicated, stage
 from tests.support.ranked import gathered
 
 
-class Setup(NamedTuple):
-    """What a rank gives to its GradientSync. Ranks are replicas, so all must give the same."""
-
-    width: int = 2
-    layers: int = 1
-    has_bias: bool = True
-    is_frozen: bool = False
-    dtype: torch.dtype = torch.float32
-    is_tied: bool = False
-    handler: str = "data-parallel"
-    bucket_bytes: int = 2**20
-    comm_streams: int = 1
-
-
-SETUPS = [
-    Setup(width=3),
-    Setup(layers=2),
-    Setup(has_bias=False),
-    Setup(is_frozen=True),
-    Setup(dtype=torch.bfloat16),
-    Setup(layers=2, is_tied=True),  # a replica that uses one layer twice is no difference
-    Setup(handler="sharded"),
-    Setup(handler="noop"),
-    Setup(handler="absent"),
-    Setup(bucket_bytes=0),
-    Setup(comm_streams=2),
-    Setup(width=3, is_tied=True, comm_streams=2),
-]
-
-
-def sync_of(setup: Setup) -> GradientSync:
-    torch.manual_seed(0)
-    layers = [nn.Linear(setup.width, setup.width, bias=setup.has_bias) for _ in range(setup.layers)]
-    module = nn.Sequential(*layers).to(setup.dtype)
-    if setup.is_tied:
-        module.append(layers[0])
-    module[0].weight.requires_grad_(not setup.is_frozen)
-    return GradientSync(
-        {0: module},
-        Topology.create(pipeline=1),
-        handlers=[setup.handler],
-        bucket_bytes=setup.bucket_bytes,
-        comm_streams=setup.comm_streams,
-    )
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("number", range(len(SETUPS)))
-def test_setups_that_differ_are_refused_on_all_ranks(number: int) -> None:
-    setup, another = SETUPS[number], SETUPS[number - 1]
-    for setups in ((Setup(), setup), (setup, Setup()), (setup, another), (setup, setup)):
-        # Alike ranks fail if no plug-in has the name of their handler. All others fail.
-        if setups[0] != setups[1] or setup.handler == "absent":
-            with pytest.raises(PipegradError):
-                sync_of(setups[rank()])
-        else:
-            sync_of(setups[rank()]).close()
-        agree("all meet again", int)
+def sync_of() -> GradientSync:
+    return replicated(stage(w=(2,)))
 
 
 class Deadlocks:
@@ -138,11 +82,11 @@ def scripts(draw: random.Random) -> list[Script]:
 
 def play(script: Script, deadlocks: Deadlocks) -> str:
     """Calls one verb after the other, and last the one that is the same on all ranks."""
-    sync = sync_of(Setup())
+    sync = sync_of()
     verbs: dict[str, Callable[[], object]] = {
         "one": lambda: agree("one", int),
         "two": lambda: agree("two", int),
-        "sync": lambda: sync_of(Setup()).close(),
+        "sync": lambda: sync_of().close(),
         "optimizer": lambda: sync.optimizer(torch.optim.SGD, lr=0.1),
         "raise": lambda: agree("one", lambda: 1 // 0),
         "late": deadlocks.be_late,
@@ -160,9 +104,7 @@ def play(script: Script, deadlocks: Deadlocks) -> str:
 
 
 @pytest.mark.ranks(3)
-def test_verbs_in_another_order_or_number_are_refused_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_verbs_in_another_order_are_refused_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     draw, store, failed = random.Random(0), agreement.store(), 0
     for number in range(40):
         example = scripts(draw)

@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+import math
+import warnings
+from typing import Any, cast
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
 
-from pipegrad.errors import PipegradError
-from tests.support.gradients.cases import rank
-from tests.support.gradients.diloco import REPLICAS, ROWS, Run, Trainer, simulate
+from pipegrad import GradientSync, GradScaler, Topology
+from pipegrad.errors import PipegradError, StepError
+from pipegrad_handlers.diloco import DiLoCo
+from tests.support.gradients.cases import outcome, rank, stage
+from tests.support.gradients.diloco import (
+    REPLICAS,
+    ROWS,
+    Run,
+    Trainer,
+    batch,
+    make_scheduler,
+    meet,
+    model,
+    same,
+    simulate,
+)
+from tests.support.gradients.placements import compute
 from tests.support.pipeline.models import TOKENS
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.ranks(4)
+
 INNER = {"name": "data-parallel", "axis": "dp"}
 SHARDED = {"name": "sharded", "axis": "dp"}
 OWNED = {"name": "pipeline-shared", "placement": "owner"}
@@ -83,10 +105,10 @@ def test_replicas_train_as_in_one_process_and_copies_have_the_same_bits(run: Run
 def test_clusters_train_as_in_one_process_and_inner_data_ranks_meet_once() -> None:
     met = {name: gathered(train_and_compare(run).met_bytes[-1]) for name, run in NESTED.items()}
     whole, shards = met["inner data parallel"], met["inner shards"]
-    for stage in (slice(0, 4), slice(4, 8)):
+    for half in (slice(0, 4), slice(4, 8)):
         # With shards the elements are the same, but each rank has its own.
-        assert sum(whole[stage]) == sum(shards[stage]) > 0
-        assert [num_bytes > 0 for num_bytes in whole[stage]] == [True, True, False, False]
+        assert sum(whole[half]) == sum(shards[half]) > 0
+        assert [num_bytes > 0 for num_bytes in whole[half]] == [True, True, False, False]
     assert all(shards)
 
 
@@ -126,3 +148,339 @@ def test_handlers_that_contradict_it_are_refused(handlers: list[str], words: lis
     with pytest.raises(PipegradError) as refused:
         Trainer(Run(inner=2, beside=handlers))
     assert all(word in str(refused.value) for word in words)
+
+
+# What goes wrong, or is unusual, with replicas that train alone: nothing hangs, and they meet.
+
+
+@pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
+def test_a_step_that_fails_in_one_replica_fails_in_all(raised: type[BaseException]) -> None:
+    # They counted other steps, and one replica waited in a meeting.
+    trainer = Trainer(Run())
+
+    def fail(*_: object) -> None:
+        raise raised("bad")
+
+    trainer.train([0, 1])
+    hook = None
+    if rank() == 1:
+        hook = nn.modules.module.register_module_forward_pre_hook(fail)
+    with pytest.raises(BaseException, match="bad") as caught:
+        trainer.train([2])
+    assert caught.type is (raised if rank() == 1 else StepError)
+    if hook is not None:
+        hook.remove()
+    trainer.train([3, 4])
+    assert trainer.have_met() == (2, True)
+    trainer.train([5])
+    trainer.sync.check_replicas()
+    trainer.scheduler.close()
+
+
+def a_step_that_one_replica_leaves_out() -> Trainer:
+    trainer = Trainer(Run())
+    for step in range(4):
+        trainer.compute(step)
+        if step % 2 == 0 or trainer.share == 0:
+            trainer.optimizer.step()
+        trainer.optimizer.zero_grad()
+    trainer.sync.wait_parameters()
+    return trainer
+
+
+def a_publish_that_is_forgotten() -> Trainer:
+    trainer = Trainer(Run(is_published_by_hand=True))
+    for step in range(4):
+        trainer.compute(step)
+        trainer.update()
+    trainer.sync.check_replicas()
+    return trainer
+
+
+def steps_that_accumulate() -> Trainer:
+    trainer = Trainer(Run())
+    for step in range(0, 8, 2):
+        with trainer.sync.accumulate():
+            trainer.compute(step)
+        trainer.compute(step + 1)
+        trainer.update()
+    return trainer
+
+
+def a_stage_that_is_frozen() -> Trainer:
+    whole = model()
+    head = whole.get_submodule("3")
+    head.weight = nn.Parameter(head.get_parameter("weight").detach().clone())
+    for parameter in whole[2:].parameters():
+        parameter.requires_grad_(False)
+    # The head starts as the embedding, and is not tied to it.
+    trainer = Trainer(Run(options={"allow_unsynced": ["*"]}, clip=0.5), whole=whole)
+    trainer.train(range(4))
+    trainer.sync.load_state_dict(trainer.sync.state_dict())
+    trainer.sync.check_replicas()
+    return trainer
+
+
+def parameters_that_are_clamped_after_a_step() -> Trainer:
+    trainer = Trainer(Run())
+    for step in range(4):
+        trainer.compute(step)
+        trainer.update()
+        with torch.no_grad():
+            for record in trainer.sync.records():
+                trainer.sync.parameter(record).clamp_(-0.5, 0.5)
+    return trainer
+
+
+@pytest.mark.parametrize(
+    "train",
+    [
+        a_step_that_one_replica_leaves_out,
+        a_publish_that_is_forgotten,
+        steps_that_accumulate,
+        a_stage_that_is_frozen,
+        parameters_that_are_clamped_after_a_step,
+    ],
+)
+def test_replicas_meet_after_the_same_steps(train: Any) -> None:
+    assert train().have_met() == (2, True)
+
+
+def spoil(sync: GradientSync, value: float) -> None:
+    for main in sync.main_parameters():
+        assert main.tensor.grad is not None
+        main.tensor.grad.fill_(value)
+
+
+def test_an_overflow_or_nan_of_one_replica_is_known_to_all() -> None:
+    trainer = Trainer(Run())
+    scaler = GradScaler(trainer.sync, init_scale=8.0)
+    for step in range(4):
+        trainer.compute(step)
+        if step == 1 and rank() == 1:
+            spoil(trainer.sync, math.inf)
+        assert trainer.sync.clip_grad_norm_(1.0).isfinite() == (step != 1)
+        scaler.step(trainer.optimizer)
+        scaler.update()
+        trainer.optimizer.zero_grad()
+    assert scaler.get_scale() == 4.0
+    assert trainer.are_equal()
+    # A gradient that is no number is known everywhere.
+    trainer = Trainer(Run())
+    trainer.compute(0)
+    if rank() == 3:
+        spoil(trainer.sync, math.nan)
+    for kind in (2.0, math.inf):
+        assert not trainer.sync.clip_grad_norm_(1.0, kind).isfinite()
+    assert "'2.norm.weight' (stage 1, rank 3)" in map(str, trainer.sync.non_finite())
+
+
+def test_any_parameter_meets() -> None:
+    module = stage(
+        transposed=torch.randn(4, 3).t(),
+        scalar=torch.tensor(1.0),
+        empty=torch.empty(0),
+        complex=torch.randn(3, dtype=torch.complex64),
+        float64=torch.randn(2, dtype=torch.float64),
+        float16=torch.randn(2, dtype=torch.float16),
+        last=torch.randn(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        unused=torch.randn(2),
+        used_once=torch.randn(2),
+    )
+
+    def backward() -> None:
+        for name, parameter in module.named_parameters():
+            real = torch.view_as_real(parameter) if parameter.is_complex() else parameter
+            factor = {"unused": 0, "used_once": rank() == 3}.get(name, 1.0 + rank())
+            if factor:
+                (factor * real.double().sum()).backward()
+
+    handler = {"name": "diloco", "every": 2, "lr": 1.0, "momentum": 0.0}
+    sync = GradientSync({0: module}, Topology.create(pipeline=1), handlers=[handler])
+    optimizer = sync.optimizer(torch.optim.SGD, lr=0.25)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for _ in range(2):
+        compute(sync, backward)
+        optimizer.step()
+        optimizer.zero_grad()
+    sync.check_replicas()
+    for name, parameter in module.named_parameters():
+        way = before[name] - parameter.detach()
+        if name in ("unused", "empty"):
+            assert way.abs().sum() == 0
+            continue
+        # Two steps of rate 1/4, with gradients of 1 to 4 on the ranks; of which one alone has used
+        # this parameter, with a gradient of 1.
+        real = 2 * 0.25 / 4 if name == "used_once" else 2 * 0.25 * 2.5
+        right = real * (1 + 1j) if name == "complex" else real
+        assert ((way - right).abs() <= 16 * torch.finfo(way.dtype).eps).all(), name
+    sync.close()
+
+
+def test_a_handler_keeps_nothing_and_an_optimizer_that_would_never_meet_is_refused() -> None:
+    handlers = ["pipeline-shared", DiLoCo(every=2)]
+    trainers = [Trainer(Run(), handlers=handlers) for _ in range(2)]
+    for step in range(4):
+        for trainer in trainers:
+            trainer.train([step])
+    assert same(*(trainer.weights[-1] for trainer in trainers))
+    # An optimizer that would never meet is refused.
+    scheduler = make_scheduler(Run())
+    own = torch.optim.AdamW([scheduler.sync.parameter(r) for r in scheduler.sync.records()])
+    tokens, target = batch(0, 0)
+    scheduler.step(tokens, target=target)
+    with pytest.raises(PipegradError, match="replicas meet, and nobody has asked for what this"):
+        own.step()
+
+
+def resume(run: Run) -> tuple[Trainer, dict[str, Any]]:
+    """Saves after four steps, and goes on for three, here and in another Trainer, to equal bits.
+
+    Returns:
+        The other Trainer, and the saved state.
+    """
+    trainer = Trainer(run)
+    trainer.train(range(4))
+    of_optimizer, state = copy.deepcopy((trainer.optimizer.state_dict(), trainer.sync.state_dict()))
+    trainer.train(range(4, 7))
+    other = Trainer(run)
+    for record in other.sync.records():
+        weight = trainer.weights[3][record.key.partition(".")[2]]
+        other.sync.parameter(record).data.copy_(weight)
+    other.sync.synchronize_parameters()
+    other.optimizer.load_state_dict(of_optimizer)
+    other.sync.load_state_dict(state)
+    other.train(range(4, 7))
+    for one, two in zip(trainer.weights[4:], other.weights, strict=True):
+        assert same(one, two)
+    return other, state
+
+
+DISAGREE = "ranks disagree on what handler 'diloco' goes on from"
+
+
+def test_a_state_that_is_refused_leaves_equal_replicas() -> None:
+    # Replicas that begin anew from different parameters would never be equal again.
+    trainer, saved = resume(Run(every=3))
+    for state, words in (
+        ({}, "None"),
+        ({"plan": "x", "handlers": {}}, "is of another plan"),
+        (saved if rank() else {}, DISAGREE),
+    ):
+        trainer.sync.load_state_dict(saved)
+        assert words in outcome(lambda state=state: trainer.sync.load_state_dict(state))  # type: ignore[misc]
+        assert trainer.are_equal()
+    # A state after a meeting has what 16 bits cannot hold.
+    # Meetings went on from rounded parameters, and the resumed run had other bits.
+    resume(Run(every=2, dtype=torch.bfloat16))
+    # Replicas go on after a state that one rank lacks.
+    # They counted their meetings differently, and one of them compared copies alone.
+    trainer = Trainer(Run())
+    trainer.train(range(2))
+    state = copy.deepcopy(trainer.sync.state_dict())
+    words = outcome(lambda: trainer.sync.load_state_dict(state if rank() else {}))
+    assert DISAGREE in words
+    trainer.train(range(4))
+    assert trainer.have_met() == (2, True)
+    trainer.scheduler.close()
+
+
+@pytest.mark.parametrize("repair", [False, True])
+def test_copies_are_compared_after_a_meeting(repair: bool) -> None:
+    trainer = Trainer(Run(options={"repair": repair, "check_every": 4}))
+    trainer.train(range(2))
+    if rank() == 3:  # right after the first meeting
+        first = trainer.sync.records()[0]
+        trainer.sync.parameter(first).data.view(-1)[0] += 1e-3
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        words = outcome(lambda: trainer.train([2]))
+    if repair:
+        assert words == "None"
+        assert trainer.sync.statistics().repaired == 1
+    else:
+        assert words.startswith("DriftError: ")
+        assert "over ranks [2, 3]. They differ in step 3" in words
+
+
+def of_one_matrix(topology: Topology) -> tuple[GradientSync, nn.Linear, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    module = nn.Linear(6, 5, bias=False)
+    outer = {"name": "diloco", "axis": "out", "every": 3}
+    handlers: Any = [{"name": "owned", "axis": "dp"}, outer]
+    sync = GradientSync({0: module}, topology, handlers=handlers, agree_seconds=30)
+    return sync, module, sync.optimizer(torch.optim.SGD, lr=0.1)
+
+
+def test_states_and_outer_steps_of_clusters() -> None:
+    # One matrix, so of two ranks one owns nothing, and it counts steps all the same.
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "out"))
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
+    sync, module, optimizer = of_one_matrix(topology)
+    compute(sync, lambda: (module.weight * (1.0 + rank())).sum().backward())
+    optimizer.step()
+    optimizer.zero_grad()
+    sync.wait_parameters()
+    state = copy.deepcopy(sync.state_dict())
+    sync.close()
+    other, _, _ = of_one_matrix(topology)
+    steps_nothing = not other.main_parameters()
+    assert gathered(steps_nothing) == [False, False, True, True]
+    words = gathered(outcome(lambda: other.load_state_dict({} if steps_nothing else state)))
+    assert "what handler 'diloco' goes on from" in words[0]
+    assert set(words) == {words[0]}
+    other.check_replicas()
+    other.load_state_dict(state)
+    other.check_replicas()
+    other.close()
+    # The outer step is that of the handler by which parameters meet.
+    # The outer step of the first handler was made, whose dimension has one rank.
+    mesh = init_device_mesh("cpu", (1, 1, 4), mesh_dim_names=("pp", "dp", "out"))
+    handlers: Any = [
+        {"name": "diloco", "axis": axis, "every": n} for axis, n in (("dp", 7), ("out", 3))
+    ]
+    module = nn.Linear(2, 2)
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
+    sync = GradientSync({0: module}, topology, handlers=handlers)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
+    for _ in range(3):
+        compute(sync, lambda: (module(torch.ones(1, 2)) * rank()).sum().backward())
+        optimizer.step()
+    sync.check_replicas()
+    sync.load_state_dict(sync.state_dict())
+    assert sync.statistics().meetings == 1
+    sync.close()
+
+
+def test_clusters_may_shard_by_fsdp2() -> None:
+    def rows(step: int, inner: int, replica: int) -> Tensor:
+        generator = torch.Generator().manual_seed(100 * step + 10 * inner + replica)
+        return torch.randn(4, 5, generator=generator)
+
+    mesh = init_device_mesh("cpu", (1, 2, 2), mesh_dim_names=("pp", "dp", "out"))
+    topology = Topology.from_mesh(mesh, data=("dp", "out"))
+    module = nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
+    anchor, *replicas = (copy.deepcopy(module) for _ in range(3))
+    fully_shard(module, mesh=mesh["dp"])
+    handlers = [{"name": "diloco", "every": 2, "axis": "out"}]
+    sync = GradientSync({0: module}, topology, handlers=handlers)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=0.1)
+    outer = torch.optim.SGD(anchor.parameters(), lr=0.7, momentum=0.9, nesterov=True)
+    for step in range(4):
+        own = rows(step, topology.coordinate("dp"), topology.coordinate("out"))
+        compute(sync, lambda own=own: module(own).square().mean().backward())  # type: ignore[misc]
+        sync.clip_grad_norm_(0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for number, replica in enumerate(replicas):
+            for inner in range(2):
+                (replica(rows(step, inner, number)).square().mean() / 2).backward()
+            nn.utils.clip_grad_norm_(replica.parameters(), 0.5)
+            torch.optim.SGD(replica.parameters(), lr=0.1).step()
+            replica.zero_grad()
+        if step % 2:
+            meet(list(anchor.parameters()), replicas, outer)
+    sync.check_replicas()
+    for parameter, right in zip(module.parameters(), anchor.parameters(), strict=True):
+        whole = cast("DTensor", parameter).full_tensor().detach()
+        assert error(whole, right.detach()) <= rounding(4 * 8)

@@ -16,7 +16,6 @@ from pipegrad import GradientHandler, GradientSync, ParameterRecord, Reduction, 
 from pipegrad.errors import PlanError
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
-from pipegrad.plugins.handler import HandlerSpec
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
@@ -46,7 +45,7 @@ def alone(ps: Sequence[ParameterRecord], t: Topology) -> list[Reduction]:
     return [Reduction(p, (t.rank,), divisor=3) for p in ps if p.name == "b"]
 
 
-def test_a_plan_lists_divisors_that_are_not_one_and_leaves_out_the_free_reduction_only() -> None:
+def test_a_plan_lists_divisors_of_each_route() -> None:
     divided = plans([say(over("dp", 2.5, "a")), ("other", say(alone)[1]), SHARED], options())
     assert divided[0].divisors == divided[1].divisors == (("0.a", 2.5),)
     assert divided[2].divisors == divided[3].divisors == (("1.b", 3.0),)
@@ -56,12 +55,32 @@ def test_a_plan_lists_divisors_that_are_not_one_and_leaves_out_the_free_reductio
     assert without[0].divisors == ()
     assert "divided" not in str(without[0])
     assert without[0].digest != divided[0].digest
-
-
-def test_several_divisors_of_one_gradient_are_multiplied() -> None:
+    # Several divisors of one gradient are multiplied.
     handlers = [say(over("dp", 2, "emb", "head")), ("x", say(over("pp", 3, "emb", "head"))[1])]
     multiplied = plans(handlers, options())
     assert all(plan.divisors == (("0.emb", 6.0),) for plan in multiplied.values())
+    # Four dimensions make one plan with shards in rows and ties. pp 2 x dp 2 x ep 2 x tp 2: what is
+    # cut, what is whole, experts, and a tie that is whole.
+    axes = (("pp", 2), ("dp", 2), ("ep", 2), ("tp", 2))
+    mesh = Topology.build(axes=axes, data=("dp", "ep"))
+    model = manifest(["emb", "cut", "experts"], ["head", "whole", "experts.whole"])
+    whole = ("tp", SequenceParallel(parameters=["emb", "*whole"]))
+    owned = ("pipeline-shared", PipelineShared(placement="owner"))
+    experts = ("ep", ExpertParallel(placement="shard"))
+    made: dict[int, Plan] = make_plans(model, mesh, [whole, experts, owned], options())
+    assert len({plan.digest for plan in made.values()}) == 1
+    routes = {key: list(map(str, route)) for plan in made.values() for key, route in plan.routes}
+    assert routes == {
+        "0.emb": ["owner-sum(pp)", "shard-mean(dp+ep)", "replicate-sum(tp)"],
+        "0.cut": ["shard-mean(dp+ep)"],
+        "0.experts": ["shard-mean(dp)"],
+        "1.whole": ["shard-mean(dp+ep)", "replicate-sum(tp)"],
+        "1.experts.whole": ["shard-mean(dp)", "replicate-sum(tp)"],
+    }
+    assert made[5].divisors == (("0.experts", 2.0),)
+    assert made[15].divisors == (("1.experts.whole", 2.0),)
+    dense = make_plans(model, mesh, [whole, ("dp", Sharded()), owned], options())
+    assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
 
 
 def by(divisor: str, ranks: str = "dp") -> Reductions:
@@ -94,36 +113,10 @@ def test_divisors_that_are_none_or_differ_are_refused(mistake: Reductions, words
     assert all(word in str(caught.value) for word in ("handler", name, words))
 
 
-def test_four_dimensions_make_one_plan_with_shards_in_rows_and_ties() -> None:
-    """pp 2 x dp 2 x ep 2 x tp 2: what is cut, what is whole, experts, and a tie that is whole."""
-    axes = (("pp", 2), ("dp", 2), ("ep", 2), ("tp", 2))
-    mesh = Topology.build(axes=axes, data=("dp", "ep"))
-    model = manifest(["emb", "cut", "experts"], ["head", "whole", "experts.whole"])
-    whole = ("tp", SequenceParallel(parameters=["emb", "*whole"]))
-    owned = ("pipeline-shared", PipelineShared(placement="owner"))
-    experts = ("ep", ExpertParallel(placement="shard"))
-    made: dict[int, Plan] = make_plans(model, mesh, [whole, experts, owned], options())
-    assert len({plan.digest for plan in made.values()}) == 1
-    routes = {key: list(map(str, route)) for plan in made.values() for key, route in plan.routes}
-    assert routes == {
-        "0.emb": ["owner-sum(pp)", "shard-mean(dp+ep)", "replicate-sum(tp)"],
-        "0.cut": ["shard-mean(dp+ep)"],
-        "0.experts": ["shard-mean(dp)"],
-        "1.whole": ["shard-mean(dp+ep)", "replicate-sum(tp)"],
-        "1.experts.whole": ["shard-mean(dp)", "replicate-sum(tp)"],
-    }
-    assert made[5].divisors == (("0.experts", 2.0),)
-    assert made[15].divisors == (("1.experts.whole", 2.0),)
-    dense = make_plans(model, mesh, [whole, ("dp", Sharded()), owned], options())
-    assert [str(h) for h in dict(dense[3].routes)["0.experts"]] == ["shard-mean(dp+ep)"]
-
-
 class Halves(GradientHandler):
     """Sums ``a``, leaves the rest where it is; all are divided by two."""
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         for p in parameters:
             ranks = topology.ranks_along("dp") if p.name == "a" else (topology.rank,)
             yield Reduction(p, ranks, "sum", divisor=2)
@@ -270,29 +263,23 @@ CONSTANT = (
 )
 
 
+# Seeds of the ranks, the axis along which they lie, handlers; what is allowed, refused, warned of.
+BITS: dict[str, tuple[Any, ...]] = {
+    "copies alone": ((0, 0), "tp", [DATA, NORM], (), ALONE, []),
+    "copies allowed": ((0, 0), "tp", [DATA, NORM], ("0.weight",), (), []),
+    "copies": ((0, 0), "tp", [{**WHOLE, "op": "mean"}], (), (), []),
+    "shards": ((0, 1), "tp", [DATA, NORM], (), (), []),
+    "shards reduced": ((0, 1), "tp", [DATA, WHOLE], (), REDUCED, []),
+    "replicas": ((0, 1), "dp", [DATA], (), (), []),
+    "constants alone": ((0, 1), "tp", [DATA], (), (), [CONSTANT]),
+    "constants allowed": ((0, 1), "tp", [DATA], ("1.*",), (), []),
+}
+
+
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("seeds", "axis", "handlers", "allowed", "refused", "warned"),
-    [
-        pytest.param((0, 0), "tp", [DATA, NORM], (), ALONE, [], id="copies alone"),
-        pytest.param((0, 0), "tp", [DATA, NORM], ("0.weight",), (), [], id="copies allowed"),
-        pytest.param((0, 0), "tp", [{**WHOLE, "op": "mean"}], (), (), [], id="copies"),
-        pytest.param((0, 1), "tp", [DATA, NORM], (), (), [], id="shards"),
-        pytest.param((0, 1), "tp", [DATA, WHOLE], (), REDUCED, [], id="shards reduced"),
-        pytest.param((0, 1), "dp", [DATA], (), (), [], id="replicas"),
-        pytest.param((0, 1), "tp", [DATA], (), (), [CONSTANT], id="constants alone"),
-        pytest.param((0, 1), "tp", [DATA], ("1.*",), (), [], id="constants allowed"),
-    ],
-)
-def test_bits_at_the_start_show_which_handler_is_missing_or_too_much(
-    *,
-    seeds: tuple[int, int],  # of the two ranks
-    axis: str,  # they lie along it
-    handlers: list[HandlerSpec],
-    allowed: tuple[str, ...],
-    refused: tuple[str, ...],
-    warned: list[str],
-) -> None:
+@pytest.mark.parametrize("row", BITS.values(), ids=BITS)
+def test_bits_at_the_start_show_which_handler_is_missing_or_too_much(row: Any) -> None:
+    seeds, axis, handlers, allowed, refused, warned = row
     topology = Topology.create(pipeline=1, dimensions={"tp": 2} if axis == "tp" else {})
     torch.manual_seed(seeds[rank()])
     layer = nn.Linear(3, 3, bias=False)

@@ -26,19 +26,14 @@ from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import give, grads, outcome, rank, stage, step
+from tests.support.gradients.cases import give, grads, outcome, rank, stage, step, tied
 
 WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "pairwise"}, {"placement": "owner"})
 
 
 def pair(module: nn.Module, *, accessor: Any = None, **options: Any) -> GradientSync:
-    return GradientSync(
-        {rank(): module},
-        Topology.create(pipeline=2),
-        tied=[["w"]],
-        handlers=[{"name": "pipeline-shared", **options}],
-        **({} if accessor is None else {"accessor": accessor}),
-    )
+    own = {} if accessor is None else {"accessor": accessor}
+    return tied(module, "w", handlers=[{"name": "pipeline-shared", **options}], **own)
 
 
 def trained(module: nn.Module, **options: Any) -> GradientSync:
@@ -95,9 +90,7 @@ def test_what_is_closed_or_dropped_leaves_nothing(close: Callable[[GradientSync]
 
 
 @pytest.mark.ranks(2)
-def test_what_still_leaves_arrives_though_its_sync_is_dropped(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_what_still_leaves_a_dropped_sync_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
     # Rank 0 drops its sync behind `finish`, before rank 1 has taken what rank 0 sent. Its groups
     # were destroyed at once: now and then rank 1 lost its connection in `finish`.
     store, wait = agreement.store(), Ending._wait
@@ -122,7 +115,7 @@ def test_what_still_leaves_arrives_though_its_sync_is_dropped(
 
 
 @pytest.mark.ranks(2)
-def test_a_dropped_one_ends_at_once() -> None:
+def test_a_dropped_one_and_its_model_end_at_once() -> None:
     # In a cycle it would keep its threads until the garbage is collected.
     gc.disable()
     try:
@@ -134,59 +127,15 @@ def test_a_dropped_one_ends_at_once() -> None:
             dist.barrier()
     finally:
         gc.enable()
-
-
-@pytest.mark.ranks(2)
-def test_a_dropped_model_is_freed() -> None:
+    # A dropped model is freed.
     module = stage(w=[64, 64])
-    held: list[weakref.ref[Any]] = [weakref.ref(module), weakref.ref(module.get_parameter("w"))]
+    refs: list[weakref.ref[Any]] = [weakref.ref(module), weakref.ref(module.get_parameter("w"))]
     sync = trained(module)
     del sync, module
     gc.collect()
     dist.barrier()
-    assert [one() for one in held] == [None, None]
-
-
-VERBS: list[tuple[Any, ...]] = [
-    *[("prepare",), ("stage_first_use", 0), ("stage_last_backward", 0), ("stage_final", 0)],
-    *[("finish",), ("clip_grad_norm_", 1.0), ("publish",), ("publish_if_due",)],
-    *[("wait_parameters",), ("synchronize_parameters",), ("check_replicas",)],
-    *[("state_dict",), ("load_state_dict", {})],
-]
-
-
-@pytest.mark.ranks(2)
-def test_every_verb_of_a_closed_one_is_refused_at_once() -> None:
-    # finish() waited on a queue whose thread was gone.
-    module = stage(w=[4])
-    sync = trained(module)
-    sync.prepare()
-    sync.close()
-    sync.close()
-    assert sync.is_closed
-    refused = "StepError: this GradientSync is closed: make another one, on all ranks"
-    for verb, *values in VERBS:
-        assert outcome(partial(getattr(sync, verb), *values)) == refused, verb
-    give(module, w=3.0)
-
-
-@pytest.mark.ranks(2)
-def test_a_closed_one_leaves_gradients_alone() -> None:
-    # Its hooks took the gradients of a later sync and of plain training away.
-    module = stage(w=[2])
-    sync = pair(module, accessor=MainGrad())
-    step(sync, module, w=1.0)
-    sync.close()
-    later = pair(module)
-    assert step(later, module, w=1.0)["w"] == [2.0, 2.0]
-    later.close()
-    module.zero_grad()
-    give(module, w=3.0)
-    assert grads(module) == {"w": [3.0, 3.0]}
-
-
-@pytest.mark.ranks(2)
-def test_what_is_dropped_in_a_step_waits_for_nobody() -> None:
+    assert [one() for one in refs] == [None, None]
+    # What is dropped in a step waits for nobody.
     # Rank 0 waits in a collective that rank 1 does not come to, and lets go of everything. Its
     # thread came back while the interpreter ended, which aborted.
     module = stage(w=[4])
@@ -202,8 +151,43 @@ def test_what_is_dropped_in_a_step_waits_for_nobody() -> None:
     dist.barrier()
 
 
+VERBS: list[tuple[Any, ...]] = [
+    *[("prepare",), ("stage_first_use", 0), ("stage_last_backward", 0), ("stage_final", 0)],
+    *[("finish",), ("clip_grad_norm_", 1.0), ("publish",), ("publish_if_due",)],
+    *[("wait_parameters",), ("synchronize_parameters",), ("check_replicas",)],
+    *[("state_dict",), ("load_state_dict", {})],
+]
+
+
 @pytest.mark.ranks(2)
-def test_cutting_a_group_wakes_who_waits_in_it() -> None:
+def test_a_closed_one_refuses_every_verb_and_leaves_gradients_alone() -> None:
+    # finish() waited on a queue whose thread was gone.
+    module = stage(w=[4])
+    sync = trained(module)
+    sync.prepare()
+    sync.close()
+    sync.close()
+    assert sync.is_closed
+    refused = "StepError: this GradientSync is closed: make another one, on all ranks"
+    for verb, *values in VERBS:
+        assert outcome(partial(getattr(sync, verb), *values)) == refused, verb
+    give(module, w=3.0)
+    # A closed one leaves gradients alone.
+    # Its hooks took the gradients of a later sync and of plain training away.
+    module = stage(w=[2])
+    sync = pair(module, accessor=MainGrad())
+    step(sync, module, w=1.0)
+    sync.close()
+    later = pair(module)
+    assert step(later, module, w=1.0)["w"] == [2.0, 2.0]
+    later.close()
+    module.zero_grad()
+    give(module, w=3.0)
+    assert grads(module) == {"w": [3.0, 3.0]}
+
+
+@pytest.mark.ranks(2)
+def test_groups_bucketers_and_agreements_leave_nothing() -> None:
     # Neither abort() nor destroying it does, on gloo.
     group = dist.new_group([0, 1])
     if rank() == 0:
@@ -213,10 +197,7 @@ def test_cutting_a_group_wakes_who_waits_in_it() -> None:
         assert outcome(work.wait).startswith("RuntimeError")
     dist.barrier()
     dist.destroy_process_group(group)
-
-
-@pytest.mark.ranks(2)
-def test_a_dropped_bucketer_leaves_no_thread() -> None:
+    # A dropped bucketer leaves no thread.
     freeze()
     for number in range(8):
         bucketer = Bucketer()
@@ -227,10 +208,7 @@ def test_a_dropped_bucketer_leaves_no_thread() -> None:
         del bucketer
         gc.collect()
         assert not any(t.name == "pipegrad bucketer" for t in threading.enumerate())
-
-
-@pytest.mark.ranks(2)
-def test_agreements_leave_no_keys() -> None:
+    # Agreements leave no keys.
     # Each left five in the store.
     counts = []
     for _ in range(3):
@@ -240,10 +218,7 @@ def test_agreements_leave_no_keys() -> None:
         counts.append(agreement.store().num_keys())
         dist.barrier()
     assert counts == [counts[0]] * 3
-
-
-@pytest.mark.ranks(2)
-def test_groups_have_the_timeout_of_the_default_one() -> None:
+    # Groups have the timeout of the default one.
     # They had 30 minutes, whatever the user asked for.
     module = stage(w=[4])
     sync = pair(module)

@@ -9,18 +9,14 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad import (
     FlatBucket,
     GradientSync,
     Placement,
     ReductionStep,
-    Scheduler,
-    Stage,
     Topology,
     Work,
-    cut,
 )
 from pipegrad.comm.process_groups import Groups
 from pipegrad.testing import OrderChecker
@@ -34,7 +30,7 @@ from tests.support.rounding import rounding
 pytestmark = pytest.mark.ranks(2)
 
 
-def test_it_goes_with_other_settings() -> None:
+def test_hooks_go_with_settings_layouts_and_launches() -> None:
     assert alone("bf16_compress_hook", 1.0 + rank(), reduce_dtype=torch.float64) == [[1.5] * 3]
     assert alone({"name": f"{HERE}:scaled", "by": 4.0}, 1.0 + rank()) == [[6.0] * 3]
     module = stage(w=(3,))
@@ -44,15 +40,7 @@ def test_it_goes_with_other_settings() -> None:
     sent.assert_not_called()
     assert step(sync, module, w=10.0)["w"] == [11.5] * 3
     sync.close()
-
-
-def shapes(scale: float) -> dict[str, torch.Tensor]:
-    """Gradients of rank one, of parameters that do not lie row by row."""
-    c = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 4, 4)
-    return {"c": scale * c, "t": scale * torch.ones(6, 8), "s": torch.tensor(scale)}
-
-
-def test_it_goes_with_parameters_that_do_not_lie_row_by_row() -> None:
+    # It goes with parameters that do not lie row by row.
     c, t = torch.zeros(4, 3, 4, 4).to(memory_format=torch.channels_last), torch.zeros(8, 6).t()
     module = stage(c=c, t=t, s=())
     sync = averaged(module, ONE)
@@ -66,24 +54,7 @@ def test_it_goes_with_parameters_that_do_not_lie_row_by_row() -> None:
     for name, expected in shapes(1.5).items():
         assert error(torch.tensor(found[name]), expected) <= rounding(48)
     sync.close()
-
-
-class InTurns(By):
-    """Leaves the mean in every other step, the sum in the others."""
-
-    calls = 0
-
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
-        self.calls += 1
-        if self.calls % 2:
-            bucket.is_mean = True
-            bucket.payload.div_(len(reduction.ranks))
-        return bucket.reduce(reduction, group)
-
-
-def test_a_launch_says_anew_that_it_leaves_the_mean() -> None:
+    # A launch says anew that it leaves the mean.
     module, at = stage(w=(3,)), Topology.create(pipeline=1)
     handler = InTurns("dp", Placement.REPLICATE, "mean")
     sync = GradientSync({0: module}, at, handlers=[handler])
@@ -91,50 +62,41 @@ def test_a_launch_says_anew_that_it_leaves_the_mean() -> None:
         assert step(sync, module, w=1.0 + rank())["w"] == [1.5] * 3
         module.zero_grad()
     sync.close()
+    # Nobody who launches waits for another rank. The host read summed flags in the launch: ranks in
+    # other orders waited for each other.
+    module, store = stage(w=(16, 16)), dist.distributed_c10d._get_default_store()
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        sync = averaged(module, ONE)
+        for number in range(4):
+            sync.prepare()
+            if rank() == 1:  # its gradient leaves when the other one's already has
+                store.wait([f"{number} left"], timedelta(seconds=60))
+            give(module, w=1.0 + rank())
+            sync.stage_final(0)
+            store.set(f"{number} left", "")
+            sync.finish()
+            assert grads(module)["w"][0] == pytest.approx([1.5] * 16)
+            module.zero_grad()
+        sync.close()
 
 
-def losses(hook: object) -> list[float]:
-    """Two stages by two replicas, a tie over both."""
-    torch.manual_seed(5)
-    embedding, head = nn.Embedding(20, 12), nn.Linear(12, 20, bias=False)
-    head.weight = embedding.weight
-    layers = nn.Linear(12, 12), nn.Tanh(), nn.Linear(12, 12)
-    at = Topology.create(pipeline=2)
-    halves = cut(nn.Sequential(embedding, *layers, head), 2, boundaries=[2])
-    chosen: Any = ["pipeline-shared", hooked(hook)]
-    scheduler = Scheduler(
-        [Stage(halves.modules[index], index) for index in at.local_stages],
-        at,
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=nn.functional.cross_entropy,
-        tied=halves.tied,
-        handlers=chosen,
-    )
-    optimizer = torch.optim.AdamW(scheduler.sync.optimizer_parameters(), lr=0.02)
-    x = torch.arange(20).roll(at.coordinate("dp"))[:16]
-    found = []
-    for _ in range(16):
-        found.append(scheduler.step(x, target=(x + 7) % 20).loss.item())
-        optimizer.step()
-        optimizer.zero_grad()
-    scheduler.sync.check_replicas()
-    scheduler.close()
-    return found
+def shapes(scale: float) -> dict[str, torch.Tensor]:
+    """Gradients of rank one, of parameters that do not lie row by row."""
+    c = torch.arange(4.0).view(4, 1, 1, 1).expand(4, 3, 4, 4)
+    return {"c": scale * c, "t": scale * torch.ones(6, 8), "s": torch.tensor(scale)}
 
 
-@pytest.mark.ranks(4)
-def test_a_tied_pipeline_learns_with_any_hook() -> None:
-    exact, bf16, power = map(losses, (None, "bf16_compress_hook", POWER_SGD))
-    assert gathered((exact, bf16, power)) == [(exact, bf16, power)] * 4
-    assert exact[-1] < 0.3 * exact[0]
-    low = torch.finfo(torch.bfloat16).eps
-    assert bf16 == pytest.approx(exact, rel=16**0.5 * low)  # of 16 steps
-    assert bf16 != exact
-    most = rounding(3 * 32)
-    assert power[:3] == pytest.approx(exact[:3], rel=most)  # the third update is the first
-    assert power[3:] != exact[3:]
-    assert power[-1] < 0.4 * exact[0]
+class InTurns(By):
+    """Leaves the mean in every other step, the sum in the others."""
+
+    calls = 0
+
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
+        self.calls += 1
+        if self.calls % 2:
+            bucket.is_mean = True
+            bucket.payload.div_(len(reduction.ranks))
+        return bucket.reduce(reduction, group)
 
 
 @pytest.mark.ranks(4)
@@ -155,24 +117,6 @@ def test_rows_are_averaged_like_anything_else(hook: object) -> None:
         ("0.b", 50.0),
     }
     sync.close()
-
-
-def test_nobody_who_launches_waits_for_another_rank() -> None:
-    """The host read summed flags in the launch: ranks in other orders waited for each other."""
-    module, store = stage(w=(16, 16)), dist.distributed_c10d._get_default_store()
-    with mock.patch.object(Groups, "block_host", return_value=False):
-        sync = averaged(module, ONE)
-        for number in range(4):
-            sync.prepare()
-            if rank() == 1:  # its gradient leaves when the other one's already has
-                store.wait([f"{number} left"], timedelta(seconds=60))
-            give(module, w=1.0 + rank())
-            sync.stage_final(0)
-            store.set(f"{number} left", "")
-            sync.finish()
-            assert grads(module)["w"][0] == pytest.approx([1.5] * 16)
-            module.zero_grad()
-        sync.close()
 
 
 @pytest.mark.ranks(4)

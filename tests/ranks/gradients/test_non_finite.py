@@ -71,7 +71,7 @@ def test_all_ranks_have_the_names_of_the_gradients_that_are_not_finite(
 
 
 @pytest.mark.ranks(4)
-def test_a_norm_may_overflow_by_itself() -> None:
+def test_norms_comparisons_and_scalers_name_them() -> None:
     """Squares of finite gradients overflow. The verb is refused in the middle of a step."""
     sync, module = stages()
     compute(sync, partial(give, module, w=1e30))
@@ -81,11 +81,8 @@ def test_a_norm_may_overflow_by_itself() -> None:
     sync.prepare()
     refused = "StepError: non_finite() inside a step: call finish() first"
     assert outcome(sync.non_finite) == refused
-
-
-@pytest.mark.ranks(4)
-def test_the_step_after_one_that_is_not_finite_compares_copies() -> None:
-    """A copy becomes infinite. The sixth step says why; otherwise it would be the eighth."""
+    # The step after one that is not finite compares copies. A copy becomes infinite. The sixth step
+    # says why; otherwise it would be the eighth.
     sync, module = stages()
     weight = module.get_parameter("w")
     for number in range(1, 6):
@@ -98,10 +95,7 @@ def test_the_step_after_one_that_is_not_finite_compares_copies() -> None:
     drift = outcome(lambda: compute(sync, lambda: (weight * weight).sum().backward()))
     where = ": '0.w' on ranks [2], of the copies on ranks [0, 1, 2, 3]. They differ in step 6, "
     assert where in drift
-
-
-@pytest.mark.ranks(4)
-def test_with_a_scaler_they_are_named_too() -> None:
+    # With a scaler they are named too.
     sync, module = stages()
     optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
     scaler = pipegrad.GradScaler(sync, init_scale=4.0)

@@ -121,24 +121,47 @@ def watched_sends() -> Any:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_loop_without_duties_trains_as_one_process(kind: str) -> None:
+def test_a_loop_without_duties_trains_and_resumes_as_one_process(kind: str) -> None:
     """Issue 18, point 5. Also bit by bit as with publish(), which is called once a step."""
     job = made(kind)
     with watched_sends() as sends:
         train(job, *range(STEPS))
     assert sends.call_count == (0 if kind == "replicate" else STEPS)
-    assert furthest(job, in_one_process()[0]) <= MOST
+    true, right = in_one_process()[0], values(job)
+    assert furthest(job, true) <= MOST
     job[1].check_replicas()
     # The loop of before: its optimizer does not publish, so the caller does.
     before, sync = placed(kind)
     groups = sync.optimizer_parameters(
         lambda record: group_of(record.name, nn.Parameter(torch.empty(record.shape)))
     )
-    optimizer = torch.optim.AdamW(groups, **OPTIONS)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **OPTIONS)
     for number in range(STEPS):
         train((before, sync, optimizer), number)
         sync.publish()
-    assert values((before, sync, optimizer)) == values(job)
+    assert values((before, sync, optimizer)) == right
+    # A state by names goes on with the same bits in another model, by torch.save and torch.load.
+    module, sync, optimizer = train(made(kind), 0, 1)
+    sync.wait_parameters()
+    file = io.BytesIO()
+    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    state = optimizer.state_dict()
+    found = [(group["params"], group["lr"]) for group in state["param_groups"]]
+    assert found == [(["a"], 0.05), (["b"], 0.05), (["c"], 0.02)]
+    for name, kept in state["state"].items():
+        parameter = module.get_parameter(name)
+        is_shard = "sharded" in kind or (kind, name) == ("mixed", "a")
+        moments = ["exp_avg", "exp_avg_sq", *(["master"] if "copies" in kind else [])]
+        shape = (parameter.numel(),) if is_shard else tuple(parameter.shape)
+        expected = {"step": (), **dict.fromkeys(moments, shape)}
+        assert {k: tuple(v.shape) for k, v in kept.items()} == expected, name
+    assert set().union(*gathered(set(state["state"]))) == {"a", "b", "c"}
+    file.seek(0)
+    assert values(go_on(kind, torch.load(file))) == right
+    # So does that of one process, in any placement.
+    begun, alone = in_one_process(steps=2)
+    state = {"model": begun.state_dict(), "optimizer": get_optimizer_state_dict(begun, alone)}
+    assert furthest(go_on(kind, state), true) <= MOST
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -181,32 +204,6 @@ def test_a_rank_that_steps_nothing_may_leave_its_step_out(*, evaluates: bool) ->
     assert job.arrived == [-4.0]
 
 
-# --- state
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_state_by_names_goes_on_with_the_same_bits(kind: str) -> None:
-    """Issue 18, point 5. By torch.save and torch.load, in another model."""
-    right = values(train(made(kind), *range(STEPS)))
-    module, sync, optimizer = train(made(kind), 0, 1)
-    sync.wait_parameters()
-    file = io.BytesIO()
-    torch.save({"model": module.state_dict(), "optimizer": optimizer.state_dict()}, file)
-    state = optimizer.state_dict()
-    groups = [(group["params"], group["lr"]) for group in state["param_groups"]]
-    assert groups == [(["a"], 0.05), (["b"], 0.05), (["c"], 0.02)]
-    for name, found in state["state"].items():
-        parameter = module.get_parameter(name)
-        is_shard = "sharded" in kind or (kind, name) == ("mixed", "a")
-        moments = ["exp_avg", "exp_avg_sq", *(["master"] if "copies" in kind else [])]
-        shape = (parameter.numel(),) if is_shard else tuple(parameter.shape)
-        expected = {"step": (), **dict.fromkeys(moments, shape)}
-        assert {k: tuple(v.shape) for k, v in found.items()} == expected, name
-    assert set().union(*gathered(set(state["state"]))) == {"a", "b", "c"}
-    file.seek(0)
-    assert values(go_on(kind, torch.load(file))) == right
-
-
 @pytest.mark.parametrize("kind", ["replicate", "owner", "sharded", "mixed"])
 def test_a_state_is_read_in_another_placement(kind: str, tmp_path: Path) -> None:
     """Issue 18, point 5. A chunk each, so no rank writes over another one's shard."""
@@ -236,14 +233,6 @@ def test_a_state_is_read_in_another_placement(kind: str, tmp_path: Path) -> None
     assert values(train(job, 2, 3)) == right
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_state_of_one_process_is_read_in_any_placement(kind: str) -> None:
-    begun, optimizer = in_one_process(steps=2)
-    state = get_optimizer_state_dict(begun, optimizer)
-    found = go_on(kind, {"model": begun.state_dict(), "optimizer": state})
-    assert furthest(found, in_one_process()[0]) <= MOST
-
-
 def test_names_are_those_of_the_uncut_model() -> None:
     """Two stages that use one name for two parameters, and a tie."""
     torch.manual_seed(rank())
@@ -269,9 +258,6 @@ def test_names_are_those_of_the_uncut_model() -> None:
     assert sorted(state["state"]) == [f"{rank()}.weight", own, "tie"]
 
 
-# --- mistakes
-
-
 class Bad(nn.Identity):
     """No optimizer."""
 
@@ -285,7 +271,7 @@ def failing(_: str, __: nn.Parameter) -> dict[str, Any]:
 DISAGREE = "AgreementError: ranks disagree on the optimizer; make them the same"
 
 
-def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
+def test_what_cannot_be_made_or_loaded_is_refused_on_all_ranks() -> None:
     sync = replicated(stage(w=(4,)))
     sharded = alone(stage(w=(40,)), By("dp", SHARD))
     frozen = replicated(stage(w=nn.Parameter(torch.ones(2), requires_grad=False)))
@@ -312,9 +298,7 @@ def test_what_cannot_be_made_is_refused_on_all_ranks() -> None:
     sync.close()
     closed = outcome(lambda: sync.optimizer(sgd, lr=0.1))
     assert closed.startswith("StepError: this GradientSync is closed")
-
-
-def test_a_state_of_something_else_is_refused_on_all_ranks() -> None:
+    # A state of something else is refused on all ranks.
     optimizer = replicated(stage(w=(4,))).optimizer(torch.optim.SGD, lr=0.1)
     plain = torch.optim.SGD(stage(w=(4,)).parameters(), lr=0.1)
     other = replicated(stage(v=(4,))).optimizer(torch.optim.SGD, lr=0.1)

@@ -38,9 +38,6 @@ MOVED = {"owner": {"placed": OWNER}, "rows": {"placed": SHARD}, "copies": COPIES
 however_moved = pytest.mark.parametrize("moved", MOVED.values(), ids=MOVED)
 
 
-# --- verbs
-
-
 @pytest.mark.ranks(2)
 @however_moved
 def test_parameters_do_not_move_inside_a_step(moved: dict[str, Any]) -> None:
@@ -85,7 +82,7 @@ def test_a_forgotten_first_use_is_an_error(placed: Any) -> None:
 
 @pytest.mark.ranks(2)
 @however_moved
-def test_an_optimizer_of_other_parameters_is_noticed(moved: dict[str, Any]) -> None:
+def test_parameters_that_are_misused_are_refused(moved: dict[str, Any]) -> None:
     """It was made of module.parameters(). close() refused, too, and left threads and groups."""
     module, options = stage(w=(40,)), {**moved}
     sync = alone(module, By("dp", options.pop("placed")), **options)
@@ -95,21 +92,8 @@ def test_an_optimizer_of_other_parameters_is_noticed(moved: dict[str, Any]) -> N
     assert "give the optimizer sync.optimizer_parameters()" in refused
     assert outcome(sync.prepare) == outcome(sync.wait_parameters) == refused
     assert outcome(sync.close) == "None"
-
-
-@pytest.mark.ranks(2)
-def test_replicas_may_be_stepped_as_the_module_has_them() -> None:
-    module = stage(w=(40,))
-    sync = alone(module, By("dp", REPLICATE))
-    compute(sync, partial(give, module, w=1.0))
-    assert outcome(sync.publish) == "None"
-    assert grads(module) == {"w": [2.0] * 40}
-
-
-@pytest.mark.ranks(2)
-@however_moved
-def test_what_is_stepped_behind_publish_is_refused(moved: dict[str, Any]) -> None:
-    """A copy in another dtype was never brought back then, and nobody said so: the run stood."""
+    # What is stepped behind publish is refused. A copy in another dtype was never brought back
+    # then, and nobody said so: the run stood.
     job = Job(**moved)
     job.compute()
     job.sync.publish()
@@ -118,12 +102,8 @@ def test_what_is_stepped_behind_publish_is_refused(moved: dict[str, Any]) -> Non
     refused = "StepError: '0.w' was changed after publish(), so other ranks do not have it"
     steps_nothing = moved["placed"] is OWNER and rank() == 1
     assert outcome(job.sync.prepare).startswith("None" if steps_nothing else refused)
-
-
-@pytest.mark.ranks(2)
-@however_moved
-def test_parameters_whose_memory_is_replaced_are_refused(moved: dict[str, Any]) -> None:
-    """A copy in another dtype went on from its own values, into memory that nobody used."""
+    # Parameters whose memory is replaced are refused. A copy in another dtype went on from its own
+    # values, into memory that nobody used.
     job = Job(**moved)
     job.module.get_parameter("w").data = torch.full((40,), 5.0)
     refused = outcome(job.sync.prepare)
@@ -143,11 +123,29 @@ def test_parameters_whose_memory_is_replaced_are_refused(moved: dict[str, Any]) 
 
 
 @pytest.mark.ranks(2)
+def test_replicas_are_stepped_in_place_and_a_stored_copy_notices_a_change() -> None:
+    module = stage(w=(40,))
+    sync = alone(module, By("dp", REPLICATE))
+    compute(sync, partial(give, module, w=1.0))
+    assert outcome(sync.publish) == "None"
+    assert grads(module) == {"w": [2.0] * 40}
+    # A change behind a stored copy is noticed. It does not know of what is loaded into its
+    # parameter, and would undo it.
+    job = Job(**COPIES)
+    job.step()
+    job.load(100.0)
+    assert outcome(job.sync.prepare).startswith("StepError: '0.w' was changed, and its stored copy")
+    job.sync.wait_parameters()
+    job.sync.synchronize_parameters()
+    job.step()
+    assert job.arrived == [98.0]
+    job.sync.close()
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("published", [False, True])
 @however_moved
-def test_replicas_are_not_made_equal_while_a_step_is_on_its_way(
-    moved: dict[str, Any], *, published: bool
-) -> None:
+def test_replicas_are_not_made_equal_in_a_step(moved: dict[str, Any], *, published: bool) -> None:
     """The rows of all ranks but the lowest were overwritten by what they had been before."""
     job = Job(**moved)
     job.compute()
@@ -184,23 +182,6 @@ def test_what_was_stepped_arrives_before_close_or_a_first_use_ends(
     for verb in verbs:
         getattr(job.sync, verb)(*[0] * verb.startswith("stage"))
     assert job.values == [-2.0]
-
-
-@pytest.mark.ranks(2)
-def test_a_change_behind_a_stored_copy_is_noticed() -> None:
-    """It does not know of what is loaded into its parameter, and would undo it."""
-    job = Job(**COPIES)
-    job.step()
-    job.load(100.0)
-    assert outcome(job.sync.prepare).startswith("StepError: '0.w' was changed, and its stored copy")
-    job.sync.wait_parameters()
-    job.sync.synchronize_parameters()
-    job.step()
-    assert job.arrived == [98.0]
-    job.sync.close()
-
-
-# --- optimizers
 
 
 class Foreign(torch.optim.Optimizer):
@@ -247,9 +228,7 @@ def test_optimizers_that_look_at_whole_parameters_are_refused(kind: Any) -> None
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize(("placed", "kind"), [(SHARD, Elementwise), (OWNER, Foreign)])
-def test_an_optimizer_by_elements_and_any_of_whole_parameters_is_taken(
-    placed: Any, kind: Any
-) -> None:
+def test_an_optimizer_by_elements_or_of_whole_parameters_is_taken(placed: Any, kind: Any) -> None:
     job = Job(placed)
     job.sync.check_optimizer(kind)
     job.optimizer = kind(job.sync.optimizer_parameters())
@@ -272,9 +251,6 @@ def test_rows_added_to_an_optimizer_later_are_refused() -> None:
     assert outcome(optimizer.step).startswith(refused)
     job.sync.close()
     assert not outcome(optimizer.step).startswith("Plan")
-
-
-# --- steps that fail
 
 
 @pytest.mark.ranks(3)

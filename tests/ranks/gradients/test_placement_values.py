@@ -11,7 +11,7 @@ from torch import nn
 
 from pipegrad import GradientSync, ParameterRecord, Placement
 from pipegrad_handlers.sharded import Sharded
-from tests.support.gradients.cases import bits, give, in_float32, outcome, rank, stage
+from tests.support.gradients.cases import give, in_float32, outcome, rank, stage
 from tests.support.gradients.placements import (
     OWNER,
     REPLICATE,
@@ -21,7 +21,6 @@ from tests.support.gradients.placements import (
     alone,
     compute,
     drawn,
-    mesh,
     small,
     stepped,
     update,
@@ -45,9 +44,6 @@ def joined(sync: GradientSync, key: str) -> list[float]:
     found = gathered(stepped(sync))
     parts = {begin: part for one in found for k, (begin, part) in one.items() if k == key}
     return [x for begin in sorted(parts) for x in parts[begin].flatten().float().tolist()]
-
-
-# --- dtypes, layouts, accumulation
 
 
 @wherever_placed
@@ -87,17 +83,14 @@ def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> Non
 
 
 @wherever_placed
-def test_sparse_gradients_become_dense(placed: Placement) -> None:
+def test_sparse_gradients_become_dense_and_accumulated_ones_travel_once(placed: Placement) -> None:
     table = nn.Parameter(torch.zeros(4, 2))
     sync, _ = made(stage(table=table), placed)
     rows = torch.tensor([rank(), 3])
     compute(sync, lambda: nn.functional.embedding(rows, table, sparse=True).sum().backward())
     assert joined(sync, "0.table") == [1.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 2.0]
-
-
-@wherever_placed
-def test_accumulated_gradients_travel_once(placed: Placement) -> None:
-    """Gradients of 1, 2, and half of 4 and of 8; then a step that begins anew."""
+    # Accumulated gradients travel once. Gradients of 1, 2, and half of 4 and of 8; then a step that
+    # begins anew.
     module = stage(w=(20,), late=(3,))
     sync, optimizer = made(module, placed)
     with sync.accumulate():
@@ -118,8 +111,6 @@ def test_accumulated_gradients_travel_once(placed: Placement) -> None:
     sync.wait_parameters()
     assert [p.unique().tolist() for p in module.parameters()] == [[-12.0], [-8.0]]
 
-
-# --- the optimizer
 
 ELEMENTWISE: dict[str, dict[str, Any]] = {
     "ASGD": {}, "Adadelta": {}, "Adagrad": {}, "Adam": {"amsgrad": True},
@@ -152,34 +143,8 @@ def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
     sync.close()
 
 
-def test_all_ranks_have_the_same_parameter_groups() -> None:
-    """Rank 1 steps rows of `w` alone: its group of `b` and `c` is empty, and stays in its place."""
-    module = stage(b=(3,), w=(40, 2), c=(3,), frozen=nn.Parameter(torch.ones(2), False))
-    sync = alone(module, By("dp", {"b": OWNER, "w": SHARD, "c": OWNER}))
-
-    def group_of(record: ParameterRecord) -> dict[str, Any]:
-        return {"lr": 0.5, "weight_decay": 0.0} if record.name in "bc" else {"weight_decay": 0.1}
-
-    asked = sync.optimizer_parameters(group_of)
-    owned, rows = ([(3,), (3,)], [(48,)]) if rank() == 0 else ([], [(32,)])
-    assert [{**g, "params": [tuple(p.shape) for p in g["params"]]} for g in asked] == [
-        {"params": owned, "lr": 0.5, "weight_decay": 0.0},
-        {"params": rows, "weight_decay": 0.1},
-    ]
-    optimizer = torch.optim.AdamW(asked, lr=0.25)
-    compute(sync, partial(give, module, b=1.0, w=1.0, c=-1.0))
-    update(sync, optimizer)
-    sync.wait_parameters()
-    values = {n: round(p.unique().item(), 4) for n, p in module.named_parameters()}
-    assert values == {"b": -0.5, "w": -0.25, "c": 0.5, "frozen": 1.0}
-    assert [len(group["params"]) for group in sync.optimizer_parameters()] == [3 - 2 * rank()]
-
-
-# --- ways back
-
-
 @wherever_placed
-def test_what_is_published_late_or_without_a_step_arrives(placed: Placement) -> None:
+def test_what_is_published_arrives_and_a_copy_that_drifts_is_found(placed: Placement) -> None:
     """A step without an optimizer's step, one whose publish() is forgotten, and an evaluation."""
     module = stage(w=(20,), v=(3,))
     sync, optimizer = made(module, placed)
@@ -205,11 +170,8 @@ def test_what_is_published_late_or_without_a_step_arrives(placed: Placement) -> 
     sync.publish_if_due()
     assert values() == [[-6.0], [-4.0]]
     sync.check_replicas()
-
-
-@wherever_placed
-def test_a_copy_that_drifts_is_found_and_made_equal(placed: Placement) -> None:
-    """An element that its own rank did not step is changed on another one."""
+    # A copy that drifts is found and made equal. An element that its own rank did not step is
+    # changed on another one.
     job = Job(placed, bucket_bytes=64)
     job.step()
     assert job.arrived == [-2.0]
@@ -234,31 +196,7 @@ def test_loaded_values_are_what_is_stepped(placed: Placement, stored: torch.dtyp
         assert job.arrived == [value - 2.0]
 
 
-@pytest.mark.ranks(4)
-def test_bits_are_the_same_from_run_to_run() -> None:
-    """Normal gradients over SHARD and OWNER on three comm streams, twice."""
-    runs = []
-    for _ in range(2):
-        module = small()
-        handlers = [By("dp", {"a": OWNER, "b": SHARD, "c": SHARD}), By("tp", SHARD)]
-        options: dict[str, Any] = {"comm_streams": 3, "bucket_bytes": 0}
-        sync = GradientSync({0: module}, mesh(dp=2, tp=2), handlers=handlers, **options)
-        optimizer = torch.optim.Adam(sync.optimizer_parameters(), lr=0.1)
-        norms = []
-        for number in range(3):
-            compute(sync, partial(give, module, **drawn(rank(), number)))
-            norms.append(bits(sync.clip_grad_norm_(1.0)))
-            update(sync, optimizer)
-        sync.wait_parameters()
-        runs.append((norms, {name: bits(p) for name, p in module.named_parameters()}))
-    assert gathered(runs) == [[runs[0]] * 2] * 4
-    assert runs[0][1]["b"] != bits(small().get_parameter("b"))
-
-
-# --- stories
-
-
-def test_an_owners_receive_catches_no_rows() -> None:
+def test_what_is_placed_by_name_stays_apart() -> None:
     """It is posted when the step begins: without tags of its own, the rows of `b` arrived in it."""
     module = stage(a=(32,), b=(32,))
     handler = By("dp", {"a": OWNER, "b": SHARD})
@@ -270,10 +208,8 @@ def test_an_owners_receive_catches_no_rows() -> None:
         right = {"0.a": [2.0 * number], "0.b": [20.0 * number]}
         assert found == (right if rank() == 0 else {"0.b": right["0.b"]})
         optimizer.zero_grad()
-
-
-def test_more_flags_than_elements_overwrite_no_gradient() -> None:
-    """A row smaller than its bucket's flags had them written over the next row, or past its end."""
+    # More flags than elements overwrite no gradient. A row smaller than its bucket's flags had them
+    # written over the next row, or past its end.
     empty = {f"e{i}": (0,) for i in range(40)}
     scalars = {f"s{i}": torch.zeros((), dtype=torch.complex128) for i in range(10)}
     module = stage(w=(20,), **empty, **scalars)
@@ -289,3 +225,24 @@ def test_more_flags_than_elements_overwrite_no_gradient() -> None:
     found = {key: g for one in gathered(stepped(sync)) for key, (_, g) in one.items()}
     assert [found[f"0.s{i}"].real.tolist() for i in range(9)] == [[1.0 + i] for i in range(9)]
     assert found["0.s9"] is None
+    # All ranks have the same parameter groups. Rank 1 steps rows of `w` alone: its group of `b` and
+    # `c` is empty, and stays in its place.
+    module = stage(b=(3,), w=(40, 2), c=(3,), frozen=nn.Parameter(torch.ones(2), False))
+    sync = alone(module, By("dp", {"b": OWNER, "w": SHARD, "c": OWNER}))
+
+    def group_of(record: ParameterRecord) -> dict[str, Any]:
+        return {"lr": 0.5, "weight_decay": 0.0} if record.name in "bc" else {"weight_decay": 0.1}
+
+    asked = sync.optimizer_parameters(group_of)
+    owned, rows = ([(3,), (3,)], [(48,)]) if rank() == 0 else ([], [(32,)])
+    assert [{**g, "params": [tuple(p.shape) for p in g["params"]]} for g in asked] == [
+        {"params": owned, "lr": 0.5, "weight_decay": 0.0},
+        {"params": rows, "weight_decay": 0.1},
+    ]
+    adamw = torch.optim.AdamW(asked, lr=0.25)
+    compute(sync, partial(give, module, b=1.0, w=1.0, c=-1.0))
+    update(sync, adamw)
+    sync.wait_parameters()
+    values = {n: round(p.unique().item(), 4) for n, p in module.named_parameters()}
+    assert values == {"b": -0.5, "w": -0.25, "c": 0.5, "frozen": 1.0}
+    assert [len(group["params"]) for group in sync.optimizer_parameters()] == [3 - 2 * rank()]

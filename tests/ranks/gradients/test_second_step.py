@@ -135,18 +135,6 @@ def test_reduced_rows_are_refused_until_they_are_zeroed() -> None:
 
 
 @pytest.mark.ranks(2)
-def test_an_optimizer_that_has_a_part_of_the_parameters_is_told_so() -> None:
-    """Issue 16, point 10 (3.8). The advice was to call zero_grad(), which had been called."""
-    module = stage(a=(2,), b=(2,))
-    sync = tied(module, "a", "b")
-    optimizer = torch.optim.SGD([module.get_parameter("a")], lr=1.0)
-    add(sync, module, 1, a=1.0, b=1.0)
-    optimizer.step()
-    optimizer.zero_grad()
-    assert ADVICE in outcome(sync.prepare)
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "options", [{}, WAYS["main_grad"], {"reduce_dtype": torch.float64}, WAYS["both"]], ids=" ".join
 )
@@ -165,9 +153,6 @@ def test_steps_may_begin_with_gradients_zeroed_in_place(options: dict[str, Any])
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
     sync.close()
-
-
-# The engines.
 
 
 @pytest.mark.ranks(2)
@@ -201,9 +186,6 @@ def test_engines_add_up_as_one_process_does(kind: str, microbatches: int) -> Non
     sync.close()
 
 
-# Results in main_grad.
-
-
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("placement", ["replicate", "owner"])
 def test_main_grad_is_the_result_until_the_next_step(placement: str) -> None:
@@ -232,9 +214,6 @@ def test_main_grad_is_the_result_until_the_next_step(placement: str) -> None:
     assert mains() == {"a": [0.0, 0.0], "own": None, "idle": [0.0, 0.0]}
     sync.abort(RuntimeError("enough"))
     sync.close()
-
-
-# What a step looks at.
 
 
 class Looks(TorchDispatchMode):

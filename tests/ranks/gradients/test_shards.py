@@ -25,6 +25,7 @@ from tests.support.pipeline.schedulers import error
 from tests.support.pipeline.sharded import VOCAB, WIDTH, batch
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(4)
 MOST = rounding(2 * 2 * 2 * 8)  # of the largest batch, in two parts
 
 
@@ -107,7 +108,6 @@ def test_tensor_parallel_parameters_are_reduced_along_other_dimensions_and_count
     scheduler.close()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("how", ["all-reduce", "pairwise", "asymmetric"])
 def test_the_smaller_part_of_a_matrix_cut_along_columns_is_reduced_whole(how: Exchange) -> None:
     """It lay in its slot with the larger one's strides: half of it was beyond what was sent."""
@@ -130,7 +130,6 @@ def test_the_smaller_part_of_a_matrix_cut_along_columns_is_reduced_whole(how: Ex
     sync.close()
 
 
-@pytest.mark.ranks(4)
 def test_a_matrix_cut_along_columns_is_compressed_as_it_lies() -> None:
     """A matrix of 5 and 4 columns on two ranks, averaged by PowerSGD over two others."""
     topology, tp = tensor_parallel(dp=2, tp=2)
@@ -149,7 +148,6 @@ def test_a_matrix_cut_along_columns_is_compressed_as_it_lies() -> None:
     sync.close()
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("data", [1, 2])
 def test_terms_that_backward_leaves_are_summed_over_their_mesh(data: int) -> None:
     """A norm of torch's `SequenceParallel`, of which backward leaves each rank a term."""

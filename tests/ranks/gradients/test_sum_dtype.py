@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad import GradientSync, MainGrad, Placement
 from pipegrad.comm import messages, shard_sums
 from pipegrad_handlers.data_parallel import DataParallel
-from tests.support.gradients.cases import bits, give, outcome, rank, stage
+from tests.support.gradients.cases import bits, give, grads, outcome, rank, stage
 from tests.support.gradients.placements import (
     OWNER,
     REPLICATE,
@@ -25,6 +26,7 @@ from tests.support.gradients.placements import (
     update,
 )
 from tests.support.pairwise import pairwise
+from tests.support.ranked import gathered
 
 WIDE: dict[str, Any] = {"sum_dtype": torch.float32}
 SIZES = {"large": 70_001, "few": 3, "one": 1, "none": 0}
@@ -87,58 +89,26 @@ def test_a_narrow_sum_would_round_otherwise() -> None:
 
 
 @pytest.mark.ranks(4)
-@either_way
-def test_the_bytes_are_those_of_the_wire(
-    placed: Placement, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A ring's 2 * 3/4 of bf16 for an all-reduce, half of it for a reduce-scatter; and the flag."""
-    sent, isend = [], dist.isend
-
-    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append(tensor.nbytes)
-        return isend(tensor, *args, **kwargs)
-
-    module = stage(w=(2**16,))
-    sync = alone(module, By("dp", placed, "mean"), reduce_dtype=torch.bfloat16, **WIDE)
-    monkeypatch.setattr(dist, "isend", counted)
-    compute(sync, partial(give, module, w=1.0))
-    shards = 3 * (2**16 // 4) * 2
-    # The flag, and the one element that four ranks cannot share, go to each other rank.
-    assert sum(sent) == (2 if placed is REPLICATE else 1) * shards + 3 * 2
-    [(_, part)] = stepped(sync).values()
-    assert (part.dtype, part.unique().tolist()) == (torch.float32, [1.0])
-
-
-@pytest.mark.ranks(4)
-def test_a_mean_of_float16_does_not_overflow() -> None:
+def test_wide_sums_go_with_halves_dimensions_and_main_grad_or_are_refused() -> None:
     value = torch.full((64,), 60_000.0 + 32 * rank()).half()
     [(_, part)] = reduced(torch.float16, value, placed=REPLICATE, op="mean").values()
     assert part.unique().tolist() == [60_032.0]  # 60,048, to even
-
-
-@pytest.mark.ranks(4)
-def test_two_dimensions() -> None:
-    """Shards of a mean, averaged over an outer dimension: each of the two is rounded once."""
+    # Two dimensions. Shards of a mean, averaged over an outer dimension: each of the two is rounded
+    # once.
     module = stage(w=torch.zeros(64, dtype=torch.bfloat16))
     handlers = [By("dp", SHARD, "mean"), By("outer", REPLICATE, "sum")]
     sync = GradientSync({0: module}, mesh(dp=2, outer=2), handlers=handlers, **WIDE)
     compute(sync, partial(give, module, w=1 + 2.0**-7 * (rank() % 2)))
     [(_, part)] = stepped(sync).values()
     assert part.unique().tolist() == [float(2 * torch.tensor(1 + 2.0**-8).bfloat16())]
-
-
-@pytest.mark.ranks(4)
-def test_with_main_grad() -> None:
+    # With main grad.
     module = stage(w=torch.zeros(40, dtype=torch.bfloat16))
     options: dict[str, Any] = {"accessor": MainGrad(), "reduce_dtype": torch.bfloat16, **WIDE}
     sync = alone(module, By("dp", REPLICATE, "sum"), **options)
     compute(sync, partial(give, module, w=1.0 + rank()))
     main_grad = getattr(module.get_parameter("w"), "main_grad")  # noqa: B009
     assert bits(main_grad) == bits(torch.full((40,), 10.0))
-
-
-@pytest.mark.ranks(4)
-def test_what_cannot_add_in_a_wider_dtype_is_refused() -> None:
+    # What cannot add in a wider dtype is refused.
     low = torch.zeros(40, dtype=torch.bfloat16)
     mixed = (None, torch.float32)[rank() % 2]
     hooked = DataParallel(hook="fp16_compress_hook")
@@ -158,13 +128,30 @@ def test_what_cannot_add_in_a_wider_dtype_is_refused() -> None:
 
 @pytest.mark.ranks(4)
 @either_way
-def test_complex_numbers(placed: Placement) -> None:
+def test_complex_numbers_and_wire_bytes(placed: Placement, monkeypatch: pytest.MonkeyPatch) -> None:
     module = stage(w=torch.zeros(64, dtype=torch.complex64))
     sync = alone(module, By("dp", placed, "mean"), sum_dtype=torch.float64)
     total = (module.get_parameter("w") * (1 + rank() * (1 + 2j))).sum()
     compute(sync, partial(total.backward, torch.ones((), dtype=total.dtype)))
     [(_, part)] = stepped(sync).values()
     assert set(part.tolist()) == {2.5 - 3j}
+    # The bytes are those of the wire. A ring's 2 * 3/4 of bf16 for an all-reduce, half of it for a
+    # reduce-scatter; and the flag.
+    sent, isend = [], dist.isend
+
+    def counted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(tensor.nbytes)
+        return isend(tensor, *args, **kwargs)
+
+    module = stage(w=(2**16,))
+    sync = alone(module, By("dp", placed, "mean"), reduce_dtype=torch.bfloat16, **WIDE)
+    monkeypatch.setattr(dist, "isend", counted)
+    compute(sync, partial(give, module, w=1.0))
+    shards = 3 * (2**16 // 4) * 2
+    # The flag, and the one element that four ranks cannot share, go to each other rank.
+    assert sum(sent) == (2 if placed is REPLICATE else 1) * shards + 3 * 2
+    [(_, part)] = stepped(sync).values()
+    assert (part.dtype, part.unique().tolist()) == (torch.float32, [1.0])
 
 
 @pytest.mark.ranks(2)
@@ -187,3 +174,37 @@ def test_a_wide_sum_may_be_written_over_one_of_its_parts(dtype: torch.dtype) -> 
     parts = [torch.tensor([2.0**-9, 1.0], dtype=dtype) for _ in range(4)]
     shard_sums.WideSum(torch.float32, 2.0).write(iter(parts), parts[2])
     assert parts[2].tolist() == [2.0**-8, 2.0]
+
+
+# float16: means that are finite stay finite, as those of DistributedDataParallel do.
+
+
+LARGE = 4e4  # two of them are more than float16 has
+
+
+def half(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.float16)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("placement", [REPLICATE, OWNER, SHARD])
+def test_means_do_not_overflow(placement: Placement) -> None:
+    module = stage(w=half(40), unused=half(3))
+    sync = alone(module, By("dp", placement, "mean"))
+    compute(sync, lambda: give(module, w=LARGE))
+    gradients = {key: gradient for key, (_, gradient) in stepped(sync).items()}
+    assert "0.w" not in gradients or (gradients["0.w"] == LARGE).all()
+    assert gradients.get("0.unused") is None
+    assert {key for keys in gathered(list(gradients)) for key in keys} == {"0.w", "0.unused"}
+
+
+@pytest.mark.ranks(2)
+def test_means_have_the_bits_of_ddp() -> None:
+    drawn = torch.Generator().manual_seed(rank())
+    gradient = torch.randn(64, generator=drawn).half() * torch.logspace(-7, 4, 64).half()
+    ours, theirs = stage(w=half(64)), stage(w=half(64))
+    theirs.forward = lambda g: (theirs.get_parameter("w") * g).sum()
+    compute(alone(ours, By("dp", REPLICATE, "mean")), lambda: give(ours, w=gradient))
+    wrapped = DistributedDataParallel(theirs)  # which reduces while it is there
+    wrapped(gradient).backward()
+    assert grads(ours) == grads(theirs)

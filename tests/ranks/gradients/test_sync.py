@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
-from pipegrad import GradientSync, Topology
+from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
 from pipegrad.errors import PlanError
 from tests.support.gradients.cases import (
     SHARED,
@@ -19,10 +21,12 @@ from tests.support.gradients.cases import (
     grads,
     outcome,
     rank,
+    replicated,
     stage,
     step,
     tied,
 )
+from tests.support.gradients.placements import compute
 
 
 @pytest.mark.smoke
@@ -52,7 +56,7 @@ def test_missing_gradients_are_zeros_or_none_and_never_hang(options: dict[str, A
 
 
 @pytest.mark.ranks(2)
-def test_a_reduced_gradient_is_refused_and_a_zeroed_one_accepted() -> None:
+def test_a_reduced_or_late_gradient_is_refused_and_a_zeroed_one_accepted() -> None:
     """After zero_grad(set_to_none=False) a gradient nobody adds to stays zero."""
     module = stage(a=(2,), b=(2,))
     sync = tied(module, "a", "b")
@@ -70,6 +74,17 @@ def test_a_reduced_gradient_is_refused_and_a_zeroed_one_accepted() -> None:
     for p in module.parameters():
         p.grad = torch.ones_like(p)  # the user's own, not yet reduced
     assert step(sync, module, a=1.0) == {"a": [4.0, 4.0], "b": [2.0, 2.0]}
+    # A gradient that changes after it is final is an error. A backward after stage_final changes
+    # what has left.
+    module = stage(a=(1,))
+    sync = tied(module, "a", handlers=[Silent])
+    sync.prepare()
+    give(module, a=1.0)
+    sync.stage_final(rank())
+    give(module, a=1.0)
+    refused = "StepError: autograd added to the gradient of '0.a' after it was"
+    assert outcome(sync.finish).startswith(refused)
+    sync.prepare()  # what it changed is dropped, and all go on
 
 
 @pytest.mark.ranks(2)
@@ -157,24 +172,10 @@ def test_verbs_out_of_order_are_refused_and_do_no_harm() -> None:
     assert grads(module) == {"a": [2.0]}
 
 
-@pytest.mark.ranks(2)
-def test_a_gradient_that_changes_after_it_is_final_is_an_error() -> None:
-    """A backward after stage_final changes what has left."""
-    module = stage(a=(1,))
-    sync = tied(module, "a", handlers=[Silent])
-    sync.prepare()
-    give(module, a=1.0)
-    sync.stage_final(rank())
-    give(module, a=1.0)
-    refused = "StepError: autograd added to the gradient of '0.a' after it was"
-    assert outcome(sync.finish).startswith(refused)
-    sync.prepare()  # what it changed is dropped, and all go on
-
-
 BOTH = Topology.build(axes=(("pp", 1), ("dp", 1)), stage_to_rank=[0, 0])
 
 
-def test_one_process_needs_no_process_group() -> None:
+def test_one_process_needs_no_group_and_declares_its_ties() -> None:
     first, last = stage(w=(2,), b=(2,)), stage(w=(2,))
     sync = GradientSync({0: first, 1: last}, BOTH, tied=[["w"]], handlers=[SHARED])
     sync.check_replicas()
@@ -198,9 +199,7 @@ def test_one_process_needs_no_process_group() -> None:
     assert first.get_parameter("b").tolist() == [-1.0] * 2
     assert optimizer.state_dict()["param_groups"][0]["params"] == ["b", "w"]
     sync.close()
-
-
-def test_a_tie_that_nobody_declares_is_refused() -> None:
+    # A tie that nobody declares is refused.
     torch.manual_seed(0)
     weight = torch.randn(8)
     modules = {
@@ -210,3 +209,59 @@ def test_a_tie_that_nobody_declares_is_refused() -> None:
     with pytest.raises(PlanError, match=r"{0: 'emb', 1: 'head'}"):
         GradientSync(modules, BOTH, handlers=[SHARED])
     GradientSync(modules, BOTH, handlers=[SHARED], allow_unsynced=["emb"]).close()
+
+
+# Verbs inside of CUDA graphs and compiled regions: refused in words, or run as written.
+
+
+@pytest.mark.ranks(2)
+def test_a_verb_is_refused_while_a_cuda_graph_is_captured() -> None:
+    # A replay runs no Python, so it would synchronise nothing.
+    module = stage(w=(4,))
+    sync, bucketer = replicated(module), Bucketer()
+    scheduler = Scheduler(
+        [Stage(nn.Linear(2, 2), 0)],
+        Topology.create(pipeline=1),
+        schedule="gpipe",
+        num_microbatches=1,
+        loss_fn=lambda y, t: (y - t).sum(),
+    )
+    x = torch.ones(1, 2)
+
+    def refused(**verbs: Callable[[], object]) -> None:
+        yes = mock.Mock(return_value=True)
+        with mock.patch.multiple(torch.cuda, is_initialized=yes, is_current_stream_capturing=yes):
+            for verb, call in verbs.items():
+                words = f"StepError: {verb}() while a CUDA graph is captured"
+                assert outcome(call).startswith(words)
+
+    refused(
+        prepare=sync.prepare,
+        clip_grad_norm_=lambda: sync.clip_grad_norm_(1.0),
+        publish=sync.publish,
+        publish_if_due=sync.publish_if_due,
+        check_replicas=sync.check_replicas,
+        all_reduce=lambda: bucketer.all_reduce(torch.ones(2), callback=print),
+        flush=bucketer.flush,
+        step=lambda: scheduler.step(x, target=x),
+        evaluate=lambda: scheduler.evaluate(x),
+    )
+    sync.prepare()
+    give(module, w=1.0)
+    refused(stage_final=lambda: sync.stage_final(0), finish=sync.finish)
+    sync.stage_final(0)
+    sync.finish()
+    scheduler.step(x, target=x)
+    assert grads(module) == {"w": [1.0] * 4}
+
+
+@pytest.mark.ranks(2)
+def test_verbs_in_compiled_code_run_between_its_graphs() -> None:
+    module = stage(w=(4,))
+    sync = replicated(module)
+    step = torch.compile(
+        lambda g: compute(sync, lambda: (module.get_parameter("w") * g).sum().backward()),
+        backend="eager",
+    )
+    step(torch.full((4,), 3.0))
+    assert grads(module) == {"w": [3.0] * 4}

@@ -2,19 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from pipegrad import (
+    FlatBucket,
     GradientSync,
-    ParameterRecord,
+    LateWork,
     Reduction,
+    ReductionStep,
     Topology,
+    Work,
 )
+from pipegrad.comm.agreement import Board, agree
+from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
@@ -102,17 +111,13 @@ class Optioned(PipelineShared):
 class Impure(PipelineShared):
     """Says on each rank that only this rank's process averages."""
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         op = "mean" if rank() else "sum"
         return [Reduction(p, topology.ranks_of(p.holders), op) for p in parameters]  # type: ignore[arg-type]
 
 
 class Raises(PipelineShared):
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         if rank():
             raise KeyError("dp")
         return super().reductions(parameters, topology)
@@ -166,18 +171,27 @@ def test_ranks_that_disagree_all_end_with_the_same_error(
 
 
 @pytest.mark.ranks(2)
-def test_shapes_that_differ_are_every_ranks_error() -> None:
+def test_models_that_differ_are_every_ranks_error() -> None:
+    def differing(**own: Any) -> Callable[[], GradientSync]:
+        return lambda: replicated(stage(**({"a": (2,), "b": (2,)} | (own if rank() else {}))))
+
+    half, frozen = torch.zeros(2, dtype=torch.bfloat16), nn.Parameter(torch.zeros(2), False)
+    parameters = "AgreementError: ranks disagree on the parameters of stage 0"
     module = stage(a=(2 + rank(),), b=(2,))
+    twice = stage(a=(2,))
+    if rank():  # a second name of a parameter is no difference
+        twice.again = twice.a
     for make, parts in (
         (lambda: tied(module, "a"), ["PlanError", "shape is (3,) and the other's (2,)"]),
-        (
-            lambda: replicated(module),
-            ["AgreementError: ranks disagree on the parameters of stage 0", "a (3,)"],
-        ),
+        (differing(a=(3,)), [parameters, "a (3,)"]),
+        (differing(c=(2,)), [parameters]),
+        (differing(a=half), [parameters]),
+        (differing(a=frozen), [parameters]),
     ):
         refused = outcome(make)
-        assert [part for part in parts if part not in refused] == []
+        assert [part for part in parts if part not in refused] == [], refused
         assert gathered(refused) == [refused] * 2
+    assert outcome(lambda: replicated(twice).close()) == "None"
 
 
 def never_arrives() -> str:
@@ -189,3 +203,239 @@ def test_a_rank_that_never_arrives_is_named() -> None:
     refused, _ = run_ranks(never_arrives, 2, timeout_seconds=120)
     assert "AgreementError: GradientSync: nothing heard" in refused
     assert "nothing heard from ranks [1] within 0.5 s" in refused
+
+
+# A step that fails on one rank ends on all of them, and they go on together.
+
+
+FAILED_ELSEWHERE = "ReduceError: a step failed on another rank: rank 1: MemoryError: too large"
+
+
+def told(function: Callable[[], object]) -> str:
+    """Returns what a function says, or raises: interrupts too."""
+    try:
+        return outcome(function)
+    except BaseException as error:  # noqa: BLE001 - whatever it is
+        return f"{type(error).__name__}: {error}"
+
+
+def made(*names: str, **options: Any) -> tuple[nn.Module, GradientSync]:
+    module = stage(**dict.fromkeys(names or ("a",), (1,)))
+    return module, tied(module, *(names or ("a",)), **options)
+
+
+def reduce(sync: GradientSync, module: nn.Module) -> None:
+    give(module, a=1.0)
+    sync.stage_final(rank())
+    sync.finish()
+
+
+def leave(*_: object, **__: object) -> None:
+    raise SystemExit(0)
+
+
+@pytest.mark.ranks(2)
+def test_a_handler_that_wants_to_end_the_process_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Issue 16, point 9: the process ended with 0, and the other rank waited."""
+    if rank() == 1:
+        monkeypatch.setattr(PipelineShared, "launch", leave)
+    module, sync = made()
+    refused = told(lambda: step(sync, module, a=1.0))
+    own, other = "ReduceError: rank 1: bucket 0 ", "ReduceError: a step failed on another rank"
+    assert refused.startswith(own if rank() else other)
+    again = told(sync.prepare)
+    own, other = "ReduceError: this GradientSync failed", "ReduceError: this GradientSync"
+    assert again.startswith(own if rank() else other)
+    if rank() == 1:
+        monkeypatch.setattr(PipelineShared, "__init__", leave)
+    at_once = told(made)
+    assert at_once.startswith("AgreementError: ")
+    assert all("SystemExit" in each for each in (refused, again, at_once))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "error", [SystemExit(0), SystemExit("over"), KeyboardInterrupt()], ids=repr
+)
+def test_what_ends_the_process_while_ranks_agree_is_told(error: BaseException) -> None:
+    def raise_on_one() -> int:
+        if rank() == 1:
+            raise error
+        return rank()
+
+    refused = told(lambda: agree("a thing", raise_on_one))
+    name = type(error).__name__
+    is_own = rank() == 1 and name == "KeyboardInterrupt"
+    assert refused.startswith(f"{name}: " if is_own else f"AgreementError: rank 1: {name}")
+
+
+def test_alone_an_exit_is_an_error_too() -> None:
+    """Issue 16, point 9: a factory that exits ended the run with 0, and nothing was trained."""
+    assert told(lambda: agree("a thing", leave)) == "AgreementError: a thing failed: SystemExit: 0"
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mistake", ["'0.a' was ", "finish() before stage_final()"])
+def test_a_verb_that_one_rank_is_refused_does_not_hold_the_others(mistake: str) -> None:
+    """Issue 16, point 10 (2.3): the other rank waited as long as the process lived."""
+    module, sync = made()
+    if "stage_final" not in mistake:
+        assert step(sync, module, a=1.0) == {"a": [2.0]}
+        module.zero_grad()
+        module.a.requires_grad_(rank() == 1)
+        refused = told(sync.prepare if rank() == 0 else lambda: step(sync, module, a=1.0))
+        module.a.requires_grad_(True)
+        go_on: Callable[[], object] = lambda: step(sync, module, a=1.0)  # noqa: E731
+    else:
+        sync.prepare()
+        give(module, a=1.0)
+        if rank() == 1:
+            sync.stage_final(1)
+        refused = told(sync.finish)
+        go_on = lambda: (sync.stage_final(0), sync.finish())  # noqa: E731
+    waits = "ReduceError: this rank waits for one that does not go on: rank 0: "
+    assert refused.startswith("StepError: " if rank() == 0 else waits)
+    assert mistake in refused
+    agree("until the other is done", str)
+    if rank() == 0:
+        assert told(go_on).startswith("ReduceError: a step failed on another rank: rank 1: ")
+    module.zero_grad()
+    assert step(sync, module, a=3.0) == {"a": [6.0]}
+
+
+@pytest.mark.ranks(2)
+def test_an_aborted_step_leaves_nothing_and_all_go_on() -> None:
+    """Issue 16, point 10 (runtime, 4 and 14): a part of the gradients was left and added to."""
+    module, sync = made("a", "b", bucket_bytes=0)
+    for finals in (0, 1, 2):  # rank 1 fails before, among and behind its launches
+        sync.prepare()
+        give(module, a=5.0, b=5.0)
+        if rank() == 1 and finals < 2:
+            if finals:
+                sync.parameters_final(1, [module.get_parameter("b")])
+            sync.abort(MemoryError("too large"))
+        else:
+            sync.stage_final(rank())
+            refused = told(sync.finish)
+            assert refused == "None" if finals == 2 else refused.startswith(FAILED_ELSEWHERE)
+        assert [p.grad is None for p in module.parameters()] == [finals < 2] * 2
+        module.zero_grad()
+        assert step(sync, module, a=1.0, b=2.0) == {"a": [2.0], "b": [4.0]}
+        module.zero_grad()
+    with sync.accumulate():
+        step(sync, module, a=1.0, b=1.0)
+        sync.prepare()
+        give(module, a=1.0, b=1.0)
+    sync.abort(MemoryError("too large"))
+    assert [p.grad is None for p in module.parameters()] == [True, True]
+    assert step(sync, module, a=1.0, b=2.0) == {"a": [2.0], "b": [4.0]}
+    # An abort after accumulating is of the next step. The other rank finished with a gradient that
+    # lacked a part, and nobody said so.
+    module, sync = made()
+    with sync.accumulate():
+        sync.prepare()
+        give(module, a=1.0)
+    if rank() == 1:
+        sync.abort(MemoryError("no data"), begun=False)
+    else:
+        sync.prepare()
+        assert "rank 1: MemoryError: no data" in told(lambda: reduce(sync, module))
+    module.zero_grad()
+    assert sync._parts.failures.step == 2
+    assert step(sync, module, a=3.0) == {"a": [6.0]}
+    # A final failure is remembered though an interrupt comes. Ctrl-C comes while a rank posts a
+    # failure that is final.
+    _, sync = made()
+    sync.prepare()
+    with mock.patch.object(FailureNotice, "post", side_effect=KeyboardInterrupt):
+        assert told(lambda: sync.abort(MemoryError("x"), final=True)) == "KeyboardInterrupt: "
+    assert "failed before and its communicators" in told(sync.prepare)
+
+
+class SumsLate(PipelineShared):
+    """All of its communication is in the wait, which comes late; `ended` counts them."""
+
+    ended = 0
+
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
+        def wait() -> None:
+            dist.all_reduce(bucket.buffer, group=group)
+            self.ended += 1
+
+        return LateWork(wait)
+
+
+@pytest.mark.ranks(2)
+def test_late_work_of_a_failed_step_waits_for_no_verb() -> None:
+    """It stood behind the meeting of all ranks: on devices both would have waited for ever."""
+    late = SumsLate()
+    module, sync = made(handlers=[late])
+    step(sync, module, a=1.0)
+    module.zero_grad()
+    board = Board("late work")
+    if rank() == 1:
+        sync.prepare()
+        sync.abort(MemoryError("too large"))
+        # In step 2 all ranks meet; this one does not go on before rank 0 says so.
+        board.wait("told", timedelta(seconds=60))
+    else:
+        refused = told(lambda: step(sync, module, a=1.0))
+        assert refused.startswith("ReduceError: a step failed on another rank")
+        began = time.monotonic()
+        while late.ended < 2 and time.monotonic() - began < 30:  # rank 1 is not called
+            time.sleep(0.01)
+        board.post("told", b"")
+    assert late.ended == 2
+    assert step(sync, module, a=3.0) == {"a": [6.0]}
+
+
+def refused_while_accumulating(sync: GradientSync, module: nn.Module) -> None:
+    """Rank 0 is refused a `prepare` after one that only accumulated and was not finished."""
+    with sync.accumulate():
+        sync.prepare()
+    if rank() == 0:
+        whole, module.a = module.a, nn.Parameter(torch.zeros(3))
+        assert told(sync.prepare).startswith("StepError: '0.a' was (1,)")
+        module.a = whole
+    sync.prepare()
+    reduce(sync, module)
+
+
+def refused_while_leaving(sync: GradientSync, module: nn.Module) -> None:
+    """Rank 0 is refused a `prepare` when its gradients have left, and does as it is told."""
+    sync.prepare()
+    give(module, a=1.0)
+    sync.stage_final(rank())
+    if rank() == 0:
+        assert "inside a step whose gradients are leaving" in told(sync.prepare)
+    sync.finish()
+
+
+def refused_without_a_step(sync: GradientSync, module: nn.Module) -> None:
+    """Rank 0 calls `finish` again, after a step that only accumulated and was finished."""
+    with sync.accumulate():
+        sync.prepare()
+        give(module, a=1.0)
+        sync.finish()
+    if rank() == 0:
+        assert "finish() before stage_final() of stages [0]" in told(sync.finish)
+    sync.prepare()
+    reduce(sync, module)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize(
+    "refused", [refused_while_accumulating, refused_while_leaving, refused_without_a_step]
+)
+def test_a_refused_verb_counts_steps(refused: Callable[[GradientSync, nn.Module], None]) -> None:
+    """Failures were posted for a step where no other rank read them."""
+    module, sync = made()
+    refused(sync, module)
+    module.zero_grad()
+    assert len(set(gathered(sync._parts.failures.step))) == 1
+    sync.prepare()
+    if rank() == 1:
+        sync.abort(MemoryError("too large"))
+    else:
+        assert told(lambda: reduce(sync, module)).startswith(FAILED_ELSEWHERE)
+    assert step(sync, module, a=3.0) == {"a": [6.0]}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -16,16 +16,15 @@ from torch.utils.checkpoint import checkpoint
 
 from pipegrad import (
     FlatBucket,
-    GradientHandler,
     GradientSync,
-    ParameterRecord,
-    Reduction,
+    Placement,
     ReductionStep,
     Topology,
     Work,
 )
 from pipegrad.comm.process_groups import Groups
 from pipegrad.optimizer import param_sync
+from pipegrad.reduce import reductions
 from pipegrad.reduce.reductions import sync_parameters
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import (
@@ -39,28 +38,23 @@ from tests.support.gradients.cases import (
     stage,
     tied,
 )
+from tests.support.gradients.placements import REPLICATE, SHARD, By, mesh
 from tests.support.ordering.programs import OWNED, trained, updated
 from tests.support.pairwise import everything
 
 pytestmark = pytest.mark.ranks(2)
 
 
-class Gate(GradientHandler):
+class Gate(By):
     """Reduces over the data dimension; a launch is recorded, then waits until it is let go."""
 
     def __init__(self) -> None:
+        super().__init__("dp", REPLICATE)
         self.events: list[str] = []
         self._changed = threading.Condition()
         self._allowed = 0
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
-        return [Reduction(p, topology.ranks_along("dp")) for p in parameters]
-
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
         with self._changed:
             self.events.append(f"launch {bucket.buffer[0]:g}")
             mine = len(self.events)
@@ -86,7 +80,7 @@ def gated(modules: Mapping[int, nn.Module], **options: Any) -> tuple[Gate, Gradi
     return gate, sync
 
 
-def test_launches_leave_before_finish_in_the_order_of_the_plan() -> None:
+def test_launches_leave_in_the_order_of_the_plan_and_beside_each_other() -> None:
     """Stages become final 0, 2, 1; the plan says 2, 1, 0. Stage k's gradient is k + 1."""
     modules = {s: stage(w=(1,)) for s in range(3)}
     gate, sync = gated(modules, comm_streams=1)
@@ -105,10 +99,8 @@ def test_launches_leave_before_finish_in_the_order_of_the_plan() -> None:
     gate.allow(3)
     sync.finish()
     assert len(gate.events) == 3
-
-
-def test_one_comm_stream_does_not_hold_up_another() -> None:
-    """The first launch is held back in its comm stream; the second leaves in the other."""
+    # One comm stream does not hold up another. The first launch is held back in its comm stream;
+    # the second leaves in the other.
     modules = {s: stage(w=(1,)) for s in range(2)}
     gate, sync = gated(modules, comm_streams=2)
     sync.prepare()
@@ -151,10 +143,8 @@ def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
         assert grads(module) == {name: [g * microbatches] for name, g in factors.items()}
         gate.events.clear()
         module.zero_grad()
-
-
-def test_a_partial_sum_does_not_leave() -> None:
-    """Reentrant checkpointing fires a hook twice: then the end of the stage decides."""
+    # A partial sum does not leave. Reentrant checkpointing fires a hook twice: then the end of the
+    # stage decides.
     module = stage(w=torch.tensor([2.0]))
     w = module.get_parameter("w")
     sync = replicated(module)
@@ -305,4 +295,66 @@ def test_a_stage_waits_for_its_own_parameters_alone() -> None:
             gates[s].set()
             sync.stage_first_use(s)
             assert module.get_parameter("w").tolist() == [[-1.0] * 4, [9.0] * 4][s]
+    sync.close()
+
+
+# A bucket's reduce-scatter runs beside another's all-reduce, and so do their ways back.
+
+
+WAIT_SECONDS = 30.0
+
+
+class Meeting:
+    """Two collectives, one of rows, that wait for each other: in turns they would never begin."""
+
+    def __init__(self) -> None:
+        self.begun = threading.Event(), threading.Event()
+        self.met: list[bool] = []
+
+    def begin(self, *, is_rows: bool) -> None:
+        self.begun[is_rows].set()
+        self.met.append(self.begun[not is_rows].wait(WAIT_SECONDS))
+
+
+class Meets(By):
+    """The second bucket's reduce-scatter and the first one's all-reduce wait for each other."""
+
+    meeting: Meeting
+
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
+        is_rows, numel = self._axis == "dp", bucket.buffer.numel()
+        if (numel > 100) if is_rows else (numel < 40):
+            self.meeting.begin(is_rows=is_rows)
+        return super().launch(bucket, reduction, group)
+
+
+@pytest.mark.ranks(4)
+def test_hops_of_successive_buckets_overlap_there_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = stage(late=(128,), early=(32,))
+    rows, sums = Meets("dp", SHARD, "mean"), Meets("outer", REPLICATE, "mean")
+    rows.meeting = sums.meeting = Meeting()
+    options: dict[str, Any] = {"bucket_bytes": 0, "comm_streams": 2}
+    sync = GradientSync({0: module}, mesh(outer=2, dp=2), handlers=[rows, sums], **options)
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    sync.prepare()
+    for parameter in module.parameters():
+        parameter.grad = torch.full_like(parameter, float(rank()))
+    sync.stage_final(0)
+    sync.finish()
+    optimizer.step()
+    assert rows.meeting.met == [True, True], sync.plan
+
+    back, gather = Meeting(), reductions._SYNC[Placement.SHARD]
+
+    def gathered(
+        parameters: torch.Tensor, scattered: Sequence[int], group: dist.ProcessGroup
+    ) -> None:
+        back.begin(is_rows=len(parameters) > 100)
+        gather(parameters, scattered, group)
+
+    monkeypatch.setitem(reductions._SYNC, Placement.SHARD, gathered)
+    sync.publish()
+    sync.wait_parameters()
+    assert back.met == [True, True], sync.plan
+    assert [p.unique().tolist() for p in module.parameters()] == [[-1.5], [-1.5]]
     sync.close()

@@ -26,7 +26,7 @@ def own(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(rank() + 1))
 
 
-def test_declared_copies_of_different_bits_are_refused() -> None:
+def test_copies_start_alike_or_are_made_so() -> None:
     """Issue 16, point 10 (1.2). One of them was overwritten without a word."""
     tied = [{0: "w", 1: "w"}]
     assert outcome(lambda: pipelined(stage(w=own(3, 2)), tied)).startswith(
@@ -36,10 +36,8 @@ def test_declared_copies_of_different_bits_are_refused() -> None:
     module = stage(w=torch.tensor([1.0, 2.0]) * (1 - rank()))  # zeros take the first
     pipelined(module, tied).close()
     assert module.get_parameter("w").tolist() == [1.0, 2.0]
-
-
-def test_an_uncut_model_on_every_rank_needs_no_common_seed() -> None:
-    """Issue 16, point 10 (1.2). find_tied has seen that both are the tied parameter."""
+    # An uncut model on every rank needs no common seed. Issue 16, point 10 (1.2). find_tied has
+    # seen that both are the tied parameter.
     torch.manual_seed(rank())
     model = nn.ModuleDict({name: nn.Linear(3, 3, bias=False) for name in "abc"})
     model["c"].weight = model["a"].weight
@@ -49,7 +47,7 @@ def test_an_uncut_model_on_every_rank_needs_no_common_seed() -> None:
     assert gathered(values) == [values] * 2
 
 
-def test_a_data_dimension_that_nobody_reduces_is_refused() -> None:
+def test_replicas_are_reduced_and_start_alike() -> None:
     """Issue 16, point 10 (1.3). Replicas drifted apart, and check_replicas passed."""
     module = stage(w=(2,), frozen=nn.Parameter(torch.zeros(2), requires_grad=False))
     refused = outcome(lambda: replicated(module, handlers=["pipeline-shared"]))
@@ -59,20 +57,16 @@ def test_a_data_dimension_that_nobody_reduces_is_refused() -> None:
     replicated(module, handlers=[], allow_unsynced=["w"]).close()
     module.requires_grad_(requires_grad=False)
     replicated(module, handlers=[]).close()
-
-
-def test_buffers_of_replicas_start_alike() -> None:
-    """Issue 16, point 10 (1.9). Replicas trained different functions on averaged gradients."""
+    # Buffers of replicas start alike. Issue 16, point 10 (1.9). Replicas trained different
+    # functions on averaged gradients.
     module = stage(w=(2,))
     module.register_buffer("noise", own(3))
     module.register_buffer("count", torch.zeros(()))
     refused = outcome(lambda: replicated(module))
     assert "buffer 'noise' of stage 0 starts with different bits" in refused
     replicated(module, allow_unsynced=["noise"]).close()
-
-
-def test_handlers_given_as_instances_are_compared() -> None:
-    """Issue 16, point 10 (1.13). bf16 on one rank and fp16 on another made gradients of 4.0."""
+    # Handlers given as instances are compared. Issue 16, point 10 (1.13). bf16 on one rank and fp16
+    # on another made gradients of 4.0.
     hooks = ["bf16_compress_hook", "fp16_compress_hook"]
     differing = [DataParallel(hook=hooks[rank()])]
     refused = outcome(lambda: replicated(stage(w=(2,)), handlers=differing))
@@ -89,7 +83,7 @@ def test_dtypes_of_options_are_floats(option: str) -> None:
         assert refused == f"PlanError: {option} is {shown}, {floats}"
 
 
-def test_parameters_of_any_dtype_are_made_equal_and_checked() -> None:
+def test_any_dtype_is_made_equal_and_a_part_of_the_world_is_refused() -> None:
     """Issue 16, point 10 (3.5). KeyError: 16, and gloo's "Invalid scalar type"."""
     module = stage(w=torch.complex(own(2).double(), own(2).double()))
     for name, dtype in (("i", torch.int16), ("f", torch.float8_e4m3fn), ("b", torch.bool)):
@@ -100,10 +94,8 @@ def test_parameters_of_any_dtype_are_made_equal_and_checked() -> None:
     sync.close()
     values = str([p.detach().to(torch.complex128).tolist() for p in module.parameters()])
     assert gathered(values) == [values] * 2
-
-
-def test_a_mesh_of_a_part_of_the_world_is_refused_on_all_its_ranks() -> None:
-    """Issue 16, point 14. Ranks that the mesh left out waited for ever."""
+    # A mesh of a part of the world is refused on all its ranks. Issue 16, point 14. Ranks that the
+    # mesh left out waited for ever.
     mesh = init_device_mesh("cpu", (2, 1, 1), mesh_dim_names=("model", "pp", "dp"))
     refused = outcome(lambda: Topology.from_mesh(mesh["pp", "dp"]))
     assert refused.startswith("TopologyError: ")

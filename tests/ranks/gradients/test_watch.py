@@ -30,7 +30,7 @@ def scaled(sync: GradientSync, module: nn.Module, *, enabled: bool = True, **opt
 
 
 @pytest.mark.ranks(2)
-def test_torchs_scaler_is_refused_where_ranks_have_other_gradients() -> None:
+def test_torchs_scaler_is_taken_only_where_all_ranks_have_the_same_gradients() -> None:
     """Issue 16, point 5. One rank skipped a step that others made; nobody said so."""
     rows, own = stage(w=(4096,)), stage(w=(4,))  # so that each rank has a row
     refused = (
@@ -39,20 +39,14 @@ def test_torchs_scaler_is_refused_where_ranks_have_other_gradients() -> None:
     assert scaled(alone(rows, By("dp", SHARD)), rows).startswith(refused)
     assert scaled(alone(rows, By("dp", SHARD)), rows, fused=True).startswith(refused)
     assert scaled(tied(own), own).startswith(refused)
-
-
-@pytest.mark.ranks(2)
-def test_torchs_scaler_is_taken_where_all_ranks_have_the_same() -> None:
-    """Issue 16, point 5. Replicas all see the same overflow; one that is off decides nothing."""
+    # Torchs scaler is taken where all ranks have the same. Issue 16, point 5. Replicas all see the
+    # same overflow; one that is off decides nothing.
     module, rows = stage(w=(4,)), stage(w=(4,))
     assert scaled(replicated(module), module) == "None"
     assert module.get_parameter("w").tolist() == [-0.5] * 4
     assert scaled(alone(rows, By("dp", SHARD)), rows, enabled=False) == "None"
-
-
-@pytest.mark.ranks(2)
-def test_a_rank_that_skips_is_told_in_its_next_step() -> None:
-    """Issue 16, point 5. The rank that steps is refused; the other one learns why."""
+    # A rank that skips is told in its next step. Issue 16, point 5. The rank that steps is refused;
+    # the other one learns why.
     module = stage(w=(4,), own=(4,))
     sync = tied(module, "w")
     once = partial(compute, sync, partial(give, module, w=1.0))
@@ -94,17 +88,14 @@ def test_an_optimizer_of_what_is_not_stepped_is_refused(
 
 
 @pytest.mark.ranks(2)
-def test_an_owner_may_step_the_modules_parameters() -> None:
+def test_an_owner_may_step_its_parameters_but_none_the_whole_model_on_stages() -> None:
     """Issue 16, point 10 (1.14). Others have no gradient to step."""
     job = Job(OWNER)  # which has asked for what to step
     job.optimizer = torch.optim.SGD(job.module.parameters(), lr=1.0)
     job.step()
     assert job.arrived == [-2.0]
-
-
-@pytest.mark.ranks(2)
-def test_an_optimizer_that_looks_at_the_whole_model_is_refused_on_stages() -> None:
-    """Issue 16, point 10 (1.11). Copies of a tie got other steps, and went apart."""
+    # An optimizer that looks at the whole model is refused on stages. Issue 16, point 10 (1.11).
+    # Copies of a tie got other steps, and went apart.
     module, copy = stage(w=(4,), own=(4,)), stage(w=(4,))
     for sync, its, said in (
         (tied(module, "w"), module, "PlanError: LBFGS computes one step from all gradients"),
@@ -115,7 +106,7 @@ def test_an_optimizer_that_looks_at_the_whole_model_is_refused_on_stages() -> No
         assert outcome(partial(optimizer.step, lambda: 1.0)).startswith(said)
 
 
-def test_a_sync_may_go_while_torch_runs_its_hooks() -> None:
+def test_a_sync_that_goes_or_fails_leaves_other_optimizers_alone() -> None:
     """Its hook left torch's table in the middle of a loop: "OrderedDict mutated"."""
     other = nn.Linear(2, 2)
     syncs = [GradientSync({0: stage(w=(4,))}, ALONE, handlers=[])]
@@ -128,10 +119,8 @@ def test_a_sync_may_go_while_torch_runs_its_hooks() -> None:
         hook.remove()
         behind.remove()
     assert syncs == []
-
-
-def test_a_sync_that_was_not_completed_leaves_other_optimizers_alone() -> None:
-    """Its watch looked at main shards that had no tensor yet: AttributeError in any `step`."""
+    # A sync that was not completed leaves other optimizers alone. Its watch looked at main shards
+    # that had no tensor yet: AttributeError in any `step`.
     module, other = stage(w=(4,)), nn.Linear(2, 2)
     with mock.patch("pipegrad.gradients.sync.make_equal", side_effect=MemoryError("x")):
         with pytest.raises(MemoryError) as kept:  # keeps the frames, and so the sync

@@ -6,9 +6,12 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch import nn
 
 from pipegrad import (
     GradientHandler,
+    GradientSync,
     OuterStep,
     ParameterRecord,
     Placement,
@@ -28,6 +31,7 @@ from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
+from tests.support.gradients.cases import rank
 from tests.support.plan.manifests import manifest
 
 # --- the contract: a class for each way to reduce, place and send
@@ -47,11 +51,6 @@ class TestDataParallelInBf16(HandlerContract):
     relative_error = 2**-7  # bfloat16 rounds by 2**-8 at most: both halves, and then their sum
 
 
-class TestDataParallelBeforePowerSGDBegins(HandlerContract):
-    handler: ClassVar[Any] = {"name": "data-parallel", "hook": {"name": "powerSGD_hook"}}
-    beside = SHARED
-
-
 @pytest.mark.smoke
 class TestPipelineShared(HandlerContract):
     handler = "pipeline-shared"
@@ -60,11 +59,6 @@ class TestPipelineShared(HandlerContract):
 
 class TestPipelineSharedByOwners(HandlerContract):
     handler = OWNER
-    beside = ("data-parallel",)
-
-
-class TestPairwise(HandlerContract):
-    handler: ClassVar[Any] = {"name": "pipeline-shared", "exchange": "pairwise"}
     beside = ("data-parallel",)
 
 
@@ -88,13 +82,6 @@ class TestShardedBehindOwners(HandlerContract):
 class TestDiLoCo(HandlerContract):
     handler: ClassVar[Any] = {"name": "diloco", "every": 1, "lr": 1.0, "momentum": 0.0}
     beside = SHARED
-
-
-class TestDiLoCoBehindOwners(HandlerContract):
-    """The owner of a tie meets the owners of other replicas, and then sends the result on."""
-
-    handler: ClassVar[Any] = TestDiLoCo.handler
-    beside = (OWNER,)
 
 
 class TestSequenceParallel(HandlerContract):
@@ -126,9 +113,6 @@ class TestNoop(HandlerContract):
         return own
 
 
-# --- what each asks for
-
-
 def record(name: str, stage: int = 0, *holders: int, key: str = "") -> ParameterRecord:
     holders = holders or (stage,)
     key = key or f"{holders[0]}.{name}"
@@ -155,7 +139,7 @@ def test_every_parameter_is_averaged_over_its_copies(
     ]
 
 
-def test_the_dimension_may_be_another_one() -> None:
+def test_dimensions_holders_and_outer_steps_are_those_asked_for() -> None:
     w = record("w")
     named = Topology.build(axes=(("replica", 2), ("stage", 1)), pipeline="stage", data="replica")
     assert DataParallel().reductions([w], named) == [Reduction(w, (0, 1), "mean")]
@@ -168,14 +152,10 @@ def test_the_dimension_may_be_another_one() -> None:
         assert chosen.reductions([w], outer) == [Reduction(w, (0, 1), "mean", placement)]
         with pytest.raises(TopologyError, match=r"no dimension 'in', only \['pp', 'dp', 'out'\]"):
             wrong.reductions([w], outer)
-
-
-def test_the_options_of_diloco_are_those_of_the_outer_step() -> None:
+    # The options of diloco are those of the outer step.
     resolved = handlers.resolve({"name": "diloco", "every": 50})
     assert resolved.plugin.outer == OuterStep(every=50, lr=0.7, momentum=0.9)
-
-
-def test_a_shared_parameter_is_summed_over_its_holders() -> None:
+    # A shared parameter is summed over its holders.
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
     emb, own = record("emb", 0, 0, 3), record("w")
     assert PipelineShared().reductions([own, emb], topology) == [Reduction(emb, (1, 7), "sum")]
@@ -205,9 +185,7 @@ AXES = (("pp", 1), ("dp", 2), ("ep", 2), ("tp", 2))
 @pytest.mark.parametrize(
     ("placement", "placed"), [("replicate", Placement.REPLICATE), ("shard", Placement.SHARD)]
 )
-def test_experts_stay_apart_and_the_rest_is_averaged_at_once(
-    placement: Any, placed: Placement
-) -> None:
+def test_experts_stay_apart_and_the_rest_is_averaged(placement: Any, placed: Placement) -> None:
     expert, other = record("experts.up"), record("router")
     topology = Topology.build(axes=AXES, rank=3, data=("dp", "ep"))
     handler = ExpertParallel(placement=placement)
@@ -230,9 +208,7 @@ CUBE = Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 2)), rank=3)
     ("options", "ranks", "op"),
     [({}, (2, 3), "sum"), ({"axis": "dp", "op": "mean"}, (1, 3), "mean")],
 )
-def test_what_matches_is_reduced_along_the_axis(
-    options: dict[str, Any], ranks: tuple[int, ...], op: Any
-) -> None:
+def test_what_matches_is_reduced(options: dict[str, Any], ranks: tuple[int, ...], op: Any) -> None:
     records = [record("norm.weight"), record("up.weight")]
     handler = SequenceParallel(parameters=["*norm*"], **options)
     assert handler.reductions(records, CUBE) == [Reduction(records[0], ranks, op)]
@@ -250,9 +226,7 @@ def test_patterns_match_the_name_here_and_where_the_key_is_from() -> None:
     layers = [record("0.weight"), record("1.weight")]
     asked = SequenceParallel(parameters=["0.*"]).reductions(layers, CUBE)
     assert [reduction.record.name for reduction in asked] == ["0.weight"]
-
-
-def test_a_dimension_that_is_missing_is_named() -> None:
+    # A dimension that is missing is named.
     flat = Topology.build(axes=(("pp", 2), ("dp", 2)))
     with pytest.raises(TopologyError, match=r"no dimension 'tp', only \['pp', 'dp'\]"):
         SequenceParallel(parameters=["*"]).reductions([record("w")], flat)
@@ -271,10 +245,8 @@ def test_patterns_that_match_nothing_of_the_whole_model_are_refused() -> None:
     assert planned(model, Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 1))), absent)
     for patterns in [], ["norm"]:  # on one stage alone
         assert planned(model, CUBE, SequenceParallel(parameters=patterns))
-
-
-def test_a_model_without_what_is_named_as_experts_is_refused() -> None:
-    """They would be averaged over all data, and be one expert from the first step on."""
+    # A model without what is named as experts is refused. They would be averaged over all data, and
+    # be one expert from the first step on.
     moe = manifest(["router", "moe.up"])
     one, two = (
         Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", size)), data=("dp", "ep"))
@@ -291,12 +263,12 @@ def test_noop_plans_what_the_real_handlers_reduce() -> None:
     model = manifest(["emb", "w"], ["head"])
     topology = Topology.build(axes=(("pp", 2), ("dp", 2)))
 
-    def plan(rank: int, *names: str) -> Plan:
+    def plan(at: int, *names: str) -> Plan:
         chosen = [(name, handlers.resolve(name).plugin) for name in names]
-        return make_plan(model, topology.at(rank), chosen, GradientOptions(bucket_bytes=2**20))
+        return make_plan(model, topology.at(at), chosen, GradientOptions(bucket_bytes=2**20))
 
-    for rank in range(4):
-        real, free = plan(rank, "pipeline-shared", "data-parallel"), plan(rank, "noop")
+    for at in range(4):
+        real, free = plan(at, "pipeline-shared", "data-parallel"), plan(at, "noop")
         assert free.launches == real.launches
         assert free.reduced_bytes == real.reduced_bytes
         assert [[h.ranks for h in b.route] for b in free.buckets] == [
@@ -305,66 +277,69 @@ def test_noop_plans_what_the_real_handlers_reduce() -> None:
         assert {h.op for b in free.buckets for h in b.route} == {"sum"}
 
 
-# --- options
+@pytest.mark.ranks(4)
+def test_noop_leaves_gradients_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A broken wire: collectives in the comm streams raise, gradients come through all the same."""
+    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("emb", "own")})
+    topology = Topology.create(pipeline=2)
+    stage = topology.local_stages[0]
+    sync = GradientSync({stage: module}, topology, tied=[["emb"]], handlers=["noop"])
+    with monkeypatch.context() as broken:
+        broken.setattr(dist, "all_reduce", None)
+        for _ in range(2):
+            module.zero_grad()
+            sync.prepare()
+            (module["emb"] * (rank() + 1.0)).sum().backward()
+            sync.stage_final(stage)
+            sync.finish()
+    assert module["emb"].grad is not None
+    assert module["emb"].grad.tolist() == [rank() + 1.0] * 2
+    assert module["own"].grad is None
+    assert sync.statistics().collectives == 3
+    assert sync.statistics().reduced_bytes == sync.plan.reduced_bytes > 0
+    sync.close()
 
-REFUSED: list[tuple[str, dict[str, Any], str]] = [
-    ("diloco", {}, "needs the option 'every'"),
-    ("diloco", {"every": 0}, "every is 0, expected a whole number of steps, 1 or more"),
-    ("diloco", {"every": 2.0}, "every is 2.0, expected a whole number"),
-    ("diloco", {"every": True}, "every is True, expected a whole number"),
-    ("diloco", {"every": None}, "every is None, expected a whole number"),
-    ("diloco", {"every": 5, "momentum": 1}, "momentum is 1, expected at least 0 and below 1"),
-    ("diloco", {"every": 5, "momentum": -0.1}, "momentum is -0.1, expected at least 0 and below 1"),
-    ("diloco", {"every": 5, "momentum": "0.9"}, "momentum is '0.9', expected a number"),
-    ("diloco", {"every": 5, "lr": 0}, "lr is 0, expected a number above 0"),
-    ("diloco", {"every": 5, "lr": float("nan")}, "lr is nan, expected a number"),
-    ("diloco", {"evry": 5}, "has no option 'evry', needs the option 'every'"),
-    (
-        "expert-parallel",
-        {"experts": "*experts*"},
-        "experts is '*experts*', expected a list of patterns",
-    ),
-    (
-        "expert-parallel",
-        {"placement": "owner"},
-        "placement is 'owner', expected one of ['replicate', 'shard']",
-    ),
-    *(
+
+EVERY, STEPS = "every is {}, expected a whole number of steps, 1 or more", {"every": 5}
+MOMENTUM, PATTERNS = "expected at least 0 and below 1", "'*x*', expected a list of patterns"
+REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
+    "diloco": [
+        ({}, "needs the option 'every'"),
+        *(({"every": n}, EVERY.format(n)) for n in (0, 2.0, True, None)),
+        ({**STEPS, "momentum": 1}, f"momentum is 1, {MOMENTUM}"),
+        ({**STEPS, "momentum": -0.1}, f"momentum is -0.1, {MOMENTUM}"),
+        ({**STEPS, "momentum": "0.9"}, "momentum is '0.9', expected a number"),
+        ({**STEPS, "lr": 0}, "lr is 0, expected a number above 0"),
+        ({**STEPS, "lr": float("nan")}, "lr is nan, expected a number"),
+        ({"evry": 5}, "has no option 'evry', needs the option 'every'"),
+    ],
+    "expert-parallel": [
+        ({"experts": "*x*"}, f"experts is {PATTERNS}"),
+        ({"placement": "owner"}, "placement is 'owner', expected one of ['replicate', 'shard']"),
+    ],
+    "pipeline-shared": [
+        *(
+            ({"placement": p}, f"placement is {p!r}, expected one of ['replicate', 'owner']")
+            for p in ("shard", "OWNER", 0)
+        ),
+        ({"exchange": 2}, "exchange is 2, expected one of ['all-reduce', 'pairwise'"),
         (
-            "pipeline-shared",
-            {"placement": placement},
-            f"placement is {placement!r}, expected one of ['replicate', 'owner']",
-        )
-        for placement in ("shard", "OWNER", 0)
-    ),
-    (
-        "pipeline-shared",
-        {"exchange": "sparse"},
-        "exchange is 'sparse', expected one of ['all-reduce', 'pairwise'",
-    ),
-    ("pipeline-shared", {"exchange": 2}, "exchange is 2, expected one of"),
-    (
-        "pipeline-shared",
-        {"placement": "owner", "exchange": "pairwise"},
-        "placement 'owner' has no exchange 'pairwise': drop one",
-    ),
-    (
-        "sequence-parallel",
-        {"parameters": "*norm*"},
-        "parameters is '*norm*', expected a list of patterns",
-    ),
-    ("sequence-parallel", {"parameters": [1]}, "parameters is [1], expected"),
-    ("sequence-parallel", {}, "needs the option 'parameters'"),
-    (
-        "sequence-parallel",
-        {"parameters": ["*"], "op": "max"},
-        "op is 'max', expected 'sum' or 'mean'",
-    ),
-]
+            {"placement": "owner", "exchange": "pairwise"},
+            "placement 'owner' has no exchange 'pairwise': drop one",
+        ),
+    ],
+    "sequence-parallel": [
+        ({"parameters": "*x*"}, f"parameters is {PATTERNS}"),
+        ({"parameters": [1]}, "parameters is [1], expected"),
+        ({}, "needs the option 'parameters'"),
+        ({"parameters": ["*"], "op": "max"}, "op is 'max', expected 'sum' or 'mean'"),
+    ],
+}
 
 
-@pytest.mark.parametrize(("name", "options", "words"), REFUSED)
-def test_a_wrong_option_is_refused_in_words(name: str, options: dict[str, Any], words: str) -> None:
-    with pytest.raises(PluginOptionError) as caught:
-        handlers.resolve({"name": name, **options})
-    assert words in str(caught.value)
+@pytest.mark.parametrize("name", REFUSED)
+def test_wrong_options_are_refused_in_words(name: str) -> None:
+    for options, words in REFUSED[name]:
+        with pytest.raises(PluginOptionError) as caught:
+            handlers.resolve({"name": name, **options})
+        assert words in str(caught.value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -25,12 +26,14 @@ from pipegrad import (
 )
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import HandlerContract
+from pipegrad.testing.handlers.hash_seeds import plans_under_seeds
 from pipegrad.testing.handlers.scenario import Seen
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.noop import Done
 from pipegrad_handlers.sharded import Sharded
 
-HASH_SEEDS = "test_no_plan_depends_on_hash_seeds"  # starts Python twice
+# They start Python twice, and ranks once more: wrong handlers are looked at one by one.
+APART = "test_no_plan_depends_on_hash_seeds", "test_every_access_is_ordered"
 Parameters = Sequence[ParameterRecord]
 Reductions = Iterable[Reduction]
 Group = dist.ProcessGroup
@@ -239,10 +242,10 @@ def contract(handler: HandlerSpec) -> HandlerContract:
 
 
 def failures(checked: HandlerContract) -> Mapping[str, str]:
-    """Runs all checks but that of hash seeds; returns what failed."""
+    """Runs all checks but those of hash seeds and of order; returns what failed."""
     found = {}
     for name in dir(checked):
-        if name.startswith("test_") and name != HASH_SEEDS:
+        if name.startswith("test_") and name not in APART:
             try:
                 getattr(checked, name)()
             except AssertionError as error:
@@ -261,21 +264,15 @@ def test_a_wrong_handler_fails_the_checks_that_fit(handler: type[GradientHandler
         assert found[check].startswith(f"handler '{__name__}:{handler.__name__}'")
 
 
-@pytest.mark.parametrize("handler", [DoesNotWait, ReadsTooEarly])
-def test_a_sum_that_nobody_waits_for_is_wrong(handler: type[GradientHandler]) -> None:
-    """Which checks fail beside that one is left to luck, as its values are."""
-    with pytest.raises(AssertionError, match="ends before the sum is there"):
-        contract(handler).test_gradients_are_those_of_one_process()
-
-
 @pytest.mark.parametrize(("handler", "hazard"), [(ReadsTooEarly, "read"), (DoesNotWait, "write")])
-def test_what_runs_ahead_of_the_sum_is_not_ordered(
-    handler: type[GradientHandler], hazard: str
-) -> None:
-    with pytest.raises(
-        AssertionError, match=rf"without async_op[\s\S]*{hazard} not ordered after write"
-    ):
-        contract(handler).test_every_access_is_ordered()
+def test_a_sum_that_nobody_waits_for_is_wrong(handler: type[GradientHandler], hazard: str) -> None:
+    """Which checks fail beside these two is left to luck, as its values are."""
+    checked = contract(handler)
+    with pytest.raises(AssertionError, match="ends before the sum is there"):
+        checked.test_gradients_are_those_of_one_process()
+    words = rf"without async_op[\s\S]*{hazard} not ordered after write"
+    with pytest.raises(AssertionError, match=words):
+        checked.test_every_access_is_ordered()
 
 
 def loses_rows(rank: int, seen: Seen) -> Seen:
@@ -303,22 +300,23 @@ HARMED: dict[Callable[[int, Seen], Seen], dict[str, str]] = {
 }
 
 
-@pytest.mark.parametrize("harm", HARMED, ids=lambda harm: harm.__name__)
-def test_parameters_that_do_not_come_back_are_told(
-    harm: Callable[[int, Seen], Seen], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_parameters_that_do_not_come_back_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """No handler does that by itself."""
     checked = contract(Sharded)
-    harmed = [harm(rank, seen) for rank, seen in enumerate(checked._seen())]
-    monkeypatch.setattr(type(checked), "_ranks", lambda _: harmed)
-    found = failures(checked)
-    assert found.keys() == HARMED[harm].keys()
-    for check, words in HARMED[harm].items():
-        assert re.search(words, found[check], re.DOTALL)
+    every = checked._seen()
+    for harm, expected in HARMED.items():
+        harmed = [harm(rank, seen) for rank, seen in enumerate(every)]
+        monkeypatch.setattr(type(checked), "_ranks", lambda _, harmed=harmed: harmed)
+        found = failures(checked)
+        assert found.keys() == expected.keys()
+        for check, words in expected.items():
+            assert re.search(words, found[check], re.DOTALL)
 
 
 def test_a_right_handler_that_places_its_results_fails_nothing() -> None:
-    assert failures(contract(Owned)) == {}
+    right = contract(Owned)
+    assert failures(right) == {}
+    right.test_every_access_is_ordered()
 
 
 def test_a_rank_that_stays_away_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,20 +325,24 @@ def test_a_rank_that_stays_away_hangs_nobody(monkeypatch: pytest.MonkeyPatch) ->
         contract(StaysAway).test_a_step_ends_on_every_rank()
 
 
-def test_a_plan_that_depends_on_hash_is_found() -> None:
+def test_what_is_another_in_other_processes_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(AssertionError, match=r"another PYTHONHASHSEED[\s\S]*: \w+\n.*: \w+$"):
         contract(Hashes).test_no_plan_depends_on_hash_seeds()
 
-
-def test_a_class_that_other_processes_cannot_import_is_told() -> None:
+    # A class that other processes cannot import is told.
     class Local(DataParallel):
         pass
 
     with pytest.raises(AssertionError, match=r"PluginLoadError: .*<locals>"):
         contract(Local).test_all_ranks_make_one_plan()
-
-
-def test_a_name_that_other_ranks_do_not_know_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    # An option that is another on each rank is told.
+    table = {"name": TakesAnything, "option": Option()}
+    with pytest.raises(AssertionError, match=r"whose repr\(\) tells their value"):
+        contract(table).test_it_is_found_and_says_where_it_comes_from()
+    # An instance is refused.
+    with pytest.raises(AssertionError, match="give the class of"):
+        contract(DataParallel()).test_all_ranks_make_one_plan()
+    # A name that other ranks do not know is told.
     monkeypatch.setitem(handlers._registered, "mine", DataParallel)
     with pytest.raises(AssertionError, match=r"handler 'mine' .* in this process alone"):
         contract("mine").test_it_is_found_and_says_where_it_comes_from()
@@ -358,12 +360,68 @@ class Option:
         return Option, ()
 
 
-def test_an_option_that_is_another_on_each_rank_is_told() -> None:
-    table = {"name": TakesAnything, "option": Option()}
-    with pytest.raises(AssertionError, match=r"whose repr\(\) tells their value"):
-        contract(table).test_it_is_found_and_says_where_it_comes_from()
+# Other processes plan under other hash seeds, and are started once, not for every handler.
 
 
-def test_an_instance_is_refused() -> None:
-    with pytest.raises(AssertionError, match="give the class of"):
-        contract(DataParallel()).test_all_ranks_make_one_plan()
+SEEDS = "1", "4242"
+QUESTIONS = list[str]()
+
+
+class Remembers(DataParallel):
+    """Raises what it knows: whose child it is, its hash of a word, and all that was asked."""
+
+    def reductions(self, parameters: Parameters, topology: Topology) -> Iterable[Reduction]:
+        QUESTIONS.append("asked")
+        said = f"{os.getppid()} {hash('word')} {QUESTIONS} {os.environ['SAID']}"
+        raise RuntimeError(f"it says {said}.")
+
+
+class Prints(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Iterable[Reduction]:
+        print("not a plan")  # noqa: T201 - what is tested
+        return super().reductions(parameters, topology)
+
+
+class Dies(DataParallel):
+    def reductions(self, parameters: Parameters, topology: Topology) -> Iterable[Reduction]:
+        os._exit(3)
+
+
+def spec(kind: type) -> str:
+    return f"{__name__}:{kind.__name__}"
+
+
+def said() -> list[list[str]]:
+    ended = plans_under_seeds([spec(Remembers)], *SEEDS)
+    found = [re.search(r"it says (\S+) (\S+) (.*)\.$", one.stderr, re.MULTILINE) for one in ended]
+    return [list(one.groups()) for one in found if one]
+
+
+def test_a_question_starts_no_python_and_finds_nothing_of_an_earlier_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Issue 16, time of the suite. Two Pythons were started for each of fifteen handlers."""
+    monkeypatch.setenv("SAID", "first")
+    first = said()
+    monkeypatch.setenv("SAID", "then")
+    then = said()
+
+    assert [(parent, word) for parent, word, _ in first] == [(p, word) for p, word, _ in then]
+    assert len({word for _, word, _ in first}) == 2, "both hash alike"
+    assert [known for *_, known in first] == ["['asked'] first"] * 2
+    assert [known for *_, known in then] == ["['asked'] then"] * 2
+
+
+def test_prints_and_exits_of_a_handler_are_no_plan() -> None:
+    one, other = plans_under_seeds([spec(Prints), "pipeline-shared"], *SEEDS)
+    silent, _ = plans_under_seeds(["data-parallel", "pipeline-shared"], *SEEDS)
+
+    assert (one.returncode, one.stderr) == (0, "")
+    assert one.stdout == other.stdout
+    assert one.stdout.startswith("1 rank: ")
+    assert silent.returncode == 0
+    # A handler that ends its process is told and the next one is asked.
+    for ended in plans_under_seeds([spec(Dies)], *SEEDS):
+        assert (ended.returncode, ended.stdout) == (3, "")
+        assert ended.stderr == "it ended with 3, and made no plan"
+    assert [ended.returncode for ended in plans_under_seeds(["noop"], *SEEDS)] == [0, 0]

@@ -20,7 +20,6 @@ from pipegrad.comm import messages
 from pipegrad.errors import PlanError
 from pipegrad.testing import HandlerContract
 from pipegrad_handlers.owned import Owned
-from tests.support.gradients.cases import rank
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
@@ -31,16 +30,6 @@ VOCAB, WIDTH, ROWS, STEPS = 16, 8, 4, 3
 class TestOwned(HandlerContract):
     handler = "owned"
     beside = ("pipeline-shared",)
-
-
-class TestOwnedBehindOwners(HandlerContract):
-    """Ties are given to an owner first, and its sums are cut into rows."""
-
-    handler = "owned"
-    beside = ({"name": "pipeline-shared", "placement": "owner"},)
-
-
-# Which parameters are matrices.
 
 
 def record(name: str, *shape: int, kind: str = "Linear", holders: Any = (0,)) -> ParameterRecord:
@@ -88,9 +77,6 @@ def test_patterns_say_what_else_is_no_matrix() -> None:
     Owned().check([record("w", 2)], topology)
     with pytest.raises(ValueError, match=r"others is 'head', expected a list of patterns"):
         Owned(others="head")
-
-
-# One process.
 
 
 class Tokens(nn.Module):
@@ -217,9 +203,6 @@ def of_replicas(data: int, microbatches: int) -> Callable[[int, nn.Module], None
     return gradients
 
 
-# The ranks.
-
-
 @contextlib.contextmanager
 def counting() -> Iterator[list[int]]:
     """Counts the bytes of every message of shards."""
@@ -235,21 +218,13 @@ def counting() -> Iterator[list[int]]:
 
 @dataclass
 class Trained:
-    """What this rank has after some steps.
-
-    Attributes:
-        weights: By name.
-        shapes: Of what its optimizer steps, by name.
-        state_numel: Elements of the optimizer's state.
-        norms: Of each step.
-        sent: Bytes of payload that it has sent in the last step.
-    """
+    """What this rank has after some steps."""
 
     weights: dict[str, torch.Tensor]
-    shapes: dict[str, tuple[int, ...]]
-    state_numel: int
+    shapes: dict[str, tuple[int, ...]]  # of what its optimizer steps
+    state_numel: int  # elements of the optimizer's state
     norms: list[float]
-    sent: int
+    sent: int  # bytes of payload in the last step
 
 
 def train(
@@ -323,7 +298,7 @@ def test_each_matrix_is_stepped_whole_on_one_rank(bucket_bytes: int | None) -> N
 
 
 @pytest.mark.ranks(4)
-def test_states_are_divided_and_bytes_are_those_of_an_all_reduce() -> None:
+def test_states_bytes_and_norms_count_each_element_once() -> None:
     """Muon keeps one number for an element, AdamW two; a ring sends 2 (n - 1) / n of all bytes."""
     ranks, found = 4, train(1, "Muon")
     trained = {name: p.numel() for name, p in build().named_parameters() if p.requires_grad}
@@ -340,9 +315,7 @@ def test_states_are_divided_and_bytes_are_those_of_an_all_reduce() -> None:
     # A rank sends more for what it owns: the parameters go to all others.
     assert found.sent <= total / ranks + (ranks - 2) * 4 * largest
 
-
-@pytest.mark.ranks(4)
-def test_norms_and_clipping_count_each_element_once() -> None:
+    # Norms and clipping count each element once.
     def clipped(step: int, model: nn.Module) -> None:
         of_replicas(2, 2)(step, model)
         norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.2).item())
@@ -353,40 +326,13 @@ def test_norms_and_clipping_count_each_element_once() -> None:
     assert found.norms == pytest.approx(norms, rel=rounding(5000))
     for name, weight in found.weights.items():
         assert error(weight, expected[name]) <= rounding(STEPS * 64)
-
-
-@pytest.mark.ranks(2)
-def test_master_copies_are_on_the_owners() -> None:
-    """Parameters of bfloat16: the optimizers step copies of float32, on the owners alone."""
-    model, before = build().to(torch.bfloat16), build().to(torch.bfloat16).state_dict()
-    topology = Topology.create(pipeline=1)
-    sync = GradientSync({0: model}, topology, handlers=["owned"], master_dtype=torch.float32)
-    others = partial(torch.optim.AdamW, lr=0.1)
-    optimizer = sync.optimizer(torch.optim.Muon, others=others, lr=0.02)
-    inputs, target = (both.chunk(2)[rank()] for both in batch(0))
-    sync.prepare()
-    loss_of(model(inputs), target).backward()
-    sync.stage_final(0)
-    sync.finish()
-    optimizer.step()
-    sync.wait_parameters()
-    sync.check_replicas()
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    masters = {m.record.name: m.tensor.dtype for m in sync.main_parameters()}
-    for main in sync.main_parameters():
-        if not main.sharded:
-            assert torch.equal(main.tensor.to(torch.bfloat16), weights[main.record.name])
-    sync.close()
-    assert set(masters.values()) == {torch.float32}
-    first, second = gathered(set(masters))
-    assert not set(IS_MATRIX) & first & second
-    assert set(IS_MATRIX) <= first | second
-    for name, weight in gathered(weights)[0].items():
-        assert torch.equal(weight, weights[name])
-        assert torch.equal(weight, before[name]) == (name == "3.bias"), name  # it is frozen
-
-
-# Ties and pipelines.
+    # Muon beside a tied embedding has the bits of one process. With one microbatch the owner of the
+    # tie adds two terms, and then two replicas do.
+    shared = {"name": "pipeline-shared", "placement": "owner"}
+    expected = one_process("Muon", of_replicas(2, 1), tied=True)
+    found = train(2, "Muon", shared, tied=True, num_microbatches=1)
+    for name, weight in found.weights.items():
+        assert torch.equal(weight, expected[name]), name
 
 
 @pytest.mark.ranks(4)
@@ -404,16 +350,6 @@ def test_a_tied_embedding_is_no_matrix(placement: str) -> None:
     assert len(found.shapes.get("0.embed.weight", ())) != 2  # another rank has it, or its rows
     for name, weight in found.weights.items():
         assert error(weight, expected[name]) <= rounding(STEPS * 64), name
-
-
-@pytest.mark.ranks(4)
-def test_muon_beside_a_tied_embedding_has_the_bits_of_one_process() -> None:
-    """With one microbatch the owner of the tie adds two terms, and then two replicas do."""
-    shared = {"name": "pipeline-shared", "placement": "owner"}
-    expected = one_process("Muon", of_replicas(2, 1), tied=True)
-    found = train(2, "Muon", shared, tied=True, num_microbatches=1)
-    for name, weight in found.weights.items():
-        assert torch.equal(weight, expected[name]), name
 
 
 class Table(nn.Module):
@@ -479,60 +415,43 @@ def test_a_tied_table_is_no_matrix_in_any_cut(handler: str) -> None:
     assert muon(nn.Sequential(HeadFirst()), 1, handler)[0] == ["0.between.weight"]
 
 
-# Mistakes.
-
-MISTAKES: dict[str, tuple[str, Callable[[GradientSync], object], str]] = {
+OF_MATRICES, OTHERS_ADAMW = "Muon steps matrices of two dimensions", {"others": torch.optim.AdamW}
+# The handler, the optimizer and its options, and what is said.
+MISTAKES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "vectors for Muon": (
-        "data-parallel",
-        lambda sync: sync.optimizer(torch.optim.Muon),
-        r"Muon steps matrices of two dimensions, but '0.1.bias' is \(12,\).*others=torch.optim",
+        "data-parallel", torch.optim.Muon, {},
+        rf"{OF_MATRICES}, but '0.1.bias' is \(12,\).*others=torch.optim",
     ),
-    "Muon for everything": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon),
-        r"Muon steps matrices of two dimensions",
-    ),
+    "Muon for everything": ("owned", torch.optim.Muon, {}, OF_MATRICES),
     "Muon for shards": (
-        "sharded",
-        lambda sync: sync.optimizer(torch.optim.Muon, others=torch.optim.AdamW),
-        r"Muon cannot step sharded parameters.*The handler 'owned' gives it whole matrices",
+        "sharded", torch.optim.Muon, OTHERS_ADAMW,
+        "Muon cannot step sharded parameters.*The handler 'owned' gives it whole matrices",
     ),
     "swapped": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.AdamW, others=torch.optim.Muon),
-        r"Muon steps matrices of two dimensions, but '0.0.embed.weight' is|but '0.1.bias' is",
+        "owned", torch.optim.AdamW, {"others": torch.optim.Muon},
+        f"{OF_MATRICES}, but '0.0.embed.weight' is|but '0.1.bias' is",
     ),
     "not elementwise": (
-        "owned",
-        lambda sync: sync.optimizer(Whitened),
-        r"Whitened cannot step sharded parameters.*others=torch.optim.AdamW",
+        "owned", Whitened, {}, "Whitened cannot step sharded parameters.*others=torch.optim.AdamW"
     ),
     "others of a wrong kind": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon, others=len),  # type: ignore[arg-type]
-        r"made int, expected an Optimizer",
+        "owned", torch.optim.Muon, {"others": len}, "made int, expected an Optimizer"
     ),
     "others that are there already": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon, others="AdamW"),  # type: ignore[arg-type]
-        r"cannot be made by an object of class str: give a class of torch.optim, or a function",
+        "owned", torch.optim.Muon, {"others": "AdamW"},
+        "cannot be made by an object of class str: give a class of torch.optim, or a function",
     ),
-    "a group too many": (
-        "owned",
-        lambda sync: sync.optimizer(torch.optim.Muon, others=adamw).add_param_group(
-            {"params": [nn.Parameter(torch.ones(2, 2))]}
-        ),
-        r"add_param_group\(\) of Muon and AdamW as one optimizer",
-    ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize(("handler", "make", "words"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_an_error_on_all_ranks(
-    handler: str, make: Callable[[GradientSync], object], words: str
-) -> None:
-    sync = GradientSync({0: build()}, Topology.create(pipeline=1), handlers=[handler])
-    with pytest.raises(PlanError, match=words):
-        make(sync)
-    sync.close()
+def test_mistakes_are_errors_on_all_ranks() -> None:
+    for handler, kind, options, words in MISTAKES.values():
+        sync = GradientSync({0: build()}, Topology.create(pipeline=1), handlers=[handler])
+        with pytest.raises(PlanError, match=words):
+            sync.optimizer(kind, **options)
+        if kind is torch.optim.AdamW:
+            both = sync.optimizer(torch.optim.Muon, others=adamw)
+            with pytest.raises(PlanError, match=r"add_param_group\(\) of Muon and AdamW as one"):
+                both.add_param_group({"params": [nn.Parameter(torch.ones(2, 2))]})
+        sync.close()

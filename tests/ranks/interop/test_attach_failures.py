@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -21,8 +22,10 @@ import pipegrad
 from pipegrad import GradientSync, Scheduler, Stage, Topology
 from pipegrad.errors import PipegradError, PlanError, root_of
 from tests.support.gradients.cases import rank
+from tests.support.pipeline.pipelines import CPU
+from tests.support.pipeline.scales import fails_in_backward, fails_in_forward
 
-CPU = torch.device("cpu")
+pytestmark = pytest.mark.ranks(2)
 MICROBATCHES, WIDTH = 4, 3
 PLACES = {
     "GPipe": (0, 1),
@@ -48,28 +51,6 @@ class Piece(nn.Module):
         out: Tensor = self.linear(x).tanh()
         self.left -= 1
         return self.trick(out) if self.trick is not None and self.left < 0 else out
-
-
-class FailsInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise OSError("no space left")
-
-
-def fails_in_forward(_out: Tensor) -> Tensor:
-    raise OSError("no space left")
-
-
-def exits(_out: Tensor) -> Tensor:
-    raise SystemExit(0)
-
-
-def is_interrupted(_out: Tensor) -> Tensor:
-    raise KeyboardInterrupt
 
 
 class Attached:
@@ -113,10 +94,10 @@ class Attached:
 
 FAILURES = {
     "forward": fails_in_forward,
-    "backward": FailsInBackward.apply,
+    "backward": fails_in_backward,
     "loss": fails_in_forward,
-    "interrupt": is_interrupted,
-    "exit": exits,
+    "interrupt": mock.Mock(side_effect=KeyboardInterrupt),
+    "exit": mock.Mock(side_effect=SystemExit(0)),
 }
 
 
@@ -147,7 +128,6 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
     return len(found) == len(right) and all(map(torch.equal, found, right))
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("name", PLACES)
 @pytest.mark.parametrize("when", ["first", "later"])
 def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> None:
@@ -184,7 +164,6 @@ def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> 
     run.sync.close()
 
 
-@pytest.mark.ranks(2)
 def test_what_fails_elsewhere_in_a_step_is_told_too() -> None:
     """Issue 16, point 3: another batch, a loss that does not fit, an evaluation."""
     run = Attached("1F1B")
@@ -234,7 +213,6 @@ class NoReduceGrad(ScheduleInterleaved1F1B):
         }
 
 
-@pytest.mark.ranks(2)
 def test_a_schedule_without_reduce_grad_ends_its_stages_with_the_step() -> None:
     """Issue 16, point 12: it ended after the whole step, in "finish() before stage_final()"."""
     right = Attached("Interleaved1F1B")
@@ -261,7 +239,6 @@ class Weighted(nn.Module):
         return loss
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("who", ["module", "method", "module of a Scheduler"])
 def test_a_loss_with_parameters_is_refused_over_replicas(who: str) -> None:
     """Issue 16, point 10 (1.17): its gradients differed between replicas, without a word."""

@@ -41,9 +41,7 @@ class Clock:
 
 
 @pytest.mark.ranks(3)
-def test_all_ranks_find_the_same_of_each_link_and_each_clock(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_all_ranks_find_the_same_of_links_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clocks, "time", Clock())
     monkeypatch.setattr(links, "_REPEATS", 2)
     with sync_points.using(SlowLink()):

@@ -103,9 +103,7 @@ def measured(schedule: str, *, recompute: bool = False) -> tuple[list[Costs], Pr
 @pytest.mark.parametrize(
     "options", [{"schedule": "1f1b"}, {"schedule": "zbv"}, {"schedule": "1f1b", "recompute": True}]
 )
-def test_nothing_changes_and_all_ranks_have_the_same_costs_of_each_stage_and_link(
-    options: dict[str, Any],
-) -> None:
+def test_nothing_changes_and_all_ranks_have_the_same_costs(options: dict[str, Any]) -> None:
     found, program = measured(**options)
     assert len({str(stages) for stages in gathered(found[0].stages)}) == 1
     for costs in found:
@@ -115,31 +113,14 @@ def test_nothing_changes_and_all_ranks_have_the_same_costs_of_each_stage_and_lin
         assert len(costs.network.hosts) == 2
 
 
-def test_times_are_those_of_each_stage_alone() -> None:
+def test_times_and_bytes_are_those_of_each_stage_alone() -> None:
     for costs in measured("1f1b")[0]:
         fast, slow = costs.stages
         assert slow.forward_seconds > SLOW_SECONDS
         assert slow.forward_seconds > fast.forward_seconds > 0
         assert slow.forward_seconds > slow.backward_seconds > 0
         assert fast.weight_seconds == slow.weight_seconds == 0
-
-
-def test_a_split_backward_has_a_part_that_waits_and_factors_that_it_needs() -> None:
-    for stage in measured("zbv")[0][-1].stages:
-        assert stage.backward_seconds > stage.weight_seconds > 0
-        # The factors of the linear layer's product: what went in, and the gradient of what came
-        # out. What went into the first stage is the caller's own.
-        assert stage.factor_bytes in (FLOAT * ROWS * WIDTH, 2 * FLOAT * ROWS * WIDTH)
-
-
-def test_a_stage_that_recomputes_keeps_nothing_of_its_own_and_runs_forward_twice() -> None:
-    first, second = measured("1f1b", recompute=True)[0][-1].stages
-    # The first one's input is the caller's, the second one's is in receive buffers.
-    assert first.activation_bytes == second.activation_bytes == 0
-    assert second.backward_seconds > SLOW_SECONDS
-
-
-def test_bytes_are_counted_once_for_memory_that_tensors_share() -> None:
+    # Bytes are counted once for memory that tensors share.
     value = FLOAT * ROWS * WIDTH
     statistics = 2 * FLOAT * WIDTH  # of the batch
     for costs in measured("1f1b")[0]:
@@ -155,9 +136,26 @@ def test_bytes_are_counted_once_for_memory_that_tensors_share() -> None:
         # the norm.
         assert first.activation_bytes == 3 * value + statistics
         assert second.activation_bytes > first.activation_bytes - value
+    # A split backward has a part that waits and factors that it needs.
+    for stage in measured("zbv")[0][-1].stages:
+        assert stage.backward_seconds > stage.weight_seconds > 0
+        # The factors of the linear layer's product: what went in, and the gradient of what came
+        # out. What went into the first stage is the caller's own.
+        assert stage.factor_bytes in (FLOAT * ROWS * WIDTH, 2 * FLOAT * ROWS * WIDTH)
+    # A stage that recomputes keeps nothing of its own and runs forward twice.
+    first, second = measured("1f1b", recompute=True)[0][-1].stages
+    # The first one's input is the caller's, the second one's is in receive buffers.
+    assert first.activation_bytes == second.activation_bytes == 0
+    assert second.backward_seconds > SLOW_SECONDS
+    # The costs can be simulated and saved.
+    found, program = measured("1f1b")
+    costs = Costs.from_json(found[-1].to_json())
+    assert costs == found[-1]
+    seconds = simulate(program, costs).step_seconds
+    assert seconds[0] > MICROBATCHES * SLOW_SECONDS
 
 
-def test_two_optimizers_as_one_are_measured_together() -> None:
+def test_two_optimizers_are_measured_and_mistakes_refused() -> None:
     """Muon keeps one number for an element of a matrix; AdamW two, and a count."""
     x, y = batch()
     scheduler = made("1f1b")
@@ -170,17 +168,7 @@ def test_two_optimizers_as_one_are_measured_together() -> None:
     for stage in costs.stages:
         assert stage.optimizer_seconds > 0
         assert stage.optimizer_bytes == FLOAT * (of_matrix + of_vectors)
-
-
-def test_the_costs_can_be_simulated_and_saved() -> None:
-    found, program = measured("1f1b")
-    costs = Costs.from_json(found[-1].to_json())
-    assert costs == found[-1]
-    seconds = simulate(program, costs).step_seconds
-    assert seconds[0] > MICROBATCHES * SLOW_SECONDS
-
-
-def test_what_cannot_be_measured_is_refused_on_all_ranks() -> None:
+    # What cannot be measured is refused on all ranks.
     x, y = batch()
     scheduler, broken = made("1f1b"), made("1f1b", fails=True)
     with pytest.raises(PipegradError, match="needs target="):

@@ -96,7 +96,7 @@ def actions(timeline: Timeline, number: int) -> list[str]:
 
 
 @CASES
-def test_each_action_is_recorded_once_in_each_step_on_its_rank(case: str) -> None:
+def test_actions_waits_and_transfers_are_recorded_where_they_were(case: str) -> None:
     timeline, program = of(case)
     rows = [[str(a) for a in row] for row in program.schedule.actions]
     for number in range(NUM_STEPS):
@@ -104,21 +104,7 @@ def test_each_action_is_recorded_once_in_each_step_on_its_rank(case: str) -> Non
     for own in range(2):
         spans = [s for s in timeline.on_rank(own) if s.kind in COMPUTE and s.step == 0]
         assert [s.action for s in spans] == rows[own]
-
-
-@pytest.mark.parametrize("case", ["1f1b", "zbv", "sharded"])
-def test_the_spans_of_a_rank_cover_its_steps_and_do_not_overlap(case: str) -> None:
-    timeline = sharded() if case == "sharded" else of(case)[0]
-    for own in range(2):
-        assert all(a.end == b.begin for a, b in pairwise(timeline.on_rank(own)))
-        for number in range(len(timeline.step_ends)):
-            part = timeline.of_step(number)
-            covered = sum(span.seconds for span in part.on_rank(own))
-            assert covered == pytest.approx(part.seconds, rel=0.01)
-
-
-@CASES
-def test_waits_and_transfers_name_their_peer_and_channel(case: str) -> None:
+    # Waits and transfers name their peer and channel.
     timeline, program = of(case)
     named = ("wait for receive", "wait for send", "transfer")
     spans = [s for s in timeline.spans if s.kind in named]
@@ -132,16 +118,25 @@ def test_waits_and_transfers_name_their_peer_and_channel(case: str) -> None:
     assert sum(s.kind == "transfer" for s in spans) == NUM_STEPS * channels
 
 
-def test_a_rank_waits_for_the_first_value_of_a_slow_stage() -> None:
+@pytest.mark.parametrize("case", ["1f1b", "zbv", "sharded"])
+def test_the_spans_of_a_rank_cover_its_steps_and_do_not_overlap(case: str) -> None:
+    timeline = sharded() if case == "sharded" else of(case)[0]
+    for own in range(2):
+        assert all(a.end == b.begin for a, b in pairwise(timeline.on_rank(own)))
+        for number in range(len(timeline.step_ends)):
+            part = timeline.of_step(number)
+            covered = sum(span.seconds for span in part.on_rank(own))
+            assert covered == pytest.approx(part.seconds, rel=0.01)
+
+
+def test_waits_reductions_and_parameter_syncs_are_recorded_alike() -> None:
     timeline, _ = of("1f1b")
     waits = [s for s in timeline.spans if s.kind == "wait for receive" and s.step == 1]
     (first,) = [s for s in waits if s.rank == 1 and s.label == "x of 0F0"]
     (slow,) = [s for s in timeline.spans if s.step == 1 and s.kind == "F" and s.action == "0F0"]
     assert slow.seconds >= SLOW_SECONDS
     assert (first.peer, first.begin < slow.end <= first.end) == (0, True)
-
-
-def test_reductions_the_optimizer_and_waits_for_all_ranks_are_recorded() -> None:
+    # Reductions the optimizer and waits for all ranks are recorded.
     timeline, program = of("1f1b")
     reductions = [s for s in timeline.spans if s.kind == "reduction"]
     assert sorted((s.rank, s.step, s.which) for s in reductions) == sorted(
@@ -158,21 +153,17 @@ def test_reductions_the_optimizer_and_waits_for_all_ranks_are_recorded() -> None
             assert sum(s.kind == "wait for reduction" for s in spans) == 1
             labels = {s.label for s in spans if s.kind == "wait for ranks"}
             assert {"the norm of the gradients", "the loss of all ranks"} <= labels
-
-
-def test_parameter_syncs_and_the_waits_for_them_are_recorded() -> None:
+    # Parameter syncs and the waits for them are recorded.
     syncs = [s for s in sharded().spans if s.kind == "parameter sync"]
     # That of the last step may still be on its way when the recording ends.
     assert {sum(s.rank == r for s in syncs) for r in range(2)} <= {2, 3}
     assert all(s.which >= 0 and s.label.startswith("bucket ") for s in syncs)
-
-
-def test_all_ranks_of_a_pipeline_get_the_same_timeline() -> None:
+    # All ranks of a pipeline get the same timeline.
     timelines = gathered(of("1f1b")[0])
     assert sorted(sum(a == b for b in timelines) for a in timelines) == [2, 2, 2, 2]
 
 
-def test_a_step_that_fails_is_recorded_as_far_as_it_went_and_the_next_one_whole() -> None:
+def test_steps_that_fail_or_have_other_microbatches_are_recorded() -> None:
     scheduler = pipeline()
     pipeline_rank = scheduler.topology.coordinate("pp")
     with pipegrad.record(scheduler) as recording:
@@ -195,10 +186,8 @@ def test_a_step_that_fails_is_recorded_as_far_as_it_went_and_the_next_one_whole(
     # The own timeline has the actions of one rank.
     assert {s.rank for s in own.spans} == {rank() // 2}
     assert {s.stage for s in own.spans if s.kind in COMPUTE} == {rank() // 2}
-
-
-def test_a_timeline_has_the_microbatches_of_its_steps() -> None:
-    """A recorded step has another number of microbatches than the Scheduler's steps."""
+    # A timeline has the microbatches of its steps. A recorded step has another number of
+    # microbatches than the Scheduler's steps.
     scheduler = pipeline()
     number = 2 * scheduler.schedule.num_microbatches
     for stage in scheduler._stages.values():
@@ -211,9 +200,7 @@ def test_a_timeline_has_the_microbatches_of_its_steps() -> None:
     assert max(s.microbatch for s in timeline.spans) == number - 1
     assert not any("no advice" in note for note in explain(timeline).notes)
     assert timeline.num_microbatches == number
-
-
-def test_what_cannot_be_recorded_is_refused_on_all_ranks() -> None:
+    # What cannot be recorded is refused on all ranks.
     scheduler = pipeline()
     for steps in (0, True, "3"):
         with (

@@ -37,9 +37,7 @@ def train(*settings: str) -> Result:
     return result
 
 
-def test_a_job_writes_the_timeline_of_its_last_steps_and_prints_where_they_went(
-    folder: Path,
-) -> None:
+def test_a_job_writes_and_prints_where_its_last_steps_went(folder: Path) -> None:
     output = train().output
     timeline = Timeline.load(folder / "runs/run/timeline.json")
     assert timeline.source == "measured"
@@ -55,9 +53,7 @@ def test_a_job_writes_the_timeline_of_its_last_steps_and_prints_where_they_went(
     assert "critical path: " in again
 
 
-def test_what_follows_the_last_step_is_not_part_of_it(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_follows_the_last_step_is_none(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A checkpoint that is written at the end would look like time of the host."""
     finish, ahead = Saving.finish, [0.0]
 

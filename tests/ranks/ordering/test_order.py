@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -14,8 +15,11 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm.comm_stream import CommStream
+from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker
-from tests.support.ordering.producers import CPU
+from pipegrad.testing.ordering.replay import Recording
+from tests.support.gradients.cases import rank, replicated, stage, tied
+from tests.support.ordering.producers import CPU, Producers
 from tests.support.ordering.programs import PROGRAMS, run_programs, wrong
 
 NAMES = [pytest.param(n, marks=[pytest.mark.smoke] * (n == "viewed")) for n in PROGRAMS]
@@ -76,8 +80,6 @@ def test_a_collective_ends_where_somebody_waits_for_it(kind: str, waited: tuple[
     assert left_to_luck(kind, waited) == WAITED[kind, waited]
 
 
-# Live.
-
 RACE = """
 import threading, torch, pipegrad
 from pipegrad.comm.comm_stream import CommStream
@@ -111,3 +113,59 @@ def test_live(live: str, waits: bool) -> None:
         assert "done" not in done.stdout
     else:
         assert done.stdout == "done [2.0, 2.0, 2.0, 2.0]\n"
+
+
+# Small steps of GradientSync, drained in every order that their waits allow.
+
+
+# Sites whose absence shows in the bits of a step; the others order steps, threads or frees.
+SHOWN = (
+    "buffer.written",
+    "comm-stream.producers",
+    "comm-stream.task-done",
+    "comm-stream.result",
+    "reduce.collective",
+)
+
+
+def drained(name: str, mutant: str | None = None) -> tuple[int, int]:
+    """Returns the number of orders of a program and of those with other bits.
+
+    All orders of the right program; of a wrong one, of which there are far more, the extremes.
+    """
+    with Recording() as recording, sites[mutant].off() if mutant else contextlib.nullcontext():
+        program(recording, name)
+    return recording.differing(recording.priorities() if mutant else recording.orders())
+
+
+def program(recording: Recording, name: str) -> None:
+    module = stage(a=(1,), b=(2,))
+    options: dict[str, Any] = {"bucket_bytes": 0 if name == "viewed" else 1024, "comm_streams": 2}
+    if name == "tied":
+        sync = tied(module, "a", "b", **options)
+    else:
+        dtype = torch.float64 if name == "copied" else None
+        sync = replicated(module, reduce_dtype=dtype, **options)
+    producers = Producers(recording, list(module.parameters()), 2)
+    sync.prepare()
+    with producers.backward():
+        total = sum(p.sum() * (rank() + k + 1.0) for k, p in enumerate(module.parameters()))
+        torch.as_tensor(total).backward()
+    sync.stage_final(sync.topology.local_stages[0])
+    sync.finish()
+    for p in module.parameters():
+        p.grad.mul_(0.5)  # type: ignore[union-attr]
+    sync.close()
+
+
+@pytest.mark.ranks(2)
+def test_every_legal_order_of_a_step_gives_the_bits_of_a_serial_run() -> None:
+    for name in ("viewed", "copied", "tied"):
+        orders, differing = drained(name)
+        assert (orders > 1, differing) == (True, 0)
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("mutant", SHOWN)
+def test_without_a_wait_some_order_gives_others(mutant: str) -> None:
+    assert drained("copied", mutant)[1] > 0  # in its buckets each of them shows

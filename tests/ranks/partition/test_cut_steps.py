@@ -15,6 +15,8 @@ from tests.support.partition.twins import Twins, difference
 from tests.support.pipeline.schedulers import topology
 from tests.support.ranked import gathered
 
+pytestmark = pytest.mark.ranks(2, seconds=300)
+
 pytest.importorskip("transformers")
 
 LLAMA, GPT2 = FAMILIES["Llama 3.2"], FAMILIES["GPT-2"]
@@ -41,8 +43,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.ranks(2, seconds=300)
-def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -> None:
+def test_refusals_evaluations_and_steps_of_one_cut() -> None:
     twins = Twins(LLAMA.build)
     for name, (change, words) in REFUSED.items():
         given = {n: x for n, x in (BATCH | change).items() if x is not None}
@@ -50,12 +51,7 @@ def test_what_cannot_be_is_refused_on_all_ranks_and_a_step_after_it_is_right() -
         for parameter in twins.held.values():
             parameter.grad = None
     twins.step(BATCH)
-    assert max(twins.close()) <= 1e-6
-
-
-@pytest.mark.ranks(2, seconds=300)
-def test_evaluation_is_that_of_the_uncut_model_and_leaves_modes() -> None:
-    twins = Twins(LLAMA.build)
+    # Evaluation is that of the uncut model and leaves modes.
     without = {name: BATCH[name] for name in ("input_ids", "attention_mask")}
     outputs = twins.scheduler.evaluate(**without)
     assert outputs.loss.isnan()
@@ -71,7 +67,6 @@ def test_evaluation_is_that_of_the_uncut_model_and_leaves_modes() -> None:
     assert max(twins.close()) <= 1e-6
 
 
-@pytest.mark.ranks(2, seconds=300)
 def test_one_model_may_have_several_cuts_and_schedulers() -> None:
     model = LLAMA.build()
     for boundary, schedule, number in ((3, "1f1b", 4), (5, "eager-1f1b", 4), (3, "1f1b", 2)):
@@ -83,7 +78,6 @@ def test_one_model_may_have_several_cuts_and_schedulers() -> None:
     assert difference(model(**BATCH).loss, LLAMA.build()(**BATCH).loss) <= 1e-6
 
 
-@pytest.mark.ranks(2, seconds=300)
 def test_dropout_follows_seeds_and_modes() -> None:
     dropout = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.1)
     model: Any = type(GPT2)(GPT2.config, GPT2.head, dict(GPT2.options) | dropout).build()
@@ -111,8 +105,7 @@ def test_dropout_follows_seeds_and_modes() -> None:
     assert [quiet, still] == pytest.approx([true, true], abs=1e-6, rel=0)
 
 
-@pytest.mark.ranks(2, seconds=300)
-def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
+def test_ranks_of_a_pipeline_have_one_batch_and_one_measured_cut() -> None:
     """A loader that divides data over all ranks gives each rank of a pipeline its own batch.
 
     It was accepted: the pipeline trained on inputs and labels that do not belong together.
@@ -123,9 +116,6 @@ def test_ranks_of_a_pipeline_with_batches_of_their_own_are_refused() -> None:
         twins.scheduler.step(**batch)
     assert len(set(gathered(str(caught.value)))) == 1
     twins.close()
-
-
-@pytest.mark.ranks(2, seconds=300)
-def test_ranks_measure_together_and_cut_alike() -> None:
+    # Ranks measure together and cut alike.
     first, second = gathered(cut(LLAMA.build(), 3, by="measured").boundaries)
     assert first == second

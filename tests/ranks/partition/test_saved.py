@@ -43,11 +43,10 @@ def sharded(stages: dict[int, nn.Module], mesh: DeviceMesh) -> None:
 
 
 @pytest.mark.ranks(PIPELINE * DATA, seconds=300)
-@pytest.mark.parametrize("name", ["llama", "t5", "mixtral"])
-@pytest.mark.parametrize("way", ["plain", "fsdp"])
-def test_four_ranks_load_and_save_what_transformers_reads(
-    name: str, way: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(
+    ("name", "way"), [("llama", "plain"), ("t5", "plain"), ("t5", "fsdp"), ("mixtral", "fsdp")]
+)
+def test_ranks_load_and_save_what_transformers_reads(name: str, way: str, tmp_path: Path) -> None:
     mesh = init_device_mesh("cpu", (PIPELINE, DATA), mesh_dim_names=("pp", "dp"))
     true = FAMILIES[name].model()
     if rank() == 0:

@@ -14,22 +14,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology, Work
+from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, store
+from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from tests.support.gradients.cases import outcome, rank
-from tests.support.pipeline.layers import farthest
+from tests.support.pipeline.layers import WIDTH, Pipeline
 from tests.support.ranked import gathered
-from tests.support.rounding import rounding
 
-RANKS, WIDTH, ROWS, OWN = 3, 4, 8, 8
-MOST = rounding(RANKS * WIDTH * ROWS)
+pytestmark = pytest.mark.ranks(3)
+
+RANKS, ROWS, OWN = 3, 8, 8
 FAST, SLOW = (0.0, 0.0), (0.0, 1.5)
 BEGIN, LATER = [3, 2, 1], [4, 3, 1]  # warm-ups, where hops are fast and where the last one is slow
-pytestmark = pytest.mark.ranks(RANKS)
 
 
 def script(hops: Sequence[float]) -> Times:
@@ -44,32 +44,17 @@ def told(*hops: Sequence[float]) -> Iterator[None]:
         yield
 
 
-class Pipeline:
-    """One layer a rank, and the same layers in one process."""
+class Adapting(Pipeline):
+    """A pipeline of three ranks that may fail, and tells its warm-ups."""
 
     def __init__(self, schedule: Any = "adaptive-1f1b", **options: Any) -> None:
-        layers, self.true = [self._layers() for _ in range(2)]
-        self.own = layers[rank()]
+        super().__init__(RANKS, schedule=schedule, num_microbatches=OWN, **options)
         self.error: Exception | None = None
         self.late_error: Exception | None = None  # of the last backward
         self.tells = False  # whether this rank tells others when it has ended a step
+        self.forwards = 0
         self.own.register_forward_pre_hook(self._before)
         self.own.register_forward_hook(self._after)
-        self.forwards = 0
-        self.scheduler = Scheduler(
-            [Stage(self.own, rank())],
-            Topology.create(pipeline=RANKS),
-            schedule=schedule,
-            num_microbatches=OWN,
-            loss_fn=lambda out, target: (out - target).square().mean(),
-            **options,
-        )
-        self.close = self.scheduler.close
-
-    @staticmethod
-    def _layers() -> list[nn.Sequential]:
-        torch.manual_seed(0)
-        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()) for _ in range(RANKS)]
 
     def _before(self, _module: nn.Module, _inputs: object) -> None:
         if self.error is not None:
@@ -81,23 +66,16 @@ class Pipeline:
         if error is not None and self.forwards == OWN:
             out.register_hook(lambda _: fail_behind_others(error))
 
-    def step(self, seed: int = 0, **options: Any) -> str:
-        """Takes a step; returns what it raised, or whether gradients are right."""
-        return outcome(lambda: self._distance(seed, **options) <= MOST or "wrong")
-
-    def _distance(self, seed: int, **options: Any) -> float:
-        torch.manual_seed(seed)
-        x, y = torch.randn(2, ROWS, WIDTH).unbind()
-        self.own.zero_grad()
+    def step(self, rows: int = ROWS, **options: Any) -> str:
         self.forwards = 0
-        result = self.scheduler.step(x, target=y, **options)
+        return super().step(rows, **options)
+
+    def _train(self, x: Tensor, **options: Any) -> None:
+        self.own.zero_grad()
+        result = self.scheduler.step(x, **options)
         if self.tells:
             store().set(f"ended {rank()}", "")
         float(result.loss)
-        for module in self.true:
-            module.zero_grad()
-        nn.Sequential(*self.true)(x).sub(y).square().mean().backward()
-        return farthest(self.own, self.true[rank()])
 
     def warm_ups(self) -> list[int]:
         return warm_ups_of(self.scheduler.schedule)
@@ -116,7 +94,7 @@ def fail_behind_others(error: Exception) -> None:
 
 def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
     """Fast, slow and fast again; the ranks meet only where the schedule changes."""
-    pipeline, proven, seen, numbers = Pipeline(), 0, set[int](), StepTimes.numbers
+    pipeline, proven, seen, numbers = Adapting(), 0, set[int](), StepTimes.numbers
 
     def counted(times: StepTimes) -> list[float]:
         seen.update(map(len, times._computes.values()))
@@ -129,7 +107,7 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
         mock.patch("pipegrad.pipeline.adapting.agree", wraps=agree) as met,
     ):
         for seed, warm_ups in enumerate(wanted):
-            assert pipeline.step(seed) == "True"
+            assert pipeline.step(seed=seed) == "True"
             assert met.call_count == seed // 2  # the first times make the first plan
             proof = pipeline.scheduler.proof
             proven = max(proven, proof.receive_buffers[rank()])
@@ -139,21 +117,19 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
     pipeline.close()
 
 
-def test_evaluations_and_other_numbers_of_microbatches_go_on() -> None:
+def test_other_numbers_go_on_and_a_failure_ends_its_step_alone() -> None:
     """Before and after a change."""
-    x = torch.ones(ROWS, WIDTH)
-    with closing(Pipeline()) as pipeline:
+    x = torch.ones(ROWS, WIDTH, dtype=torch.float64)
+    with closing(Adapting()) as pipeline:
         with told(FAST, SLOW, SLOW, SLOW):
             for options in ({}, {"num_microbatches": 4}) * 2 + ({},):
                 assert pipeline.step(**options) == "True"
                 assert float(pipeline.scheduler.evaluate(x, target=x).loss) > 0
         others = pipeline.scheduler._kinds[False, 4].program.schedule
         assert pipeline.warm_ups() == warm_ups_of(others) == LATER
-
-
-def test_a_failure_in_the_step_of_a_change_ends_that_step_alone() -> None:
-    """A stage fails in the step of a change, and in a step whose times are to be read."""
-    with closing(Pipeline()) as pipeline:
+    # A failure in the step of a change ends that step alone. A stage fails in the step of a change,
+    # and in a step whose times are to be read.
+    with closing(Adapting()) as pipeline:
         step = pipeline.step
         assert step() == step() == "True"
         with told(SLOW, SLOW):
@@ -187,7 +163,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(
     own: tuple[float, float], others: tuple[float, float], seconds: float, words: str
 ) -> None:
     """Ranks that read other times than the rest: a bug, or memory that has changed."""
-    with closing(Pipeline()) as pipeline:
+    with closing(Adapting()) as pipeline:
         assert pipeline.step() == pipeline.step() == "True"
         with told(FAST):
             assert pipeline.step() == "True"
@@ -213,7 +189,7 @@ class SlowHop(sync_points.Backend):
 @pytest.mark.parametrize("name", ["hop-aware-1f1b", "hop-aware-zb-h1", "auto", "adaptive-1f1b"])
 def test_by_name_alone_hops_are_measured_in_the_second_step(name: str) -> None:
     """Over a network whose last hop is slow."""
-    with sync_points.using(SlowHop()), closing(Pipeline(name)) as pipeline:
+    with sync_points.using(SlowHop()), closing(Adapting(name)) as pipeline:
         scheduler = pipeline.scheduler
         assert pipeline.step() == pipeline.step() == "True"
         assert (scheduler.times, pipeline.warm_ups(), scheduler.choice) == (None, BEGIN, None)
@@ -237,21 +213,48 @@ def test_by_name_alone_hops_are_measured_in_the_second_step(name: str) -> None:
     assert gathered(found) == [found] * RANKS
 
 
-def test_options_that_differ_are_refused_before_the_first_step() -> None:
+def test_options_that_differ_are_refused_and_with_costs_nothing_is_measured() -> None:
     """Ranks that were given other options, which only later schedules would show."""
     spec = {"name": "adaptive-1f1b", "max_live_activations": 4 + rank() // 2}
-    said = outcome(lambda: Pipeline(spec))
+    said = outcome(lambda: Adapting(spec))
     assert said.startswith("AgreementError: ranks disagree on the schedule")
     assert "'max_live_activations': '5'" in said
-
-
-def test_with_costs_nothing_is_measured() -> None:
+    # With costs nothing is measured.
     costs = {"hop_seconds": [0.0, 1.5], "compute_seconds": 3.0}
     with (
         mock.patch("pipegrad.pipeline.step.StepTimes") as watched,
-        closing(Pipeline({"name": "hop-aware-1f1b", **costs})) as pipeline,
+        closing(Adapting({"name": "hop-aware-1f1b", **costs})) as pipeline,
     ):
         assert [pipeline.step() for _ in range(3)] == ["True"] * 3
         assert pipeline.warm_ups() == LATER
         assert pipeline.scheduler.times is None
         watched.assert_not_called()
+
+
+# measure_hops: each hop's own time, the same on all ranks.
+
+
+SLOW_SECONDS = 0.2
+
+
+class SlowSecondHop(sync_points.Backend):
+    """A network whose second hop takes long, both ways; messages carry their hop's number."""
+
+    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        if tag == 1:
+            time.sleep(SLOW_SECONDS)
+        return super().send(group, tensor, peer, tag)
+
+
+@pytest.mark.ranks(3)
+def test_each_hop_is_measured_by_itself_and_told_to_all() -> None:
+    with sync_points.using(SlowSecondHop()):
+        found = measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
+    assert gathered(found) == [found] * 3
+    fast, slow = found
+    assert 0 < fast < SLOW_SECONDS <= slow
+
+
+@pytest.mark.ranks(2)
+def test_a_pipeline_of_one_rank_has_no_hops() -> None:
+    assert measure_hops(Topology.create(pipeline=1), num_bytes=4) == ()

@@ -107,9 +107,7 @@ def size(name: str | None) -> int:
     ],
     ids=str,
 )
-def test_messages_have_the_bytes_that_codecs_promise(
-    spec: Any, expected: list[list[str | None]]
-) -> None:
+def test_messages_have_the_promised_bytes(spec: Any, expected: list[list[str | None]]) -> None:
     with closing(made(spec)) as scheduler:
         train(scheduler)
         with counted() as sent:
@@ -146,11 +144,46 @@ def test_what_is_not_of_floats_or_would_not_be_shorter_crosses_as_it_is() -> Non
     ]
 
 
-def test_schedulers_keep_their_own_errors() -> None:
+def test_errors_are_those_of_one_scheduler_and_shape_and_can_be_saved() -> None:
     alone = [train_new(spec, 0, 1, 2) for spec in ("int8", "topk")]
     with closing(made("int8")) as one, closing(made("topk")) as other:
         together = [[train(scheduler, seed) for scheduler in (one, other)] for seed in range(3)]
     assert alone == [list(column) for column in zip(*together, strict=True)]
+    # A resumed scheduler adds the errors that were kept.
+    whole = train_new("topk", 0, 1, 2, 3)
+    with closing(made("topk")) as first:
+        assert [train(first, seed) for seed in range(2)] == whole[:2]
+        x, target = batch(9)
+        first.evaluate(x, target=target)
+        state = first.state_dict()
+    kept = state.get("codecs", {})
+    links = [[], [0], [1]][rank()]
+    assert sorted(kept.get("errors", {})) == [
+        f"{link} of {m}" for link in links for m in range(MICROBATCHES)
+    ]
+    with closing(made("topk")) as second:
+        second.load_state_dict(state)
+        assert [train(second, seed) for seed in (2, 3)] == whole[2:]
+        for refused, words in (
+            ({"plan": "of another", "codecs": {}}, "of another plan"),
+            ({**kept, "errors": {"x": 1}}, "'x' is no error of a codec"),
+            ({**kept, "cut": "another"}, "what codecs kept is of another cut"),
+        ):
+            given = refused if "plan" in refused else {**state, "codecs": refused if rank() else {}}
+            assert words in outcome(partial(second.load_state_dict, given))
+        assert second.state_dict() == {}
+    # The last stage's own gradients see no codec of gradients.
+    assert (train_new("topk", 2, 3) == whole[2:]) is (rank() == 2)
+    with closing(made(None)) as plain:
+        train(plain)
+        assert plain.state_dict() == {}
+    # Errors of another shape are dropped. Batches of other sizes in between: their errors do not
+    # fit, and nothing of them is added.
+    (expected,) = train_new("topk", 8)
+    with closing(made("topk")) as scheduler:
+        found = [train(scheduler, rows, rows=rows) for rows in (8, 12, 8, 4, 8)]
+        train(scheduler, 1, rows=12, num_microbatches=6)
+    assert [each == expected for each in found] == [True, False, True, False, True]
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8", "int8", "topk"])
@@ -161,9 +194,6 @@ def test_an_overflow_reaches_all_ranks_and_only_its_own_step(name: str) -> None:
                 train(scheduler, spoilt=spoilt)
                 is_finite = all(bool(g.isfinite().all()) for g in gradients(scheduler))
                 assert is_finite is (spoilt == 0.0)
-
-
-# Failures.
 
 
 def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right() -> None:
@@ -182,6 +212,35 @@ def test_a_codec_that_fails_is_an_error_on_all_ranks_and_the_next_step_is_right(
                 assert train(scheduler) == expected
 
 
+def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
+    pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
+    nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
+    specs: list[tuple[Any, str]] = [
+        ("int8" if rank() else "fp8", "ranks disagree on codecs"),
+        ({"name": "topk", "fraction": 0.1 * (1 + rank())}, "ranks disagree on codecs"),
+        ({"0-3": "int8"}, f"the hops 0-3, {nowhere}: {pairs}"),
+        ({"0-2": "int8"}, f"the hops 0-2, {nowhere}"),
+        ({"activations": "topk"}, "given for activations, and is for gradients alone"),
+        ("int9", "closest first: int8"),
+        ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
+        ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
+        ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
+        ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
+        ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
+        (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
+        (["int8"], "expected a concrete subclass"),
+    ]
+    found = [outcome(partial(made, spec)) for spec, _ in specs]
+    assert [words for said, (_, words) in zip(found, specs, strict=True) if words not in said] == []
+    assert gathered(found) == [found] * RANKS
+
+
+def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Marked, "mark", MARK)
+    plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
+    assert plain == marked
+
+
 @pytest.mark.parametrize("carried", ["activations", "gradients"])
 def test_a_codec_may_refuse_a_shape_of_a_later_step(carried: str) -> None:
     """It was asked for the gradient when the value had perhaps left, so no rank could go on."""
@@ -193,7 +252,7 @@ def test_a_codec_may_refuse_a_shape_of_a_later_step(carried: str) -> None:
         assert train(scheduler) == expected
 
 
-def test_errors_of_a_step_that_ranks_refuse_are_dropped() -> None:
+def test_errors_of_a_refused_or_failed_step_are_dropped_on_all_ranks() -> None:
     """They were added to the gradients of the next step, after an error on all ranks."""
     expected = train_new("int8", 0, 2)
     refused: Any = {"loss_divisor": 1.0 + rank()}
@@ -207,10 +266,8 @@ def test_errors_of_a_step_that_ranks_refuse_are_dropped() -> None:
         assert "loss_divisor differs" in outcome(partial(train, scheduler, 1, **refused))
         assert [first, train(scheduler, 2)] == expected
 
-
-def test_errors_of_a_failed_step_are_dropped_on_all_ranks() -> None:
-    """They were added to the gradients of the next step, in place of those of the step before."""
-
+    # Errors of a failed step are dropped on all ranks. They were added to the gradients of the next
+    # step, in place of those of the step before.
     def kept(scheduler: Scheduler) -> dict[str, list[float]]:
         errors = scheduler.state_dict().get("codecs", {}).get("errors", {})
         return {name: error.tolist() for name, error in errors.items()}
@@ -255,71 +312,6 @@ def test_a_size_that_is_none_is_refused_on_all_ranks(
     assert ("nbytes() of" in said) is (size is not None)
 
 
-def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
-    pairs = "expected pairs of pipeline ranks out of 0-1, 1-2"
-    nowhere, carried = "which nothing crosses", "expected 'activations' and 'gradients'"
-    specs: list[tuple[Any, str]] = [
-        ("int8" if rank() else "fp8", "ranks disagree on codecs"),
-        ({"name": "topk", "fraction": 0.1 * (1 + rank())}, "ranks disagree on codecs"),
-        ({"0-3": "int8"}, f"the hops 0-3, {nowhere}: {pairs}"),
-        ({"0-2": "int8"}, f"the hops 0-2, {nowhere}"),
-        ({"activations": "topk"}, "given for activations, and is for gradients alone"),
-        ("int9", "closest first: int8"),
-        ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
-        ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
-        ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
-        ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
-        ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
-        (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
-        (["int8"], "expected a concrete subclass"),
-    ]
-    found = [outcome(partial(made, spec)) for spec, _ in specs]
-    assert [words for said, (_, words) in zip(found, specs, strict=True) if words not in said] == []
-    assert gathered(found) == [found] * RANKS
-
-
-# Errors of gradients.
-
-
-def test_a_resumed_scheduler_adds_the_errors_that_were_kept() -> None:
-    whole = train_new("topk", 0, 1, 2, 3)
-    with closing(made("topk")) as first:
-        assert [train(first, seed) for seed in range(2)] == whole[:2]
-        x, target = batch(9)
-        first.evaluate(x, target=target)
-        state = first.state_dict()
-    kept = state.get("codecs", {})
-    links = [[], [0], [1]][rank()]
-    assert sorted(kept.get("errors", {})) == [
-        f"{link} of {m}" for link in links for m in range(MICROBATCHES)
-    ]
-    with closing(made("topk")) as second:
-        second.load_state_dict(state)
-        assert [train(second, seed) for seed in (2, 3)] == whole[2:]
-        for refused, words in (
-            ({"plan": "of another", "codecs": {}}, "of another plan"),
-            ({**kept, "errors": {"x": 1}}, "'x' is no error of a codec"),
-            ({**kept, "cut": "another"}, "what codecs kept is of another cut"),
-        ):
-            given = refused if "plan" in refused else {**state, "codecs": refused if rank() else {}}
-            assert words in outcome(partial(second.load_state_dict, given))
-        assert second.state_dict() == {}
-    # The last stage's own gradients see no codec of gradients.
-    assert (train_new("topk", 2, 3) == whole[2:]) is (rank() == 2)
-    with closing(made(None)) as plain:
-        train(plain)
-        assert plain.state_dict() == {}
-
-
-def test_errors_of_another_shape_are_dropped() -> None:
-    """Batches of other sizes in between: their errors do not fit, and nothing of them is added."""
-    (expected,) = train_new("topk", 8)
-    with closing(made("topk")) as scheduler:
-        found = [train(scheduler, rows, rows=rows) for rows in (8, 12, 8, 4, 8)]
-        train(scheduler, 1, rows=12, num_microbatches=6)
-    assert [each == expected for each in found] == [True, False, True, False, True]
-
-
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_message_that_a_codec_holds_is_not_overwritten(guarded: bool) -> None:
     # What is held adds holders. A guard that lets any number of them pass is no guard.
@@ -350,12 +342,6 @@ def test_an_input_that_a_stage_keeps_is_not_overwritten(spec: Any) -> None:
     assert [torch.equal(x, copy) for x, copy in kept] == [True] * 3 * MICROBATCHES
 
 
-def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Marked, "mark", MARK)
-    plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
-    assert plain == marked
-
-
 @pytest.mark.parametrize("streams", [False, True])
 def test_no_access_is_left_to_luck(streams: bool) -> None:
     with (
@@ -367,9 +353,6 @@ def test_no_access_is_left_to_luck(streams: bool) -> None:
         x, target = batch()
         scheduler.evaluate(x, target=target)
     assert checker.violations == []
-
-
-# Hops that are chosen.
 
 
 def times(*hops: float) -> Times:
@@ -414,11 +397,7 @@ def test_codecs_are_chosen_for_the_hops_where_they_save_time(
         assert not scheduler._wants_times
 
 
-def test_codecs_are_not_chosen_for_two_stages_a_rank() -> None:
-    assert "one stage on each rank" in outcome(partial(made, "auto", schedule="zbv"))
-
-
-def test_codecs_are_taken_on_all_ranks_or_on_none() -> None:
+def test_codecs_are_chosen_on_all_ranks_or_on_none() -> None:
     """The other ranks sent coded values to one that expected plain ones, and it was aborted."""
     with closing(made("auto")) as scheduler, closing(made("int8")) as fresh:
         with measured(times(0.5, 0.5)):
@@ -435,10 +414,10 @@ def test_codecs_are_taken_on_all_ranks_or_on_none() -> None:
         assert coded == [train(fresh) for _ in range(2)]
         # Buffers of plain messages are freed.
         assert scheduler.receive_buffers <= fresh.receive_buffers
-
-
-def test_a_measured_schedule_is_made_of_a_step_with_the_codecs() -> None:
-    """It was made of times that were computed, and that no step had shown."""
+    # Codecs are not chosen for two stages a rank.
+    assert "one stage on each rank" in outcome(partial(made, "auto", schedule="zbv"))
+    # A measured schedule is made of a step with the codecs. It was made of times that were
+    # computed, and that no step had shown.
     scheduler, read, planned = made("auto", schedule="auto"), list[Any](), Auto.planned
 
     def noted(self: Auto, times: Times) -> Auto:
@@ -453,7 +432,7 @@ def test_a_measured_schedule_is_made_of_a_step_with_the_codecs() -> None:
     assert read == [(f"0-1: {INT8}; 1-2: {INT8}", fast)]
 
 
-def test_the_lower_rank_of_a_hop_times_its_messages() -> None:
+def test_measured_costs_have_the_bytes_and_times_of_messages() -> None:
     with closing(made(None)) as scheduler:
         train(scheduler)
         sizes = {(0, 1): 2**20, (1, 2): 8}
@@ -462,9 +441,7 @@ def test_the_lower_rank_of_a_hop_times_its_messages() -> None:
         train(scheduler)
     assert sorted(shares) == [(hop, hop + 1) for hop in (0, 1) if hop == rank()]
     assert all(0 < share <= 1 for share in shares.values())
-
-
-def test_measured_costs_have_the_bytes_of_messages() -> None:
+    # Measured costs have the bytes of messages.
     x, target = batch()
     with closing(made({"0-1": "int8", "1-2": {"gradients": "topk"}})) as scheduler:
         costs = measure_costs(scheduler, x, target=target, links=False, repeats=1)

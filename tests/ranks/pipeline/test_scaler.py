@@ -226,7 +226,7 @@ def test_losses_of_stages_are_scaled_and_a_mean_over_rows_is_divided() -> None:
     assert "does not scale the losses that a stage beside it makes" in said
 
 
-def test_a_loss_of_float16_may_overflow_by_the_scale() -> None:
+def test_a_scale_may_overflow_a_loss_and_no_rank_steps_without_it() -> None:
     """The gradient that backward begins with overflows, as in torch."""
     scheduler = pipeline(
         Half(4, 4), num_microbatches=1, loss_fn=lambda y, t: mse_loss(y.half(), t.half())
@@ -237,10 +237,8 @@ def test_a_loss_of_float16_may_overflow_by_the_scale() -> None:
     assert scales == sorted(scales, reverse=True)
     assert gathered(scales) == [scales] * 2
     scheduler.close()
-
-
-def test_a_step_without_the_scaler_is_refused_on_ranks_without_a_loss() -> None:
-    """The loss is on the last rank alone."""
+    # A step without the scaler is refused on ranks without a loss. The loss is on the last rank
+    # alone.
     scheduler = pipeline(model()[2 * rank() : 2 * rank() + 2])
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
     scaler = pipegrad.GradScaler(scheduler.sync)

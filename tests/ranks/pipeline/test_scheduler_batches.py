@@ -14,81 +14,36 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm.agreement import agree
 from pipegrad.pipeline import wiring
 from pipegrad.schedules import build, lower
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.layers import NUM_MICROBATCHES as OWN
 from tests.support.pipeline.layers import (
-    WIDTH,
     Layer,
+    Pipeline,
+    batch,
     blamed,
-    farthest,
     make,
-    mean_square,
-    normal,
     train,
 )
 from tests.support.pipeline.scales import ELSEWHERE
 
-MOST = 1e-12  # float64; sums of some ten terms in another order
 ALONE = 0.5  # seconds that a rank waits for others that do not come
 RIGHT = ["True"] * 3
 pytestmark = pytest.mark.ranks(2)
 
 
-def batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
-    return normal(rows, WIDTH, seed=seed), normal(rows, WIDTH, seed=seed + 1)
+def disagree(
+    pipeline: Pipeline, call: Callable[..., str], number: object, *, meet: bool = False
+) -> str:
+    """Takes a step with a number that others do not have; they may come to its meeting."""
+    seconds = 60.0 if meet else ALONE
+    with mock.patch.object(pipeline.scheduler._numbers, "_timeout_seconds", seconds):
+        return call(8, num_microbatches=number)
 
 
-class Pipeline:
-    """A layer a rank, and a copy of all of them in one process."""
-
-    def __init__(self, num_stages: int = 2, **options: Any) -> None:
-        self.layers, self.true = [[Layer() for _ in range(num_stages)] for _ in range(2)]
-        self.scheduler = Scheduler(
-            [Stage(self.layers[rank()], rank())],
-            Topology.create(pipeline=num_stages),
-            **{
-                "schedule": "1f1b",
-                "num_microbatches": OWN,
-                "loss_fn": mean_square,
-                "handlers": ["noop"],
-                **options,
-            },
-        )
-        self.close = self.scheduler.close
-
-    def step(self, rows: int, **options: Any) -> str:
-        """Takes a step; returns what it raised, or that it was right."""
-        x, y = batch(rows)
-        return outcome(lambda: self.error_of(x, y, **options) < MOST or "wrong")
-
-    def error_of(self, x: Tensor, y: Tensor, **options: Any) -> float:
-        train(self.scheduler, x, target=y, **options)
-        number = options.get("num_microbatches") or OWN
-        for module in self.true:
-            module.zero_grad()
-        for part, target in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
-            out = torch.nn.Sequential(*self.true)(part)
-            (mean_square(out, target) / number).backward()
-        return farthest(self.layers[rank()], self.true[rank()])
-
-    def evaluate(self, rows: int, **options: Any) -> str:
-        x, y = batch(rows)
-        return outcome(lambda: float(self.scheduler.evaluate(x, target=y, **options).loss) > 0)
-
-    def disagree(self, call: Callable[..., str], number: object, *, meet: bool = False) -> str:
-        """Takes a step with a number that others do not have; they may come to its meeting."""
-        patient = mock.patch.object(
-            self.scheduler._numbers, "_timeout_seconds", 60.0 if meet else ALONE
-        )
-        with patient:
-            return call(8, num_microbatches=number)
-
-
-def test_fewer_rows_than_microbatches_are_refused_on_all_ranks_and_any_others_taken() -> None:
+def test_any_number_of_rows_and_microbatches_is_taken() -> None:
     """In a first step, in later ones, and in an evaluation."""
     with closing(Pipeline()) as few:
         for call, rows, is_right in (
@@ -100,10 +55,8 @@ def test_fewer_rows_than_microbatches_are_refused_on_all_ranks_and_any_others_ta
             why = f"StepError: tensors of {{'{name}': {rows}}} rows cannot be cut into 4"
             assert call(rows).startswith("True" if is_right else why)
         assert few.step(OWN - 1, num_microbatches=OWN - 1) == few.step(OWN) == "True"
-
-
-def test_the_number_of_microbatches_may_change_from_step_to_step() -> None:
-    """Programs are made once a number, and steps of the Scheduler's own number do not meet."""
+    # The number of microbatches may change from step to step. Programs are made once a number, and
+    # steps of the Scheduler's own number do not meet.
     patch = mock.patch
     with (
         patch("pipegrad.pipeline.other_numbers.schedule_of", wraps=wiring.schedule_of) as generated,
@@ -163,12 +116,12 @@ def test_ranks_that_disagree_all_raise_soon_and_go_on(given: tuple[Any, Any]) ->
     with closing(Pipeline()) as pipeline:
         step = pipeline.step
         for _ in range(2):
-            assert_told(pipeline.disagree(step, own, meet=meet), own, other)
+            assert_told(disagree(pipeline, step, own, meet=meet), own, other)
             assert [step(6, num_microbatches=3), step(8), step(6, num_microbatches=3)] == RIGHT
     with closing(Pipeline(schedule="gpipe")) as pipeline:
         evaluate = pipeline.evaluate
         assert [evaluate(8), evaluate(6, num_microbatches=3)] == ["True"] * 2
-        assert_told(pipeline.disagree(evaluate, own, meet=meet), own, other)
+        assert_told(disagree(pipeline, evaluate, own, meet=meet), own, other)
         assert [evaluate(8), evaluate(6, num_microbatches=3), pipeline.step(8)] == RIGHT
 
 
@@ -178,7 +131,7 @@ def test_any_rank_of_four_may_disagree(others: list[int], schedule: str) -> None
     """One rank in the middle, or all but one, have another number."""
     with closing(Pipeline(4, schedule=schedule)) as pipeline:
         for _ in range(2):  # first, and later
-            said = pipeline.disagree(pipeline.step, 6 if rank() in others else None)
+            said = disagree(pipeline, pipeline.step, 6 if rank() in others else None)
             assert said.startswith("AgreementError: " if rank() in others else ELSEWHERE)
             assert pipeline.step(8) == pipeline.step(12, num_microbatches=6) == "True"
 
@@ -204,32 +157,12 @@ NO_NUMBER = "StepError: num_microbatches is {}, expected a whole number"
         ("1f1b", "3", NO_NUMBER.format("'3'")),
     ],
 )
-def test_a_number_without_a_schedule_is_refused_on_all_ranks(
-    schedule: Any, number: Any, words: str
-) -> None:
+def test_a_number_without_a_schedule_is_refused(schedule: Any, number: Any, words: str) -> None:
     options: Any = {} if isinstance(schedule, str) else {"num_microbatches": None}
     with closing(Pipeline(schedule=schedule, **options)) as pipeline:
         for _ in range(2):
             assert pipeline.step(8, num_microbatches=number).startswith(words)
         assert pipeline.step(8) == "True"
-
-
-def test_an_interrupt_behind_a_meeting_is_no_hang() -> None:
-    """Ctrl-C on rank 1 behind a meeting, when rank 0 goes on with the number."""
-    with closing(Pipeline()) as pipeline:
-        assert pipeline.step(8, num_microbatches=2) == "True"
-        target = "pipegrad.pipeline.other_numbers.same"
-        interrupt = mock.patch(target, side_effect=KeyboardInterrupt)
-        with interrupt if rank() else contextlib.nullcontext():
-            if rank():
-                with pytest.raises(KeyboardInterrupt):
-                    pipeline.step(8, num_microbatches=2)
-            else:
-                said = pipeline.step(8, num_microbatches=2)
-                assert said.startswith(f"{ELSEWHERE}rank 1: KeyboardInterrupt")
-        # What crossed the edges is unknown, so they are closed for good.
-        for _ in range(2):
-            assert "Error: " in pipeline.step(8)
 
 
 @pytest.mark.parametrize("given", ["by all", "by who needs it", "with a number"])
@@ -247,9 +180,9 @@ def test_ready_microbatches_are_those_of_a_batch(given: str) -> None:
             if given == "with a number":
                 options["num_microbatches"] = number
             train(pipeline.scheduler, **options)
-            ready = [p.grad for p in pipeline.layers[rank()].parameters()]
+            ready = [p.grad for p in pipeline.own.parameters()]
             train(pipeline.scheduler, x, target=y, num_microbatches=number)
-            cut = [p.grad for p in pipeline.layers[rank()].parameters()]
+            cut = [p.grad for p in pipeline.own.parameters()]
             assert all(map(torch.equal, ready, cut))  # type: ignore[arg-type]
 
 
@@ -268,9 +201,7 @@ GOOD, PART = {"x": X, "target": Y}, "StepError: microbatch"
     ],
     ids=["an input is missing", "a target", "none", "an iterator", "a stage cannot take it"],
 )
-def test_a_wrong_ready_microbatch_is_one_error_on_all_ranks(
-    given: Any, source: int, why: str
-) -> None:
+def test_a_wrong_ready_microbatch_is_one_error(given: Any, source: int, why: str) -> None:
     with closing(Pipeline()) as pipeline:
         said = outcome(partial(train, pipeline.scheduler, microbatches=given))
         assert said.startswith(blamed(source, why))
@@ -279,7 +210,7 @@ def test_a_wrong_ready_microbatch_is_one_error_on_all_ranks(
         assert pipeline.step(8) == "True"
 
 
-def test_a_named_output_that_is_missing_names_stage_and_microbatch() -> None:
+def test_an_interrupt_or_a_missing_output_names_its_place() -> None:
     """A stage returns a dict, and in one microbatch no tensor where a later stage names one."""
     modules = [Layer(lambda linear, x: {"x": linear(x), "cache": None, "n": 3}), Layer()]
     calls: list[int] = []
@@ -298,3 +229,19 @@ def test_a_named_output_that_is_missing_names_stage_and_microbatch() -> None:
         if rank():
             assert said.endswith("In 0F2 on pipeline rank 0.")
         assert train(scheduler, x, target=y) > 0
+    # An interrupt behind a meeting is no hang. Ctrl-C on rank 1 behind a meeting, when rank 0 goes
+    # on with the number.
+    with closing(Pipeline()) as pipeline:
+        assert pipeline.step(8, num_microbatches=2) == "True"
+        target = "pipegrad.pipeline.other_numbers.same"
+        interrupt = mock.patch(target, side_effect=KeyboardInterrupt)
+        with interrupt if rank() else contextlib.nullcontext():
+            if rank():
+                with pytest.raises(KeyboardInterrupt):
+                    pipeline.step(8, num_microbatches=2)
+            else:
+                said = pipeline.step(8, num_microbatches=2)
+                assert said.startswith(f"{ELSEWHERE}rank 1: KeyboardInterrupt")
+        # What crossed the edges is unknown, so they are closed for good.
+        for _ in range(2):
+            assert "Error: " in pipeline.step(8)

@@ -60,7 +60,7 @@ def refusal(*words: str, stages: Any = (), pipeline: int = NUM_STAGES, **options
     return said
 
 
-def test_stages_that_are_misplaced_are_refused() -> None:
+def test_stages_and_options_that_do_not_fit_are_refused() -> None:
     here = rank()
     misplaced = "rank 1: TopologyError: schedule '1f1b' places stages [1] on this rank"
     refusal(misplaced, "[2]", stages=[placed((here + 1) % NUM_STAGES)])
@@ -68,9 +68,7 @@ def test_stages_that_are_misplaced_are_refused() -> None:
     doubled = "TopologyError: schedule '1f1b' places stages [0]"
     refusal(doubled, "which has [0, 0]", stages=[stage(), stage()])
     assert chain().is_right()  # ranks that were refused can construct a good one
-
-
-def test_options_that_differ_or_do_not_fit_are_refused() -> None:
+    # Options that differ or do not fit are refused.
     here = rank()
     refusal(DISAGREE, "ranks [0]", "ranks [1, 2, 3]", schedule="1f1b" if here else "gpipe")
     refusal(DISAGREE, "ranks [2]", num_microbatches=4 + (here == 2))
@@ -79,6 +77,19 @@ def test_options_that_differ_or_do_not_fit_are_refused() -> None:
     refusal("PluginNotFoundError: ", "'2f2b'", "1f1b", schedule="2f2b")
     of_two = rows("0F0 0B0", "1F0 1B0")
     refusal("ScheduleError: schedule 'mine' is of 2 ranks", "asked for are 4", schedule=of_two)
+    # Stages that are not connected are refused.
+    words = "ScheduleError: stage 0 makes ['x'], which no later stage takes"
+    refusal(words, stages=[stage(["xyyx"[rank()]], ["xyxx"[rank()]])])
+    # Stages in a wrapper that wants a backward are refused.
+    for at, module in ((1, Wrapped(Scale(1))), (2, nn.Sequential(Wrapped(Scale(2))))):
+        words = f"rank {at}: TopologyError: stage {at} has a Wrapped, which wants a backward"
+        refusal(words, stages=[Stage(module, at)] if rank() == at else ())
+    # Copies of a stage take the same. Two copies of two stages: ranks 2 and 3 have stage 1.
+    own = rank() // 2
+    uneven = Stage(Scale(own), own, ("x", "side") if rank() == 3 else ("x",))
+    said = refusal(stages=[uneven], pipeline=2)
+    words = "AgreementError: ranks disagree on inputs, outputs and losses of stage 1"
+    assert said.startswith(words)
 
 
 @pytest.mark.parametrize(
@@ -92,17 +103,6 @@ def test_options_that_differ_or_do_not_fit_are_refused() -> None:
 )
 def test_names_that_do_not_fit_are_refused(at: int, names: Any, words: str) -> None:
     refusal(f"ScheduleError: {words}", stages=[stage(*(names if rank() == at else ()))])
-
-
-def test_stages_that_are_not_connected_are_refused() -> None:
-    words = "ScheduleError: stage 0 makes ['x'], which no later stage takes"
-    refusal(words, stages=[stage(["xyyx"[rank()]], ["xyxx"[rank()]])])
-
-
-def test_stages_in_a_wrapper_that_wants_a_backward_are_refused() -> None:
-    for at, module in ((1, Wrapped(Scale(1))), (2, nn.Sequential(Wrapped(Scale(2))))):
-        words = f"rank {at}: TopologyError: stage {at} has a Wrapped, which wants a backward"
-        refusal(words, stages=[Stage(module, at)] if rank() == at else ())
 
 
 @pytest.mark.parametrize(
@@ -135,12 +135,3 @@ def test_a_schedule_that_cannot_run_is_refused_with_its_grid(
     grid = said[said.index("\nrank 0  ") :]
     assert len(grid.strip().splitlines()) >= NUM_STAGES
     assert [cell for cell in marked if cell not in grid] == []
-
-
-def test_copies_of_a_stage_take_the_same() -> None:
-    """Two copies of two stages: ranks 2 and 3 have stage 1."""
-    own = rank() // 2
-    uneven = Stage(Scale(own), own, ("x", "side") if rank() == 3 else ("x",))
-    said = refusal(stages=[uneven], pipeline=2)
-    words = "AgreementError: ranks disagree on inputs, outputs and losses of stage 1"
-    assert said.startswith(words)

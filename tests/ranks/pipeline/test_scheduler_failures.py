@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegrad import Topology
-from pipegrad.comm.agreement import store
+from pipegrad.comm.agreement import Board, store
 from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
-from tests.support.gradients.cases import DATA, rank
+from tests.support.gradients.cases import DATA, outcome, rank
 from tests.support.pipeline.layers import blamed
 from tests.support.pipeline.scales import (
     ELSEWHERE,
@@ -30,15 +32,12 @@ from tests.support.pipeline.scales import (
     warm,
 )
 
-ranks = pytest.mark.ranks(4)
-
-
 # Values that are not what they were. Shape and dtype may change: see test_shapes.py.
 
 DETACHED = "float32 [2, 2] without gradient, and was float32 [2, 2] with gradient"
 
 
-@ranks
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize(
     ("change", "stage", "why"),
     [
@@ -75,7 +74,7 @@ def assert_told(said: str, action: str, *, is_first: bool) -> None:
         assert said == blamed(stage, why)
 
 
-@ranks
+@pytest.mark.ranks(4)
 @pytest.mark.parametrize("is_first", [True, False])
 def test_what_a_stage_raises_the_others_tell_with_rank_and_action(is_first: bool) -> None:
     training = chain() if is_first else warm(chain())
@@ -108,8 +107,8 @@ class FailsBehindOthers(FailsInBackward):
         raise OSError("no space left")
 
 
-@ranks
-def test_the_loss_raises_where_the_step_had_ended_before_it_failed() -> None:
+@pytest.mark.ranks(4)
+def test_the_first_cause_is_told_also_when_others_had_ended_or_fail_too() -> None:
     training, x = warm(chain()), torch.ones(8, WIDTH)
 
     def step() -> Any:
@@ -124,17 +123,8 @@ def test_the_loss_raises_where_the_step_had_ended_before_it_failed() -> None:
     late = f"{TOO_LATE}the step failed on another rank after this one had ended it: rank 0: {own}"
     assert said == (late if rank() else own)
     assert training.is_right()
-
-
-def refuses_zeros(out: Tensor) -> Tensor:
-    if not out.any():
-        raise ZeroDivisionError("nothing but zeros")
-    return out
-
-
-@ranks
-def test_what_a_stage_raises_because_another_rank_failed_is_not_what_is_told() -> None:
-    """Stage 3 too raises something: at what it gets for what stage 1 has not computed."""
+    # What a stage raises because another rank failed is not what is told. Stage 3 too raises
+    # something: at what it gets for what stage 1 has not computed.
     training = warm(chain())
     tricks = {1: fails_in_forward, 3: refuses_zeros}
     training.module.trick = (2, tricks[training.stage]) if training.stage in tricks else None
@@ -143,8 +133,14 @@ def test_what_a_stage_raises_because_another_rank_failed_is_not_what_is_told() -
     assert training.is_right()
 
 
-@ranks
-def test_an_evaluation_that_fails_leaves_everything_in_place() -> None:
+def refuses_zeros(out: Tensor) -> Tensor:
+    if not out.any():
+        raise ZeroDivisionError("nothing but zeros")
+    return out
+
+
+@pytest.mark.ranks(4)
+def test_failures_in_an_evaluation_or_behind_a_launch_leave_all_in_place() -> None:
     """Wrong in the first evaluation and in a later one; steps in between are right."""
     training = chain()
     evaluate, x = training.scheduler.evaluate, torch.ones(4, WIDTH)
@@ -162,13 +158,9 @@ def test_an_evaluation_that_fails_leaves_everything_in_place() -> None:
         assert fine == "loss: 192.0"
         assert training.module.training
         assert training.is_right()
-
-
-@ranks
-def test_a_failure_behind_a_launch_is_an_error_now_and_all_go_on() -> None:
-    """Two copies of two stages: ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1. Rank 0 fails in
-    the last backward; the bucket of stage 1 has been launched long ago.
-    """
+    # A failure behind a launch is an error now and all go on. Two copies of two stages: ranks 0 and
+    # 1 have stage 0, ranks 2 and 3 stage 1. Rank 0 fails in the last backward; the bucket of stage
+    # 1 has been launched long ago.
     training = warm(Training(Topology.create(pipeline=2), handlers=[DATA]))
     if rank() == 0:
         training.module.trick = 3, fails_in_backward
@@ -197,3 +189,138 @@ def test_a_rank_that_is_killed_ends_the_others(monkeypatch: pytest.MonkeyPatch) 
     assert [r for r in (0, 2, 3) if f"Then on rank {r}: " not in notes] == []
     assert "Killed" not in notes
     assert "loss: " not in notes
+
+
+# A step that cannot be taken is refused on every rank, and leaves everything in place.
+
+
+ENDED = timedelta(seconds=60)  # for ranks to end by themselves
+X = torch.ones(8, WIDTH)
+
+
+FEW = "tensors of {{{}}} rows cannot be cut into 4 microbatches"
+INPUTS: list[tuple[tuple[Any, ...], dict[str, Any], int, str]] = [
+    # Given to a step, by position and by name; the rank that says why, -1 for all.
+    ((), {"target": X}, 0, "inputs ['x'] are missing, which stages of this rank take"),
+    ((X,), {"x": X, "target": X}, -1, "inputs ['x'] are given twice, by position and by name"),
+    ((X,), {"z": X, "target": X}, -1, "no stage takes ['z']; from outside they take ['x']"),
+    ((X, X), {"target": X}, -1, "2 inputs, expected at most ['x']"),
+    ((X,), {"target": X[:3]}, 3, FEW.format("'target': 3")),
+    ((X,), {}, 3, "the last stage's rank needs target= and a Scheduler with loss_fn="),
+]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("is_first", [True, False])
+def test_wrong_inputs_are_refused(is_first: bool) -> None:
+    training = chain() if is_first else warm(chain())
+    for args, kwargs, source, why in INPUTS:
+        said = training.said(lambda: training.scheduler.step(*args, **kwargs))  # noqa: B023
+        assert said.startswith(blamed(source, f"StepError: {why}"))
+        assert is_first or training.is_right()
+    assert training.is_right()
+
+
+@pytest.mark.ranks(4)
+def test_losses_divisors_and_batches_are_taken_or_refused() -> None:
+    training = chain()
+    assert [rows for rows in (8, 12, 5, 8) if not training.is_right(rows=rows)] == []
+    # A loss must be there and have one element.
+    missing = "StepError: the last stage's rank needs target= and a Scheduler with loss_fn="
+    assert chain(loss_fn=None).step().startswith(blamed(3, missing))
+    training = chain()
+
+    def assert_refused(trick: Callable[[Any], object], what: str) -> None:
+        training.loss_trick = trick
+        why = f"StepError: loss_fn returned {what}"
+        assert training.step().startswith(blamed(3, why))
+        training.loss_trick = torch.sum
+
+    for trick, what in ((lambda out: out, "tensor("), (lambda _: None, "None")):
+        assert_refused(trick, what)
+    assert_refused(lambda _: 1.0, "1.0")
+    assert training.is_right()
+    assert_refused(lambda out: out, "tensor(")
+    assert training.is_right()
+    # A loss divisor must be a positive finite number. Wrong on rank 1 alone, in a first step and in
+    # later ones.
+    training = chain()
+    for _ in range(2):
+        for divisor in (0.0, -1.0, float("inf"), float("nan")):
+            said = training.step(loss_divisor=divisor if rank() == 1 else 1.0)
+            why = f"StepError: loss_divisor is {divisor}, expected a number above 0"
+            assert said == blamed(1, why)
+        assert training.is_right()
+
+
+@pytest.mark.ranks(4)
+def test_a_parameter_that_changed_is_refused_by_name_one_alike_is_taken() -> None:
+    training = warm(chain())
+    weight = training.module.weight
+
+    def assert_refused(now: str) -> None:
+        said = training.step()
+        assert said.startswith(blamed(2, "StepError: '2.weight' was (2,)"))
+        assert now in said
+
+    weight.requires_grad_(rank() != 2)
+    assert_refused("requires_grad=False")
+    weight.requires_grad_()
+    assert training.is_right()
+    if rank() == 2:
+        training.module.weight = nn.Parameter(torch.full((1,), 3.0))
+    assert_refused("now it is (1,)")
+    training.module.weight = nn.Parameter(weight.detach().clone())  # as good as the one before
+    assert training.is_right()
+    # A step that all ranks refuse breaks nothing. Nothing is launched, so nothing is out of step.
+    training = warm(Training(Topology.create(pipeline=2), handlers=[DATA]))
+    step = training.scheduler.step
+    unknown = training.said(lambda: step(X, z=X, target=X))
+    assert unknown.startswith("StepError: no stage takes ['z']")
+    assert training.step() == "loss: 240.0"
+    again = outcome(lambda: step(X, target=X))
+    assert again.startswith("StepError: the gradient of ")
+    assert "call optimizer.zero_grad()" in again
+    assert training.step() == "loss: 240.0"
+
+
+# Two copies of two stages: ranks 0 and 1 have stage 0, ranks 2 and 3 stage 1.
+
+
+def freezes(training: Training) -> str:
+    training.module.weight.requires_grad_(False)
+    said = training.step()
+    training.module.weight.requires_grad_()
+    return said
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(
+    ("harm", "pipeline", "why"),
+    [
+        (freezes, 2, "StepError: '0.weight' was"),
+        # No rank of its pipeline can tell the others in its place.
+        (freezes, 1, "StepError: '0.weight' was"),
+        (lambda training: training.step(rows=3), 2, "StepError: tensors of {'x': 3} rows"),
+    ],
+    ids=["a parameter", "a parameter without a pipeline", "an input"],
+)
+def test_a_rank_that_refuses_late_ends_those_that_wait_for_its_bucket(
+    harm: Callable[[Training], str], pipeline: int, why: str
+) -> None:
+    """By itself: not by taking its next step, which it may never do.
+
+    Rank 1 refuses its step when the others have computed theirs, and wait for its bucket.
+    """
+    training = warm(Training(Topology.create(pipeline=pipeline), handlers=[DATA]))
+    board = Board(f"{why} {pipeline}")
+    if rank() == 1:
+        time.sleep(0.5)
+        assert harm(training).startswith(why)
+        for other in (0, 2, 3):
+            assert board.wait(f"{other}", ENDED) == b"ended"
+    else:
+        said = training.step()
+        board.post(f"{rank()}", b"ended")
+        assert said.startswith(TOO_LATE) or f"rank 1: {why}" in said
+    assert training.step() == ("loss: 120.0" if pipeline == 1 else "loss: 240.0")

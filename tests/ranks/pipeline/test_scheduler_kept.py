@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import closing
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
 
@@ -27,8 +29,9 @@ from tests.support.pipeline.layers import (
 from tests.support.pipeline.scales import ELSEWHERE
 from tests.support.pipeline.schedulers import MOST
 
-ROWS = 8
 pytestmark = pytest.mark.ranks(2)
+
+ROWS = 8
 
 
 def batch(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -89,7 +92,7 @@ def test_a_stage_may_keep_what_it_was_given(schedule: str) -> None:
         assert abs(evaluated - float(one_process(twins, x, y))) <= MOST
 
 
-def test_a_hook_may_collect_what_a_stage_was_given() -> None:
+def test_hooks_may_collect_and_results_print() -> None:
     """Buffers are as few as ever without it."""
     modules, kept, (x, y) = [Layer(), Layer()], list[Tensor](), batch()
     with closing(make(*modules, num_microbatches=ROWS)) as scheduler:
@@ -108,6 +111,17 @@ def test_a_hook_may_collect_what_a_stage_was_given() -> None:
         for _ in range(3):
             train(scheduler, x, target=y)
         assert scheduler.receive_buffers - after <= before
+    # A result prints its loss once it has arrived. Issue 16, point 10 (runtime): a result printed
+    # as an address; printing waits for nothing.
+    x, y = batch()
+    with closing(make(Layer(), Layer())) as scheduler:
+        trained, evaluated = scheduler.step(x, target=y), scheduler.evaluate(x, target=y)
+        early = repr(trained)
+        arrived = f"StepResult(loss {trained.loss:g}, outputs [])"
+        assert early in (arrived, "StepResult(loss is on its way, outputs [])")
+        assert repr(trained) == arrived
+        assert float(evaluated.loss) > 0
+        assert repr(evaluated).endswith("outputs [(8, 3)])" if rank() else "outputs [])")
 
 
 @pytest.mark.parametrize("which", [0, 1])
@@ -142,9 +156,7 @@ def as_dtensor(x: Tensor) -> Tensor:
     ],
     ids=["DTensor", "sparse", "jagged"],
 )
-def test_what_cannot_be_sent_is_refused_in_words(
-    change: Callable[[Tensor], Tensor], advice: str
-) -> None:
+def test_what_cannot_be_sent_is_refused(change: Callable[[Tensor], Tensor], advice: str) -> None:
     """Issue 16, point 14: a DTensor as an output ended in "invalid python storage"."""
     x, y = batch()
     with closing(make(Layer(lambda linear, x: change(linear(x))), Layer())) as scheduler:
@@ -177,14 +189,98 @@ def test_a_divisor_that_a_loss_of_half_precision_cannot_take_is_refused() -> Non
         assert refusal in said if words else "Error" not in said
 
 
-def test_a_result_prints_its_loss_once_it_has_arrived() -> None:
-    """Issue 16, point 10 (runtime): a result printed as an address; printing waits for nothing."""
-    x, y = batch()
+# What users do by mistake, and modules do by habit: right numbers, or an error on all ranks.
+
+
+LARGE = 200_000
+ONES = torch.ones(4, WIDTH, dtype=torch.float64)
+
+
+class Counts(nn.Module):
+    """Returns a buffer that it changes in place, while what it returned is still to be sent."""
+
+    n: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64))
+        self.register_buffer("n", torch.zeros(1, LARGE))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.n += 1
+        return x * self.weight, self.n
+
+
+def test_buffers_empty_tensors_and_inference_mode_are_handed_on() -> None:
+    names = {0: (["x"], ["x", "n"]), 1: (["x", "n"], ["x"])}
+    options: Any = {"schedule": "gpipe", "loss_fn": lambda out, target: (out * target).sum()}
+    scheduler = make(Counts(), Layer(lambda _, x, n: x * n[:, :WIDTH]), names=names, **options)
+    # Microbatches of a row of three, counted 1 to 4, then 5 to 8.
+    losses = [train(scheduler, ONES, target=ONES, loss_divisor=1.0) for _ in range(2)]
+    assert losses == [30.0, 78.0]
+    scheduler.close()
+    scheduler.close()
+
+    # Empty tensors cross.
+    def take(linear: nn.Module, x: Tensor, nothing: Tensor) -> Any:
+        assert nothing.numel() == 0
+        return linear(x).tanh()
+
+    give: Any = lambda linear, x: (linear(x).tanh(), torch.empty(0))  # noqa: E731
+    names = {0: (["x"], ["x", "nothing"]), 1: (["x", "nothing"], ["x"])}
+    loss = float(mean_square(Layer()(Layer()(ONES)), ONES))
+    with closing(make(Layer(give), Layer(take), names=names)) as scheduler:
+        for _ in range(3):
+            assert abs(train(scheduler, ONES, target=ONES) - loss) < 1e-6  # it is float32
+    # Evaluation in inference mode spoils no step.
     with closing(make(Layer(), Layer())) as scheduler:
-        trained, evaluated = scheduler.step(x, target=y), scheduler.evaluate(x, target=y)
-        early = repr(trained)
-        arrived = f"StepResult(loss {trained.loss:g}, outputs [])"
-        assert early in (arrived, "StepResult(loss is on its way, outputs [])")
-        assert repr(trained) == arrived
-        assert float(evaluated.loss) > 0
-        assert repr(evaluated).endswith("outputs [(8, 3)])" if rank() else "outputs [])")
+        for _ in range(2):
+            with torch.inference_mode():
+                evaluated = float(scheduler.evaluate(ONES, target=ONES).loss)
+            assert train(scheduler, ONES, target=ONES) == evaluated > 0
+
+
+def test_what_differs_or_has_no_graph_is_told_to_all() -> None:
+    says = "the loss does not depend on anything that requires a gradient"
+    detached: Any = lambda out, target: mean_square(out.detach(), target)  # noqa: E731
+    with closing(make(Layer(), Layer(), loss_fn=detached)) as scheduler:
+        assert says in outcome(partial(train, scheduler, ONES, target=ONES))
+    with closing(make(Layer(), Layer())) as scheduler, torch.no_grad():
+        assert says in outcome(partial(train, scheduler, ONES, target=ONES))
+    # What differs between ranks is told to all.
+    step, divisor = partial(train, target=ONES), {"loss_divisor": 1.0 + rank()}
+    mean: Any = lambda out, target: (out.mean() - target).square().sum()  # noqa: E731
+    with closing(make(Layer(), Layer(), loss_fn=mean)) as scheduler:
+        said = outcome(partial(step, scheduler, torch.cat([ONES, ONES])))
+        assert "ranks disagree on how many rows their tensors have" in said
+    with closing(make(Layer(), Layer())) as scheduler:
+        said = outcome(partial(step, scheduler, ONES, **divisor))
+        assert "ranks disagree on loss_divisor" in said
+    with closing(make(Layer(), Layer())) as scheduler:
+        assert step(scheduler, ONES) > 0
+        said = outcome(partial(step, scheduler, ONES, **divisor))
+        assert "loss_divisor differs between the 2 ranks" in said
+    with closing(make(Layer(), Layer())) as scheduler:
+        said = outcome(partial(step, scheduler, ONES, loss_divisor="x" if rank() else 1.0))
+        assert "could not convert string to float: 'x'" in said
+    # Losses may have any shape of one element.
+    shapes = [(), (1,), (1, 1), ()] * 2
+    shaped: Any = lambda *given: mean_square(*given).reshape(shapes.pop(0))  # noqa: E731
+    found = []
+    for loss_fn in (mean_square, shaped):
+        with closing(make(Layer(), Layer(), loss_fn=loss_fn)) as scheduler:
+            found.append([train(scheduler, ONES, target=ONES) for _ in range(2)])
+    assert found[0] == found[1]
+
+
+def test_a_refusal_behind_an_accumulated_step_is_told() -> None:
+    """Rank 1 is refused alone, while rank 0 waits for its bucket: no rank of its pipeline helps."""
+    with closing(make(Layer())) as scheduler:
+        with scheduler.sync.accumulate():
+            assert train(scheduler, ONES, target=ONES) > 0
+        time.sleep(0.5 * rank())
+        given = ONES[:1] if rank() else ONES
+        said = outcome(partial(train, scheduler, given, target=given))
+        assert said.startswith("StepError: tensors of") or rank() == 0
+        assert "StepError: tensors of" in said
+        assert "rank 1: " in said or rank() == 1

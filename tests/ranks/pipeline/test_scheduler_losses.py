@@ -99,9 +99,6 @@ def train(scheduler: Scheduler, values: Mapping[str, Any] | None = None, **optio
     return outcome(step)
 
 
-# Metrics.
-
-
 def test_names_of_metrics_that_change_are_an_error_on_all_ranks() -> None:
     metrics: dict[str, Any] = {"b": 1, "a": 2.5}
     with closing(make(loss_fn=lambda x, target: (mean(x, target), metrics))) as scheduler:
@@ -115,9 +112,7 @@ def test_names_of_metrics_that_change_are_an_error_on_all_ranks() -> None:
             assert (ELSEWHERE in said) == (rank() == 0)
         metrics |= {"a": 1, "b": 0}
         assert train(scheduler).endswith("{'a': 1.0, 'b': 0.0})")
-
-
-def test_names_that_change_within_the_first_step_are_refused() -> None:
+    # Names that change within the first step are refused.
     calls = list[int]()
 
     def loss(x: Tensor, target: Tensor) -> Any:
@@ -130,12 +125,29 @@ def test_names_that_change_within_the_first_step_are_refused() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_replicas_with_other_metrics_are_refused() -> None:
+def test_metrics_and_weights_are_those_of_all_replicas() -> None:
     metrics = {f"metric {rank() % 2}": 1}
     with closing(make(loss_fn=lambda x, target: (mean(x, target), metrics))) as scheduler:
         said = train(scheduler, share())
     assert said.startswith("AgreementError")
     assert "the metrics of loss_fn" in said
+    # Weights go with their reduction alone.
+    with closing(weighted()) as scheduler:
+        said = train(scheduler, share(), loss_divisor=3)
+        assert "loss_divisor is 3, and with loss_reduction='token_mean'" in said
+        assert "Error" not in train(scheduler, share())
+    with closing(make(loss_fn=counted)) as scheduler:
+        said = train(scheduler, share())
+        assert "make the Scheduler with loss_reduction='token_mean'" in said
+    # If all is ignored the loss is nan and gradients are zero.
+    logits = torch.ones(2, 3, requires_grad=True)
+    F.cross_entropy(logits, torch.full((2,), -100)).backward()
+    assert logits.grad is not None
+    values = share()
+    with closing(weighted()) as scheduler:
+        assert train(scheduler, values | {"target": values["target"] - 1000}) == "(nan, {})"
+        assert gradient_of(scheduler) == [0.0] * WIDTH == logits.grad[0].tolist()
+        assert "nan" not in train(scheduler, values)
 
 
 def test_an_evaluation_has_metrics_of_its_own() -> None:
@@ -155,7 +167,7 @@ def test_an_evaluation_has_metrics_of_its_own() -> None:
         assert scheduler.evaluate(**values).metrics == evaluated
 
 
-def test_an_evaluation_without_a_target_expects_the_names_of_training() -> None:
+def test_evaluations_without_a_target_expect_the_names_of_training() -> None:
     values, loss = batch(), lambda x, y: (mean(x, y), {"a": 1})
     with closing(make(loss_fn=loss)) as scheduler:
         assert scheduler.evaluate(x=values["x"]).metrics == {}
@@ -169,28 +181,11 @@ def test_an_evaluation_without_a_target_expects_the_names_of_training() -> None:
         scheduler.step(**values)
         assert repr(scheduler.evaluate(x=values["x"]).metrics) == "{'a': nan}"
         assert scheduler.evaluate(**values).metrics == {"a": 1.0}
-
-
-def test_metrics_may_come_after_an_evaluation_without_a_target() -> None:
+    # Metrics may come after an evaluation without a target.
     with closing(make(loss_fn=lambda x, y: (mean(x, y), {"largest": x.max()}))) as scheduler:
         scheduler.evaluate(batch()["x"])
         scheduler.step(**batch())
         assert [*scheduler.evaluate(**batch()).metrics] == ["largest"]
-
-
-# Weights.
-
-
-@pytest.mark.ranks(4)
-def test_if_all_is_ignored_the_loss_is_nan_and_gradients_are_zero() -> None:
-    logits = torch.ones(2, 3, requires_grad=True)
-    F.cross_entropy(logits, torch.full((2,), -100)).backward()
-    assert logits.grad is not None
-    values = share()
-    with closing(weighted()) as scheduler:
-        assert train(scheduler, values | {"target": values["target"] - 1000}) == "(nan, {})"
-        assert gradient_of(scheduler) == [0.0] * WIDTH == logits.grad[0].tolist()
-        assert "nan" not in train(scheduler, values)
 
 
 @pytest.mark.ranks(4)
@@ -207,17 +202,6 @@ def test_weights_that_are_none_are_refused_on_all_ranks(weight: Any, words: str)
     options: Any = {"loss_fn": lambda x, y: (mean(x, y), weight), "loss_reduction": "token_mean"}
     with closing(make(**options)) as scheduler:
         assert words in train(scheduler, share())
-
-
-@pytest.mark.ranks(4)
-def test_weights_go_with_their_reduction_alone() -> None:
-    with closing(weighted()) as scheduler:
-        said = train(scheduler, share(), loss_divisor=3)
-        assert "loss_divisor is 3, and with loss_reduction='token_mean'" in said
-        assert "Error" not in train(scheduler, share())
-    with closing(make(loss_fn=counted)) as scheduler:
-        said = train(scheduler, share())
-        assert "make the Scheduler with loss_reduction='token_mean'" in said
 
 
 def _fails(_: Tensor) -> Tensor:
@@ -241,7 +225,7 @@ def test_steps_after_a_failed_one_have_the_right_weights(where: int) -> None:
         assert train(scheduler, values) == before
 
 
-def test_a_gradient_that_is_left_over_is_refused_on_all_ranks() -> None:
+def test_left_over_and_accumulated_gradients_have_the_right_weights() -> None:
     """It would be divided too, unless it is zero."""
     with closing(weighted()) as scheduler:
         weight, step = weight_of(scheduler), partial(scheduler.step, **batch())
@@ -255,10 +239,8 @@ def test_a_gradient_that_is_left_over_is_refused_on_all_ranks() -> None:
             step()
             gradients.append(gradient_of(scheduler))
     assert gradients[0] == gradients[1]
-
-
-def test_accumulated_weights_are_those_of_the_accumulated_gradients() -> None:
-    """An accumulated batch that is dropped counts no more, and an evaluation does not count."""
+    # Accumulated weights are those of the accumulated gradients. An accumulated batch that is
+    # dropped counts no more, and an evaluation does not count.
     found = []
     with closing(weighted()) as scheduler:
         for drops, evaluates in ((False, False), (True, False), (False, True)):
@@ -274,9 +256,6 @@ def test_accumulated_weights_are_those_of_the_accumulated_gradients() -> None:
             scheduler.step(**batch())
             found.append(gradient_of(scheduler))
     assert found[0] == found[1] == found[2] is not None
-
-
-# Losses of stages.
 
 
 class Head(nn.Module):
@@ -297,15 +276,14 @@ def four_stages() -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), Head(), nn.Linear(WIDTH, WIDTH), Scale()]
 
 
-def losses_of_one_process(
-    stages: list[nn.Module], loss_reduction: str, values: Mapping[str, Tensor]
-) -> tuple[Tensor, Tensor]:
+def losses_of_one_process(stages: list[nn.Module], reduction: str) -> tuple[Tensor, Tensor]:
     """Returns the loss, and the part of it that the second stage makes."""
-    hidden, rows = stages[0](values["x"]), ROWS // MICROBATCHES
+    values, rows = batch(), ROWS // MICROBATCHES
+    hidden = stages[0](values["x"])
     out = stages[3](stages[2](hidden))
     extra = torch.stack([stages[1](part) for part in hidden.split(rows)]).sum()
     loss, number = counted(out, values["target"])
-    if loss_reduction == "mean":
+    if reduction == "mean":
         loss, number = mean(out, values["target"]), torch.tensor(1)
         extra = extra / MICROBATCHES
     return (loss + extra) / number, extra / number
@@ -331,7 +309,7 @@ def test_a_stage_with_a_loss_alone_trains_whole_split_and_recomputed(
     )
     for verb in ("step", "step", "evaluate"):
         result = getattr(scheduler, verb)(**batch())
-        loss, extra = losses_of_one_process(true, loss_reduction, batch())
+        loss, extra = losses_of_one_process(true, loss_reduction)
         assert error(result.loss, loss.detach()) <= MOST
         assert abs(result.metrics["next"] / extra.item() - 1) <= MOST
         if verb == "step":
@@ -356,7 +334,7 @@ def loss_of_stage() -> float:
 AUX: dict[str, Any] = {"losses": ("aux",)}
 
 
-def test_a_stage_returns_its_losses_as_it_returns_outputs() -> None:
+def test_a_stage_returns_its_losses_and_a_divisor_divides_them() -> None:
     """Losses of one name are summed over stages; one that is detached counts in the loss alone."""
 
     def trained(function: Callable[[Tensor], Any], options: Any = AUX) -> tuple[str, Any]:
@@ -375,6 +353,15 @@ def test_a_stage_returns_its_losses_as_it_returns_outputs() -> None:
     _, without = trained(lambda x: x, {})
     assert trained(lambda x: (x, with_loss(x)[1].detach())) == (said, without)
     assert without != gradient
+    # A divisor divides losses of stages too. The rank of a stage with a loss needs the divisor,
+    # too; then all is divided by it.
+    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
+        assert train(scheduler, loss_divisor=8).endswith(f"{{'aux': {loss_of_stage() / 8}}})")
+    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
+        options: Any = {"loss_divisor": 8} if rank() == 1 else {}
+        said = train(scheduler, **options)
+    assert said.startswith("AgreementError")
+    assert "loss_divisor" in said
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
@@ -389,17 +376,6 @@ def test_a_loss_may_be_all_that_gives_a_stage_its_gradient(schedule: str) -> Non
         assert gradient == (2 * batch()["x"].square().sum(0) / MICROBATCHES).tolist()
     else:
         assert gradient != [0.0] * WIDTH
-
-
-def test_a_divisor_divides_losses_of_stages_too() -> None:
-    """The rank of a stage with a loss needs the divisor, too; then all is divided by it."""
-    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
-        assert train(scheduler, loss_divisor=8).endswith(f"{{'aux': {loss_of_stage() / 8}}})")
-    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
-        options: Any = {"loss_divisor": 8} if rank() == 1 else {}
-        said = train(scheduler, **options)
-    assert said.startswith("AgreementError")
-    assert "loss_divisor" in said
 
 
 RETURNED, EACH = "stage 0 returned ['Tensor'", "expected a tensor for each"
@@ -423,32 +399,7 @@ def test_a_stage_that_does_not_return_its_losses_is_refused_on_all_ranks(
         assert words in train(scheduler)
 
 
-def test_mistakes_with_losses_of_stages_are_refused_in_words() -> None:
-    """On all ranks: also where no stage makes one."""
-    options: Any = {"stages": (AUX, {}), "loss_fn": lambda x, y: (mean(x, y), {"aux": 1})}
-    with closing(make(Scale(with_loss), Scale(), **options)) as scheduler:
-        said = train(scheduler)
-        assert "loss_fn returned the metrics ['aux'], which are names of losses of stages" in said
-    more = "expected one or more"
-    wrong: list[tuple[Any, Any, str]] = [
-        ({"losses": ("a", "a")}, {}, f"stage 0 has the outputs and losses ['x', 'a', 'a']: {more}"),
-        ({"losses": ("x",)}, {}, "stage 0 has the outputs and losses ['x', 'x']"),
-        ({}, {"outputs": (), "losses": ("a",)}, f"stage 1 has the outputs []: {more}"),
-        ({"outputs": ()}, {}, f"stage 0 has the outputs []: {more}"),
-    ]
-    for first, last, words in wrong:
-        assert words in outcome(partial(make, stages=(first, last)))
-    for reduction, words in (
-        ("tokens", "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']"),
-        (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),
-    ):
-        assert words in outcome(partial(make, loss_reduction=reduction))
-
-
-# Outputs, and how a result prints.
-
-
-def test_outputs_of_the_last_stage_come_on_request() -> None:
+def test_outputs_come_on_request_of_each_microbatch() -> None:
     """In evaluation unless they are not wanted."""
     scheduler = make(
         Scale(),
@@ -470,9 +421,7 @@ def test_outputs_of_the_last_stage_come_on_request() -> None:
         assert [out for out in outputs if out.requires_grad] == []
         weight_of(scheduler).grad = None
     scheduler.close()
-
-
-def test_a_result_prints_the_names_of_its_metrics() -> None:
+    # A result prints the names of its metrics.
     scheduler = make(
         Scale(with_loss),
         Scale(),
@@ -488,9 +437,21 @@ def test_a_result_prints_the_names_of_its_metrics() -> None:
         assert repr(result) == wanted
         assert list(result.metrics) == ["aux", "a", "b"]
     scheduler.close()
+    # Outputs of a step are those of each microbatch. A tensor that the module keeps was the last
+    # microbatch's in all of them.
+    number = torch.zeros(1)
+    scheduler = make(
+        Scale(),
+        Scale(lambda x: (x, number.add_(1))),
+        stages=({}, {"outputs": ("x", "count")}),
+        loss_fn=lambda x, count, target: mean(x, target) + 0 * count.sum(),
+    )
+    outputs = scheduler.step(**batch(), outputs=True).outputs
+    scheduler.close()
+    assert [out.tolist() for out in outputs[1:]] == ([[1.0, 2.0]] if rank() else [])
 
 
-def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean() -> None:
+def test_a_loss_may_be_all_of_a_stage_or_come_of_the_callers_graph() -> None:
     """It was that of the sum: too large by the total weight."""
     encoder, scheduler = nn.Linear(2, WIDTH), weighted()
     x, y = torch.arange(8.0).reshape(4, 2) / 8, batch()["target"] - 1
@@ -507,17 +468,23 @@ def test_a_graph_of_the_callers_gets_the_gradient_of_the_mean() -> None:
     weight_of(scheduler).grad = None
     scheduler.step(encoder(x), target=y)
     scheduler.close()
-
-
-def test_outputs_of_a_step_are_those_of_each_microbatch() -> None:
-    """A tensor that the module keeps was the last microbatch's in all of them."""
-    number = torch.zeros(1)
-    scheduler = make(
-        Scale(),
-        Scale(lambda x: (x, number.add_(1))),
-        stages=({}, {"outputs": ("x", "count")}),
-        loss_fn=lambda x, count, target: mean(x, target) + 0 * count.sum(),
-    )
-    outputs = scheduler.step(**batch(), outputs=True).outputs
-    scheduler.close()
-    assert [out.tolist() for out in outputs[1:]] == ([[1.0, 2.0]] if rank() else [])
+    # Mistakes with losses of stages are refused in words. On all ranks: also where no stage makes
+    # one.
+    options: Any = {"stages": (AUX, {}), "loss_fn": lambda x, y: (mean(x, y), {"aux": 1})}
+    with closing(make(Scale(with_loss), Scale(), **options)) as scheduler:
+        said = train(scheduler)
+        assert "loss_fn returned the metrics ['aux'], which are names of losses of stages" in said
+    more = "expected one or more"
+    wrong: list[tuple[Any, Any, str]] = [
+        ({"losses": ("a", "a")}, {}, f"stage 0 has the outputs and losses ['x', 'a', 'a']: {more}"),
+        ({"losses": ("x",)}, {}, "stage 0 has the outputs and losses ['x', 'x']"),
+        ({}, {"outputs": (), "losses": ("a",)}, f"stage 1 has the outputs []: {more}"),
+        ({"outputs": ()}, {}, f"stage 0 has the outputs []: {more}"),
+    ]
+    for first, last, words in wrong:
+        assert words in outcome(partial(make, stages=(first, last)))
+    for reduction, words in (
+        ("tokens", "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']"),
+        (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),
+    ):
+        assert words in outcome(partial(make, loss_reduction=reduction))

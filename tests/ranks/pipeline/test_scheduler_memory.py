@@ -23,6 +23,7 @@ from tests.support.gradients.cases import rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched
 
+pytestmark = pytest.mark.ranks(2)
 SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", "zbv")
 MICROBATCHES = {2: (1, 2, 4, 7), 4: (1, 4, 8, 11)}
 
@@ -104,9 +105,7 @@ def measured(
         )
     ],
 )
-def test_as_much_is_held_as_is_proven_and_nothing_afterwards(
-    schedule: str, microbatches: int
-) -> None:
+def test_as_much_is_held_as_is_proven_and_then_nothing(schedule: str, microbatches: int) -> None:
     peaks, scheduler = measured(schedule, microbatches)
     proof = scheduler.proof
     assert peaks["saved"] == proof.live_graphs[rank()]
@@ -137,13 +136,11 @@ class HalfCheckpointed(Sine):
         return made
 
 
-@pytest.mark.ranks(2)
 def test_what_is_not_checkpointed_is_freed_with_the_inputs_gradients() -> None:
     peaks, scheduler = measured("zb-h1", 7, HalfCheckpointed)
     assert peaks["saved"] == scheduler.proof.live_graphs[rank()]
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
 def test_a_stage_that_recomputes_holds_nothing_between_forward_and_backward(schedule: str) -> None:
     peaks, _ = measured(schedule, 7, recompute=True)
@@ -206,7 +203,6 @@ def forwards(
     return loss, gradients
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 def test_each_forward_is_run_again_once_at_most_with_the_same_random_numbers(schedule: str) -> None:
     plain = forwards(schedule)

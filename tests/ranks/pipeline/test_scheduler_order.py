@@ -169,9 +169,6 @@ def test_what_split_backward_does_not_keep_is_seen(
     assert (found == [[]] * 4) is is_safe
 
 
-# What a rank asks of its transfers, in order.
-
-
 class Recorder(sync_points.Backend):
     """Notes sends, receives and waits."""
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
 from tests.support.gradients.cases import outcome, rank
+from tests.support.pipeline import scales
 from tests.support.rounding import ADAM_EPS, rounding
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
@@ -231,20 +232,12 @@ def test_what_nobody_can_know_is_final(what: str, times: int) -> None:
             assert training.step(seed).startswith(("ReduceError: ", "StepError: "))
 
 
-def test_replicas_may_have_batches_of_their_own_size() -> None:
+def test_replicas_have_batches_of_their_own_size_and_refuse_together() -> None:
     """Issue 16, point 10 (runtime, 1): SIGABRT, and outputs of memory that nobody had written."""
-
-    class Wide(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weight = nn.Parameter(torch.ones(2))
-
-        def forward(self, x: Tensor) -> Tensor:
-            return x * self.weight
 
     at = Topology.create(pipeline=2)
     scheduler = Scheduler(
-        [Stage(Wide(), at.coordinate("pp"))],
+        [Stage(scales.Scale(0), at.coordinate("pp"))],
         at,
         schedule="gpipe",
         num_microbatches=2,
@@ -258,6 +251,17 @@ def test_replicas_may_have_batches_of_their_own_size() -> None:
     outputs = [o.shape for o in scheduler.evaluate(x).outputs]
     assert outputs == ([x.shape] if at.coordinate("pp") else [])
     scheduler.close()
+    # What one rank is refused all are. Rank 0 alone waits before it saves; then all ranks load, and
+    # make replicas equal.
+    with closing(Training("sharded")) as training:
+        training.step(0)
+        if rank() == 0:
+            training.sync.wait_parameters()
+        said = outcome(training.sync.synchronize_parameters)
+        assert said.startswith("AgreementError: rank 1: StepError: ")
+        assert "(synchronize_parameters: 3 of 4 ranks failed" in said
+        assert "call wait_parameters() before" in said
+        training.sync.wait_parameters()
 
 
 @pytest.mark.parametrize("how", ["owner", "sharded"])
@@ -271,16 +275,3 @@ def test_parameters_may_be_read_before_the_optimizer_steps(how: str) -> None:
                 read = getattr(training if name == "evaluate" else training.sync, name)
                 assert [training.step(number, read) for number in range(3)] == ["", "", ""], name
                 assert equal(training, twin), name
-
-
-def test_what_one_rank_is_refused_all_are() -> None:
-    """Rank 0 alone waits before it saves; then all ranks load, and make replicas equal."""
-    with closing(Training("sharded")) as training:
-        training.step(0)
-        if rank() == 0:
-            training.sync.wait_parameters()
-        said = outcome(training.sync.synchronize_parameters)
-        assert said.startswith("AgreementError: rank 1: StepError: ")
-        assert "(synchronize_parameters: 3 of 4 ranks failed" in said
-        assert "call wait_parameters() before" in said
-        training.sync.wait_parameters()

@@ -11,7 +11,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipegrad import GradientSync, Scheduler, Stage, find_tied
 from pipegrad.comm.comm_stream import CommStream
@@ -19,8 +19,10 @@ from pipegrad.pipeline.split_backward import products
 from pipegrad.schedules import Action, Kind, Schedule
 from tests.support.gradients.cases import DATA, SHARED, rank
 from tests.support.pairwise import everything
+from tests.support.pipeline import scales
 from tests.support.pipeline.chains import make as make_chain
 from tests.support.pipeline.chains import watched
+from tests.support.pipeline.layers import blamed
 from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import (
@@ -34,6 +36,7 @@ from tests.support.pipeline.schedulers import (
 )
 from tests.support.pipeline.twins import Twins
 
+pytestmark = pytest.mark.ranks(4)
 MICROBATCHES = 6
 Event = tuple[str, Any]
 
@@ -101,12 +104,9 @@ def events_of(schedule: str, pipeline: int, handlers: Sequence[str]) -> tuple[li
 HEAD_FIRST = "zb-h1 head_w_first"
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("pipeline", [2, 4])
 @pytest.mark.parametrize("schedule", ["zb-h1", HEAD_FIRST])
-def test_each_parameter_is_final_once_nothing_of_its_own_waits(
-    schedule: str, pipeline: int
-) -> None:
+def test_each_parameter_is_final_once_nothing_of_it_waits(schedule: str, pipeline: int) -> None:
     stage = rank() * pipeline // 4
     events, launches = events_of(schedule, pipeline, [SHARED, DATA])
     last_inputs = events.index(("end", f"{stage}I{MICROBATCHES - 1}"))
@@ -150,7 +150,6 @@ def assert_head_leaves_in_time(
         assert left > waiting[-1]
 
 
-@pytest.mark.ranks(4)
 def test_a_tied_head_that_comes_first_is_planned_before_all_others() -> None:
     late, early = (events_of(s, 2, [SHARED, DATA])[1] for s in ("zb-h1", HEAD_FIRST))
     assert len(late) == len(early) == 3  # of the tie, over replicas and over stages; of others
@@ -159,7 +158,6 @@ def test_a_tied_head_that_comes_first_is_planned_before_all_others() -> None:
     assert "0.weight" not in str(late[0]) or rank() > 0
 
 
-@pytest.mark.ranks(4)
 @pytest.mark.parametrize("schedule", ["zbv", "zbv head_w_first"])
 def test_a_tie_of_the_first_and_the_last_stage_of_zbv_costs_no_collective(schedule: str) -> None:
     def stage(index: int) -> Stage:
@@ -212,3 +210,93 @@ def test_backward_may_be_split_for_some_microbatches(backwards: str) -> None:
         twins.step(step)
         twins.compare(step)
     assert wrong(twins.close(), MOST) == {}
+
+
+# Split backward that fails: all ranks tell where, and nobody hangs.
+
+
+class Diagonal(scales.Scale):
+    """Multiplies by a matrix, so that the weight's gradient waits; tricks may be on the weight."""
+
+    on_weight = False
+    operand: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        trick, microbatch = self.trick, self.calls % scales.NUM_MICROBATCHES
+        self.calls += 1
+        weight, operand = self.weight, x.clone()
+        plays = trick is not None and trick[0] == microbatch
+        if plays and self.on_weight:
+            weight = trick[1](weight)  # type: ignore[index,assignment]
+        out = operand @ torch.diag(weight)
+        if plays and not self.on_weight:
+            out = trick[1](out)  # type: ignore[index]
+        self.operand = operand.detach()
+        return out
+
+
+class Training(scales.Training):
+    """One rank of a pipeline of `Diagonal`s."""
+
+    def __init__(self, **options: Any) -> None:
+        with mock.patch.object(scales, "Scale", Diagonal):
+            super().__init__(topology(4), **{"schedule": "zb-h1", **options})
+
+    @property
+    def diagonal(self) -> Diagonal:
+        assert isinstance(self.module, Diagonal)
+        return self.module
+
+    def fails(
+        self, stage: int, microbatch: int, trick: Any = scales.fails_in_backward, *, on_weight: bool
+    ) -> str:
+        self.diagonal.on_weight = on_weight
+        return self.trick(stage, microbatch, trick)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_what_a_split_backward_raises_all_tell_with_rank_and_action(is_first: bool) -> None:
+    training = Training()
+    if not is_first:
+        scales.warm(training)
+    for stage in (0, 1, 3):
+        for kind in "IW":
+            for microbatch in (0, 2):
+                said = training.fails(stage, microbatch, on_weight=kind == "W")
+                where = f"{stage}{kind}{microbatch} on pipeline rank {stage}."
+                if said.startswith(scales.TOO_LATE):  # it had ended its step
+                    assert not is_first
+                    assert rank() != stage
+                else:
+                    assert said == blamed(stage, f"OSError: no space left In {where}")
+                assert is_first or training.is_right()
+
+
+def test_an_operand_that_is_changed_before_its_product_is_refused() -> None:
+    """On rank 3 a forward changes what the weight was multiplied with in the one before it."""
+    training = Training()
+    assert training.is_right()
+
+    def change(out: Tensor) -> Tensor:
+        assert training.diagonal.operand is not None
+        training.diagonal.operand.add_(1)
+        return out
+
+    said = training.fails(3, 1, change, on_weight=False)
+    why = "StepError: what a weight of shape (2,) was multiplied with, of shape (2, 2)"
+    if rank() == 3:
+        assert said.startswith(why)
+        assert "changed in place" in said
+        assert said.endswith(" In 3W0 on pipeline rank 3.")
+    else:
+        assert said.startswith((scales.TOO_LATE, blamed(3, why)))
+    assert training.is_right()
+
+
+def test_a_tied_head_that_fails_ahead_of_its_turn_says_where() -> None:
+    """Its products are computed ahead of their turn."""
+    schedule = {"name": "zb-h1", "head_w_first": True}
+    tie = [{0: "weight", 3: "weight"}]
+    said = Training(schedule=schedule, tied=tie, handlers=[SHARED]).fails(3, 3, on_weight=True)
+    assert "OSError: no space left" in said
+    assert "on pipeline rank 3." in said

@@ -44,9 +44,7 @@ pytestmark = pytest.mark.ranks(2)
     ],
 )
 @pytest.mark.parametrize("verb", ["step", "evaluate"])
-def test_what_cannot_be_cut_is_refused_on_all_ranks(
-    x: Any, target: Any, by: int, words: str, verb: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(x: Any, target: Any, by: int, words: str, verb: str) -> None:
     """Issue 16, point 4: each microbatch got all of it: loss 1.76, one process 1.72."""
     with closing(make(Layer(), Layer())) as scheduler:
         for _ in range(2):  # at first, and later
@@ -76,21 +74,18 @@ def test_what_is_declared_whole_is_not_cut_and_steps_say_so() -> None:
             assert scheduler.inputs == ({"target": whole} if rank() else taken)
         evaluated = scheduler.evaluate(*given, target={"y": 3.0}).loss
         assert abs(float(evaluated) - true) < MOST_OF_LOSS
-
-
-def test_wrong_names_of_what_is_whole_are_refused() -> None:
-    """Issue 16, point 4: declaring what is whole must not fail without a word itself."""
+    # Wrong names of what is whole are refused. Issue 16, point 4: declaring what is whole must not
+    # fail without a word itself.
     make_with = partial(make, Layer(), Layer())
-    for whole, found in (("x", "'x'"), (("rope",), "('rope',)"), (3, "3")):
+    wrong: list[tuple[Any, str]] = [("x", "'x'"), (("rope",), "('rope',)"), (3, "3")]
+    for names, found in wrong:
         wanted = "expected a tuple of names of what step() is given, out of ['x', 'target']"
-        said = outcome(partial(make_with, whole=whole))
+        said = outcome(partial(make_with, whole=names))
         assert said == f"ScheduleError: whole is {found}, {wanted}"
     differs = outcome(partial(make_with, whole=("x",) if rank() else ()))
     assert differs.startswith("AgreementError: ranks disagree on the schedule")
-
-
-def test_a_table_that_is_cut_though_every_step_has_the_same_is_warned_of() -> None:
-    """Issue 16, point 4: rotary frequencies of as many rows as the batch were cut."""
+    # A table that is cut though every step has the same is warned of. Issue 16, point 4: rotary
+    # frequencies of as many rows as the batch were cut.
     first = Layer(lambda linear, x, rope, mask: linear(x * rope * mask))
     rope, mask = normal(ROWS, WIDTH, seed=2), torch.ones(ROWS, 1, dtype=torch.float64)
     with (
@@ -149,11 +144,8 @@ def test_gradients_flow_once_into_what_inputs_were_made_of(options: dict[str, An
             assert farthest(modules[rank()], one[rank()]) <= MOST
             for module in one:
                 module.zero_grad()
-
-
-@ORDERS
-def test_gradients_flow_into_the_leaves_of_a_tree(options: dict[str, Any]) -> None:
-    """Autograd gives both terms of a sum one gradient, and adds to that of the table in place."""
+    # Gradients flow into the leaves of a tree. Autograd gives both terms of a sum one gradient, and
+    # adds to that of the table in place.
     scheduler = make(
         Layer(lambda _, tree, table: tree["x"][0].view(-1) + table.view(-1)),
         Layer(lambda linear, x: linear(x.view(-1, WIDTH)).tanh()),

@@ -17,6 +17,7 @@ from tests.support.gradients.cases import rank
 from tests.support.pipeline.layers import farthest
 from tests.support.rounding import rounding
 
+pytestmark = pytest.mark.ranks(2)
 WIDTH, ROWS, OWN = 4, 8, 4
 MOST = rounding(4 * WIDTH * ROWS)
 # For each schedule the ranks of stages, and the one that takes the skip of stage 0, on another
@@ -55,7 +56,7 @@ class Noted(sync_points.Backend):
 
 
 class Pipeline:
-    """Four stages on two ranks, in one pipeline or in two; and the same in one process."""
+    """Four stages on two ranks, and the same in one process."""
 
     def __init__(self, schedule: str) -> None:
         places, self.taker = PLACES[schedule]
@@ -95,14 +96,7 @@ class Pipeline:
         return "right" if max(errors) <= MOST else "wrong"
 
 
-@pytest.mark.parametrize(
-    "schedule",
-    [
-        pytest.param(schedule, marks=pytest.mark.ranks(ranks), id=f"{schedule}-{ranks}")
-        for ranks in (2, 4)  # alone, and beside a replica
-        for schedule in PLACES
-    ],
-)
+@pytest.mark.parametrize("schedule", PLACES)
 def test_gradients_are_those_of_one_process_whatever_the_shape(schedule: str) -> None:
     """Of steps whose skips are as before, larger, smaller and empty."""
     noted, x = Noted(), torch.ones(ROWS, WIDTH)
@@ -113,17 +107,15 @@ def test_gradients_are_those_of_one_process_whatever_the_shape(schedule: str) ->
         for rows, factor in ((ROWS, 50), (2 * ROWS, 1), (ROWS, 0), (ROWS, 3)):
             assert pipeline.step(rows, factor) == "right"
         assert float(pipeline.scheduler.evaluate(x, target=x).loss) > 0
-    if dist.get_world_size() == 2:
-        # Rank 0 sends skips, and rank 1 their gradients, on a connection that has nothing else.
-        skips, values = sorted(noted.sent.values(), key=len)
-        num_bytes = 4 * WIDTH * ROWS // OWN
-        assert skips == [3 * num_bytes] * OWN
-        # In a loop rank 0 sends 0F and 2F, and the gradient for stage 1; rank 1 sends 1F, and two
-        # gradients.
-        assert values == [num_bytes] * OWN * (2 if schedule == "zbv" else 3)
+    # Rank 0 sends skips, and rank 1 their gradients, on a connection that has nothing else.
+    skips, values = sorted(noted.sent.values(), key=len)
+    num_bytes = 4 * WIDTH * ROWS // OWN
+    assert skips == [3 * num_bytes] * OWN
+    # In a loop rank 0 sends 0F and 2F, and the gradient for stage 1; rank 1 sends 1F, and two
+    # gradients.
+    assert values == [num_bytes] * OWN * (2 if schedule == "zbv" else 3)
 
 
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize("schedule", PLACES)
 def test_a_stage_that_fails_fails_on_both_ranks_and_then_all_goes_on(schedule: str) -> None:
     with closing(Pipeline(schedule)) as pipeline:
@@ -136,7 +128,6 @@ def test_a_stage_that_fails_fails_on_both_ranks_and_then_all_goes_on(schedule: s
             assert pipeline.step() == "right"
 
 
-@pytest.mark.ranks(2)
 def test_an_interrupt_ends_the_step_on_both_ranks() -> None:
     """Rank 1 is interrupted, while rank 0 may wait for a gradient on either connection."""
     with closing(Pipeline("interleaved-1f1b")) as pipeline:

@@ -26,7 +26,6 @@ class CodedError(Exception):
 
     def __init__(self, message: str, code: int) -> None:
         super().__init__(message)
-        self.code = code
 
 
 def rank() -> int:
@@ -73,15 +72,10 @@ def raise_unpicklable() -> None:
     raise error
 
 
-def leave_on(leaving: int) -> None:
+def leave_on(leaving: int, code: int = 3) -> None:
     if dist.get_rank() == leaving:
-        os._exit(3)
+        os._exit(code) if code > 0 else os.kill(os.getpid(), -code)
     dist.all_reduce(torch.ones(1))
-
-
-def kill_on(killed: int) -> None:
-    if dist.get_rank() == killed:
-        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def stay_away_on(absent: int) -> None:
@@ -138,20 +132,16 @@ def test_results_come_in_rank_order() -> None:
     assert run_ranks(rank, 4) == [0, 1, 2, 3]
 
 
-def test_arguments_reach_every_rank() -> None:
+def test_arguments_reach_every_rank_by_value() -> None:
     assert run_ranks(rank_and_sum, 2, 1.5) == [(0, 3.0), (1, 3.0)]
     assert run_ranks(partial(rank_and_sum, factor=2.0), 2, 1.5) == [(0, 6.0), (1, 6.0)]
-
-
-def test_tensors_and_classes_of_the_test_module_travel_by_value() -> None:
+    # Tensors and classes of the test module travel by value.
     results = run_ranks(scaled, 2, torch.arange(3.0), Point(1))
     assert [result["scaled"].tolist() for result in results] == [[0, 1, 2], [0, 2, 4]]
     assert not any(result["scaled"].is_shared() for result in results)
 
 
-def test_environment_of_the_call_reaches_the_ranks(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_environment_reaches_the_ranks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run_ranks(rank, 1)  # the fork server has started: what follows is not in its environment
     monkeypatch.setenv("PIPEGRAD_TEST", "here")
     monkeypatch.chdir(tmp_path)
@@ -185,34 +175,28 @@ def test_output_goes_where_the_caller_writes(capfd: pytest.CaptureFixture[str]) 
     assert err == "hello\nhello\n"  # and no noise
 
 
-def test_rank_that_is_done_early_does_not_break_its_peers() -> None:
+def test_early_ranks_and_waiting_threads_harm_nobody() -> None:
     assert run_ranks(early_and_late, 2) == [0, 5]
-
-
-def test_thread_that_waits_for_a_peer_does_not_keep_its_rank() -> None:
+    # Thread that waits for a peer does not keep its rank.
     began = time.monotonic()
     assert run_ranks(leave_thread_in_recv, 2, timeout_seconds=30) == [0, 1]
     assert time.monotonic() - began < 30
 
 
-def test_failing_rank_ends_its_waiting_peers() -> None:
+def test_the_first_failure_is_raised_and_the_later_ones_are_noted() -> None:
     began = time.monotonic()
     with pytest.raises(ValueError, match="bad microbatch") as caught:
         run_ranks(fail_on, 4, 2, ValueError("bad microbatch"))
     assert time.monotonic() - began < 4  # less than the grace: its peers saw it leave
     assert "First failure on rank 2." in notes(caught.value)
     assert "in fail_on" in notes(caught.value)
-
-
-def test_first_failure_in_time_is_raised_and_the_later_ones_are_noted() -> None:
+    # First failure in time is raised and the later ones are noted.
     with pytest.raises(ValueError, match="number 2") as caught:
         run_ranks(fail_one_after_another, 3)
     assert notes(caught.value).endswith(
         "Then on rank 1: ValueError: number 1\nThen on rank 0: ValueError: number 0"
     )
-
-
-def test_exceptions_that_are_no_errors_travel_too() -> None:
+    # Exceptions that are no errors travel too.
     with pytest.raises(SystemExit, match="4"):
         run_ranks(fail_on, 1, 0, SystemExit(4))
 
@@ -221,7 +205,7 @@ def test_rank_that_leaves_without_a_word_is_named_with_its_exit_code() -> None:
     with pytest.raises(RuntimeError, match="rank 1 ended without a result: exit code 3"):
         run_ranks(leave_on, 3, 1)
     with pytest.raises(RuntimeError, match="rank 0 ended without a result: killed by SIGKILL"):
-        run_ranks(kill_on, 1, 0)
+        run_ranks(leave_on, 1, 0, -signal.SIGKILL)
 
 
 def test_timeout_names_the_stuck_ranks_and_shows_their_stacks() -> None:
@@ -235,7 +219,7 @@ def test_timeout_names_the_stuck_ranks_and_shows_their_stacks() -> None:
     assert notes(caught.value).count("in all_reduce") == 2
 
 
-def test_what_does_not_pickle_is_a_clear_error() -> None:
+def test_what_does_not_pickle_and_a_world_without_ranks_are_clear_errors() -> None:
     with pytest.raises(TypeError, match="the function or its arguments cannot be pickled"):
         run_ranks(rank_and_sum, 1, threading.Lock())
     with pytest.raises(TypeError, match="the result of rank 0 cannot be pickled"):
@@ -248,9 +232,7 @@ def test_what_does_not_pickle_is_a_clear_error() -> None:
     with pytest.raises(TypeError, match="cannot be unpickled: CodedError: half") as caught:
         run_ranks(raise_coded, 1)
     assert "in raise_coded" in notes(caught.value)
-
-
-def test_a_world_needs_a_rank() -> None:
+    # A world needs a rank.
     with pytest.raises(ValueError, match="num_ranks is 0"):
         run_ranks(rank, 0)
 
@@ -259,16 +241,19 @@ def process() -> int:
     return os.getpid()
 
 
-def test_ranks_that_stay_run_one_function_after_the_other() -> None:
+def test_ranks_that_stay_run_one_function_after_the_other_until_one_fails() -> None:
     with Ranks(2) as ranks:
         processes = ranks.run(process)
         assert ranks.run(rank_and_sum, 1.5) == [(0, 3.0), (1, 3.0)]
         assert ranks.run(process) == processes
     with pytest.raises(RuntimeError, match="these ranks have ended"):
         ranks.run(process)
-
-
-def test_ranks_that_stay_end_with_the_first_function_that_fails() -> None:
+    # A rank that died between two functions is named.
+    with Ranks(2) as ranks:
+        os.kill(ranks.run(process)[1], signal.SIGKILL)
+        with pytest.raises(RuntimeError, match="rank 1 ended without a result: killed by SIGKILL"):
+            ranks.run(rank_and_sum, 1.0)
+    # Ranks that stay end with the first function that fails.
     ranks = Ranks(2)
     assert ranks.run(rank) == [0, 1]
     with pytest.raises(TimeoutError, match="not finished after 1 s: rank 1"):
@@ -276,13 +261,6 @@ def test_ranks_that_stay_end_with_the_first_function_that_fails() -> None:
     assert not ranks.is_open
     assert multiprocessing.active_children() == []
     ranks.close()  # once more does nothing
-
-
-def test_a_rank_that_died_between_two_functions_is_named() -> None:
-    with Ranks(2) as ranks:
-        os.kill(ranks.run(process)[1], signal.SIGKILL)
-        with pytest.raises(RuntimeError, match="rank 1 ended without a result: killed by SIGKILL"):
-            ranks.run(rank_and_sum, 1.0)
 
 
 def test_nothing_is_left_behind(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
-from tests.support.train.jobs import Trained, refusal, trained, with_job
+from tests.support.train.jobs import Trained, refusal, trained, trained_to, with_job
 
 pytestmark = pytest.mark.ranks(2)
 SETTINGS = [
@@ -44,16 +44,15 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def run(job: Path, name: str, until: int = 6) -> Trained:
-    """Trains one of the runs until a step; its half is saved."""
-    return trained(
-        job, *SETTINGS, *RUNS[name], until=until, save=f"{name} half" if until == 3 else ""
-    )
+def runs(job: Path, name: str) -> list[Trained]:
+    """Trains a run; returns what is known after its half, which is saved, and in the end."""
+    saves = {3: f"{name} half"}
+    return trained_to(job, *SETTINGS, *RUNS[name], ends=(3, 6), saves=saves)
 
 
 def from_half(job: Path, name: str, *settings: str) -> Trained:
     """Goes on from the half of a run."""
-    run(job, name, 3)
+    runs(job, name)
     return trained(job, *SETTINGS, *settings, f"train.resume='{name} half'", until=6)
 
 
@@ -64,7 +63,8 @@ def bare(run: Trained) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("name", RUNS)
 def test_going_on_is_never_having_stopped(job: Path, name: str) -> None:
-    run(job, name).goes_on(run(job, name, 3), from_half(job, name, *RUNS[name]))
+    first, through = runs(job, name)
+    through.goes_on(first, from_half(job, name, *RUNS[name]))
 
 
 def test_what_a_forward_keeps_is_kept(job: Path) -> None:
@@ -94,7 +94,7 @@ def test_what_a_forward_keeps_is_kept(job: Path) -> None:
     }.values(),
 )
 def test_any_cut_goes_on_from_any_other(job: Path, name: str, settings: list[str]) -> None:
-    whole, found = run(job, "steady"), from_half(job, name, *settings)
+    whole, found = runs(job, "steady")[1], from_half(job, name, *settings)
     assert found.losses == pytest.approx(whole.losses[3:], rel=rounding(12 * 8 * 16))
     every = {name: tensor for rank in gathered(bare(whole)) for name, tensor in rank.items()}
     for key, tensor in bare(found).items():
@@ -109,14 +109,14 @@ def test_whole_matrices_are_found_by_name_wherever_they_are_stepped(
 
     A step moves an element by at most its rate, here times the root of two, at 8 bits.
     """
-    whole = bare(run(job, "muon"))
+    whole = bare(runs(job, "muon")[1])
     limit = STEPS_OF_MUON * MUON_RATE * 2**0.5 * 2.0**-8
     for name, tensor in bare(from_half(job, "muon", *OF_MUON, *cut)).items():
         torch.testing.assert_close(tensor, whole[name], rtol=0, atol=limit)
 
 
 def test_what_was_stored_coarser_goes_on_finer(job: Path) -> None:
-    stored = run(job, "stored").losses[3:]
+    stored = runs(job, "stored")[1].losses[3:]
     finer = from_half(job, "stored", *STEADY, "parallel.data=2").losses
     assert finer == pytest.approx(stored, rel=1e-2)
     assert finer != stored
@@ -158,7 +158,7 @@ def test_what_was_stored_coarser_goes_on_finer(job: Path) -> None:
     ],
 )
 def test_what_cannot_be_gone_on_from(job: Path, name: str, settings: list[str], says: str) -> None:
-    run(job, name, 3)
+    runs(job, name)
     assert says in refusal(job, *SETTINGS, *settings, f"train.resume='{name} half'")
 
 

@@ -243,9 +243,10 @@ def test_options_there_are() -> None:
 
 
 def test_torchrun_trains(tmp_path: Path) -> None:
+    """Ranks are new interpreters here, as they are for readers."""
     words = ["--nproc-per-node", "2", "-m", "pipegrad", "train", str(TIED_GPT)]
     settings = ["--set", "train.device=cpu", "--set", "train.steps=2"]
-    launched = Launched(tmp_path, torchrun, *words, *settings)
+    launched = Launched(tmp_path, torchrun, *words, *settings, anew=True)
     assert launched.wait() == 0, launched.errors
     assert "step     2  loss 5." in launched.printed
     assert "Warning" not in launched.errors

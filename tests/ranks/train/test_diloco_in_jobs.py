@@ -12,7 +12,7 @@ import torch.distributed as dist
 import pipegrad
 from pipegrad.errors import PipegradError
 from tests.support.ranked import gathered
-from tests.support.train.jobs import Trained, refusal, trained, with_job
+from tests.support.train.jobs import Trained, refusal, trained, trained_to, with_job
 
 pytestmark = pytest.mark.ranks(4)
 SETTINGS = ["parallel.pipeline=2", "parallel.data=2", "train.steps=6", "gradients.clip_norm=1"]
@@ -35,25 +35,24 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def run(job: Path, name: str, until: int = 6) -> Trained:
-    """Trains in one of the ways until a step, and saves it unless it is the last one."""
-    return trained(
-        job, *SETTINGS, *WAYS[name], until=until, save=f"{name} {until}" if until < 6 else ""
-    )
+def runs(job: Path, name: str) -> dict[int, Trained]:
+    """Trains in one of the ways; returns what is known after steps, and saves it but at the end."""
+    ends, saves = (3, 4, 6), {step: f"{name} {step}" for step in (3, 4)}
+    found = trained_to(job, *SETTINGS, *WAYS[name], ends=ends, saves=saves)
+    return dict(zip(ends, found, strict=True))
 
 
 @pytest.mark.parametrize("name", WAYS)
 @pytest.mark.parametrize("step", [3, 4])
 def test_a_resumed_run_has_the_same_bits(job: Path, name: str, step: int) -> None:
     """After step 3 replicas are apart, after step 4 they have just met."""
-    first = run(job, name, step)
+    found = runs(job, name)
     resumed = trained(job, *SETTINGS, *WAYS[name], f"train.resume='{name} {step}'", until=6)
-    run(job, name).goes_on(first, resumed)
+    found[6].goes_on(found[step], resumed)
 
 
 def test_replicas_end_as_one_model_that_can_be_exported_after_a_meeting(job: Path) -> None:
-    run(job, "replicas", 3), run(job, "replicas", 4)
-    values = {k.partition("[")[0]: v for k, v in run(job, "replicas").values.items()}
+    values = {k.partition("[")[0]: v for k, v in runs(job, "replicas")[6].values.items()}
     other = gathered(values)[dist.get_rank() ^ 1]  # the other replica of this stage
     assert values.keys() == other.keys()
     assert all(torch.equal(values[key], other[key]) for key in values)
@@ -92,5 +91,5 @@ def test_what_replicas_cannot_do_is_refused(
 ) -> None:
     resumed = [f"train.resume='replicas {step}'"] if step else []
     if step:
-        run(job, "replicas", step)
+        runs(job, "replicas")
     assert says in refusal(job, *SETTINGS, *settings, *resumed, until=6)

@@ -22,7 +22,15 @@ from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
-from tests.support.train.jobs import EXAMPLES, Trained, command, refusal, trained, trainer_of
+from tests.support.train.jobs import (
+    EXAMPLES,
+    Trained,
+    command,
+    refusal,
+    trained,
+    trained_to,
+    trainer_of,
+)
 
 TENSOR, EXPERTS = "tensor_parallel.toml", "mixture_of_experts.toml"
 ALONE = {TENSOR: "parallel.dimensions.tp=1", EXPERTS: "parallel.dimensions.ep=1"}
@@ -73,16 +81,16 @@ def numbers(run: Trained) -> list[tuple[float, float]]:
 
 
 @cache
-def part(folder: Path, name: str, until: int) -> Trained:
-    """Trains a run until a step; the half of it is saved, the whole is not."""
+def parts(folder: Path, name: str) -> tuple[Trained, Trained]:
+    """Trains a run; returns the half of it, which is saved, and the whole."""
     file, settings = RUNS[name]
-    save = name if until == 2 else ""
-    return trained(folder / file, *STEPS, *settings, until=until, save=save)
+    half, whole = trained_to(folder / file, *STEPS, *settings, ends=(2, 4), saves={2: name})
+    return half, whole
 
 
 def from_half(folder: Path, name: str, *settings: str) -> Trained:
     """Goes on from the half of a run, with other settings."""
-    part(folder, name, 2)
+    parts(folder, name)
     file, own = RUNS[name]
     resumed = f"train.resume='{name}'"
     return trained(folder / file, *STEPS, *own, *settings, resumed, until=4)
@@ -93,20 +101,20 @@ def from_half(folder: Path, name: str, *settings: str) -> Trained:
 def test_a_run_is_that_of_one_process_also_if_it_was_stopped(
     folder: Path, true: dict[str, list[tuple[float, float]]], name: str
 ) -> None:
-    through, file = part(folder, name, 4), RUNS[name][0]
+    (half, through), file = parts(folder, name), RUNS[name][0]
     # Along tp dropout must drop the same of what each rank has whole.
     rank = dist.get_rank()
     assert torch.initial_seed() == mixed(0, 4, rank // 2 if file == TENSOR else rank)
     if "Adafactor" not in name:
         for ours, alone in zip(numbers(through), true[file], strict=True):
             assert ours == pytest.approx(alone, rel=rounding(TOKENS))
-    through.goes_on(part(folder, name, 2), from_half(folder, name))
+    through.goes_on(half, from_half(folder, name))
 
 
 @pytest.mark.ranks(4)
 def test_what_lives_apart_has_its_place_in_a_checkpoint(folder: Path) -> None:
     def keys(name: str) -> set[str]:
-        part(folder, name, 2)
+        parts(folder, name)
         return set(FileSystemReader(folder / name).read_metadata().state_dict_metadata)
 
     tensor, experts = keys("pp 2 x tp 2, not declared"), keys("pp 2 x ep 2, not declared")
@@ -117,7 +125,7 @@ def test_what_lives_apart_has_its_place_in_a_checkpoint(folder: Path) -> None:
     assert {"model.embedding.weight", "model.norm.bias"} <= tensor & experts
     assert "model.block0.up.weight" not in tensor
     assert not any("[" in key and "experts" not in key for key in experts)
-    first, second, *_ = gathered(part(folder, "pp 2 x tp 2, not declared", 2).values)
+    first, second, *_ = gathered(parts(folder, "pp 2 x tp 2, not declared")[0].values)
     assert not torch.equal(
         first["model.block0.up.weight[tp=0]"], second["model.block0.up.weight[tp=1]"]
     )
@@ -155,7 +163,7 @@ def test_a_run_goes_on_with_other_sizes(
 @pytest.mark.parametrize("name", [*RUNS][:5])
 def test_declared_pieces_make_the_whole_tensors(folder: Path, name: str) -> None:
     """Each rank's own pieces are looked for in what `pipegrad.load` returns."""
-    half, (file, settings) = part(folder, name, 2), RUNS[name]
+    (half, _), (file, settings) = parts(folder, name), RUNS[name]
     whole = load_whole(folder / name)
     assert not any("[" in key for key in whole)
     dims = load(folder / file, settings).parallel.shards
@@ -235,7 +243,7 @@ REFUSED = [
 def test_a_checkpoint_of_other_sizes_is_refused_alike(
     folder: Path, name: str, settings: str, says: str
 ) -> None:
-    part(folder, name, 2)
+    parts(folder, name)
     file, own = RUNS[name]
     other = [f"parallel.{setting}" for setting in settings.split()]
     said = refusal(folder / file, *STEPS, *own, *other, f"train.resume='{name}'")

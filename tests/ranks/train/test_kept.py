@@ -18,7 +18,7 @@ from pipegrad.pipeline.step_times import Layout
 from pipegrad.schedules.measured import Times
 from pipegrad.train.checkpoint import checkpoint
 from tests.support.ranked import gathered
-from tests.support.train.jobs import Trained, refusal, trained, with_job
+from tests.support.train.jobs import Trained, refusal, trained, trained_to, with_job
 
 pytestmark = pytest.mark.ranks(2)
 SETTINGS = ["model.dropout=0.25", "optimizer.lr=1e-2", "train.steps=6"]
@@ -60,13 +60,13 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @cache
-def saved(job: Path, name: str) -> Trained:
-    """Trains one of the runs until step 4, and saves it."""
-    return trained(job, *SETTINGS, *RUNS[name], until=4, save=name)
+def runs(job: Path, name: str) -> list[Trained]:
+    """Trains a run; returns what is known after step 4, where it is saved, and in the end."""
+    return trained_to(job, *SETTINGS, *RUNS[name], ends=(4, 6), saves={4: name})
 
 
 def from_saved(job: Path, name: str, *settings: str, until: int = 5) -> Trained:
-    saved(job, name)
+    runs(job, name)
     return trained(job, *SETTINGS, *settings, f"train.resume={name}", until=until)
 
 
@@ -75,9 +75,9 @@ def from_saved(job: Path, name: str, *settings: str, until: int = 5) -> Trained:
     ("name", "kept"), [("feedback", ["kept.0", "kept.1"]), ("coded", ["kept.1"])]
 )
 def test_errors_go_on_to_the_bit(job: Path, name: str, kept: list[str]) -> None:
-    through = trained(job, *SETTINGS, *RUNS[name], until=6)
+    first, through = runs(job, name)
     second = from_saved(job, name, *RUNS[name], until=6)
-    through.goes_on(saved(job, name), second)
+    through.goes_on(first, second)
     assert second.notes == ()
     keys = FileSystemReader(job.with_name(name)).read_metadata().state_dict_metadata
     assert sorted(key for key in keys if key.startswith("kept.")) == kept

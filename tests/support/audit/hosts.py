@@ -1,4 +1,4 @@
-"""Pipelines of three kinds, 2 stages x 2 replicas, into which defects can be put.
+"""Pipelines of two kinds, 2 stages x 2 replicas, into which defects can be put.
 
 A host leaves in ``.grad`` the mean over the microbatches of this rank's replica. What comes behind,
 reductions, clipping and the optimizer, is the same for all hosts. A Scheduler reduces by itself.
@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.nn import functional
 
 import pipegrad
@@ -173,25 +172,6 @@ class Host:
         )
 
 
-class TorchSchedule(Host):
-    """torch's 1F1B."""
-
-    def __init__(self, defects: Defects) -> None:
-        super().__init__(defects)
-        device = torch.device("cpu")
-        stage = PipelineStage(self.module, self.stage, STAGES, device, group=self.pipeline)
-        self._schedule = Schedule1F1B(stage, MICROBATCHES, self.loss)
-
-    def backward(self, inputs: Tensor, target: Tensor) -> Tensor | None:
-        losses = list[Tensor]()
-        if self.is_last:
-            self._schedule.step(target=target, losses=losses)
-        else:
-            self._schedule.step(inputs)
-        is_whole = "last microbatch" not in self.defects
-        return torch.stack(losses).mean() if self.is_last and is_whole else None
-
-
 class Loop(Host):
     """A loop by hand: all forwards, then all backwards."""
 
@@ -273,7 +253,6 @@ class Scheduled(Host):
 
 
 HOSTS: dict[str, Callable[[Defects], Host]] = {
-    "torch's 1F1B": TorchSchedule,
     "a loop by hand": Loop,
     "the Scheduler": Scheduled,
 }

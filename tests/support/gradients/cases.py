@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ from pipegrad import (
     FlatBucket,
     GradientHandler,
     GradientSync,
-    ParameterRecord,
     Reduction,
     ReductionStep,
     Topology,
@@ -118,14 +117,10 @@ class NewStorage(TorchDispatchMode):
 class Silent(GradientHandler):
     """Plans what pipeline-shared does, and sends nothing."""
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         return [Reduction(p, topology.ranks_of(p.holders)) for p in parameters if p.shared]
 
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
+    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
         return Done()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,9 +25,7 @@ class By(GradientHandler):
     def __init__(self, axis: str, placed: Placed, op: Op = "sum") -> None:
         self._axis, self._placed, self._op = axis, placed, op
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         for p in parameters:
             placed = self._placed
             placement = placed if isinstance(placed, Placement) else placed.get(p.name)

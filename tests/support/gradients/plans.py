@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad import GradientHandler, Placement, Reduction, Topology
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plan
@@ -26,9 +26,7 @@ class Placed(GradientHandler):
     def __init__(self, placement: Placement) -> None:
         self._placement = placement
 
-    def reductions(
-        self, parameters: Sequence[ParameterRecord], topology: Topology
-    ) -> Iterable[Reduction]:
+    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
         ranks = topology.ranks_along("dp")
         return [Reduction(p, ranks, "sum", self._placement) for p in parameters]
 

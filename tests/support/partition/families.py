@@ -7,7 +7,7 @@ counts. transformers is imported in a function: its import takes seconds.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -102,6 +102,13 @@ class Family:
         config = getattr(transformers, self.config)(**self.options)
         model: nn.Module = getattr(transformers, self.head)(config)
         return model.to(self.dtype).train()
+
+    def with_layers(self, number: int) -> Family:
+        """Returns the same with so many layers, half of which encode if any do."""
+        sizes = dict.fromkeys(("n_layer", "num_hidden_layers"), number)
+        sizes |= dict.fromkeys(("encoder_layers", "decoder_layers", "num_layers"), number // 2)
+        known = {option: size for option, size in sizes.items() if option in self.options}
+        return replace(self, options={**self.options, **known})
 
     def batch(self, seed: int, **sizes: int) -> Batch:
         """Returns the batch of a seed."""

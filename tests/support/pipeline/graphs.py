@@ -303,3 +303,14 @@ class Storages(TorchDispatchMode):
         for tensor in known:
             names.pop(tensor.untyped_storage().data_ptr(), None)
         return sorted(names.values())
+
+
+def assert_split(graph: Graph, *others: tuple[Any, bool]) -> None:
+    """Asserts that gradients are those of a whole backward, and what waits, in LATE and others."""
+    true = whole(graph)
+    late = split(graph, LATE, preset=True)
+    assert differences(late, true, graph.error) == {}
+    for waiting in late.waiting:
+        assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
+    for plan, preset in others:
+        assert differences(split(graph, plan, preset=preset), true, graph.error) == {}

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm import sync_points
-from tests.support.gradients.cases import rank
+from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.scales import ELSEWHERE
 
 WIDTH, NUM_MICROBATCHES = 3, 4
+MOST = 1e-12  # float64; sums of some ten terms in another order
 
 
 class Layer(nn.Module):
@@ -64,6 +65,51 @@ def train(scheduler: Scheduler, *inputs: Any, **named: Any) -> float:
     for record in scheduler.sync.records():
         scheduler.sync.parameter(record).grad = None
     return float(scheduler.step(*inputs, **named).loss)
+
+
+class Pipeline:
+    """A layer a rank, and a copy of all of them in one process."""
+
+    def __init__(self, num_stages: int = 2, **options: Any) -> None:
+        self.layers, self.true = [[Layer() for _ in range(num_stages)] for _ in range(2)]
+        self.own = self.layers[rank()]
+        self.scheduler = Scheduler(
+            [Stage(self.own, rank())],
+            Topology.create(pipeline=num_stages),
+            **{
+                "schedule": "1f1b",
+                "num_microbatches": NUM_MICROBATCHES,
+                "loss_fn": mean_square,
+                "handlers": ["noop"],
+                **options,
+            },
+        )
+        self.close = self.scheduler.close
+
+    def step(self, rows: int, **options: Any) -> str:
+        """Takes a step; returns what it raised, or that it was right."""
+        return outcome(lambda: self._error(rows, **options) < MOST or "wrong")
+
+    def evaluate(self, rows: int, **options: Any) -> str:
+        x, y = batch(rows)
+        return outcome(lambda: float(self.scheduler.evaluate(x, target=y, **options).loss) > 0)
+
+    def _error(self, rows: int, *, seed: int = 0, **options: Any) -> float:
+        x, y = batch(rows, seed)
+        self._train(x, target=y, **options)
+        number = options.get("num_microbatches") or NUM_MICROBATCHES
+        for module in self.true:
+            module.zero_grad()
+        for part, target in zip(x.tensor_split(number), y.tensor_split(number), strict=True):
+            (mean_square(nn.Sequential(*self.true)(part), target) / number).backward()
+        return farthest(self.own, self.true[rank()])
+
+    def _train(self, x: Tensor, **options: Any) -> None:
+        train(self.scheduler, x, **options)
+
+
+def batch(rows: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    return normal(rows, WIDTH, seed=seed), normal(rows, WIDTH, seed=seed + 1)
 
 
 def distance(found: Tensor | None, true: Tensor | None) -> float:

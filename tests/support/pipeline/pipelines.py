@@ -44,7 +44,7 @@ class Case:
     model: str = "tied"
     optimizer: str = "SGD"  # "AdamW", "standstill": every step is the first one again
     num_microbatches: int = 4
-    steps: int = 20
+    steps: int = 8
     cut: str = "manual"  # "apart": local ties are copied apart; "split-point", "pipe-split": traced
     tied: str = "names"  # "places": stage -> name; "pipe": pipe.replicated_params
     attached: bool = True

@@ -27,6 +27,7 @@ from pipegrad.schedules import Schedule
 from tests.support.gradients.placements import WHOLE, By
 from tests.support.pipeline.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
 from tests.support.pipeline.schedulers import ROWS, batch, digest, error, share, topology
+from tests.support.pipeline.trained import OnMesh
 from tests.support.rounding import ADAM_EPS, rounding
 
 HANDLERS: dict[str, list[Any]] = {
@@ -86,7 +87,7 @@ ROUNDING = 2.0**-8  # of bfloat16, whose significand has 8 bits, to the nearest
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(OnMesh):
     """A way to train: a level of each factor."""
 
     handlers: str
@@ -113,18 +114,6 @@ class Case:
     def __str__(self) -> str:
         levels = " ".join(getattr(self, name) for name in FACTORS)
         return levels if self.steps == 3 else f"{levels} {self.steps} steps"
-
-    @property
-    def pipeline(self) -> int:
-        return int(self.mesh[0])
-
-    @property
-    def data(self) -> int:
-        return int(self.mesh[2])
-
-    @property
-    def num_ranks(self) -> int:
-        return self.pipeline * self.data
 
     @property
     def num_microbatches(self) -> int:
@@ -269,26 +258,37 @@ def truth(case: Case) -> Truth:
 @functools.cache
 def _truth(case: Case) -> Truth:
     model = build(case).float()  # the master copy, where parameters are of lower precision
+    worker = nn.Sequential(*map(copy.deepcopy, model)).to(case.dtype)  # no two layers share any
     named = dict(model.named_parameters(remove_duplicate=False))
     optimizer, true = case.make_optimizer(model.parameters()), Truth()
     for step in range(case.steps):
         for part in range(int(case.parts)):
             terms = true.terms if step == 0 else {}
-            true.losses.append(_backward(case, model, *case.batch(step, part), terms))
+            whole = case.batch(step, part)
+            true.losses.append(_backward(case, model, worker, *whole, terms=terms))
         true.gradients = true.gradients or {name: _copy(p.grad) for name, p in named.items()}
         if case.clip == "clip":
             true.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
         optimizer.zero_grad(set_to_none=case.zeroed == "none")
         with torch.no_grad():
-            true.evaluated.append(_evaluate(case, model, *case.batch(step, 0)))
+            if not case.is_exact:
+                for name, copied in worker.named_parameters():
+                    copied.copy_(named[name])
+            true.evaluated.append(_evaluate(case, model, worker, *case.batch(step, 0)))
         true.parameters = {name: p.detach().clone() for name, p in named.items()}
         true.read = true.read or true.parameters
     return true
 
 
 def _backward(
-    case: Case, model: nn.Sequential, tokens: Tensor, target: Tensor, terms: dict[str, Tensor]
+    case: Case,
+    model: nn.Sequential,
+    worker: nn.Sequential,
+    tokens: Tensor,
+    target: Tensor,
+    *,
+    terms: dict[str, Tensor],
 ) -> float:
     """Adds to the gradients; returns the loss.
 
@@ -298,7 +298,7 @@ def _backward(
         whole = loss_of(model(tokens), target)
         whole.backward()
         return whole.item()
-    worker, losses = _worker(case, model), list[float]()
+    losses = list[float]()
     masters = dict(model.named_parameters(remove_duplicate=False))
     for one, its_target in _microbatches(case, tokens, target):
         loss = loss_of(worker(one), its_target)
@@ -313,10 +313,12 @@ def _backward(
     return sum(losses) / len(losses)
 
 
-def _evaluate(case: Case, model: nn.Sequential, tokens: Tensor, target: Tensor) -> float:
+def _evaluate(
+    case: Case, model: nn.Sequential, worker: nn.Sequential, tokens: Tensor, target: Tensor
+) -> float:
     if case.is_exact:
         return loss_of(model(tokens), target).item()
-    worker, parts = _worker(case, model), _microbatches(case, tokens, target)
+    parts = _microbatches(case, tokens, target)
     losses = [loss_of(worker(one), its_target).item() for one, its_target in parts]
     return sum(losses) / len(losses)
 
@@ -324,11 +326,6 @@ def _evaluate(case: Case, model: nn.Sequential, tokens: Tensor, target: Tensor) 
 def _microbatches(case: Case, tokens: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     number = case.num_microbatches * case.data
     return zip(tokens.chunk(number), target.chunk(number), strict=True)
-
-
-def _worker(case: Case, model: nn.Sequential) -> nn.Sequential:
-    """Returns the model in the precision of the case; no two layers share a parameter."""
-    return nn.Sequential(*(copy.deepcopy(layer) for layer in model)).to(case.dtype)
 
 
 # The ranks.

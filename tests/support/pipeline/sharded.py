@@ -77,7 +77,7 @@ class Case:
     attached: bool = False
     replicate: int = 1  # of the data ranks; above 1 it is HSDP
     num_microbatches: int = 4
-    steps: int = 3
+    steps: int = 2  # of which the second one is as all later ones
     accumulate: int = 1
     recompute: bool = False
     evaluate: bool = False

@@ -40,3 +40,9 @@ def _needs(action: Action, hops: Sequence[float]) -> dict[Action, float]:
     if stage < len(hops):
         own[Action(stage + 1, kind, microbatch)] = hops[stage]
     return own
+
+
+def warm_ups(schedule: Schedule) -> list[int]:
+    """Returns for each rank how many forwards come before its first backward, or first I."""
+    kinds = ([action.kind for action in row] for row in schedule.actions)
+    return [next(at for at, kind in enumerate(row) if kind != "F") for row in kinds]

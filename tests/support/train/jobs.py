@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -65,15 +66,26 @@ def trainer_of(job: Path, *settings: str) -> Trainer:
 
 def trained(job: Path, *settings: str, until: int, save: str = "") -> Trained:
     """Trains a job, in its folder, until a step, and saves it there; every rank must call it."""
+    [run] = trained_to(job, *settings, ends=[until], saves={until: save} if save else {})
+    return run
+
+
+def trained_to(
+    job: Path, *settings: str, ends: Sequence[int], saves: Mapping[int, str]
+) -> list[Trained]:
+    """Trains a job as `trained`; returns what is known at several steps, and saves at some."""
+    found, steps = [], list[StepMetrics]()
     with contextlib.chdir(job.parent):
         trainer = trainer_of(job, *settings)
-        steps = [trainer.step(number) for number in range(trainer.first_step, until + 1)]
-        if save:
-            trainer.save(Path(save), until)
-        trainer.sync.wait_parameters()
-        values = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
+        for end in ends:
+            steps += [trainer.step(n) for n in range(trainer.first_step + len(steps), end + 1)]
+            if end in saves:
+                trainer.save(Path(saves[end]), end)
+            trainer.sync.wait_parameters()
+            values = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
+            found.append(Trained([*steps], values, trainer.notes))
         trainer.close()
-    return Trained(steps, values, trainer.notes)
+    return found
 
 
 def refusal(job: Path, *settings: str, until: int = 1, save: str = "") -> str:

@@ -1,16 +1,32 @@
-"""Commands, as processes that the fork server starts: it has imported torch, so they need not."""
+"""Commands, as processes that the fork server starts: it has imported torch, so they need not.
+
+Python processes that torch's launcher starts are forks of it, and need not either. Where a test
+wants the reader's own start, with new interpreters, it says so.
+"""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import gc
 import itertools
 import os
+import runpy
 import signal
+import subprocess
+import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
+from torch.distributed.run import main as torchrun_main
+
+from pipegrad.cli import main as pipegrad_main
 from pipegrad.testing import ranks
 
 SECONDS = 300.0  # for any of them, on a machine that does much else
@@ -18,24 +34,45 @@ _numbers = itertools.count()
 
 
 class Launched:
-    """A launcher that runs in a folder. What it and its ranks print goes into files there."""
+    """A launcher that runs in a folder. What it and its ranks print goes into files there.
 
-    def __init__(self, folder: Path, launch: Callable[[list[str]], Any], *words: str) -> None:
+    Args:
+        folder: Where it runs.
+        launch: `torchrun` or `pipegrad`.
+        *words: Of its command line.
+        anew: Whether its ranks are new interpreters, which import torch.
+        variables: Further environment.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        launch: Callable[[list[str]], Any],
+        *words: str,
+        anew: bool = False,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
         self._files = [folder / f"launcher-{next(_numbers)}.{end}" for end in ("out", "err")]
         for file in self._files:
             file.touch()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", **(variables or {})}
+        launch = launch if anew else partial(_forking, launch)
         self._process = ranks._fork_server().Process(
             target=_launch, args=(launch, words, folder, self._files, environment)
         )
         self._process.start()
         self.pid = self._process.pid or 0
 
+    def ended(self, seconds: float = SECONDS) -> int | None:
+        """Waits for its end; returns the exit code, None if it goes on."""
+        self._process.join(seconds)
+        return self._process.exitcode
+
     def wait(self) -> int:
         """Returns the exit code."""
-        self._process.join(SECONDS)
-        assert self._process.exitcode is not None, f"it goes on: {self}"
-        return self._process.exitcode
+        code = self.ended()
+        assert code is not None, f"it goes on: {self}"
+        return code
 
     def until(
         self, is_so: Callable[[], object], *, has_ended: bool = False, poll_seconds: float = 0.05
@@ -59,14 +96,12 @@ class Launched:
         return self._files[1].read_text()
 
     def ranks(self) -> list[int]:
-        """Returns the processes of its ranks."""
-        tasks = Path(f"/proc/{self.pid}/task").glob("*/children")
+        """Returns the processes of its ranks: torch's launcher gives each a session."""
         found = []
-        for child in (int(number) for task in tasks for number in task.read_text().split()):
+        for task in Path(f"/proc/{self.pid}/task").glob("*/children"):
             with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-                if b"train" in Path(f"/proc/{child}/cmdline").read_bytes():
-                    found.append(child)
-        return found
+                found += [int(number) for number in task.read_text().split()]
+        return [child for child in found if _session(child) == child]
 
     def kill(self) -> None:
         """Ends it and its ranks."""
@@ -88,20 +123,80 @@ def _launch(
     os.environ.clear()
     os.environ.update(environment)
     for number, file in enumerate(files, start=1):
-        os.dup2(os.open(file, os.O_WRONLY), number)
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
     launch([*words])
 
 
 def torchrun(words: list[str]) -> None:
-    from torch.distributed.run import main
-
-    main(words)
+    torchrun_main(words)
 
 
 def pipegrad(words: list[str]) -> None:
-    from pipegrad.cli import main
+    pipegrad_main(words, prog_name="pipegrad")
 
-    main(words, prog_name="pipegrad")
+
+def _forking(launch: Callable[[list[str]], Any], words: list[str]) -> None:
+    """Launches; Python programs are forks of this process."""
+    SubprocessHandler._popen = _forked  # type: ignore[method-assign]
+    launch(words)
+
+
+def _forked(
+    self: SubprocessHandler, args: tuple[Any, ...], env: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a Python program as torch's launcher does; but nothing is executed after the fork."""
+    return subprocess.Popen(
+        args,
+        env=env,
+        stdout=self._stdout,
+        stderr=self._stderr,
+        start_new_session=True,
+        preexec_fn=partial(_be_python, args, env),  # noqa: PLW1509 - it never returns
+    )
+
+
+def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+    """Is what a new interpreter with this command line would be, to its end."""
+    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen goes on, as if a program had begun
+    gc.enable()
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):  # the launcher's
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGPIPE, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(env)
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(write_through=True)  # type: ignore[union-attr]
+    code: Any = None
+    try:
+        _run_python([word for word in command[1:] if word != "-u"])
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:  # noqa: BLE001 - as Python does at its top
+        traceback.print_exc()
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    if isinstance(code, str):
+        sys.stderr.write(f"{code}\n")
+    os._exit(code if isinstance(code, int) else int(code is not None))
+
+
+def _run_python(words: list[str]) -> None:
+    """Runs a module or a script with its words."""
+    if words[0] == "-m":
+        sys.argv, sys.path[:0] = words[1:], [str(Path.cwd())]
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[:0] = words, [str(Path(words[0]).resolve().parent)]
+        runpy.run_path(words[0], run_name="__main__")
+
+
+def _session(process: int) -> int | None:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(process)
+    return None
 
 
 def is_running(process: int) -> bool:

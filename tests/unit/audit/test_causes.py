@@ -165,30 +165,20 @@ PRODUCTS = {
     1 / 6: [f"{BY} microbatches, 3, once", "and divided by the number of replicas, 2, once"],
     1.5: [f"{TIMES} microbatches, 3, once", "and divided by the number of replicas, 2, once"],
     2 / 3: [f"{BY} microbatches, 3, once", "and multiplied by the number of replicas, 2, once"],
+    9.0: [f"{TIMES} microbatches, 3, twice too often"],
+    1 / 9: [f"{BY} microbatches, 3, twice too often"],
+    81.0: [f"{TIMES} microbatches, 3, four times too often"],
 }
 
 
 @pytest.mark.parametrize("scale", PRODUCTS)
-def test_products_of_one_or_two_counts(scale: float) -> None:
+def test_products_and_powers_of_counts(scale: float) -> None:
     [cause] = found(ratios(scale))
     assert all(says in cause.words for says in PRODUCTS[scale])
     assert cause.words.endswith(" too often")
-    expected = "divide the loss or the gradient" if scale > 1 else "divide by it once"
-    assert cause.advice.startswith(expected)
-
-
-@pytest.mark.parametrize(
-    ("scale", "says"),
-    [
-        (9, f"{TIMES} microbatches, 3, twice too often"),
-        (1 / 9, f"{BY} microbatches, 3, twice too often"),
-        (81, f"{TIMES} microbatches, 3, four times too often"),
-    ],
-)
-def test_powers_of_one_count(scale: float, says: str) -> None:
-    [cause] = found(ratios(scale))
-    assert says in cause.words
-    assert cause.advice.startswith("scale in one place")
+    once = "divide the loss or the gradient" if scale > 1 else "divide by it once"
+    is_power = scale in (9.0, 1 / 9, 81.0)
+    assert cause.advice.startswith("scale in one place" if is_power else once)
 
 
 def test_weights_that_are_no_product_are_listed() -> None:
@@ -201,13 +191,7 @@ def test_weights_that_are_no_product_are_listed() -> None:
 
 def test_causes_that_are_there_together_are_all_said() -> None:
     every = words(ratios(3.0, replicas=(0, 1), uses=(1, 0)), before=1.0, rest=0.04, holders=2)
-    starts = [
-        "the gradient is stale",
-        "the gradient is not reduced",
-        "the tie is not",
-        "",
-        "other ",
-    ]
+    starts = ("the gradient is stale", "the gradient is not r", "the tie is not", "", "other ")
     assert len(every) == len(starts)
     assert all(said.startswith(start) for said, start in zip(every, starts, strict=True))
     assert "the number of microbatches, 3," in every[3]

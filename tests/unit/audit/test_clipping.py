@@ -182,42 +182,33 @@ def test_gradients_before_clipping_are_known_and_a_wrong_norm_is_found(
     assert causes_of(findings) == expected
 
 
-AFTER = {
-    "right": (same(RIGHT), ""),
-    "local": (LOCAL, "is that of this rank's parameters alone"),
-    "without": (same(WITHOUT_FIRST), "leaves out first"),
-    "copies": (same(COPIES), "counts each copy of a tied parameter"),
-    "replicas": (same(RIGHT * math.sqrt(2)), "counts each replica"),
-    "both": (same(COPIES * math.sqrt(2)), "counts each copy and each replica"),
+RANK_2, RANK_3 = (said(f"is that of rank {r}'s parameters alone") for r in (2, 3))
+AFTER: dict[str, tuple[Mapping[int, float], dict[int, str]]] = {
+    "right": (same(RIGHT), {}),
+    "local": (LOCAL, said(LOCALLY)),
+    "without": (same(WITHOUT_FIRST), said("leaves out first")),
+    "copies": (same(COPIES), said(COPIED)),
+    "replicas": (same(RIGHT * math.sqrt(2)), said("counts each replica")),
+    "both": (same(COPIES * math.sqrt(2)), said("counts each copy and each replica")),
+    # All ranks that use the norm of one rank have one cause.
+    "another": (same(LAST_STAGE), {**RANK_2, 1: RANK_3[1], 3: RANK_3[3]}),
 }
 
 
-@pytest.mark.parametrize(("norms", "words"), AFTER.values(), ids=AFTER)
+@pytest.mark.parametrize(("norms", "expected"), AFTER.values(), ids=AFTER)
 @pytest.mark.parametrize("is_returned", [False, True])
 def test_a_norm_follows_from_gradients_that_were_seen_only_after_clipping(
-    norms: Mapping[int, float], words: str, is_returned: bool
+    norms: Mapping[int, float], expected: dict[int, str], is_returned: bool
 ) -> None:
     norm = norms if is_returned else dict.fromkeys(range(4))
     seen = [replace(one, norm=norm[one.rank]) for one in clipped_by(norms)]
     before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
     assert is_unclipped(before)
-    assert causes_of(findings) == (said(words) if words else {})
+    assert causes_of(findings) == expected
 
 
-@pytest.mark.parametrize("is_returned", [True, False])
-def test_all_ranks_that_use_the_norm_of_one_rank_have_one_cause(is_returned: bool) -> None:
-    norm = LAST_STAGE if is_returned else None
-    seen = [replace(one, norm=norm) for one in clipped_by(same(LAST_STAGE))]
-    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
-    assert is_unclipped(before)
-    second, third = (
-        said("is that of rank 2's parameters alone"),
-        said("is that of rank 3's parameters alone"),
-    )
-    assert causes_of(findings) == {**second, 1: third[1], 3: third[3]}
-
-
-def test_a_wrong_gradient_that_is_clipped_rightly_is_no_wrong_norm() -> None:
+def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
+    """A wrong gradient that is clipped rightly is no wrong norm."""
     wrong = [
         replace(one, gradients={**one.gradients, "first": GRADIENTS["first"] * 10})
         if one.rank < 2
@@ -225,17 +216,14 @@ def test_a_wrong_gradient_that_is_clipped_rightly_is_no_wrong_norm() -> None:
         for one in EVERY
     ]
     seen = clipped_by(same(math.hypot(6, 80, 2, 24, 7)), wrong)
-    _, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
-    assert findings == []
+    assert unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)[1] == []
 
-
-def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
     wrong = [
         replace(one, gradients={**one.gradients, "tie": GRADIENTS["tie"] * 3}) for one in EVERY
     ]
     seen = clipped_by(same(math.hypot(18, 18, 8, 2, 24, 7)), wrong)
     before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
-    assert causes_of(findings) == said("counts each copy of a tied parameter")
+    assert causes_of(findings) == said(COPIED)
     for entry in before:
         assert entry.gradient is not None
         right = GRADIENTS[entry.name].double() * (3 if entry.name == "tie" else 1)

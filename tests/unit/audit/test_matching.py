@@ -41,13 +41,20 @@ LAST_TWO = ["2.weight", "2.bias", "3.weight", "3.bias"]
 
 
 def test_equal_names_are_taken_with_any_values() -> None:
-    model = uncut()
-    stage = copy.deepcopy(model)[2:]
+    model, whole = uncut(), uncut()
+    stage = whole[2:]
     nn.init.zeros_(stage.get_parameter("2.weight"))
+    stage.register_buffer("mask", torch.zeros(2))  # the uncut model does not have it
     found = match([stage], model)
     assert list(found.parameters) == LAST_TWO
     assert all(found.parameters[name] is stage.get_parameter(name) for name in LAST_TWO)
     assert found.of_modules == {name: name for name in LAST_TWO}
+    assert found.buffers == {}
+    # Each module of a rank has its own; one without parameters has none.
+    found = match([whole[:1], whole[2:3]], model)
+    assert list(found.parameters) == ["0.weight", "2.weight", "2.bias"]
+    found = match([nn.Tanh()], model)
+    assert (found.parameters, found.buffers, found.uses) == ({}, {}, {})
 
 
 @pytest.mark.parametrize("name", ["module", "_orig_mod", "_checkpoint_wrapped_module"])
@@ -74,45 +81,36 @@ def test_a_slice_with_other_numbers_is_found_by_its_values() -> None:
     assert found.modules["layers.2"] is stage[0]
     assert found.modules["layers.3"] is stage[1]
     assert match([stage.bfloat16()], model).of_modules["1.bias"] == "layers.3.bias"
-
-
-def test_a_slice_that_begins_again_at_0_is_found_by_its_values() -> None:
-    """Its names and shapes are those of the first layers, too."""
+    # Its names and shapes are those of the first layers, too.
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
     stage = nn.Sequential(*list(copy.deepcopy(model))[2:])
-    assert list(match([stage], model).parameters) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    assert list(match([stage], model).parameters) == LAST_TWO
 
 
-def test_several_modules_of_a_rank_are_matched_each() -> None:
-    model = uncut()
-    whole = copy.deepcopy(model)
-    found = match([whole[:1], whole[2:3]], model)
-    assert list(found.parameters) == ["0.weight", "2.weight", "2.bias"]
-
-
-def test_a_module_without_parameters_has_no_names() -> None:
-    found = match([nn.Tanh()], uncut())
-    assert (found.parameters, found.buffers, found.uses) == ({}, {}, {})
+LAYER = nn.Linear(4, 4)
 
 
 @pytest.mark.parametrize(
-    ("stage", "names", "words"),
+    ("stages", "names", "words"),
     [
-        (nn.Sequential(nn.Linear(4, 4)), None, r"no runs .*'0\.weight', '0\.bias'.*`names`"),
-        (nn.Sequential(nn.Linear(4, 3)), None, "no runs"),
-        (nn.Linear(4, 4), {"weight": "3.weight"}, r"`names` is wrong: it lacks \['bias'\]"),
+        ([nn.Sequential(nn.Linear(4, 4))], None, r"0: no runs .*'0\.weight', '0\.bias'.*`names`"),
+        ([nn.Sequential(nn.Linear(4, 3))], None, "0: no runs"),
+        ([nn.Sequential(LAYER)], None, "0: 2 runs"),
+        ([uncut()[:1], nn.Linear(9, 9)], None, "1: "),
+        ([LAYER], {"weight": "3.weight"}, r"0: `names` is wrong: it lacks \['bias'\]"),
         (
-            nn.Linear(4, 4),
+            [LAYER],
             {"weight": "3.weight", "bias": "9.bias"},
-            r".*has no \['9\.bias'\], but \['0\.weight'",
+            r"0: .*has no \['9\.bias'\], but \['0\.weight'",
         ),
     ],
 )
-def test_what_is_not_in_the_uncut_model_is_refused(
-    stage: nn.Module, names: dict[str, str] | None, words: str
+def test_what_is_not_once_in_the_uncut_model_is_refused(
+    stages: list[nn.Module], names: dict[str, str] | None, words: str
 ) -> None:
-    with pytest.raises(PlanError, match=f"^module 0: {words}"):
-        match([stage], uncut(), names)
+    model = uncut().extend([copy.deepcopy(LAYER), copy.deepcopy(LAYER)])
+    with pytest.raises(PlanError, match=f"^module {words}"):
+        match(copy.deepcopy(stages), model, names)
 
 
 def test_a_buffer_is_no_parameter_of_its_shape() -> None:
@@ -123,19 +121,6 @@ def test_a_buffer_is_no_parameter_of_its_shape() -> None:
     stage.register_buffer("bias", inner.bias.detach())
     with pytest.raises(PlanError, match="no runs"):
         match([stage], wrapped(inner, "inner"))
-
-
-def test_values_that_two_runs_have_are_refused() -> None:
-    layer = nn.Linear(4, 4)
-    model = nn.Sequential(nn.Embedding(7, 4), layer, copy.deepcopy(layer))
-    with pytest.raises(PlanError, match="2 runs"):
-        match([nn.Sequential(copy.deepcopy(layer))], model)
-
-
-def test_the_module_that_does_not_match_is_named_by_its_index() -> None:
-    model = uncut()
-    with pytest.raises(PlanError, match=r"^module 1: "):
-        match([copy.deepcopy(model)[:1], nn.Linear(9, 9)], model)
 
 
 def test_names_that_are_given_are_taken() -> None:
@@ -175,15 +160,6 @@ def test_buffers_have_names_too() -> None:
     # They may have other values where parameters are found by values.
     stage.get_buffer("norm.running_mean").add_(1)
     assert "inner.norm.running_mean" in match([stage], wrapped(model, "inner")).buffers
-
-
-def test_a_buffer_that_the_uncut_model_does_not_have_is_left_out() -> None:
-    model = uncut()
-    stage = copy.deepcopy(model)[2:]
-    stage.register_buffer("mask", torch.zeros(2))
-    found = match([stage], model)
-    assert found.buffers == {}
-    assert len(found.parameters) == 4
 
 
 def test_modules_without_parameters_have_names_if_they_are_equal() -> None:

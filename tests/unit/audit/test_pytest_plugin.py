@@ -48,30 +48,22 @@ def run(pytester: pytest.Pytester, *arguments: str) -> pytest.RunResult:
     return pytester.runpytest_inprocess(*PLUGIN, "-rA", *arguments)
 
 
-def test_each_audit_of_the_command_line_is_a_test(pytester: pytest.Pytester, ranks: Ranks) -> None:
-    targets = "a.py:one", "b:two"
-    result = run(pytester, *(f"--pipegrad-audit={target}" for target in targets))
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["PASSED *audit a.py:one", "PASSED *audit b:two"])
-    assert ranks.started == [(Run("a.py:one"), 4), (Run("b:two"), 4)]
-
-
-def test_audits_run_behind_the_tests_of_files_if_the_option_asks_for_them(
+def test_audits_are_tests_behind_those_of_files_if_the_option_asks_for_them(
     pytester: pytest.Pytester, ranks: Ranks
 ) -> None:
     pytester.makepyfile("def test_first(): pass")
     run(pytester).assert_outcomes(passed=1)
     assert ranks.started == []
-    result = run(pytester, "--pipegrad-audit=a.py:one", "--pipegrad-audit-ranks=3")
-    result.assert_outcomes(passed=2)
-    result.stdout.fnmatch_lines(["PASSED *test_first", "PASSED *audit a.py:one"])
-    assert ranks.started == [(Run("a.py:one"), 3)]
-
-
-def test_audits_are_chosen_by_their_names(pytester: pytest.Pytester, ranks: Ranks) -> None:
-    result = run(pytester, "--pipegrad-audit=a.py:one", "--pipegrad-audit=b:two", "-k", "two")
-    result.assert_outcomes(passed=1, deselected=1)
-    assert ranks.started == [(Run("b:two"), 4)]
+    both = "--pipegrad-audit=a.py:one", "--pipegrad-audit=b:two"
+    result = run(pytester, *both)
+    result.assert_outcomes(passed=3)
+    lines = ["PASSED *test_first", "PASSED *audit a.py:one", "PASSED *audit b:two"]
+    result.stdout.fnmatch_lines(lines)
+    assert ranks.started == [(Run("a.py:one"), 4), (Run("b:two"), 4)]
+    ranks.started.clear()
+    result = run(pytester, *both, "--pipegrad-audit-ranks=3", "-k", "two")
+    result.assert_outcomes(passed=1, deselected=2)
+    assert ranks.started == [(Run("b:two"), 3)]
 
 
 CAUSE = ["wrong, 1 cause*", "1. step 1: the gradient is stale"]
@@ -114,17 +106,13 @@ def test_it(audit_pipeline):
         ("'a.py:one'", (Run("a.py:one"), 4)),
     ],
 )
-def test_the_fixture_returns_the_report(
+def test_the_fixture_returns_the_report_or_fails_with_it(
     pytester: pytest.Pytester, ranks: Ranks, arguments: str, started: tuple[Run, int]
 ) -> None:
     pytester.makepyfile(FIXTURE.format(arguments=arguments))
     run(pytester).assert_outcomes(passed=1)
     assert ranks.started == [started]
-
-
-def test_the_fixture_fails_a_test_with_the_report(pytester: pytest.Pytester, ranks: Ranks) -> None:
     ranks.result = WRONG
-    pytester.makepyfile(FIXTURE.format(arguments="'a.py:one'"))
     result = run(pytester)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(CAUSE)

@@ -100,11 +100,6 @@ def test_a_function_of_a_file_or_module_makes_the_audit(
     assert isinstance(made(recorded), Recorded)
     monkeypatch.syspath_prepend(file.parent)
     assert made("somebodys_script:audited").microbatches == 5
-
-
-def test_a_file_of_the_current_folder_needs_no_path(
-    file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
     monkeypatch.chdir(file.parent)
     assert made(f"{file.name}:audited").microbatches == 5
 
@@ -167,19 +162,20 @@ def test_ranks_get_the_whole_path_of_a_file_and_a_module_as_it_is(
 
 
 @pytest.mark.parametrize(
-    "target",
-    [lambda: made(recorded), functools.partial(recorded), Ranks.__call__],
-    ids=["a lambda", "a partial", "a method"],
+    ("target", "words"),
+    [
+        (lambda: made(recorded), "is no function at the top level of a file"),
+        (functools.partial(recorded), "is no function at the top level of a file"),
+        (Ranks.__call__, "is no function at the top level of a file"),
+        (f"{__file__}:adited", "has no function"),
+    ],
+    ids=["a lambda", "a partial", "a method", "a typo"],
 )
-def test_a_function_that_other_processes_do_not_find_is_refused(target: Any, ranks: Ranks) -> None:
-    with pytest.raises(ConfigError, match="is no function at the top level of a file"):
+def test_a_function_that_other_processes_do_not_find_starts_no_ranks(
+    target: Any, words: str, ranks: Ranks
+) -> None:
+    with pytest.raises(ConfigError, match=words):
         Run(target).in_ranks(2)
-    assert ranks.started == []
-
-
-def test_a_typo_starts_no_ranks(file: Path, ranks: Ranks) -> None:
-    with pytest.raises(ConfigError, match="has no function"):
-        Run(f"{file}:adited").in_ranks(2)
     assert ranks.started == []
 
 

@@ -19,7 +19,6 @@ from pipegrad.audit.compare.truth import (
     compute,
     doubled,
     leaves_cut,
-    names_by_use,
     relative,
     sampled,
 )
@@ -127,14 +126,11 @@ def test_gradient_and_losses_are_those_of_the_whole_batch_and_its_parts() -> Non
     expected = [[square(model(x), y).item() for x, y in row] for row in cut(batch)]
     torch.testing.assert_close(truth.losses, torch.tensor(expected).double())
     assert not truth.is_coupled
-
-
-def test_the_model_is_not_changed() -> None:
-    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    before = copy.deepcopy(model.state_dict())
-    truth_of(model, numbers())
-    assert_equal(dict(model.state_dict()), dict(before))
-    assert all(parameter.grad is None for parameter in model.parameters())
+    parts = truth.parts(["0.bias"])
+    assert parts.keys() == {"0.bias"}
+    assert parts["0.bias"].shape == (REPLICAS, MICROBATCHES, 1, WIDTH)
+    one = by_autograd(model, [cut(batch)[0][2]])["0.bias"]
+    torch.testing.assert_close(parts["0.bias"][0, 2, 0], one)
 
 
 def test_a_mean_over_targets_that_count_has_uneven_weights() -> None:
@@ -150,46 +146,51 @@ def test_a_mean_over_targets_that_count_has_uneven_weights() -> None:
     assert not truth.is_coupled
 
 
-def test_weights_of_equal_microbatches_are_even() -> None:
-    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
-    for tensor in batch:
-        tensor.copy_(tensor[:2].repeat(ROWS // 2, 1))
-    torch.testing.assert_close(truth_of(model, batch).weights, EVEN)
-
-
 def test_weights_that_fit_are_those_nearest_to_even_ones() -> None:
-    """The gradient of a microbatch has one element, so many weights fit."""
-    inputs = torch.arange(ROWS, dtype=torch.float64)[:, None]
-    truth = truth_of(
-        seeded(nn.Linear(1, 1, bias=False)), (inputs, inputs), lambda output, _: output.mean()
-    )
+    batch = numbers()
+    for tensor in batch:
+        tensor.copy_(tensor[:2].repeat(ROWS // 2, 1))  # equal microbatches
+    torch.testing.assert_close(truth_of(seeded(nn.Linear(WIDTH, WIDTH)), batch).weights, EVEN)
+    # The gradient of a microbatch has one element, so many weights fit.
+    inputs, model = torch.arange(ROWS).double()[:, None], seeded(nn.Linear(1, 1, bias=False))
+    truth = truth_of(model, (inputs, inputs), lambda output, _: output.mean())
     torch.testing.assert_close(truth.weights, EVEN)
 
 
-def test_batch_norm_couples_samples_and_the_mean_over_microbatches_is_right() -> None:
+def test_batch_norm_couples_samples_in_training_alone_and_the_model_is_not_changed() -> None:
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    batch = numbers()
+    model.register_buffer("constant", torch.ones(2, dtype=torch.float64))
+    before, batch = copy.deepcopy(model.state_dict()), numbers()
     truth = truth_of(model, batch)
     assert truth.is_coupled
     torch.testing.assert_close(truth.weights, EVEN)
     assert_equal(truth.gradients, by_autograd(model, [one for row in cut(batch) for one in row]))
     assert truth.loss == pytest.approx(float(truth.losses.mean()))
+    # Buffers are those after the microbatches of each replica, without what stays.
+    for row, found in zip(cut(batch), truth.buffers, strict=True):
+        own = copy.deepcopy(model)
+        for inputs, _ in row:
+            own(inputs)
+        assert_equal(found, {n: value for n, value in own.named_buffers() if n != "constant"})
+        assert found["1.num_batches_tracked"] == MICROBATCHES
 
-
-def test_batch_norm_in_evaluation_couples_nothing() -> None:
-    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH))).eval()
-    batch = numbers()
-    truth = truth_of(model, batch)
+    truth = truth_of(model.eval(), batch)
     assert not truth.is_coupled
     assert truth.buffers == [{}, {}]
     assert_equal(truth.gradients, by_autograd(model, [batch]))
+    assert_equal(dict(model.state_dict()), dict(before))
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_parts_of_a_tie_are_those_of_its_uses() -> None:
     model, batch = seeded(Tied()), tokens()
     truth = truth_of(model, batch, cross_entropy)
     assert_equal(truth.gradients, by_autograd(model, [batch], cross_entropy))
-    assert truth.uses["embedding.weight"] == ("embedding.weight", "head.weight")
+    assert truth.uses == {
+        "embedding.weight": ("embedding.weight", "head.weight"),
+        "layer.weight": ("layer.weight", "again.weight"),
+        "layer.bias": ("layer.bias", "again.bias"),
+    }
     parts = truth.parts(["embedding.weight"])["embedding.weight"]
     assert parts.shape == (REPLICAS, MICROBATCHES, 2, 5 * WIDTH)
     whole = (parts * EVEN[..., None, None]).sum((0, 1, 2))
@@ -200,25 +201,11 @@ def test_parts_of_a_tie_are_those_of_its_uses() -> None:
     expected = by_autograd(untied, [cut(batch)[1][2]], cross_entropy)
     torch.testing.assert_close(parts[1, 2, 0], expected["embedding.weight"].reshape(-1))
     torch.testing.assert_close(parts[1, 2, 1], expected["head.weight"].reshape(-1))
-
-
-def test_a_module_that_is_used_twice_has_all_in_its_first_use() -> None:
-    model, batch = seeded(Tied()), tokens()
-    truth = truth_of(model, batch, cross_entropy)
-    assert truth.uses["layer.weight"] == ("layer.weight", "again.weight")
+    # A module that is used twice has all in its first use.
     parts = truth.parts(["layer.weight"])["layer.weight"]
     expected = by_autograd(model, [cut(batch)[0][1]], cross_entropy)
     torch.testing.assert_close(parts[0, 1, 0], expected["layer.weight"].reshape(-1))
     assert not parts[:, :, 1].any()
-
-
-def test_parts_of_a_parameter_with_one_name() -> None:
-    model, batch = seeded(nn.Linear(WIDTH, WIDTH)), numbers()
-    parts = truth_of(model, batch).parts(["bias"])
-    assert list(parts) == ["bias"]
-    assert parts["bias"].shape == (REPLICAS, MICROBATCHES, 1, WIDTH)
-    expected = by_autograd(model, [cut(batch)[0][2]])["bias"]
-    torch.testing.assert_close(parts["bias"][0, 2, 0], expected)
 
 
 def test_frozen_parameters_are_absent() -> None:
@@ -259,27 +246,13 @@ def test_inputs_of_many_kinds(inputs: Any) -> None:
     assert not truth.is_coupled
 
 
-def test_buffers_are_those_after_the_microbatches_of_each_replica() -> None:
-    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
-    model.register_buffer("constant", torch.ones(2, dtype=torch.float64))
-    batch = numbers()
-    truth = truth_of(model, batch)
-    for row, found in zip(cut(batch), truth.buffers, strict=True):
-        own = copy.deepcopy(model)
-        for inputs, _ in row:
-            own(inputs)
-        expected = {name: value for name, value in own.named_buffers() if name != "constant"}
-        assert_equal(found, expected)
-        assert found["1.num_batches_tracked"] == MICROBATCHES
-
-
-def noise(dtype: torch.dtype, autocast: torch.dtype | None = None) -> dict[str, float]:
-    model, batch = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), numbers()
-    dtypes = dict.fromkeys(dtypes_of(model), dtype)
-    return compute(model, Data(square, cut(batch), batch), dtypes, autocast).noise
-
-
 def test_the_noise_is_that_of_a_dtype() -> None:
+    model, batch = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), numbers()
+
+    def noise(dtype: torch.dtype, autocast: torch.dtype | None = None, **more: Any) -> Any:
+        dtypes = dict.fromkeys(dtypes_of(model), dtype) | more
+        return compute(model, Data(square, cut(batch), batch), dtypes, autocast).noise
+
     assert max(noise(torch.float64).values()) < 1e-14
     small, large = noise(torch.float32), noise(torch.bfloat16)
     assert small.keys() == large.keys() == {"0.weight", "0.bias"}
@@ -287,16 +260,11 @@ def test_the_noise_is_that_of_a_dtype() -> None:
         assert 0 < value < 1e-5
         assert 1e-4 < large[name] < 0.1
     assert min(noise(torch.float32, torch.bfloat16).values()) > 1e-4  # of autocast
+    # One process cannot compute in two dtypes.
+    assert noise(torch.float32, **{"0.weight": torch.bfloat16}) == {}
 
 
-def test_dtypes_in_which_one_process_cannot_compute_have_no_noise() -> None:
-    model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)))
-    batch = numbers()
-    dtypes = dict.fromkeys(dtypes_of(model), torch.float32) | {"1.weight": torch.bfloat16}
-    assert compute(model, Data(square, cut(batch), batch), dtypes).noise == {}
-
-
-def test_trees_are_cut_along_the_first_dimension() -> None:
+def test_trees_are_cut_along_the_first_dimension_and_their_numbers_become_float64() -> None:
     row, scalar, six = torch.ones(1, 4), torch.tensor(2.0), torch.arange(6)
     value = {"x": six[:, None], "more": (six, row, scalar), "mode": "sum", "mask": None}
     for number, part in enumerate(leaves_cut(value, 3)):
@@ -308,21 +276,8 @@ def test_trees_are_cut_along_the_first_dimension() -> None:
         assert part["more"][2] is scalar
         assert (part["mode"], part["mask"]) == ("sum", None)
     assert leaves_cut(None, 3) == [None, None, None]
-
-
-def test_numbers_become_float64_and_indices_stay() -> None:
     inputs, target = doubled(({"x": torch.ones(2), "scale": 2.0}, torch.ones(2).long()))
-    assert inputs["x"].dtype == torch.float64
-    assert inputs["scale"] == 2.0
-    assert target.dtype == torch.int64
-
-
-def test_names_of_a_tie_are_behind_the_first_one() -> None:
-    assert names_by_use(Tied()) == {
-        "embedding.weight": ("embedding.weight", "head.weight"),
-        "layer.weight": ("layer.weight", "again.weight"),
-        "layer.bias": ("layer.bias", "again.bias"),
-    }
+    assert (inputs["x"].dtype, inputs["scale"], target.dtype) == (torch.float64, 2.0, torch.int64)
 
 
 def test_a_difference_is_relative_to_what_is_right() -> None:

@@ -72,12 +72,7 @@ CASES = {
         "raised",
     ),
     "who has told its error, and is on the way out with it": (
-        [
-            failed(0, TOLD, 2.0, follows=True),
-            waiting(1, 2),
-            state(2),
-            waiting(3, 2),
-        ],
+        [failed(0, TOLD, 2.0, follows=True), waiting(1, 2), state(2), waiting(3, 2)],
         "rank 2: ValueError: boom. In 1F0",
         "raised",
     ),
@@ -97,21 +92,14 @@ CASES = {
         "lost",
     ),
     "who has not come to a collective": (
-        [
-            waiting(0, *ALL, what="the loss", shared=True),
-            waiting(1, *ALL, what="the loss", shared=True),
-            computing(2),
-            waiting(3, *ALL, what="the loss", shared=True),
-        ],
+        [computing(2) if r == 2 else waiting(r, *ALL, what="x", shared=True) for r in ALL],
         "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
         "lost",
     ),
     "who is elsewhere, in a circle": (
         [
             waiting(0, *ALL, what="the optimizer", shared=True),
-            waiting(1, 0, what="a value"),
-            waiting(2, 1),
-            waiting(3, 2),
+            *(waiting(1, 0, what="a value"), waiting(2, 1), waiting(3, 2)),
         ],
         (
             "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the "
@@ -231,14 +219,8 @@ def test_a_table_of_many_ranks_has_those_of_the_cause_first() -> None:
 
 
 def test_a_state_travels_unchanged() -> None:
-    sent = state(
-        1,
-        doing=("step 3",),
-        item="compute",
-        waits=(Wait("x", (0, 2), True, 1.5),),
-        row=(0, 1),
-        absent=(3,),
-    )
+    waits = (Wait("x", (0, 2), True, 1.5),)
+    sent = state(1, doing=("step 3",), item="compute", waits=waits, row=(0, 1), absent=(3,))
     assert RankState.loaded(sent.dumped()) == sent
     assert RankState.loaded(state(0).dumped()) == state(0)
 

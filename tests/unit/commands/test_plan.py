@@ -43,13 +43,6 @@ def test_a_rank_has_its_plan_and_its_program() -> None:
     assert [launch["bucket"] for launch in told["launches"]] == [0]
 
 
-def test_costs_are_read_from_a_file(tmp_path: Path) -> None:
-    stage = {"forward_seconds": 1.0, "backward_seconds": 2.0}
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps({"stages": [stage] * 2}))
-    assert "of 15 seconds" in printed("--ranks", "2", "--costs", str(path))
-
-
 def test_stages_are_measured_here_and_their_costs_are_kept(tmp_path: Path) -> None:
     network, path = tmp_path / "network.json", tmp_path / "costs.json"
     network.write_text('{"stages": [], "network": {"nic_bytes_per_second": 1e6}}')
@@ -68,6 +61,9 @@ def test_auto_chooses_with_what_is_measured_here(tmp_path: Path) -> None:
     text = printed("--ranks", "2", "--set", "parallel.pipeline=2", "--schedule", "auto",
                    "--profile", str(path))  # fmt: skip
     assert "chosen" in text
+    # Costs are read from a file.
+    path.write_text(json.dumps({"stages": [{"forward_seconds": 1, "backward_seconds": 2}] * 2}))
+    assert "of 15 seconds" in printed("--ranks", "2", "--costs", str(path))
 
 
 @pytest.mark.parametrize(
@@ -177,9 +173,7 @@ def test_an_error_of_the_users_code_is_one_line_and_the_whole_traceback_if_asked
     assert "RuntimeError: no such checkpoint" in lines
     assert lines[-1].startswith("Error: --set model.factory=factories:fails: model = ")
     assert not lines[-1].endswith(HINT)
-
-
-def test_an_error_of_the_configuration_has_nothing_more_to_show(job: Path) -> None:
+    # An error of the configuration has nothing more to show.
     [line] = plan(job, "--set", "train.stpes=3", code=1).splitlines()
     assert not line.endswith(HINT)
     [line] = plan("nowhere.toml", code=1).splitlines()

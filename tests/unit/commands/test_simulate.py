@@ -34,19 +34,14 @@ def as_json(*arguments: str) -> dict[str, Any]:
     return data
 
 
-def test_the_closed_form_of_1f1b() -> None:
+def test_closed_forms_of_schedules() -> None:
     data = as_json("1f1b", *SIZE, *SILENT)
     assert data["step_seconds"] == pytest.approx([11 * 0.03])
     assert data["breakdown"]["bubble"] == pytest.approx(3 / 11)
-
-
-def test_stages_of_a_rank_share_its_time() -> None:
-    """Schedules with other numbers of stages can be compared: the work of a rank is the same."""
+    # Schedules with other numbers of stages can be compared: the work of a rank is the same.
     data = as_json("interleaved-1f1b", *SIZE, *SILENT, "--set", "stages_per_rank=2")
     assert data["step_seconds"] == pytest.approx([8 * 0.03 + 3 * 0.03 / 2])
-
-
-def test_half_of_a_backward_is_w() -> None:
+    # Half of a backward is W.
     expected = as_json("zb-h1", *SIZE, *SILENT, "--backward-ms", "4", "--weight-ms", "2")
     assert as_json("zb-h1", *SIZE, *SILENT, "--backward-ms", "4") == expected
     other = as_json("zb-h1", *SIZE, *SILENT, "--backward-ms", "4", "--weight-ms", "1")

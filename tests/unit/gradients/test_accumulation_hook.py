@@ -40,9 +40,7 @@ def test_a_paused_hook_is_not_called_until_it_resumes() -> None:
     assert [layer.backward() for _ in range(3)] == [["layer", "user"], ["user"], ["user"]]
     layer.hook.resume()
     assert layer.backward() == ["user", "layer"]
-
-
-def test_a_hook_of_a_user_that_comes_during_the_pause_runs_before_ours() -> None:
+    # A hook of a user that comes during the pause runs before ours.
     layer = Layer()
     layer.hook.pause()
     layer.add_hook("user")

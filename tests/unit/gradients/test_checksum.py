@@ -10,17 +10,8 @@ from hypothesis import strategies as st
 from pipegrad.gradients.drift.checksum import bytes_of, checksum, full_checksum
 
 DTYPES = [
-    torch.float16,
-    torch.bfloat16,
-    torch.float32,
-    torch.float64,
-    torch.complex64,
-    torch.complex128,
-    torch.float8_e4m3fn,
-    torch.int8,
-    torch.uint8,
-    torch.int32,
-    torch.int64,
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),
+    *(torch.complex128, torch.float8_e4m3fn, torch.int8, torch.uint8, torch.int32, torch.int64),
 ]
 SIZES = [1, 2, 3, 7, 8, 1023, 1025, 8192 + 3]
 
@@ -69,7 +60,7 @@ def test_the_full_one_sees_exchanged_elements(
     assert torch.equal(full_checksum(tensor), before) != differs
 
 
-def test_the_full_one_sees_exchanged_signs() -> None:
+def test_the_full_one_sees_exchanged_signs_and_the_cheap_one_exchanged_blocks() -> None:
     """The highest bit times an even difference of positions is a multiple of 2^64."""
     tensor = torch.ones(4096, dtype=torch.float64)
     tensor[7] = -1.0
@@ -77,12 +68,13 @@ def test_the_full_one_sees_exchanged_signs() -> None:
     tensor[[7, 9]] = tensor[[9, 7]]
     assert torch.equal(checksum(tensor), before[:1])  # in one block, so the cheap one does not
     assert not torch.equal(full_checksum(tensor), before)
-
-
-def test_blocks_that_are_exchanged_change_the_cheap_one() -> None:
-    tensor = random(8192, torch.float32)
-    rows = tensor.view(2, 4096)
-    assert not torch.equal(checksum(rows.flip(0)), checksum(tensor))
+    blocks = random(8192, torch.float32)
+    assert not torch.equal(checksum(blocks.view(2, 4096).flip(0)), checksum(blocks))
+    # Of no elements and of one.
+    assert checksum(torch.zeros(0)).tolist() == [0]
+    assert full_checksum(torch.zeros(0, 3)).tolist() == [0, 0, 0]
+    assert checksum(torch.tensor(1, dtype=torch.int32)).tolist() == [1]
+    assert bytes_of(torch.tensor(True)).tolist() == [1]
 
 
 @pytest.mark.parametrize("sums", [checksum, full_checksum])
@@ -95,10 +87,3 @@ def test_it_is_of_the_values_and_not_of_their_place(sums: object) -> None:
     square = tensor.view(50, 60)
     assert torch.equal(sums(square.t().contiguous().t()), sums(tensor))
     assert torch.equal(sums(square), sums(tensor))
-
-
-def test_no_elements_and_one() -> None:
-    assert checksum(torch.zeros(0)).tolist() == [0]
-    assert full_checksum(torch.zeros(0, 3)).tolist() == [0, 0, 0]
-    assert checksum(torch.tensor(1, dtype=torch.int32)).tolist() == [1]
-    assert bytes_of(torch.tensor(True)).tolist() == [1]

@@ -29,15 +29,13 @@ def test_any_element_counts(dtype: torch.dtype) -> None:
     }
     assert non_finite_keys(gradients) == ["infinite", "no number"]
     assert non_finite_keys({}) == []
-
-
-def test_sparse_gradients_are_looked_into() -> None:
+    # Sparse ones are looked into.
     rows, values = torch.tensor([[1, 1]]), torch.tensor([[INF, 1.0], [2.0, 3.0]])
-    gradients = {
+    sparse = {
         "spoiled": torch.sparse_coo_tensor(rows, values, (3, 2), check_invariants=True),
         "fine": torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2), check_invariants=True),
     }
-    assert non_finite_keys(gradients) == ["spoiled"]
+    assert non_finite_keys(sparse) == ["spoiled"]
 
 
 def test_names_are_in_the_order_of_the_model_with_all_ranks() -> None:

@@ -40,11 +40,6 @@ def test_most_copies_count_or_the_lowest_rank(
     assert str(found[0]) == text
 
 
-def test_equal_copies_are_not_odd() -> None:
-    assert find_odd(NAME, facts("aaaa", (0, 1, 2, 3))) == []
-    assert find_odd(NAME, facts("aabb", (0, 1), (2, 3))) == []  # parts of a parameter
-
-
 def test_copies_are_linked_by_several_reductions() -> None:
     """A tie over ranks (0, 2) and (1, 3), whose holders have replicas on (0, 1) and (2, 3)."""
     groups = (0, 2), (1, 3), (0, 1), (2, 3)
@@ -56,11 +51,11 @@ def test_sets_of_copies_are_judged_apart() -> None:
     found = find_odd(NAME, facts("abcccd", (0, 1), (2, 3, 4, 5)))
     assert [(each.source, each.odd) for each in found] == [(0, (1,)), (2, (5,))]
     assert str(found[1]) == "'0.w' on ranks [5], of the copies on ranks [2, 3, 4, 5]"
-
-
-def test_a_master_copy_says_so() -> None:
-    [found] = find_odd(("0.w", True), facts("ab", (0, 1)))
-    assert found.remedy == "the master copy of '0.w' over ranks [0, 1], now as on rank 0"
+    [master] = find_odd(("0.w", True), facts("ab", (0, 1)))
+    assert master.remedy == "the master copy of '0.w' over ranks [0, 1], now as on rank 0"
+    # Equal ones are not odd.
+    assert find_odd(NAME, facts("aaaa", (0, 1, 2, 3))) == []
+    assert find_odd(NAME, facts("aabb", (0, 1), (2, 3))) == []  # parts of a parameter
 
 
 @pytest.mark.parametrize(

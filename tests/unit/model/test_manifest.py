@@ -134,12 +134,6 @@ def test_fingerprints_are_of_bits_that_vary() -> None:
     assert found[0, "a"] == found[0, "b"] != found[0, "c"]
 
 
-def test_a_rank_refuses_what_it_cannot_train() -> None:
-    meta = nn.Parameter(torch.zeros(2, device="meta"))
-    with pytest.raises(PlanError, match=r"several devices, \['cpu', 'meta'\]"):
-        describe({4: stage(a=meta, b=(2,))})
-
-
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
@@ -193,6 +187,9 @@ def test_options_that_are_wrong_on_any_model(options: dict[str, Any], message: s
 
 
 def test_a_rank_without_parameters_takes_the_others_device_type() -> None:
+    meta = nn.Parameter(torch.zeros(2, device="meta"))
+    with pytest.raises(PlanError, match=r"several devices, \['cpu', 'meta'\]"):
+        describe({4: stage(a=meta, b=(2,))})
     assert device_of({}, [describe({}), describe({0: stage(a=(1,))})]) == torch.device("cpu")
     assert device_of({0: nn.Module()}, [describe({})]) == torch.device("cpu")
 
@@ -281,14 +278,17 @@ def test_declarations_that_touch_are_one_tie() -> None:
     everywhere = merged(make, topology(4), ["q"])  # one name on all stages
     assert everywhere.ties == (((0, "q"), (1, "q"), (2, "q"), (3, "q")),)
 
-
-def test_an_alias_may_be_declared() -> None:
-    def make(_: int) -> nn.Module:
+    def aliased(_: int) -> nn.Module:
         module = stage(w=(2,))
         module.alias = module.w
         return module
 
-    assert merged(make, topology(2), {0: "alias", 1: "w"}).ties == (((0, "w"), (1, "w")),)
+    assert merged(aliased, topology(2), {0: "alias", 1: "w"}).ties == (((0, "w"), (1, "w")),)
+    # A rank that links two stages ties them for all.
+    one, where = nn.Parameter(torch.zeros(2)), topology(1, 2, stages=(0, 0))
+    linked = describe({0: stage(a=one), 1: stage(b=one)})
+    apart_there = describe({0: stage(a=(2,)), 1: stage(b=(2,))})
+    assert merge([apart_there, linked], where, ()).ties == (((0, "a"), (1, "b")),)
 
 
 @pytest.mark.parametrize(
@@ -327,78 +327,54 @@ def test_a_tie_must_be_one_parameter(other: nn.Parameter, trait: str) -> None:
         merged(make, topology(2), ["emb", "head"])
 
 
-@pytest.mark.parametrize(
-    ("odd", "lines"),
-    [
-        (
-            {"stages": ((0, (entry("w", 2),)),)},
-            (
-                "ranks disagree on the parameters of stage 0; make them the same:\n"
-                "  ranks [0, 2]: w (3,) torch.float32 grad torch.float32 trained\n"
-                "  ranks [1]: w (2,) torch.float32 grad torch.float32 trained"
-            ),
-        ),
-        (
-            {"stages": ((0, ()),)},
-            (
-                "ranks disagree on the parameters of stage 0; make them the same:\n"
-                "  ranks [0, 2]: w (3,) torch.float32 grad torch.float32 trained\n"
-                "  ranks [1]: nothing"
-            ),
-        ),
-        (
-            {"settings": (("comm_streams", "2"),)},
-            (
-                "ranks disagree on comm_streams; make them the same:\n"
-                "  ranks [0, 2]: 1\n  ranks [1]: 2"
-            ),
-        ),
-        (
-            {"settings": ()},
-            (
-                "ranks disagree on comm_streams; make them the same:\n"
-                "  ranks [0, 2]: 1\n  ranks [1]: nothing"
-            ),
-        ),
-        (
-            {"device_type": "cuda"},
-            (
-                "ranks disagree on the device type; make them the same:\n"
-                "  ranks [0, 2]: cpu\n  ranks [1]: cuda"
-            ),
-        ),
-        (
-            {"wrappers": ((0, "DistributedDataParallel"),)},
-            (
-                "ranks disagree on the wrapper of stage 0; make them the same:\n"
-                "  ranks [0, 2]: \n  ranks [1]: DistributedDataParallel"
-            ),
-        ),
-    ],
-    ids=["shape", "missing", "setting", "setting missing", "device", "wrapper"],
-)
-def test_ranks_that_disagree_are_told_who_says_what(odd: dict[str, object], lines: str) -> None:
+TRAINED = "torch.float32 grad torch.float32 trained"
+DISAGREE: dict[str, tuple[dict[str, Any], str, str, str]] = {
+    "shape": (
+        {"stages": ((0, (entry("w", 2),)),)},
+        *("the parameters of stage 0", f"w (3,) {TRAINED}", f"w (2,) {TRAINED}"),
+    ),
+    "missing": (
+        {"stages": ((0, ()),)},
+        *("the parameters of stage 0", f"w (3,) {TRAINED}", "nothing"),
+    ),
+    "setting": ({"settings": (("comm_streams", "2"),)}, "comm_streams", "1", "2"),
+    "setting missing": ({"settings": ()}, "comm_streams", "1", "nothing"),
+    "device": ({"device_type": "cuda"}, "the device type", "cpu", "cuda"),
+    "wrapper": (
+        {"wrappers": ((0, "DistributedDataParallel"),)},
+        *("the wrapper of stage 0", "", "DistributedDataParallel"),
+    ),
+}
+
+
+@pytest.mark.parametrize(("odd", "what", "ours", "theirs"), DISAGREE.values(), ids=DISAGREE)
+def test_ranks_that_disagree_are_told_who_says_what(
+    odd: dict[str, Any], what: str, ours: str, theirs: str
+) -> None:
     right = describe({0: stage(w=(3,))}, comm_streams=1)
-    said = [right, dataclasses.replace(right, **odd), right]  # type: ignore[arg-type]
+    said = [right, dataclasses.replace(right, **odd), right]
     with pytest.raises(AgreementError) as caught:
         merge(said, topology(1, 3), ())
-    assert str(caught.value) == lines
+    assert str(caught.value) == (
+        f"ranks disagree on {what}; make them the same:\n  ranks [0, 2]: {ours}\n"
+        f"  ranks [1]: {theirs}"
+    )
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("trait", "other"),
     [
-        {"dtype": torch.bfloat16},
-        {"gradient_dtype": torch.float64},
-        {"requires_grad": False},
-        {"name": "v"},
+        ("dtype", torch.bfloat16),
+        ("gradient_dtype", torch.float64),
+        ("requires_grad", False),
+        ("name", "v"),
     ],
 )
-def test_copies_of_a_stage_must_match_in(change: dict[str, object]) -> None:
+def test_copies_of_a_stage_must_match_in(trait: str, other: Any) -> None:
     right = describe({0: stage(w=(3,))})
-    other = dataclasses.replace(entry("w", 3), **change)  # type: ignore[arg-type]
+    odd = dataclasses.replace(entry("w", 3), **{trait: other})
     with pytest.raises(AgreementError, match=r"(?s)parameters of stage 0.*ranks \[0\].*\[1\]"):
-        merge([right, dataclasses.replace(right, stages=((0, (other,)),))], topology(1, 2), ())
+        merge([right, dataclasses.replace(right, stages=((0, (odd,)),))], topology(1, 2), ())
 
 
 def test_strides_may_differ_from_copy_to_copy() -> None:
@@ -410,14 +386,6 @@ def test_strides_may_differ_from_copy_to_copy() -> None:
     where = topology(1, 2)
     assert merge([plain, odd], where, ()) == merge([plain, plain], where, ())
     assert merge([odd, plain], where, ()) == merge([odd, odd], where, ())
-
-
-def test_a_rank_that_links_two_stages_ties_them_for_all() -> None:
-    where = topology(1, 2, stages=(0, 0))
-    one = nn.Parameter(torch.zeros(2))
-    linked = describe({0: stage(a=one), 1: stage(b=one)})
-    apart = describe({0: stage(a=(2,)), 1: stage(b=(2,))})
-    assert merge([apart, linked], where, ()).ties == (((0, "a"), (1, "b")),)
 
 
 # --- what is a matrix
@@ -436,15 +404,12 @@ def test_a_parameter_of_several_modules_is_no_matrix_in_any_cut(
     names = [next(name for name, _ in stages[s].named_parameters()) for s in stages]
     in_two = make_manifest(stages, topology(2), tied=[dict(enumerate(names))])
     assert matrices(in_two) == matrices(whole)
-
-
-def test_the_module_that_is_registered_first_does_not_decide_what_a_matrix_is() -> None:
-    """The class of the first holder alone counted, so an embedding behind its head was a matrix."""
+    # The class of the first holder alone counted, so an embedding behind its head was a matrix.
     embedding = nn.Embedding(4, 3)
-    head = linear(embedding.get_parameter("weight"))
-    for holders in ([head, embedding], [embedding, head]):
-        [is_matrix] = matrices(make_manifest({0: nn.Sequential(*holders)}, topology(1))).values()
-        assert not is_matrix
+    embedding.weight = weight
+    for holders in ([last, embedding], [embedding, last]):
+        alone = make_manifest({0: nn.Sequential(*holders)}, topology(1))
+        assert list(matrices(alone).values()) == [False]
 
 
 def test_a_tie_inside_any_stage_counts_on_all_stages() -> None:
@@ -468,9 +433,7 @@ def test_a_module_with_several_names_is_one_holder() -> None:
     stages = {0: nn.Sequential(layer), 1: nn.Sequential(layer)}
     apart = make_manifest(stages, topology(2), tied=[{0: "0.weight", 1: "0.weight"}])
     assert matrices(apart) == {"0.0.weight": False}
-
-
-def test_two_names_in_one_module_are_one_holder() -> None:
+    # Two names in one module are one holder.
     held = stage(w=(4, 3))
     held.again = held.w
     assert matrices(make_manifest({0: held}, topology(1))) == {"0.w": True}

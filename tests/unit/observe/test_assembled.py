@@ -64,9 +64,7 @@ def test_spans_that_overlap_are_cut_so_that_a_rank_does_one_thing_at_a_time() ->
     late = Span(0, "F", 3.5, 5.0, 0, 0, 0)
     timeline = made(own(0, [(0, 1.0)], 5.0, outer, inner, late))
     assert kinds(timeline, 0) == [("optimizer", 0, 3, 0), ("F", 3, 4, 0)]
-
-
-def test_what_runs_beside_a_rank_is_left_as_it_is() -> None:
+    # What runs beside a rank is left as it is.
     beside = Span(0, "reduction", 2.0, 4.0, 0, which=0, label="bucket 0")
     timeline = made(own(0, [(0, 1.0)], 5.0, Span(0, "F", 1.0, 5.0, 0, 0, 0), beside))
     assert [(s.kind, s.begin, s.end) for s in timeline.beside(0)] == [("reduction", 1.0, 3.0)]
@@ -86,19 +84,12 @@ def test_a_transfer_is_from_its_send_until_its_receiver_had_waited() -> None:
     second = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=4.0)])
     (transfer,) = made(first, second).beside(0)
     assert transfer == Span(0, "transfer", 1.0, 3.0, 0, 0, 1, 1, 0, "x of 0F1")
-
-
-def test_a_transfer_of_which_one_end_is_missing_is_left_out() -> None:
-    sent = Message(0, 0, 1, 2.0, 0, "x of 0F1")
-    assert made(own(0, [(0, 1.0)], 5.0, sent=[sent]), own(1, [(0, 1.0)], 5.0)).beside(0) == []
-
-
-def test_a_transfer_never_ends_before_it_begins_whatever_the_clocks_say() -> None:
-    message = Message(0, 0, 0, 3.0, 0, "x of 0F0")
-    arrived = message._replace(seconds=2.9)
-    both = own(0, [(0, 1.0)], 5.0, sent=[message]), own(1, [(0, 1.0)], 5.0, arrived=[arrived])
-    (transfer,) = made(*both).beside(0)
-    assert transfer.begin == transfer.end == 2.0
+    # One of which an end is missing is left out.
+    assert made(first, own(1, [(0, 1.0)], 5.0)).beside(0) == []
+    # It never ends before it begins, whatever the clocks say.
+    early = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=1.9)])
+    (transfer,) = made(first, early).beside(0)
+    assert transfer.begin == transfer.end == 1.0
 
 
 def test_only_steps_that_all_ranks_have_recorded_are_kept() -> None:
@@ -106,8 +97,5 @@ def test_only_steps_that_all_ranks_have_recorded_are_kept() -> None:
     timeline = made(own(0, [(3, 1.0), (4, 5.0)], 8.0, old), own(1, [(4, 5.0)], 8.0))
     assert timeline.step_ends == (3.0,)
     assert {span.kind for span in timeline.spans} == {"host"}
-
-
-def test_no_common_step_is_refused() -> None:
     with pytest.raises(ScheduleError, match="no step that all ranks"):
         made(own(0, [(1, 0.0)], 1.0), own(1, [(2, 0.0)], 1.0))

@@ -42,9 +42,7 @@ def links(number: int = 4, **changes: float) -> list[Measured]:
 
 
 def odd(
-    facts: list[RankFacts],
-    measured: list[Measured] | None = None,
-    late: list[float] | None = None,
+    facts: list[RankFacts], measured: list[Measured] | None = None, late: list[float] | None = None
 ) -> list[str]:
     clocks = [Reading(0.0, machine="m") for _ in facts]
     found = measured if measured is not None else links(len(facts))
@@ -60,12 +58,11 @@ def test_other_versions_name_the_ranks_that_have_them() -> None:
     facts = ranks()
     facts[2] = replace(facts[2], versions={**FACTS.versions, "torch": "2.12"})
     assert odd(facts) == ["torch is '2.12' on ranks [2], and '2.13' on the others"]
-
-
-def test_a_version_that_only_some_ranks_have_is_odd() -> None:
     facts = ranks(3)
     facts[0] = replace(facts[0], versions={**FACTS.versions, "NCCL": "2.29"})
     assert odd(facts) == ["NCCL is '2.29' on ranks [0], and 'missing' on the others"]
+    facts = [replace(each, host="localhost") for each in ranks()]
+    assert odd(facts)[0].startswith("4 machines or networks have the host name 'localhost'")
 
 
 def test_other_devices_and_backends_are_odd_but_not_their_numbers() -> None:
@@ -91,19 +88,11 @@ def test_a_link_much_slower_than_the_others_is_named() -> None:
 
 def test_links_that_are_not_full_duplex_are_named_once() -> None:
     lines = odd(ranks(2), links(2, both_ways=0.5))
-    assert [line.startswith("ranks 0 and 1: messages in both directions") for line in lines] == [
-        True
-    ]
-
-
-def test_links_inside_of_a_host_on_gloo_say_nothing() -> None:
+    (line,) = lines
+    assert line.startswith("ranks 0 and 1: messages in both directions")
+    # Those inside of a host on gloo say nothing.
     facts = [replace(each, home="one", host="one", backend="gloo") for each in ranks()]
     assert odd(facts, links(both_ways=0.1)) == []
-
-
-def test_one_host_name_for_several_machines_is_odd() -> None:
-    facts = [replace(each, host="localhost") for each in ranks()]
-    assert odd(facts)[0].startswith("4 machines or networks have the host name 'localhost'")
 
 
 def test_more_ranks_than_cores_and_unset_threads_are_odd() -> None:
@@ -131,6 +120,11 @@ def test_few_ranks_are_measured_in_all_pairs_many_along_the_pipeline(
 ) -> None:
     pairs = _pairs(ranks(size))
     assert len(set(pairs)) == len(pairs) == number
+    # Links are measured between ranks that can send to each other.
+    first, second = ranks(2)
+    assert _pairs([first, replace(second, device="cuda:1 (A100)")]) == [(0, 1), (1, 0)]
+    assert _pairs([first, replace(second, device="cpu (x86_64)")]) == []
+    assert _pairs([first, replace(second, backend="gloo")]) == []
 
 
 def test_what_was_found_is_strict_json_and_costs() -> None:
@@ -146,10 +140,3 @@ def test_what_was_found_is_strict_json_and_costs() -> None:
     again = Costs.from_json(json.loads(json.dumps(found.costs.to_json(), allow_nan=False)))
     assert again.network == network
     assert again.network.nic_bytes_per_second == math.inf
-
-
-def test_links_are_measured_between_ranks_that_can_send_to_each_other() -> None:
-    facts = ranks(2)
-    assert _pairs([facts[0], replace(facts[1], device="cuda:1 (A100)")]) == [(0, 1), (1, 0)]
-    assert _pairs([facts[0], replace(facts[1], device="cpu (x86_64)")]) == []
-    assert _pairs([facts[0], replace(facts[1], backend="gloo")]) == []

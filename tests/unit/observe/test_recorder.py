@@ -45,8 +45,19 @@ class Ticks:
         pass
 
 
+RECORDERS: list[StepRecorder] = []
+
+
 def made(stamps: Stamps, steps: int = 2) -> StepRecorder:
-    return StepRecorder(0, stamps, steps=steps, names={(0, 0): NAME})
+    RECORDERS.append(StepRecorder(0, stamps, steps=steps, names={(0, 0): NAME}))
+    return RECORDERS[-1]
+
+
+@pytest.fixture(autouse=True)
+def ended() -> Iterator[None]:
+    yield
+    while RECORDERS:
+        RECORDERS.pop().stop()
 
 
 def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list[Any]:
@@ -70,20 +81,12 @@ def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list
     return called
 
 
-@pytest.fixture
-def ended() -> Iterator[list[StepRecorder]]:
-    recorders: list[StepRecorder] = []
-    yield recorders
-    for recorder in recorders:
-        recorder.stop()
-
-
 def computes(own: Own) -> list[Span]:
     return [span for span in own.spans if span.kind in COMPUTE]
 
 
-def test_every_item_is_called_once_in_order_and_every_action_is_recorded(ended: Any) -> None:
-    ended.append(recorder := made(Ticks()))
+def test_every_item_is_called_once_in_order_and_every_action_is_recorded() -> None:
+    recorder = made(Ticks())
     called = run(recorder, 7)
     items = list(program().called(0))
     assert called == [(item.which, item.microbatch) for item in items]
@@ -103,10 +106,8 @@ def test_every_item_is_called_once_in_order_and_every_action_is_recorded(ended: 
     ]
 
 
-def test_a_reduction_has_its_collective_and_a_wait_the_reduction_that_ended_last_in_it(
-    ended: Any,
-) -> None:
-    ended.append(recorder := made(Ticks()))
+def test_a_reduction_has_its_collective_and_a_wait_the_reduction_that_ended_last_in_it() -> None:
+    recorder = made(Ticks())
     run(recorder, 0)
     began = recorder.now()
     reduction = recorder.now()
@@ -122,37 +123,37 @@ def test_a_reduction_has_its_collective_and_a_wait_the_reduction_that_ended_last
     ]
 
 
-def test_a_ring_keeps_the_last_steps(ended: Any) -> None:
-    ended.append(recorder := made(Ticks(), steps=2))
+def test_a_ring_keeps_the_last_steps() -> None:
+    recorder = made(Ticks(), steps=2)
     for number in range(5):
         run(recorder, number)
     own = recorder.read()
     assert [number for number, _ in own.steps] == [3, 4]
     assert {span.step for span in own.spans} == {3, 4}
-
-
-def test_a_step_that_failed_has_what_it_reached(ended: Any) -> None:
-    ended.append(recorder := made(Ticks()))
-    run(recorder, 0, stop_at=4)
-    run(recorder, 1)
-    own = recorder.read()
-    assert 0 < len([s for s in computes(own) if s.step == 0]) < len(computes(own)) / 2
-
-
-def test_what_began_before_the_first_kept_step_is_cut_there(ended: Any) -> None:
-    ended.append(recorder := made(Ticks(), steps=1))
+    # What began before the first kept step is cut there.
+    recorder = made(Ticks(), steps=1)
+    recorder.note("wait for ranks", "before any step", recorder.now())
+    with pytest.raises(ScheduleError, match="no training step was recorded"):
+        recorder.read()
     run(recorder, 0)
     began = recorder.now()
     run(recorder, 1)
     recorder.note("parameter sync", (0, 0), began)
     own = recorder.read()
     (sync,) = [s for s in own.spans if s.kind == "parameter sync"]
-    assert sync.begin == own.steps[0][1]
-    assert sync.step == 1
+    assert (sync.begin, sync.step) == (own.steps[0][1], 1)
 
 
-def test_only_the_outermost_optimizer_counts_and_none_after_the_end(ended: Any) -> None:
-    ended.append(recorder := made(Ticks()))
+def test_a_step_that_failed_has_what_it_reached() -> None:
+    recorder = made(Ticks())
+    run(recorder, 0, stop_at=4)
+    run(recorder, 1)
+    own = recorder.read()
+    assert 0 < len([s for s in computes(own) if s.step == 0]) < len(computes(own)) / 2
+
+
+def test_only_the_outermost_optimizer_counts_and_none_after_the_end() -> None:
+    recorder = made(Ticks())
     run(recorder, 0)
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
@@ -165,18 +166,9 @@ def test_only_the_outermost_optimizer_counts_and_none_after_the_end(ended: Any) 
     assert [s.kind for s in recorder.read().spans].count("optimizer") == 1
 
 
-def test_nothing_to_read_is_refused(ended: Any) -> None:
-    ended.append(recorder := made(Ticks()))
-    recorder.note("wait for ranks", "before any step", recorder.now())
-    with pytest.raises(ScheduleError, match="no training step was recorded"):
-        recorder.read()
-
-
-def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again(
-    ended: Any,
-) -> None:
+def test_a_device_is_never_waited_for_in_a_step_and_its_events_are_used_again() -> None:
     card = Device()
-    ended.append(recorder := made(DeviceStamps(card.make, card.record, card.synchronize)))
+    recorder = made(DeviceStamps(card.make, card.record, card.synchronize))
     counts = []
     for number in range(6):
         run(recorder, number)

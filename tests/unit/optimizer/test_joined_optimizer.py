@@ -96,21 +96,14 @@ def test_a_copy_steps_its_own_parameters() -> None:
     assert equal(given, of_twin)
 
 
-def test_a_closure_runs_once() -> None:
+def test_it_runs_a_closure_once_and_takes_no_groups_later() -> None:
     given, losses = parameters(), [2.0, 3.0]
     joined = JoinedOptimizer(optimizers(given))
     assert joined.step(lambda: losses.pop(0)) == 2.0
     assert losses == [3.0]
     assert joined.step() is None
-
-
-def test_it_takes_no_groups_later() -> None:
-    joined = JoinedOptimizer(optimizers(parameters()))
     with pytest.raises(PlanError, match="of Muon and Adagrad as one optimizer: make another"):
         joined.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
     assert len(joined.param_groups) == 3
-
-
-def test_an_optimizer_alone_is_its_only_part() -> None:
     alone = torch.optim.SGD(parameters(), lr=0.1)
     assert parts_in(alone) == (alone,)

@@ -95,14 +95,6 @@ def test_dtypes_are_those_of_from_pretrained(
     )
 
 
-def test_a_directory_without_a_dtype_has_that_of_its_tensors(tmp_path: Path) -> None:
-    FAMILIES["gpt2"].model(dtype=torch.bfloat16).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["dtype"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert meta_model(tmp_path).dtype == torch.bfloat16
-
-
 def test_old_names_are_read(tmp_path: Path) -> None:
     """Models of 2019 have gamma and beta; a model without a head has no prefix."""
     import transformers
@@ -290,6 +282,13 @@ def test_a_model_without_memory_is_in_training_mode_with_its_generation_config(
     assert all(tensor.is_meta for tensor in tensors(model).values())
     assert type(meta_model(tmp_path / "config.json")) is type(saved)
     assert model.config is not meta_model(model.config).config
+    # A directory without a dtype has that of its tensors.
+    FAMILIES["gpt2"].model(dtype=torch.bfloat16).save_pretrained(tmp_path / "low")
+    path = tmp_path / "low" / "config.json"
+    config = json.loads(path.read_text())
+    del config["dtype"]
+    path.write_text(json.dumps(config))
+    assert meta_model(path.parent).dtype == torch.bfloat16
 
 
 # --- what is refused
@@ -342,7 +341,7 @@ def test_configurations_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
         (
             "llama",
             {"intermediate_size": 64},
-            r"model.safetensors: \S+ has shape \(\d+, \d+\), and \S+ of the model",
+            r"model.safetensors: \S+ has shape \(.*of the model",
         ),
         ("llama", {"num_hidden_layers": 5}, "no values for model.layers.4.*and 5 more of Llama"),
         (
@@ -398,15 +397,15 @@ print(held, (peak() - before) * 1024)
 
 
 def test_the_host_has_memory_for_a_stage_and_a_file(tmp_path: Path) -> None:
-    """400 MB, 8 layers, 4 stages: a stage has 2 layers of 50 MB, and a file has one layer."""
+    """230 MB, 8 layers, 4 stages: a stage has 2 layers of 28 MB, and a file has one layer."""
     family = FAMILIES["llama"]
-    wide = {"hidden_size": 1024, "intermediate_size": 2752, "num_hidden_layers": 8}
+    wide = {"hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 8}
     small = family.model(num_hidden_layers=1)
-    wide |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 128}
+    wide |= {"num_attention_heads": 8, "num_key_value_heads": 8, "head_dim": 96}
     model = meta_model(type(small.config)(**family.config | wide), kind=type(small))
-    model.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="60MB")
+    model.to_empty(device="cpu").save_pretrained(tmp_path, max_shard_size="34MB")
     sizes = [path.stat().st_size for path in tmp_path.glob("*.safetensors")]
-    assert sum(sizes) > 390e6
+    assert sum(sizes) > 220e6
     out = subprocess.run(
         [sys.executable, "-c", PEAK, tmp_path], check=True, capture_output=True, text=True
     ).stdout.split()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -66,27 +67,19 @@ def test_no_stage_holds_more_than_the_limit() -> None:
         recut(weights, [3], schedule=schedule(), memory_limit_bytes=2 * MIB)
 
 
-def test_times_of_stages_scale_those_of_their_layers() -> None:
+def test_a_model_says_where_it_should_be_cut() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    options: dict[str, Any] = {"how": "structural", "example": {"input": torch.ones(2, 8)}}
+    assert all(layer.seconds for layer in pipegrad.cut(model, 2, by="measured", **options).layers)
+    worse = pipegrad.cut(model, 2, boundaries=[5], by="time", **options)
+    found = worse.recut(schedule(), stage_seconds=[5.0, 1.0])
+    assert found.boundaries == (3,)
+    assert found.names == tuple(layer.name for layer in worse.layers)
     # Layers alone look even, but the second stage took three times as long.
     found = recut(layers(1, 1, 1, 1), [2], schedule=schedule(), stage_seconds=[2.0, 6.0])
     assert found.boundaries == (3,)
     assert found.seconds_before == pytest.approx(8 * 6 + 2)
     assert found.seconds == pytest.approx(8 * 5 + 4 / 3)
-
-
-def test_a_model_says_where_it_should_be_cut() -> None:
-    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
-    cut = pipegrad.cut(
-        model, 2, by="measured", how="structural", example={"input": torch.ones(2, 8)}
-    )
-    times = [layer.seconds for layer in cut.layers]
-    assert all(times)
-    worse = pipegrad.cut(
-        model, 2, how="structural", example={"input": torch.ones(2, 8)}, boundaries=[5], by="time"
-    )
-    found = worse.recut(schedule(), stage_seconds=[5.0, 1.0])
-    assert found.boundaries == (3,)
-    assert found.names == tuple(layer.name for layer in worse.layers)
 
 
 def test_layers_without_times_are_refused() -> None:

@@ -243,32 +243,16 @@ def test_stages_have_the_names_and_tensors_of_the_model() -> None:
             assert parameter is model.get_parameter(name)
     assert parts.tied == [["embed.weight", "head.weight"], ["gate"]]
     assert ["gate" in held for held in names] == [False, True, False, True]
-
-
-def test_a_value_goes_to_every_later_stage_that_reads_it() -> None:
-    parts = cut(Skipping(), 5)
-    assert [part.inputs for part in parts._parts] == [
-        (),
-        ("embed",),
-        ("layers.0",),
-        ("layers.0", "layers.1"),
-        ("layers.0", "layers.2"),
+    # A value goes to every later stage that reads it.
+    assert [part.inputs for part in cut(Skipping(), 5)._parts] == [
+        *((), ("embed",), ("layers.0",), ("layers.0", "layers.1"), ("layers.0", "layers.2")),
     ]
-
-
-def test_a_layer_that_is_called_twice_is_on_both_stages() -> None:
+    # A layer that is called twice is on both stages.
     parts = cut(Twice(), 2, boundaries=["layers.0#1"])
-    assert {"layers.0.weight", "layers.2.bias"} <= set(parts.modules[0].state_dict())
-    assert {"layers.0.weight", "layers.2.bias"} <= set(parts.modules[1].state_dict())
+    for stage in (0, 1):
+        held = parts.modules[stage].state_dict()
+        assert {"layers.0.weight", "layers.2.bias"} <= set(held)
     assert ["layers.0.weight"] in parts.tied
-
-
-def test_parts_of_what_a_model_returns_keep_their_names() -> None:
-    model = Summing()
-    parts = cut(model, 2)
-    found, _ = run(parts, tokens=TOKENS)
-    assert isinstance(found, Sums)
-    torch.testing.assert_close(found, model(TOKENS), rtol=0, atol=0)
 
 
 def test_the_model_is_as_before_and_can_be_cut_again() -> None:
@@ -279,12 +263,14 @@ def test_the_model_is_as_before_and_can_be_cut_again() -> None:
     assert torch.equal(torch.get_rng_state(), state)
     for parts in (first, second):
         torch.testing.assert_close(run(parts, tokens=TOKENS)[0], model(TOKENS), rtol=0, atol=0)
-
-
-def test_a_model_without_memory_is_cut() -> None:
     with torch.device("meta"):
-        model = Chain()
-    assert cut(model, 3).boundaries == cut(Chain(), 3).boundaries
+        without = Chain()
+    assert cut(without, 3).boundaries == cut(Chain(), 3).boundaries
+    # Parts of what a model returns keep their names.
+    summing = Summing()
+    found, _ = run(cut(summing, 2), tokens=TOKENS)
+    assert isinstance(found, Sums)
+    torch.testing.assert_close(found, summing(TOKENS), rtol=0, atol=0)
 
 
 def test_experts_without_memory_are_cut_in_float32() -> None:
@@ -369,12 +355,9 @@ def test_the_flow_says_which_outputs_each_call_needs() -> None:
     ]
     assert [call.flops for call in flow.calls[1:4]] == [2 * 2 * 5 * WIDTH * WIDTH] * 3
     assert flow.sample == {"tokens": (2, 5)}
-
-
-def test_values_of_tensors_are_real_where_code_needs_them() -> None:
-    model = Choosing()
-    state = torch.get_rng_state()
-    assert len(flow_of(model, layers_of(model, 2), SAMPLE).calls) == 5
+    # Values of tensors are real where code needs them.
+    choosing, state = Choosing(), torch.get_rng_state()
+    assert len(flow_of(choosing, layers_of(choosing, 2), SAMPLE).calls) == 5
     assert torch.equal(torch.get_rng_state(), state)
 
 
@@ -389,22 +372,9 @@ def test_layers_are_the_members_of_lists_and_what_has_state_beside_them() -> Non
         *("blocks.0.0", "blocks.0.1"),
         *("blocks.1.0", "blocks.1.1", "blocks.1.2"),
     ]
-
-
-def test_dropout_is_weighty_without_state() -> None:
     assert is_weighty(nn.Sequential(nn.Dropout()))
     assert not has_state(nn.Dropout())
     assert not is_weighty(nn.ReLU())
-
-
-def test_a_shallow_copy_shares_what_is_not_replaced() -> None:
-    model = Chain()
-    other = linear()
-    copied: Any = shallow(model, {id(model.layers[1]): other})
-    assert copied.layers[1] is other
-    assert copied.layers[0] is model.layers[0]
-    assert copied.embed is model.embed
-    assert model.layers[1] is not other
 
 
 def test_parametrized_modules_have_twins() -> None:
@@ -415,3 +385,10 @@ def test_parametrized_modules_have_twins() -> None:
     assert dict(copied.named_parameters()) == dict(model.named_parameters())
     described = without_memory(model)
     assert all(parameter.is_meta for parameter in described.parameters())
+    # A shallow copy shares what is not replaced.
+    chain, other = Chain(), linear()
+    shared: Any = shallow(chain, {id(chain.layers[1]): other})
+    assert shared.layers[1] is other
+    assert shared.layers[0] is chain.layers[0]
+    assert shared.embed is chain.embed
+    assert chain.layers[1] is not other

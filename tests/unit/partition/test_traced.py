@@ -333,16 +333,30 @@ def test_edges_have_names_of_layers_and_skip_stages() -> None:
         (("down.0", "down.1", "down.2"), ("up.1",)),
         (("up.1",), ("output",)),
     ]
-
-
-def test_masks_and_tables_are_computed_again_and_not_sent() -> None:
-    layers = ["shared", "encoder.1", "decoder.0", "decoder.1", "head"]
-    parts = cut(EncoderDecoder(), ids_and_labels(), layers, [1, 3, 4])
+    # Masks and tables are computed again, and not sent.
+    make, batch, layers, boundaries = MODELS["encoder-decoder, 4"]
+    parts = cut(make(), batch(), layers, boundaries)
     inputs = [(), ("encoder.0",), ("encoder.1", "shared"), ("encoder.1", "decoder.0")]
     assert [part.inputs for part in parts] == inputs
     buffers = [[name for name, _ in part.module.named_buffers()] for part in parts]
     assert buffers == [["table"], [], ["table"], ["table"]]
     assert parts[-1].outputs == ("loss", "logits", "rest")
+
+
+def test_parts_are_made_again_and_copies_have_parameters_of_their_own() -> None:
+    torch.manual_seed(0)
+    model = Chain()
+    traced = TracedModel(model, only_x(), "0123")
+    for boundaries in ([], [1], [3], [1, 2, 3]):
+        returned = Run(traced.parts(boundaries), only_x()).returned
+        torch.testing.assert_close(returned, model(x()), rtol=0, atol=0)
+    (part,) = traced.parts([])
+    other = copy.deepcopy(part.module)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert other(x=x()).abs().max() == 0
+    assert part.module(x=x()).abs().max() > 0
 
 
 def test_calls_are_in_order_of_first_use() -> None:
@@ -408,25 +422,6 @@ def test_a_model_on_the_meta_device_is_traced_and_then_filled() -> None:
         part.module.to_empty(device="cpu")
         part.module.load_state_dict(whole.state_dict(), strict=False)
     torch.testing.assert_close(Run(parts, batch).returned, whole(**batch), rtol=0, atol=0)
-
-
-def test_parts_are_made_again_with_other_boundaries() -> None:
-    torch.manual_seed(0)
-    model = Chain()
-    traced = TracedModel(model, only_x(), "0123")
-    for boundaries in ([], [1], [3], [1, 2, 3]):
-        returned = Run(traced.parts(boundaries), only_x()).returned
-        torch.testing.assert_close(returned, model(x()), rtol=0, atol=0)
-
-
-def test_a_copy_of_a_stage_has_parameters_of_its_own() -> None:
-    (part,) = cut(Chain(), only_x(), "0123", [])
-    other = copy.deepcopy(part.module)
-    with torch.no_grad():
-        for parameter in other.parameters():
-            parameter.zero_()
-    assert other(x=x()).abs().max() == 0
-    assert part.module(x=x()).abs().max() > 0
 
 
 # --- what is refused

@@ -40,12 +40,11 @@ def test_several_files_are_read_by_name(folder: Path) -> None:
         assert weights.spec(name).shape == tuple(TENSORS[name].shape)
         assert weights.path(name) == folder / FILES[name]
     assert weights.spec("b.weight").dtype == "BF16"
-
-
-def test_a_single_file_counts_more_than_an_index(folder: Path) -> None:
-    """As in transformers."""
+    # As in transformers a single file counts more than an index.
     write_shard(folder / SINGLE, {"other": torch.ones(1)})
     assert Weights(folder).names == ["other"]
+    assert listed("cab") == "a, b, c"
+    assert listed("fedcba") == "a, b, c, d and 2 more"
 
 
 def test_a_tensor_stays_when_its_file_is_written_again(tmp_path: Path) -> None:
@@ -117,9 +116,6 @@ def test_a_missing_directory_is_no_name_of_a_hub(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(WeightsError, match="no directory"):
         Weights(tmp_path / "file")
-
-
-def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     with pytest.raises(WeightsError, match=r"missing/1.safetensors cannot be written"):
         write_shard(tmp_path / "missing" / "1.safetensors", TENSORS)
 
@@ -131,8 +127,3 @@ def test_a_missing_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr("pipegrad.partition.weights.files.importlib.import_module", lacks)
     with pytest.raises(ConfigError, match=r"library safetensors: pip install 'pipegrad\[hf\]'"):
         extra("safetensors.torch")
-
-
-def test_long_lists_of_names_are_cut() -> None:
-    assert listed("cab") == "a, b, c"
-    assert listed("fedcba") == "a, b, c, d and 2 more"

@@ -53,6 +53,14 @@ def test_it_opens_and_draws_a_box_for_each_span(page: Page, tmp_path: Path) -> N
     assert page.element("sentence").text.startswith("1f1b (predicted): ")
     assert "Critical path: of " in page.element("path-words").text
     assert "F forward" in page.element("legend").text
+    corner = (
+        "picture.drawNow(); return Array.from(document.getElementById('canvas')"
+        ".getContext('2d').getImageData(2, 60, 1, 1).data.slice(0, 3))"
+    )
+    light = page.run(corner)
+    page.element("theme").click()
+    dark = page.run(corner)
+    assert {sum(light) > 600, sum(dark) > 600} == {True, False}
 
 
 def test_what_is_unpacked_is_the_timeline(page: Page, tmp_path: Path) -> None:
@@ -173,10 +181,6 @@ def test_it_filters_by_kind_rank_microbatch_and_text(page: Page, tmp_path: Path)
     page.type("microbatches", "")
     page.type("text", "2b7")
     assert page.run(masks) == 1
-
-
-def test_a_filter_that_is_no_number_says_so(page: Page, tmp_path: Path) -> None:
-    opened(page, tmp_path, SMALL)
     page.type("ranks", "0-x")
     assert "“0-x” is no number and no range; write 3, 0-3 or 0-3, 7" in page.element("problem").text
     page.type("ranks", "0")
@@ -223,18 +227,6 @@ def test_two_schedules_are_shown_in_three_ways(page: Page, tmp_path: Path) -> No
     assert first["y"] == pytest.approx(second["y"], abs=20)
     assert first["x"] + 400 < second["x"]
     assert "A step of zbv (predicted) is " in page.element("sentence").text
-
-
-def test_the_theme_changes_the_picture(page: Page, tmp_path: Path) -> None:
-    opened(page, tmp_path, SMALL)
-    corner = (
-        "picture.drawNow(); return Array.from(document.getElementById('canvas')"
-        ".getContext('2d').getImageData(2, 60, 1, 1).data.slice(0, 3))"
-    )
-    light = page.run(corner)
-    page.element("theme").click()
-    dark = page.run(corner)
-    assert {sum(light) > 600, sum(dark) > 600} == {True, False}
 
 
 def test_it_prints_all_ranks(page: Page, tmp_path: Path) -> None:

@@ -55,17 +55,6 @@ def test_spans_come_back_in_the_order_of_lanes(timeline: Timeline) -> None:
         assert span._replace(begin=0, end=0) == expected._replace(begin=0, end=0)
 
 
-def test_memory_comes_back() -> None:
-    packed = pack(SMALL)
-    seconds, held = numbers(packed["memory"], 2)
-    points = [
-        MemoryPoint(s * packed["time_unit"], b * packed["memory_unit"])
-        for s, b in zip(seconds, held, strict=True)
-    ]
-    assert packed["memory_counts"] == [3, 1]
-    assert points == [pytest.approx(point) for row in SMALL.memory for point in row]
-
-
 @pytest.mark.parametrize("hours", [1, 1000])
 def test_long_runs_and_much_memory_fit_into_32_bits(hours: int) -> None:
     seconds, terabyte = 3600.0 * hours, 10**12
@@ -95,3 +84,12 @@ def test_the_critical_path_sums_to_the_step_and_lies_on_its_ranks() -> None:
 def test_a_span_takes_a_few_bytes() -> None:
     timeline = simulated(ranks=8, microbatches=64)
     assert len(pack(timeline)["spans"]) < 16 * len(timeline.spans)
+    # Memory comes back, too.
+    packed = pack(SMALL)
+    units = packed["time_unit"], packed["memory_unit"]
+    points = [
+        MemoryPoint(s * units[0], b * units[1])
+        for s, b in zip(*numbers(packed["memory"], 2), strict=True)
+    ]
+    assert packed["memory_counts"] == [3, 1]
+    assert points == [pytest.approx(point) for row in SMALL.memory for point in row]

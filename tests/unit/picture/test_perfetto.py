@@ -28,15 +28,15 @@ def test_a_rank_is_a_process_with_a_thread_for_each_lane(tmp_path: Path) -> None
     }
     assert names[0, 0, "process_name"] == "by hand (predicted), rank 0"
     assert names[3, 0, "process_name"] == "by hand (measured), rank 1"
-    assert [names[1, thread, "thread_name"] for thread in range(3)] == [
-        "rank",
-        "beside 1",
-        "beside 2",
-    ]
+    threads = [names[1, thread, "thread_name"] for thread in range(3)]
+    assert threads == ["rank", "beside 1", "beside 2"]
 
 
 def test_every_span_is_an_event_in_microseconds(tmp_path: Path) -> None:
-    found = [event for event in events(tmp_path, SMALL) if event["ph"] == "X"]
+    every = events(tmp_path, SMALL)
+    memory = [(e["pid"], e["args"]["bytes"]) for e in every if e["ph"] == "C"]  # a counter
+    assert memory == [(0, 100), (0, 300), (0, 100), (1, 200)]
+    found = [event for event in every if event["ph"] == "X"]
     assert len(found) == len(SPANS)
     backward = next(event for event in found if event["name"] == "1B0")
     assert backward["ts"] == pytest.approx(7000)
@@ -61,20 +61,7 @@ def test_each_transfer_has_an_arrow_to_its_receiver(tmp_path: Path) -> None:
     assert begins.keys() == ends.keys()
     assert [(begins[n]["pid"], ends[n]["pid"]) for n in begins] == [(0, 1), (1, 0)]
     assert [ends[n]["ts"] for n in begins] == pytest.approx([4000, 12000])
-
-
-def test_arrows_of_two_timelines_do_not_mix(tmp_path: Path) -> None:
+    # Those of two timelines do not mix.
     found = events(tmp_path, SMALL, replace(SMALL, source="measured"))
-    begins = {event["id"]: event["pid"] for event in found if event["ph"] == "s"}
-    ends = {event["id"]: event["pid"] for event in found if event["ph"] == "f"}
-    assert sorted((begins[n], ends[n]) for n in begins) == [(0, 1), (1, 0), (2, 3), (3, 2)]
-
-
-def test_memory_is_a_counter(tmp_path: Path) -> None:
-    found = [event for event in events(tmp_path, SMALL) if event["ph"] == "C"]
-    assert [(e["pid"], e["args"]["bytes"]) for e in found] == [
-        (0, 100),
-        (0, 300),
-        (0, 100),
-        (1, 200),
-    ]
+    pids = [{e["id"]: e["pid"] for e in found if e["ph"] == phase} for phase in "sf"]
+    assert sorted((pids[0][n], pids[1][n]) for n in pids[0]) == [(0, 1), (1, 0), (2, 3), (3, 2)]

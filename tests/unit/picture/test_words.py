@@ -57,16 +57,16 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(
     assert not path.exists()
 
 
-def test_one_timeline_says_how_long_it_took_and_what_of_it_was_compute() -> None:
+def test_a_prediction_says_how_long_it_takes_and_is_compared_with_the_run() -> None:
     said = ["by hand (predicted): 16.0 ms, 44 % of it compute."]  # 14 of 2 x 16 ms
     assert sentences([SMALL]) == [said, said]
-
-
-def test_a_prediction_is_compared_with_the_run_whichever_comes_first() -> None:
     measured = replace(SMALL, source="measured", step_ends=(0.020,))
     last = "The predicted step is 4.00 ms (20 %) shorter than measured."
     assert sentences([SMALL, measured])[0][-1] == last
     assert sentences([measured, SMALL])[0][-1] == last
+    # Timelines of one name are numbered.
+    assert titles([SMALL, SMALL]) == ["by hand (predicted)", "by hand (predicted) (2)"]
+    assert titles([replace(SMALL, name="")]) == ["predicted"]
 
 
 def test_two_schedules_are_compared_step_by_step() -> None:
@@ -77,16 +77,8 @@ def test_two_schedules_are_compared_step_by_step() -> None:
         "A step of b (predicted) is 3.00 ms (30 %) longer than one of a (predicted).",
         "A step of b (predicted) is as long as one of a (predicted).",
     ]
-
-
-def test_steps_that_only_one_timeline_has_are_not_compared() -> None:
-    longer = simulated(steps=2)
-    assert len(sentences([longer, SMALL])[2]) == 1
-
-
-def test_timelines_of_one_name_are_numbered() -> None:
-    assert titles([SMALL, SMALL]) == ["by hand (predicted)", "by hand (predicted) (2)"]
-    assert titles([replace(SMALL, name="")]) == ["predicted"]
+    # Steps that only one timeline has are not compared.
+    assert len(sentences([simulated(steps=2), SMALL])[2]) == 1
 
 
 def test_every_kind_has_a_paint_and_no_two_look_alike() -> None:

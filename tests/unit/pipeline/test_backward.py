@@ -14,18 +14,15 @@ from torch.nn.utils import parametrizations
 from tests.support.pipeline.graphs import (
     AT_ONCE,
     BETWEEN,
-    LATE,
     WIDTH,
     Block,
     Graph,
     Net,
-    differences,
+    assert_split,
     linear,
     mlp,
     normal,
     num_products,
-    split,
-    whole,
 )
 from tests.support.rounding import rounding
 
@@ -224,13 +221,7 @@ every_graph = pytest.mark.parametrize("graph", graphs, ids=str)
 
 @every_graph
 def test_gradients_are_those_of_a_whole_backward_and_what_can_wait_does(graph: Graph) -> None:
-    true = whole(graph)
-    late = split(graph, LATE, preset=True)
-    assert differences(late, true, graph.error) == {}
-    for waiting in late.waiting:
-        assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
-    for plan, preset in ((LATE, False), (BETWEEN, True), (AT_ONCE, False)):
-        assert differences(split(graph, plan, preset=preset), true, graph.error) == {}
+    assert_split(graph, (BETWEEN, True), (AT_ONCE, False))
 
 
 @every_graph

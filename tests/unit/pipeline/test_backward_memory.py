@@ -81,32 +81,17 @@ def kept(module: nn.Module, x: Tensor, *, keep_root: bool = False) -> tuple[list
     return after_inputs, after_weights
 
 
-def test_operands_alone_are_kept(x: Tensor) -> None:
+def test_operands_alone_are_kept_and_nothing_of_a_checkpoint(x: Tensor) -> None:
     module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
-
-    after_inputs, after_weights = kept(module, x)
-
     # The operand of the second layer, and the gradients of both.
-    assert after_inputs == ["gelu", "gelu_backward", "gelu_backward"]
-    assert after_weights == []
-
-
-def test_a_checkpoint_keeps_nothing(x: Tensor) -> None:
-    module = Net(lambda m, x: again(m.a, x), a=nn.Sequential(nn.Tanh(), linear(), nn.GELU()))
-
-    assert kept(module, x) == ([], [])
-
-
-def test_what_is_eager_before_a_checkpoint_is_not_kept(x: Tensor) -> None:
-    module = Net(lambda m, x: again(m.a, x.exp().sin().exp()), a=nn.Sequential(linear(), nn.GELU()))
-
-    assert kept(module, x) == ([], [])
-
-
-def test_who_keeps_an_output_keeps_nothing_else(x: Tensor) -> None:
-    _, after_weights = kept(nn.Sequential(linear(), nn.GELU(), linear()), x, keep_root=True)
-
-    assert after_weights == []
+    assert kept(module, x) == (["gelu", "gelu_backward", "gelu_backward"], [])
+    layers = nn.Sequential(nn.Tanh(), linear(), nn.GELU())
+    assert kept(Net(lambda m, x: again(m.a, x), a=layers), x) == ([], [])
+    # Nor what is eager before it.
+    assert kept(Net(lambda m, x: again(m.a, x.exp().sin().exp()), a=layers), x) == ([], [])
+    # Who keeps an output keeps nothing else.
+    _, after = kept(nn.Sequential(linear(), nn.GELU(), linear()), x, keep_root=True)
+    assert after == []
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])

@@ -24,8 +24,8 @@ from tests.support.pipeline.graphs import (
     WIDTH,
     Graph,
     Net,
+    assert_split,
     compute,
-    differences,
     inputs_of,
     linear,
     marked_of,
@@ -33,8 +33,6 @@ from tests.support.pipeline.graphs import (
     normal,
     num_products,
     preset_gradients,
-    split,
-    whole,
 )
 from tests.support.versions import IS_OLD
 
@@ -210,13 +208,7 @@ every = pytest.mark.parametrize(
 
 @every
 def test_gradients_are_those_of_a_whole_backward_and_what_can_wait_does(graph: Graph) -> None:
-    true = whole(graph)
-    late = split(graph, LATE, preset=True)
-    assert differences(late, true, graph.error) == {}
-    for waiting in late.waiting:
-        assert (len(waiting.products), waiting.early) == (graph.waits, graph.early)
-    for plan, preset in ((LATE, False), (BETWEEN, True), (BETWEEN, False)):
-        assert differences(split(graph, plan, preset=preset), true, graph.error) == {}
+    assert_split(graph, (LATE, False), (BETWEEN, True), (BETWEEN, False))
 
 
 @pytest.fixture
@@ -308,17 +300,16 @@ def fail(*_: Any) -> Any:
     raise Mistake
 
 
-def test_an_error_of_a_hook_comes_out_as_it_is(x: Tensor) -> None:
-    y = linear()(x)
+@pytest.mark.parametrize("preset", [False, True])
+@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_an_error_of_a_hook_comes_out_as_it_is_and_of_a_weights_hook_later(
+    name: str, x: Tensor, *, preset: bool
+) -> None:
+    layer = linear()
+    y = layer(x)
     y.register_hook(fail)
     with pytest.raises(Mistake):
         inputs_of(y, x)
-
-
-@pytest.mark.parametrize("preset", [False, True])
-@pytest.mark.parametrize("name", ["register_hook", "register_post_accumulate_grad_hook"])
-def test_an_error_of_a_weights_hook_comes_out_later(name: str, x: Tensor, *, preset: bool) -> None:
-    layer = linear()
     getattr(layer.weight, name)(fail)
     if preset:
         preset_gradients(layer)
@@ -345,7 +336,7 @@ def test_a_weights_hook_may_remove_itself_and_add_another(x: Tensor) -> None:
     assert calls == ["once", "always", "always", "later"]
 
 
-def test_a_gradient_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
+def test_a_gradient_or_an_operand_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
     y, gradient = linear()(x), torch.ones(4, WIDTH, dtype=torch.float64)
     waiting = backward_inputs([y], [gradient], {id(p) for p in linear().parameters()})
     assert waiting.products == []  # of another layer
@@ -354,9 +345,6 @@ def test_a_gradient_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
     gradient.add_(1)
     with pytest.raises(StepError, match="changed in place"):
         compute(waiting)
-
-
-def test_an_operand_that_is_changed_meanwhile_is_an_error(x: Tensor) -> None:
     operand = x * 1
     waiting = inputs_of(linear()(operand), x)
     operand.detach().zero_()

@@ -44,27 +44,18 @@ def test_what_a_user_writes_is_a_choice(spec: Any, words: str) -> None:
     assert choice_of(spec).is_none is words.endswith("none")
 
 
-def test_an_instance_and_a_class_are_codecs() -> None:
+def test_codecs_of_a_choice() -> None:
     for spec in (Int8, Int8(feedback=False)):
         codec = choice_of(spec).of((0, 1), "activations")
         assert codec is not None
         assert isinstance(codec.plugin, Int8)
     assert choice_of(Int8()).identity != choice_of(Int8(feedback=False)).identity
-
-
-def test_a_hop_that_is_named_has_its_own_codecs_alone() -> None:
+    # A hop that is named has its own codecs alone.
     choice = choice_of({"0-1": "int8", "1-2": {"gradients": "fp8"}})
-    names = {
-        (hop, carried): codec.name
-        for hop in ((0, 1), (1, 2), (0, 2))
-        for carried in ("activations", "gradients")
-        if (codec := choice.of(hop, carried)) is not None
-    }
-    assert names == {
-        ((0, 1), "activations"): "int8",
-        ((0, 1), "gradients"): "int8",
-        ((1, 2), "gradients"): "fp8",
-    }
+    carried: tuple[Carried, ...] = ("activations", "gradients")
+    codecs = {hop: [choice.of(hop, each) for each in carried] for hop in ((0, 1), (1, 2), (0, 2))}
+    names = {hop: [codec and codec.name for codec in both] for hop, both in codecs.items()}
+    assert names == {(0, 1): ["int8", "int8"], (1, 2): [None, "fp8"], (0, 2): [None, None]}
 
 
 @pytest.mark.parametrize(
@@ -124,39 +115,30 @@ def worth(
     return worth_of(made, times, found, auto, latency_seconds=latency_seconds)
 
 
-def test_only_slow_hops_have_a_codec() -> None:
-    assert worth((0.0, 0.1, 0.0)) == ((1, 2),)
-    assert worth((0.1, 0.0, 0.1)) == ((0, 1), (2, 3))
-
-
-def test_hops_that_are_equally_slow_all_have_one() -> None:
-    assert worth((0.1, 0.1, 0.1)) == ((0, 1), (1, 2), (2, 3))
-
-
-def test_fast_hops_have_none() -> None:
-    assert worth((0.0, 0.0)) == ()
-
-
-def test_coding_must_take_less_than_it_saves() -> None:
-    assert worth((0.04,), coding=0.002) == ((0, 1),)
-    assert worth((0.04,), coding=0.031) == ()
-
-
-def test_coding_takes_time_of_ranks_that_have_none() -> None:
-    """A message would be there sooner, but both ranks would compute later."""
-    assert worth((0.04,), coding=0.029) == ()
-
-
-def test_a_hop_that_is_hidden_has_none() -> None:
-    """Its messages are there before anybody waits; coding would only take the ranks' time."""
-    assert worth((0.004,), coding=0.001, schedule="gpipe", number=64) == ()
-
-
-def test_a_hop_of_latency_alone_has_none() -> None:
-    """All of a hop's time was taken as that of its bytes."""
-    assert worth((0.1, 0.1), latency_seconds=(0.1, 0.0)) == ((1, 2),)
-    assert worth((0.1,), coding=0.01, latency_seconds=(0.09,)) == ()
-    assert worth((0.1,), latency_seconds=(0.2,)) == ()  # by another measurement
+@pytest.mark.parametrize(
+    ("hop_seconds", "options", "wanted"),
+    [
+        ((0.0, 0.1, 0.0), {}, ((1, 2),)),
+        ((0.1, 0.0, 0.1), {}, ((0, 1), (2, 3))),
+        ((0.1, 0.1, 0.1), {}, ((0, 1), (1, 2), (2, 3))),
+        ((0.0, 0.0), {}, ()),
+        # Coding must take less than it saves.
+        ((0.04,), {"coding": 0.002}, ((0, 1),)),
+        ((0.04,), {"coding": 0.031}, ()),
+        # A message would be there sooner, but both ranks would compute later.
+        ((0.04,), {"coding": 0.029}, ()),
+        # Messages are there before anybody waits; coding would only take the ranks' time.
+        ((0.004,), {"coding": 0.001, "schedule": "gpipe", "number": 64}, ()),
+        # All of a hop's time was taken as that of its bytes.
+        ((0.1, 0.1), {"latency_seconds": (0.1, 0.0)}, ((1, 2),)),
+        ((0.1,), {"coding": 0.01, "latency_seconds": (0.09,)}, ()),
+        ((0.1,), {"latency_seconds": (0.2,)}, ()),  # by another measurement
+    ],
+)
+def test_slow_hops_where_it_saves_time_have_a_codec(
+    hop_seconds: tuple[float, ...], options: dict[str, Any], wanted: tuple[Hop, ...]
+) -> None:
+    assert worth(hop_seconds, **options) == wanted
 
 
 def test_the_slowest_end_of_a_hop_counts() -> None:

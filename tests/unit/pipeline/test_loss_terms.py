@@ -67,37 +67,30 @@ def test_anything_else_is_refused(returned: Any, is_weighted: bool, words: str) 
     assert words in str(caught.value)
 
 
-def test_without_weights_metrics_are_means_over_microbatches() -> None:
+def test_metrics_are_means_over_microbatches_or_by_weight_and_not_at_all_if_it_is_zero() -> None:
     step = terms(divisor=8.0)
     for value in (1, 4.0, torch.tensor([7], requires_grad=False)):
         step.add((LOSS.half(), None, {"a": value}))
     assert (step.total.item(), step.metric("a").item(), step.metrics) == (0.75, 4.0, ("a",))
-
-
-def test_with_weights_they_count_by_weight_and_not_at_all_if_it_is_zero() -> None:
     step = terms(is_weighted=True)
     for value, weight in ((1.0, 3), (torch.tensor(math.nan), torch.tensor(0)), (2.0, 1.5)):
         step.add((LOSS, weight, {"a": value}))
     assert (step.total.item(), step.weight.item(), step.metric("a").item()) == (6.0, 4.5, 6.0)
 
 
-def test_a_metric_that_is_overwritten_later_keeps_its_value() -> None:
+def test_losses_of_stages_are_summed_and_what_is_overwritten_later_keeps_its_value() -> None:
     value, step = torch.tensor(1.0, dtype=torch.float64), terms(taken=("aux",))
     step.add((value, None, {"a": value}))
     step.add_auxiliary("aux", value)
     value.fill_(100.0)
-    assert (step.total.item(), step.metric("a").item(), step.metric("aux").item()) == (
-        2.0,
-        1.0,
-        1.0,
-    )
-
-
-def test_losses_of_stages_of_one_name_are_summed_and_divided_as_the_loss() -> None:
+    assert [step.total.item(), step.metric("a").item(), step.metric("aux").item()] == [2.0, 1, 1]
+    # Those of one name are summed, and divided as the loss.
     step = terms(divisor=4.0, is_last=False, taken=("aux",))
     for _ in range(2):
         step.add_auxiliary("aux", torch.tensor([3.0], dtype=torch.bfloat16))
     assert (step.total.item(), step.metric("aux").item(), step.metrics) == (1.5, 1.5, None)
+    with pytest.raises(StepError, match=r"the metrics \['aux'\], which are names of losses of"):
+        step.add((LOSS, None, {"aux": 1, "b": 2}))
 
 
 def test_without_a_loss_the_rank_of_the_last_stage_has_nan_and_others_zero() -> None:
@@ -115,11 +108,6 @@ def test_names_do_not_change(later: Any, is_known: bool) -> None:
     with pytest.raises(StepError) as caught:
         step.add((LOSS, None, later))
     assert f"metrics {sorted(later)}, expected ['a'], which all ranks know" in str(caught.value)
-
-
-def test_a_metric_is_not_named_as_a_loss_of_a_stage() -> None:
-    with pytest.raises(StepError, match=r"the metrics \['aux'\], which are names of losses of"):
-        terms(taken=("aux",)).add((LOSS, None, {"aux": 1, "b": 2}))
 
 
 def test_outputs_are_joined_along_their_first_dimension_alone() -> None:

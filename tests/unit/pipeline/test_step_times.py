@@ -60,46 +60,34 @@ def run(times: StepTimes, made: Program, rank: int, script: dict[str, tuple[floa
 
 def test_a_hop_is_what_two_clocks_say_together() -> None:
     made = program()
-    sender = StepTimes(made, topology(0), CPU)
-    receiver = StepTimes(made, topology(1), CPU)
+    sender, receiver = (StepTimes(made, topology(rank), CPU) for rank in range(2))
     # Values take 5 there and 7 back. The receiver's clock is 1000 ahead.
-    run(
-        sender,
-        made,
-        0,
-        {
-            "send x of 0F0 to rank 1": (10, 10),
-            "wait-receive gradient of x of 0F0 from rank 1": (11, 40),
-            "send x of 0F1 to rank 1": (12, 12),
-            "wait-receive gradient of x of 0F1 from rank 1": (50, 90),
-        },
-    )
-    run(
-        receiver,
-        made,
-        1,
-        {
-            "wait-receive x of 0F0 from rank 0": (1001, 1015),
-            "send gradient of x of 0F0 to rank 0": (1033, 1033),
-            # The second value waited for the compute of the first one: that is no transfer.
-            "wait-receive x of 0F1 from rank 0": (1034, 1034),
-            "send gradient of x of 0F1 to rank 0": (1060, 1060),
-        },
-    )
-
+    run(sender, made, 0, {
+        "send x of 0F0 to rank 1": (10, 10),
+        "wait-receive gradient of x of 0F0 from rank 1": (11, 40),
+        "send x of 0F1 to rank 1": (12, 12),
+        "wait-receive gradient of x of 0F1 from rank 1": (50, 90),
+    })  # fmt: skip
+    run(receiver, made, 1, {
+        "wait-receive x of 0F0 from rank 0": (1001, 1015),
+        "send gradient of x of 0F0 to rank 0": (1033, 1033),
+        # The second value waited for the compute of the first one: that is no transfer.
+        "wait-receive x of 0F1 from rank 0": (1034, 1034),
+        "send gradient of x of 0F1 to rank 0": (1060, 1060),
+    })  # fmt: skip
     sums = [a + b for a, b in zip(sender.numbers(), receiver.numbers(), strict=True)]
-
     assert sender.layout.times(sums).hop_seconds == (6.0,)
 
 
 def test_computes_are_medians_and_belong_to_their_rank() -> None:
     made = program(num_microbatches=3)
     times = StepTimes(made, topology(1), CPU)
+    run(times, made, 1, {"1F0": (0, 99)})
+    times.begin()  # with nothing of the step before
+    assert times.numbers() == [0.0] * times.layout.size
     script = {f"1F{m}": (10.0 * m, 10.0 * m + s) for m, s in enumerate((9, 2, 3))}
     script |= {f"1B{m}": (10.0 * m + 5, 10.0 * m + 5 + s) for m, s in enumerate((8, 4, 1))}
-
     run(times, made, 1, script)
-
     assert times.layout.times(times.numbers()) == Times((0, 3), (0, 4), (0,), (0, 0))
 
 
@@ -113,14 +101,6 @@ def test_the_weights_part_of_a_backward_has_a_time_of_its_own() -> None:
     run(times, made, 0, script)
 
     assert times.layout.times(times.numbers()) == Times((3, 0), (4 + 6, 0), (0,), (6, 0))
-
-
-def test_a_new_step_begins_with_nothing() -> None:
-    made = program()
-    times = StepTimes(made, topology(1), CPU)
-    run(times, made, 1, {"1F0": (0, 9)})
-    times.begin()
-    assert times.numbers() == [0.0] * times.layout.size
 
 
 def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -> None:
@@ -140,13 +120,9 @@ def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -
     zeros = [0.0] * len(first)
     alone = [layouts[0].times(first + zeros), layouts[0].times(zeros + second)]
     both = layouts[0].times(numbers)
-    assert both.weight_seconds == tuple(
-        map(max, zip(*(t.weight_seconds for t in alone), strict=True))
-    )
-    assert both.forward_seconds == tuple(
-        map(max, zip(*(t.forward_seconds for t in alone), strict=True))
-    )
-    assert both.hop_seconds == tuple(map(max, zip(*(t.hop_seconds for t in alone), strict=True)))
+    for name in ("weight_seconds", "forward_seconds", "hop_seconds"):
+        of_each = zip(*(getattr(times, name) for times in alone), strict=True)
+        assert getattr(both, name) == tuple(map(max, of_each))
     assert all(both.hop_seconds)
 
 
@@ -154,11 +130,8 @@ def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -
 def test_few_microbatches_measure_hops(num_microbatches: int, expected: int) -> None:
     layout = Layout(topology(0), num_microbatches)
     assert (layout.num_samples, layout.size) == (expected, 6 + expected)
-
-
-def test_one_rank_has_computes_and_no_hops() -> None:
-    layout = Layout(topology(0, pipeline=1), 4)
-    assert layout.times([1.0, 2.0, 0.5]) == Times((1.0,), (2.0,), (), (0.5,))
+    alone = Layout(topology(0, pipeline=1), num_microbatches)  # one rank has no hops
+    assert alone.times([1.0, 2.0, 0.5]) == Times((1.0,), (2.0,), (), (0.5,))
 
 
 def test_other_items_are_left_as_they_are() -> None:

@@ -73,7 +73,16 @@ def test_a_plan_as_a_whole() -> None:
         ),
         digest=plan.digest,
     )  # fmt: skip
-    assert [b.index for b in plans(TIED, grid(3, 2))[0].buckets] == [2, 3]
+    first = plans(TIED, grid(3, 2))[0]
+    assert [b.index for b in first.buckets] == [2, 3]
+    # What is frozen travels only to be made equal.
+    assert contents(first) == [["0.norm"], ["0.emb"]]
+    packed = [slot.key for pack in first.packs for slot in pack.slots]
+    assert sorted(packed) == ["0.emb", "0.frozen", "0.norm"]
+    untied = dataclasses.replace(TIED, ties=())
+    for nothing in plans(untied, grid(3, 2), handlers=()).values():
+        fields = ("buckets", "launches", "routes", "packs", "groups")
+        assert [getattr(nothing, name) for name in fields] == [()] * 5
     assert (norm.numel, norm.nbytes(0, 0), plan.reduced_bytes) == (17, 68, 3 * 68)
 
 
@@ -88,19 +97,6 @@ def test_a_plan_prints_what_matters() -> None:
         "2       3       1       3      0.000      replicate-sum(pp[0,2]) over ranks [1, 5]: "
         "0.emb"
     )
-
-
-def test_frozen_parameters_travel_only_to_be_made_equal() -> None:
-    plan = plans(TIED, grid(3, 2))[0]
-    assert contents(plan) == [["0.norm"], ["0.emb"]]
-    packed = [slot.key for pack in plan.packs for slot in pack.slots]
-    assert sorted(packed) == ["0.emb", "0.frozen", "0.norm"]
-
-
-def test_without_handlers_nothing_is_planned() -> None:
-    untied = dataclasses.replace(TIED, ties=())
-    for plan in plans(untied, grid(3, 2), handlers=()).values():
-        assert (plan.buckets, plan.launches, plan.routes, plan.packs, plan.groups) == ((),) * 5
 
 
 def test_stage_ticks_order_the_buckets() -> None:
@@ -167,17 +163,9 @@ def test_buckets_are_cut_by_bytes_in_reverse_position(
 
 
 def test_dtypes_never_mix_unless_the_wire_is_one_and_gradients_are_too() -> None:
-    model = Manifest(
-        (
-            (
-                entry("a", 2),
-                entry("b", 2, dtype=HALF),
-                entry("c", 2, dtype=HALF, gradient_dtype=FLOAT),
-                entry("d", 2, dtype=HALF),
-            ),
-        ),
-        (),
-    )
+    b, d = (entry(name, 2, dtype=HALF) for name in "bd")
+    c = entry("c", 2, dtype=HALF, gradient_dtype=FLOAT)
+    model = Manifest(((entry("a", 2), b, c, d),), ())
     assert contents(plans(model, grid(1, 2))[0]) == [["0.d", "0.b"], ["0.c", "0.a"]]
     found = plans(model, grid(1, 2), reduce_dtype=FLOAT)[0]
     assert contents(found) == [["0.d", "0.b"], ["0.c", "0.a"]]
@@ -199,6 +187,12 @@ def test_a_slot_has_its_parameters_strides(
 ) -> None:
     model = Manifest(((entry("w", 2, 3, 4, 4, stride=stride),),), ())
     assert plans(model, grid(1, 2))[0].buckets[0].slots[0].stride == expected
+    # Holders that disagree use row-major.
+    other = Manifest(
+        ((entry("w", 2, 3, stride=(1, 2)),), (entry("w", 2, 3),)), (((0, "w"), (1, "w")),)
+    )
+    for plan in plans(other, grid(2)).values():
+        assert plan.buckets[0].slots[0].stride == (3, 1)
 
 
 def test_a_smaller_local_shard_lies_together() -> None:
@@ -209,40 +203,21 @@ def test_a_smaller_local_shard_lies_together() -> None:
         assert part == dataclasses.replace(whole, slots=(Slot("0.w", 0, shape, stride),))
 
 
-def test_holders_that_disagree_on_strides_use_row_major() -> None:
-    model = Manifest(
-        ((entry("w", 2, 3, stride=(1, 2)),), (entry("w", 2, 3),)), (((0, "w"), (1, "w")),)
-    )
-    for plan in plans(model, grid(2)).values():
-        assert plan.buckets[0].slots[0].stride == (3, 1)
-
-
 # --- placements
 
 
 def test_after_an_owner_only_owners_launch_the_later_hops() -> None:
-    handlers = [*BOTH[:1], ("owner", Placed(Placement.OWNER))]
-    found = plans(TIED, grid(3, 2), handlers)
-    taken = {rank: [(x.bucket, x.step) for x in plan.launches] for rank, plan in found.items()}
-    assert taken == {
-        0: [(2, 0), (3, 0), (3, 1)],
-        1: [(2, 0), (3, 0)],
-        2: [(1, 0)],
-        3: [(1, 0)],
-        4: [(0, 0), (3, 0), (3, 1)],
-        5: [(0, 0), (3, 0)],
-    }
-    assert [str(h) for h in found[1].buckets[1].route] == [
-        "owner-sum(dp)", "replicate-sum(pp[0,2])",
-    ]  # fmt: skip
-
-
-def test_shards_are_planned_before_replicas() -> None:
-    found = plans(TIED, grid(3, 2), [*BOTH[:1], ("sharded", Placed(Placement.SHARD))])
-    assert [str(h) for h in found[1].buckets[1].route] == [
-        "shard-sum(dp)", "replicate-sum(pp[0,2])",
-    ]  # fmt: skip
-    assert [(x.bucket, x.step) for x in found[1].launches] == [(2, 0), (3, 0), (3, 1)]
+    """Shards are planned before replicas, too."""
+    for placement, last in ((Placement.OWNER, []), (Placement.SHARD, [(3, 1)])):
+        handlers = [*BOTH[:1], ("placed", Placed(placement))]
+        found = plans(TIED, grid(3, 2), handlers)
+        taken = {rank: [(x.bucket, x.step) for x in plan.launches] for rank, plan in found.items()}
+        assert taken == {
+            0: [(2, 0), (3, 0), (3, 1)], 1: [(2, 0), (3, 0), *last], 2: [(1, 0)], 3: [(1, 0)],
+            4: [(0, 0), (3, 0), (3, 1)], 5: [(0, 0), (3, 0), *last],
+        }  # fmt: skip
+        first, second = map(str, found[1].buckets[1].route)
+        assert (first, second) == (f"{placement.value}-sum(dp)", "replicate-sum(pp[0,2])")
 
 
 # --- any model, by property

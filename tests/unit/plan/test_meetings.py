@@ -55,6 +55,10 @@ def test_a_tie_meets_once() -> None:
     ]
     spread = plan_of(FLAT, 3, TIES, MEET).meetings[1].spread
     assert [step.ranks for step in spread] == [(1, 3)]
+    text = str(plan_of(FLAT, 0, TIES, MEET))
+    assert "meet-mean(dp) over ranks [0, 1]: 0.emb" in text
+    alone = plan_of(Topology.build(axes=(("pp", 2), ("dp", 1))), 0, TIES, MEET)
+    assert (alone.meetings, alone.meets, alone.replica) == ((), False, ())
 
 
 def test_gradients_go_nowhere_else_than_before() -> None:
@@ -82,12 +86,6 @@ def test_a_cluster_sends_each_element_once(inner: GradientHandler) -> None:
         assert sum(plans[rank].met_bytes for rank in replica) == 3 * 2 * 4
 
 
-def test_one_replica_meets_nobody() -> None:
-    topology = Topology.build(axes=(("pp", 2), ("dp", 1)))
-    plan = plan_of(topology, 0, TIES, MEET)
-    assert (plan.meetings, plan.meets, plan.replica) == ((), False, ())
-
-
 @pytest.mark.parametrize(
     ("dtype", "expected"), [(None, torch.float32), (torch.float64, torch.float64)]
 )
@@ -96,11 +94,6 @@ def test_parameters_meet_in_32_bits_at_least(
 ) -> None:
     plan = plan_of(FLAT, 0, TIES, MEET, master_dtype=dtype)
     assert {meeting.dtype for meeting in plan.meetings} == {expected}
-
-
-def test_a_plan_prints_its_meetings() -> None:
-    text = str(plan_of(FLAT, 0, TIES, MEET))
-    assert "meet-mean(dp) over ranks [0, 1]: 0.emb" in text
 
 
 class Meets(GradientHandler):

@@ -63,16 +63,14 @@ def test_a_bucket_has_a_matrix_for_each_rank_if_there_are_enough(number: int) ->
     assert (sum(stepped), max(stepped) - min(stepped)) == (number, number % 4 > 0)
 
 
-def test_full_buckets_close_as_others_do() -> None:
-    found = plans(matrices(32), grid(1, 2), [("w", By("dp", WHOLE))], bucket_bytes=16 * 128)
-    assert [len(bucket.slots) for bucket in found[0].buckets] == [16, 16]
-
-
 def test_stages_of_one_rank_are_balanced_together() -> None:
     """The first stage alone would give its only matrix to the first rank, and so would each."""
     model = Manifest(tuple((entry(f"w{i}", 4, 8),) for i in range(4)), ())
     found = plans(model, grid(1, 2, (0, 0, 0, 0)), [("w", By("dp", WHOLE))])
     assert [len(plan.main_ranges) for plan in found.values()] == [2, 2]
+    # Full buckets close as others do.
+    found = plans(matrices(32), grid(1, 2), [("w", By("dp", WHOLE))], bucket_bytes=16 * 128)
+    assert [len(bucket.slots) for bucket in found[0].buckets] == [16, 16]
 
 
 def test_a_plan_prints_which_matrices_a_rank_steps() -> None:

@@ -182,29 +182,18 @@ def test_every_element_is_stepped_by_exactly_the_ranks_that_should(case: Case) -
             assert [e for e in stepped if not who_should(case, record, e)] == []
         else:
             assert stepped == [set()] * record.numel
-    for plan in case.plans.values():
-        held = case.manifest.records(case.topology.at(plan.rank))
+        if WHOLE in case.styles[record.name].values():  # no part is on another rank
+            assert len({frozenset(ranks) for ranks in stepped}) <= 1
+    for rank, plan in case.plans.items():
+        held = case.manifest.records(case.topology.at(rank))
         assert plan.trained_numel == sum(r.numel for r in held if r.requires_grad)
         assert plan.main_numel == sum(s.end - s.begin for s in plan.main_ranges)
         keys = [r.key for r in held]
         assert [s.key for s in plan.main_ranges] == sorted(
             {s.key for s in plan.main_ranges}, key=keys.index
         )
-
-
-@quick
-@given(cases())
-def test_whole_parameters_have_no_part_on_another_rank(case: Case) -> None:
-    for record in case.manifest.parameters:
-        if WHOLE in case.styles[record.name].values():
-            assert len({frozenset(ranks) for ranks in steppers(case, record)}) <= 1
-
-
-@quick
-@given(cases())
-def test_a_share_is_what_the_rank_has_the_sums_of(case: Case) -> None:
-    for rank, plan in case.plans.items():
-        numels = {r.key: r.numel for r in case.manifest.records(case.topology.at(rank))}
+        # A share is what the rank has the sums of.
+        numels = {r.key: r.numel for r in held}
         places = {slot.key: (b, slot.offset) for b in plan.buckets for slot in b.slots}
         for main_range in plan.main_ranges:
             if not main_range.sharded:
@@ -252,28 +241,25 @@ def test_rows_partition_what_was_left_aligned_and_no_smaller_than_the_flags(case
                 for slot in bucket.slots:
                     parts = [len(slot.within(row)) for row in theirs if slot.within(row)]
                     assert parts == ([slot.numel] if slot.numel else [])
+        assert plan.reduced_bytes == sum(bytes_of(plan, bucket) for bucket in plan.buckets)
+
+
+def bytes_of(plan: Plan, bucket: Bucket) -> int:
+    """Returns the bytes of rows and flags that a rank reduces of a bucket."""
+    found, left = 0, bucket.payload_numel
+    for reduction_step in bucket.route:
+        found += (left + len(bucket.slots)) * bucket.wire_dtype.itemsize
+        if reduction_step.placement is OWNER and plan.rank != min(reduction_step.ranks):
+            break
+        if reduction_step.placement is SHARD:
+            left //= len(reduction_step.ranks)
+        if reduction_step.placement is WHOLE:
+            left = bucket.whole_numels[reduction_step.ranks.index(plan.rank)]
+    return found
 
 
 def in_plan(case: Case, rank: int, bucket: Bucket) -> Bucket:
     return next(b for b in case.plans[rank].buckets if b.index == bucket.index)
-
-
-@quick
-@given(cases())
-def test_bytes_are_those_of_rows_and_flags(case: Case) -> None:
-    for plan in case.plans.values():
-        expected = 0
-        for bucket in plan.buckets:
-            left = bucket.payload_numel
-            for reduction_step in bucket.route:
-                expected += (left + len(bucket.slots)) * bucket.wire_dtype.itemsize
-                if reduction_step.placement is OWNER and plan.rank != min(reduction_step.ranks):
-                    break
-                if reduction_step.placement is SHARD:
-                    left //= len(reduction_step.ranks)
-                if reduction_step.placement is WHOLE:
-                    left = bucket.whole_numels[reduction_step.ranks.index(plan.rank)]
-        assert plan.reduced_bytes == expected
 
 
 def test_bytes_of_one_bucket_by_hand() -> None:
@@ -397,25 +383,20 @@ def test_nothing_waits_for_each_other_and_all_have_what_was_stepped(case: Case, 
 @quick
 @given(cases())
 def test_publishes_go_backwards_along_a_route_once_each(case: Case) -> None:
+    """Each stage of a rank waits for all that brings parameters to it there."""
     for rank, plan in case.plans.items():
+        local, buckets = case.topology.at(rank).local_stages, {b.index: b for b in plan.buckets}
         for bucket in plan.buckets:
             back = [x.step for x in plan.publishes if x.bucket == bucket.index]
             taken = {x.step for x in plan.launches if x.bucket == bucket.index}
             with_parameter_sync = [h for h in taken if bucket.route[h].placement is not REPLICATE]
             assert back == sorted(with_parameter_sync, reverse=True)
         assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.publishes)
-        assert_waited_for(case, rank, plan)
-
-
-def assert_waited_for(case: Case, rank: int, plan: Plan) -> None:
-    """Each stage of a rank waits for all that brings parameters to it there."""
-    local = case.topology.at(rank).local_stages
-    buckets = {b.index: b for b in plan.buckets}
-    for publish in plan.publishes:
-        bucket = buckets[publish.bucket]
-        reduction_step = bucket.route[publish.step]
-        comes = reduction_step.placement.scatters or rank != min(reduction_step.ranks)
-        assert set(publish.readers) == (set(local).intersection(bucket.holders) if comes else set())
+        for publish in plan.publishes:
+            step = buckets[publish.bucket].route[publish.step]
+            comes = step.placement.scatters or rank != min(step.ranks)
+            readers = set(local).intersection(buckets[publish.bucket].holders)
+            assert set(publish.readers) == (readers if comes else set())
 
 
 @quick
@@ -472,55 +453,36 @@ def test_a_permuted_mesh_whose_parts_do_not_fit_is_refused(handlers: Handlers) -
 @pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
 def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int]) -> None:
     """By first use alone an owner that holds the later stage passed on stale rows of the other."""
-    handlers = [("tie", By("pp", OWNER)), ("data", By("dp", SHARD))]
-    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
     own, other = stages  # on ranks 0 and 1, and on those behind
-    back = {rank: [(x.step, x.readers) for x in plan.publishes] for rank, plan in found.items()}
     owners, others = [(1, (own,)), (0, ())], [(0, (other,))]
-    assert back == {0: owners, 1: owners, 2: others, 3: others}
-    world = World(found, 1)
-    world.run(0)
-    assert (world.stuck, world.stale) == ([], [])
-
-
-@pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
-def test_owners_pass_on_what_they_are_given(stages: tuple[int, int]) -> None:
-    handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
-    found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
-    back = {rank: [x.step for x in plan.publishes] for rank, plan in found.items()}
-    assert back == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
-    world = World(found, 1)
-    world.run(0)
-    assert (world.stuck, world.stale) == ([], [])
-
-
-def turned(found: Mapping[int, Plan], rank: int) -> dict[int, Plan]:
-    """Makes one rank publish in the opposite order."""
-    other = dataclasses.replace(found[rank], publishes=found[rank].publishes[::-1])
-    return {**found, rank: other}
+    for placement in (SHARD, OWNER):
+        handlers = [("tie", By("pp", OWNER)), ("data", By("dp", placement))]
+        found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
+        back = {rank: [(x.step, x.readers) for x in plan.publishes] for rank, plan in found.items()}
+        if placement is SHARD:
+            assert back == {0: owners, 1: owners, 2: others, 3: others}
+        else:  # owners pass on what they are given
+            steps = {rank: [step for step, _ in row] for rank, row in back.items()}
+            assert steps == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
+        world = World(found, 1)
+        world.run(0)
+        assert (world.stuck, world.stale) == ([], [])
 
 
 def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_other() -> None:
-    handlers = [("tie", By("pp", OWNER)), ("data", By("dp", OWNER))]
-    world = World(
-        turned(
-            make_plans(TIE, grid(2, 2), handlers, GradientOptions(bucket_bytes=0, comm_streams=1)),
-            2,
-        ),
-        1,
-    )
-    world.run(0)
+    def turned(model: Manifest, where: Topology, rank: int, *handlers: tuple[str, By]) -> World:
+        """Lets one rank publish in the opposite order."""
+        options = GradientOptions(bucket_bytes=0, comm_streams=1)
+        found = make_plans(model, where, handlers, options)
+        other = dataclasses.replace(found[rank], publishes=found[rank].publishes[::-1])
+        world = World({**found, rank: other}, 1)
+        world.run(0)
+        return world
+
+    world = turned(TIE, grid(2, 2), 2, ("tie", By("pp", OWNER)), ("data", By("dp", OWNER)))
     assert (world.stuck, world.stale) == ([], [(3, "0.w")])
     two = Manifest(((entry("a", 4), entry("b", 4)),), ())
-    rows = [("data", By("dp", SHARD))]
-    world = World(
-        turned(
-            make_plans(two, grid(1, 2), rows, GradientOptions(bucket_bytes=0, comm_streams=1)), 1
-        ),
-        1,
-    )
-    world.run(0)
-    assert world.stuck == [(0, 0), (1, 0)]
+    assert turned(two, grid(1, 2), 1, ("data", By("dp", SHARD))).stuck == [(0, 0), (1, 0)]
 
 
 def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:

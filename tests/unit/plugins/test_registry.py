@@ -107,14 +107,6 @@ print(*Registry({GROUP!r}, GradientHandler), sep="\\n")
 # --- resolving
 
 
-def test_an_instance_is_taken_as_it_is(registry: Handlers) -> None:
-    handler = Local(axis="dp")
-    resolved = registry.resolve(handler)
-    assert resolved.plugin is handler
-    made_with = (("axis", "'dp'"),)
-    assert resolved.identity == (f"{HERE}:Local", f"{HERE}:Local", "", "", made_with)
-
-
 @pytest.mark.parametrize(
     ("spec", "qualname", "identity"),
     [
@@ -136,6 +128,11 @@ def test_what_is_found_is_constructed_and_knows_its_origin(
     resolved = registry.resolve(spec)  # type: ignore[arg-type]
     assert type(resolved.plugin).__qualname__ == qualname
     assert resolved.identity == identity
+    # An instance is taken as it is.
+    handler = Local(axis="dp")
+    given = registry.resolve(handler)
+    assert given.plugin is handler
+    assert given.identity == (f"{HERE}:Local", f"{HERE}:Local", "", "", (("axis", "'dp'"),))
 
 
 @pytest.mark.parametrize("name", ["acme-sum", Local])

@@ -154,16 +154,11 @@ def test_the_working_folder_is_another_one_elsewhere(
     for folder, expected in [(site, FIRST), (elsewhere, ZETA), (site, FIRST)]:
         monkeypatch.chdir(folder)
         assert listed(registry) == expected
-
-
-def test_the_working_folder_may_be_gone(
-    site: Path, registry: Handlers, monkeypatch: pytest.MonkeyPatch
-) -> None:
     gone = site / "gone"
     gone.mkdir()
     monkeypatch.chdir(gone)
     gone.rmdir()
-    sys.path.insert(0, "")
+    monkeypatch.setattr(sys, "path", ["", str(site)])
     assert listed(registry) == FIRST
 
 
@@ -175,8 +170,8 @@ def test_the_working_folder_may_be_gone(
         ("other = acme:Sum", PluginNotFoundError),
     ],
 )
-def test_metadata_may_be_repaired_in_place(
-    site: Path, registry: Handlers, wrong: str, error: type[Exception]
+def test_metadata_and_modules_may_be_repaired_in_place(
+    site: Path, install: Install, registry: Handlers, wrong: str, error: type[Exception]
 ) -> None:
     points = site / "acme_handlers-2.5.dist-info" / "entry_points.txt"
     points.write_text(f"[{GROUP}]\n{wrong}")
@@ -185,12 +180,9 @@ def test_metadata_may_be_repaired_in_place(
         registry.resolve("acme-sum")
     points.write_text(f"[{GROUP}]\nacme-sum = acme:Sum")
     assert registry.resolve("acme-sum").value == "acme:Sum"
-
-
-def test_a_module_may_be_repaired(install: Install, registry: Handlers) -> None:
-    site = install("rusty", entry_points={"rust": "rusty:Sum"}, modules={"rusty": BROKEN})
-    age(site)
+    rusty = install("rusty", entry_points={"rust": "rusty:Sum"}, modules={"rusty": BROKEN})
+    age(rusty)
     with pytest.raises(PluginLoadError):
         registry.resolve("rust")
-    site.joinpath("rusty.py").write_text(ACME)
+    rusty.joinpath("rusty.py").write_text(ACME)
     assert type(registry.resolve("rust").plugin).__name__ == "Sum"

@@ -11,6 +11,7 @@ from pipegrad import schedules
 from pipegrad.errors import PluginOptionError, ScheduleError
 from pipegrad.schedules.builtin.adaptive import AdaptiveOneForwardOneBackward
 from pipegrad.schedules.measured import Times
+from tests.support.schedules.makespan import warm_ups as warm_ups_of
 
 NAME = "adaptive-1f1b"
 
@@ -22,9 +23,7 @@ def times(hops: Sequence[float], compute: Sequence[float] | None = None) -> Time
 
 
 def warm_ups(generator: AdaptiveOneForwardOneBackward, num_ranks: int = 4) -> list[int]:
-    """Returns for each rank how many forwards come before its first backward."""
-    made = generator.generate(num_ranks=num_ranks, num_microbatches=32)
-    return [[action.kind for action in row].index("B") for row in made.actions]
+    return warm_ups_of(generator.generate(num_ranks=num_ranks, num_microbatches=32))
 
 
 def after(*steps: Times, **options: Any) -> AdaptiveOneForwardOneBackward:
@@ -33,12 +32,6 @@ def after(*steps: Times, **options: Any) -> AdaptiveOneForwardOneBackward:
     for step in steps:
         generator = generator.planned(step)
     return generator
-
-
-def test_it_begins_as_1f1b() -> None:
-    numbers = {"num_ranks": 4, "num_microbatches": 6}
-    made = schedules.build(NAME, **numbers)
-    assert made.actions == schedules.build("1f1b", **numbers).actions
 
 
 @pytest.mark.parametrize(
@@ -62,26 +55,21 @@ def test_each_hop_gets_what_it_needs_within_the_limit(
     assert warm_ups(after(times(hops), max_live_activations=limit)) == expected
 
 
-def test_a_hop_behind_a_rank_that_has_time_gets_nothing() -> None:
-    slow_last = times((1.0, 0, 0), compute=(1.0, 1.0, 1.0, 3.0))
-    slow_first = times((1.0, 0, 0), compute=(3.0, 1.0, 1.0, 1.0))
-
-    assert warm_ups(after(slow_last)) == [4, 3, 2, 1]
-    assert warm_ups(after(slow_first)) == [5, 3, 2, 1]
-
-
-def test_it_follows_a_hop_that_becomes_slow_and_fast_again() -> None:
-    fast, slow = times((0, 0, 0)), times((0, 1.4, 0))
-
-    assert warm_ups(after(fast, slow)) == [5, 4, 2, 1]
+def test_it_begins_as_1f1b_and_follows_hops_and_ranks_that_become_slow_and_fast_again() -> None:
+    numbers = {"num_ranks": 4, "num_microbatches": 6}
+    made = schedules.build(NAME, **numbers)
+    assert made.actions == schedules.build("1f1b", **numbers).actions
+    fast, slow, slowest = times((0, 0, 0)), times((0, 1.4, 0)), times((1.5, 1.5, 1.5))
+    before = after(fast)
+    assert warm_ups(before.planned(slow)) == [5, 4, 2, 1]
+    assert warm_ups(before) == [4, 3, 2, 1]  # what it was stays as it is
     assert warm_ups(after(fast, slow, fast)) == [4, 3, 2, 1]
-
-
-def test_it_follows_a_rank_that_becomes_slow() -> None:
-    hops = (1.5, 1.5, 1.5)
-    straggling = times(hops, compute=(3.0, 3.0, 3.0, 9.0))
-
-    assert warm_ups(after(times(hops), straggling)) == [4, 3, 2, 1]
+    straggling = times((1.5, 1.5, 1.5), compute=(3.0, 3.0, 3.0, 9.0))
+    assert warm_ups(after(slowest, straggling)) == [4, 3, 2, 1]
+    # A hop behind a rank that has time gets nothing.
+    assert warm_ups(after(times((1.0, 0, 0), compute=(1.0, 1.0, 1.0, 3.0)))) == [4, 3, 2, 1]
+    assert warm_ups(after(times((1.0, 0, 0), compute=(3.0, 1.0, 1.0, 1.0)))) == [5, 3, 2, 1]
+    assert warm_ups(after(times(())), num_ranks=1) == [1]
 
 
 def test_times_near_a_border_change_nothing() -> None:
@@ -93,16 +81,6 @@ def test_times_near_a_border_change_nothing() -> None:
     planned = after(times((0, 0.08, 0)))
     assert planned.planned(times((0, 0.07, 0))) is planned
     assert planned.planned(times((0, 0.05, 0))) is not planned
-
-
-def test_what_it_was_before_stays_as_it_is() -> None:
-    before = after(times((0, 0, 0)))
-    before.planned(times((0, 1.4, 0)))
-    assert warm_ups(before) == [4, 3, 2, 1]
-
-
-def test_one_rank_has_no_hops() -> None:
-    assert warm_ups(after(times(())), num_ranks=1) == [1]
 
 
 @pytest.mark.parametrize(
@@ -120,13 +98,10 @@ def test_options_that_make_no_sense_are_refused(options: dict[str, Any], message
         schedules.build(NAME, num_ranks=2, num_microbatches=2, **options)
 
 
-def test_a_limit_below_that_of_1f1b_is_refused() -> None:
+def test_a_limit_below_that_of_1f1b_and_times_of_other_ranks_are_refused() -> None:
     numbers = {"num_ranks": 4, "max_live_activations": 3}
     with pytest.raises(ScheduleError, match="is 3, and 1f1b itself holds 4 on rank 0 of 4"):
         schedules.build(NAME, num_microbatches=8, **numbers)
     assert schedules.build(NAME, num_microbatches=3, **numbers).num_microbatches == 3
-
-
-def test_times_of_another_number_of_ranks_are_refused() -> None:
     with pytest.raises(ScheduleError, match="was planned for 4 ranks, found 3"):
         warm_ups(after(times((0, 0, 0))), num_ranks=3)

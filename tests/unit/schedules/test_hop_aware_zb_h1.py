@@ -19,7 +19,7 @@ from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.verify import verify
 from tests.support.pairwise import everything, pairwise
-from tests.support.schedules.makespan import makespan
+from tests.support.schedules.makespan import makespan, warm_ups
 
 NAME = "hop-aware-zb-h1"
 SECONDS: dict[Kind, float] = {"F": 1.0, "I": 1.0, "W": 1.0}
@@ -30,11 +30,6 @@ def build(hop_seconds: Sequence[float], num_microbatches: int = 64, **options: A
     given = {"hop_seconds": hop_seconds, "compute_seconds": COMPUTE_SECONDS, **options}
     numbers = {"num_ranks": len(hop_seconds) + 1, "num_microbatches": num_microbatches}
     return schedules.build(NAME, **numbers, **given)
-
-
-def warm_ups(schedule: Schedule) -> list[int]:
-    """Returns for each rank how many forwards come before its first I."""
-    return [[action.kind for action in row].index("I") for row in schedule.actions]
 
 
 def bound(hop_seconds: Sequence[float], num_microbatches: int) -> float:
@@ -199,15 +194,12 @@ def test_within_a_limit_it_is_near_the_best_that_fits(hops: list[float], limit: 
     ("options", "message"),
     [
         ({"hop_seconds": [0, -1, 0]}, r"hop_seconds\[1\] is -1, expected a finite number"),
-        ({"hop_seconds": [math.nan]}, r"hop_seconds\[0\] is nan, expected a finite number"),
-        ({"compute_seconds": 0}, "compute_seconds is 0, expected a finite number above 0"),
-        ({"threshold": 1}, "threshold is 1, expected at least 0 and below 1"),
         ({"weight_seconds": 1}, "weight_seconds is 1 and compute_seconds is 1: expected a part"),
         ({"weight_seconds": -0.1}, "weight_seconds is -0.1 and compute_seconds is 1"),
         ({"weight_seconds": math.nan}, "weight_seconds is nan"),
+        ({"compute_seconds": None, "hop_seconds": None, "weight_seconds": 1.0}, "and compute_seco"),
+        ({"compute_seconds": None}, "give both in one unit, or none of them"),
         ({"max_live_activations": 0}, "max_live_activations is 0, expected a whole number"),
-        ({"max_live_activations": 2.5}, "max_live_activations is 2.5, expected a whole number"),
-        ({"max_live_activations": True}, "max_live_activations is True, expected a whole number"),
     ],
 )
 def test_options_that_are_none_are_refused(options: dict[str, Any], message: str) -> None:
@@ -215,20 +207,6 @@ def test_options_that_are_none_are_refused(options: dict[str, Any], message: str
     with pytest.raises(PluginOptionError, match=message) as caught:
         schedules.build(NAME, num_ranks=3, num_microbatches=4, **given)
     assert isinstance(caught.value.__cause__, ScheduleError)
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"hop_seconds": [0]}, "give both in one unit, or none of them"),
-        ({"compute_seconds": 1.0}, "give both in one unit, or none of them"),
-        ({"weight_seconds": 1.0}, "weight_seconds is 1.0 and compute_seconds is None"),
-        ({"weight": 1.0}, "has no option 'weight'"),
-    ],
-)
-def test_one_cost_alone_is_refused(given: dict[str, Any], message: str) -> None:
-    with pytest.raises(PluginOptionError, match=message):
-        schedules.build(NAME, num_ranks=2, num_microbatches=2, **given)
 
 
 def test_numbers_that_do_not_fit_the_pipeline_are_refused() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from pipegrad import schedules
 from pipegrad.errors import PluginOptionError, ScheduleError
-from pipegrad.schedules import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules import Action, Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
 from pipegrad.schedules.builtin.gpipe import GPipe
 from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
@@ -21,6 +21,7 @@ from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
 from pipegrad.schedules.builtin.zb_h1 import ZeroBubbleH1
 from pipegrad.schedules.builtin.zbv import ZeroBubbleV
 from pipegrad.schedules.torch_csv import read_csv, write_csv
+from tests.support.schedules.programs import rows
 
 
 @pytest.mark.parametrize(
@@ -104,16 +105,6 @@ def test_interleaved_states_what_it_takes() -> None:
         schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=4, stages_per_rank=0)
 
 
-def rows(*texts: str, stages: tuple[int, ...] = (0, 1), num_microbatches: int = 1) -> Schedule:
-    """Returns a schedule from its rows, ``"0F0 0B0"``."""
-    kinds: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
-    actions = [
-        tuple(Action(int(word[0]), kinds[word[1]], int(word[2:])) for word in text.split())
-        for text in texts
-    ]
-    return Schedule("mine", num_microbatches, stages, tuple(actions))
-
-
 def test_split_backward_is_placed_too() -> None:
     made = rows("0F0 0I0 0W0", "1F0 1I0 1W0")
     assert str(made) == "rank 0  0F0         0I0 0W0\nrank 1      1F0 1I0 1W0"
@@ -124,9 +115,6 @@ def test_split_backward_is_placed_too() -> None:
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        (rows("0F0 0B0", "1F0"), r"found stage 1 microbatch 0 has \['F'\]"),
-        (rows("0F0 0B0 0B0", "1F0 1B0"), "found 0B0 2 times"),
-        (rows("0F0 0B0 1B0", "1F0"), "found 1B0 on rank 0"),
         (rows("0F0 0B0", "1F0 1B0 1I0"), r"found stage 1 microbatch 0 has \['B', 'F', 'I'\]"),
         (rows("0F0 0B0 2F0", "1F0 1B0"), "found 2F0 on rank 0"),
         (rows("0B0 0F0", "1F0 1B0"), r"never come: \{0: '0B0', 1: '1F0'\}"),
@@ -137,6 +125,8 @@ def test_what_can_never_be_run_is_refused_with_its_rows(wrong: Schedule, message
     with pytest.raises(ScheduleError, match=message) as caught:
         _ = wrong.ticks
     assert re.search(r"\nrank 0  >?0", str(caught.value))
+    # Issue 16, point 11: printing a schedule that cannot be run raised.
+    assert str(rows("0B0 0F0", stages=(0,))) == "rank 0  0B0 0F0"
 
 
 A = Action
@@ -180,8 +170,3 @@ def test_a_schedule_is_drawn_along_what_feeds_what() -> None:
     apart = replace(rows("1F0 0F0 0B0 1B0", stages=(0, 0)), feeds=((), ()))
     assert str(apart) == "rank 0  1F0 0F0 0B0 1B0"
     assert read_csv(write_csv(apart), name="mine", feeds=apart.feeds) == apart
-
-
-def test_a_schedule_that_cannot_be_run_prints_its_rows() -> None:
-    """Issue 16, point 11: printing it raised."""
-    assert str(rows("0B0 0F0", stages=(0,))) == "rank 0  0B0 0F0"

@@ -17,14 +17,7 @@ from torch.distributed.pipelining import schedules as torch_schedules
 from pipegrad import schedules
 from pipegrad.cli import main
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules import (
-    Action,
-    Schedule,
-    ScheduleGenerator,
-    read_csv,
-    torch_csv,
-    write_csv,
-)
+from pipegrad.schedules import Action, Schedule, ScheduleGenerator, read_csv, torch_csv, write_csv
 
 OPTIONS: dict[str, dict[str, object]] = {
     "hop-aware-1f1b": {"hop_seconds": [0, 0.5, 0], "compute_seconds": 1},
@@ -58,11 +51,6 @@ def bare(cls: Any, *, num_ranks: int, num_stages: int, num_microbatches: int) ->
 def test_what_is_written_is_read(name: str) -> None:
     made = built(name)
     assert read_csv(write_csv(made), name=name) == made
-
-
-def test_idle_cells_are_written_in_their_places() -> None:
-    made = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
-    assert write_csv(made) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
 
 
 def test_a_split_backward_is_read_and_written() -> None:
@@ -109,26 +97,20 @@ def test_what_torch_writes_is_read(name: str, tmp_path: Path) -> None:
     assert ("OVERLAP_F_B" in path.read_text()) == (name == "ScheduleDualPipeV")
 
 
-def test_overlapped_actions_are_read_in_order_and_executors_own_are_skipped() -> None:
-    made = read_csv("0UNSHARD,0F0,0F1, (0B0; 0F2)OVERLAP_F_B ,,0B1,0B2,0RESHARD,0REDUCE_GRAD\n\n")
-    assert [str(action) for action in made.actions[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
-
-
 @pytest.mark.parametrize("ending", ["\n", "\r\n", "\n\n", ""])
 def test_line_endings_do_not_matter(ending: str) -> None:
     between = ending if ending in {"\n", "\r\n"} else "\n"
     made = read_csv(f"0F0,,,0B0{between},1F0,1B0{ending}")
     assert made.actions[1] == (Action(1, "F", 0), Action(1, "B", 0))
+    # Overlapped actions are read in order, and an executor's own are skipped.
+    made = read_csv("0UNSHARD,0F0,0F1, (0B0; 0F2)OVERLAP_F_B ,,0B1,0B2,0RESHARD,0REDUCE_GRAD\n\n")
+    assert [str(action) for action in made.actions[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (
-            "0F0,0B0\n1F0,1X0",
-            r"file, line 2, cell 2: '1X0' is not understood; expected stage, kind",
-        ),
-        ("0F0,0B", "line 1, cell 2: '0B' is not understood"),
+        ("0F0,0B0\n1F0,1X0", "file, line 2, cell 2: '1X0' is not understood; expected stage, ki"),
         ("0F0,0B0x", "line 1, cell 2: '0B0x' is not understood"),
         ("0F0,,-1B0", "line 1, cell 3: '-1B0' is not understood"),
         ("0F0,0B0;0W0", "line 1, cell 2: '0B0;0W0' is not understood"),
@@ -137,8 +119,6 @@ def test_line_endings_do_not_matter(ending: str) -> None:
         ("0F9999999999,0B0", "line 1, cell 1: '0F9999999999' is not understood"),
         ("0F0,0SEND_F0", "cell 2: 0SEND_F0 is a transfer; give the compute-only file, pipegrad"),
         ("0F0\n1RECV_F0", "line 2, cell 1: 1RECV_F0 is a transfer"),
-        ("0F0\n0RECV_B0", "line 2, cell 1: 0RECV_B0 is a transfer"),
-        ("0F0\n1SEND_B0", "line 2, cell 1: 1SEND_B0 is a transfer"),
         ("0F0,,0B0\n,0F1", "line 2, cell 2: 0F1 is of stage 0, which line 1 has already"),
         ("0F0,0B0\n2F0,2B0", "file has a stage 2 but no stage 1; expected all from 0 on"),
         ("1F0,1B0", "file has a stage 1 but no stage 0"),
@@ -177,11 +157,12 @@ def test_the_command_line_prints_the_grid_or_the_file() -> None:
     made = schedules.build("1f1b", num_ranks=2, num_microbatches=2)
     assert command("1f1b", *SIZE).output == f"{made}\n"
     assert command("1f1b", *SIZE, "--format", "torch-csv").output == write_csv(made)
-
-
-def test_the_command_line_gives_options_to_the_schedule() -> None:
+    # Idle cells are written in their places.
+    assert write_csv(made) == "0F0,0F1,,0B0,,0B1\n,1F0,1B0,1F1,1B1,\n"
     made = schedules.build("interleaved-1f1b", num_ranks=2, num_microbatches=2, stages_per_rank=3)
     assert command("interleaved-1f1b", *SIZE, "--set", "stages_per_rank=3").output == f"{made}\n"
+    skips = command(f"{__name__}:Skips", "--ranks", "3", "--microbatches", "2")
+    assert skips.output.startswith("rank 0  0F0 0F1")
 
 
 class Skips(ScheduleGenerator):
@@ -195,10 +176,7 @@ class Skips(ScheduleGenerator):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (
-            ["egar", *SIZE],
-            "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto",
-        ),
+        (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto"),
         (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 is not in the range x>=1"),
         (["1f1b", "--ranks", "2"], "Missing option '--microbatches'"),
         (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),
@@ -216,11 +194,6 @@ def test_the_command_line_says_what_is_wrong(arguments: list[str], message: str)
     found = command(*arguments)
     assert found.exit_code == 2
     assert message in found.output
-
-
-def test_the_grid_is_printed_of_stages_that_are_no_chain() -> None:
-    found = command(f"{__name__}:Skips", "--ranks", "3", "--microbatches", "2")
-    assert found.output.startswith("rank 0  0F0 0F1")
 
 
 def test_the_notation_is_read_without_torch() -> None:

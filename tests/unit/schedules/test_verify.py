@@ -45,6 +45,12 @@ def test_forwards_alone_run_too(program: Program, depth: int, seed: int) -> None
     assert proof.in_flight == tuple(run.in_flight)
 
 
+def test_forwards_alone_must_be_complete_too() -> None:
+    schedule = rows("0F0 0F1", "1F0", num_microbatches=2)
+    with pytest.raises(ScheduleError, match="does not have 1F1 once"):
+        verify(lower(schedule, links=(), forward_only=True))
+
+
 # What a schedule's author gets wrong, and the whole message.
 
 INCOMPLETE = (
@@ -66,11 +72,7 @@ WRONG: dict[str, tuple[Schedule, list[str]]] = {
     ),
     "missing": (
         rows("0F0 0B0", "1F0"),
-        [
-            f"{INCOMPLETE}stage 1 microbatch 0 has ['F']",
-            "rank 0  0F0   0B0",
-            "rank 1  >1F0<",
-        ],
+        [f"{INCOMPLETE}stage 1 microbatch 0 has ['F']", "rank 0  0F0   0B0", "rank 1  >1F0<"],
     ),
     "doubled": (
         rows("0F0 0B0 0B0", "1F0 1B0"),
@@ -227,23 +229,12 @@ def test_collectives_over_ranks_without_their_stages_are_refused(
         verify(lower(rows("0F0 0B0", "1F0 1B0"), collectives=[collective]))
 
 
-def test_forwards_alone_must_be_complete_too() -> None:
-    schedule = rows("0F0 0F1", "1F0", num_microbatches=2)
-    with pytest.raises(ScheduleError, match="does not have 1F1 once"):
-        verify(lower(schedule, links=(), forward_only=True))
-
-
 # Speed.
 
 
-@pytest.fixture(scope="module")
-def large() -> Program:
-    schedule = OneForwardOneBackward().generate(num_ranks=64, num_microbatches=1590)
-    return lower(schedule)
-
-
 @pytest.mark.slow
-def test_a_million_items_are_proven_in_seconds(large: Program) -> None:
+def test_a_million_items_are_proven_in_seconds() -> None:
+    large = lower(OneForwardOneBackward().generate(num_ranks=64, num_microbatches=1590))
     assert large.num_items >= 1_000_000
     began = time.process_time()  # other processes may have the machine meanwhile
     proof = verify(large)

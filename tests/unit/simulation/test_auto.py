@@ -44,6 +44,10 @@ def test_without_costs_it_begins_as_1f1b_and_chooses_by_what_was_measured() -> N
     assert warm_ups(planned) == [5, 4, 2, 1]
     assert planned.choice(**SIZES).best.step_seconds > 0
     assert warm_ups(generator) == [4, 3, 2, 1]  # as it was
+    # Without a limit it holds no more than eager-1f1b.
+    slow = Times((0.01,) * 4, (0.02,) * 4, (0.1,) * 3)
+    assert max(warm_ups(Auto().planned(slow))) <= 7
+    assert max(warm_ups(Auto(max_live_activations=5).planned(slow))) <= 5
 
 
 def test_what_was_measured_places_one_stage_on_each_rank_and_splits_nothing() -> None:
@@ -53,12 +57,6 @@ def test_what_was_measured_places_one_stage_on_each_rank_and_splits_nothing() ->
         assert candidate.schedule is not None
         assert candidate.schedule.stage_to_rank == (0, 1, 2, 3)
         assert {a.kind for row in candidate.schedule.actions for a in row} == {"F", "B"}
-
-
-def test_without_a_limit_it_holds_no_more_than_eager() -> None:
-    slow = Times((0.01,) * 4, (0.02,) * 4, (0.1,) * 3)
-    assert max(warm_ups(Auto().planned(slow))) <= 7
-    assert max(warm_ups(Auto(max_live_activations=5).planned(slow))) <= 5
 
 
 def test_if_nothing_fits_with_what_was_measured_it_stays_1f1b() -> None:
@@ -77,18 +75,11 @@ def test_measured_hops_take_what_was_measured() -> None:
     assert [s.backward_seconds for s in costs.stages] == [3.0, 4.0]
     assert costs.network.seconds(0, 1, sizes) == pytest.approx(0.5)
     assert costs.network.seconds(1, 0, sizes) == pytest.approx(0.5)
-
-
-def test_the_latency_of_a_hop_is_a_part_of_its_time() -> None:
-    costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,)), (0.4,))
-    sizes = sum(costs.stages[0].outputs.values())
+    costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,)), (0.4,))  # of which is latency
     for pair in ((0, 1), (1, 0)):
         assert costs.network.seconds(*pair, 0) == pytest.approx(0.4)
         assert costs.network.seconds(*pair, sizes) == pytest.approx(0.5)
-
-
-def test_weights_that_were_measured_take_their_part_of_a_backward() -> None:
-    """W took no time, so a split backward was simulated as a whole one."""
+    # W took no time, so a split backward was simulated as a whole one.
     costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,), (1.0, 4.5)))
     assert [stage.seconds("W") for stage in costs.stages] == [1.0, 4.0]
     assert [stage.seconds("I") for stage in costs.stages] == [2.0, 0.0]

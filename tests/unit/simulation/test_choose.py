@@ -12,7 +12,7 @@ from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
 from pipegrad.simulation.choose import Candidate, Choice, choose, merged_stages
-from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 
 MIB = 2**20
 STAGE = StageCosts(
@@ -43,15 +43,23 @@ def test_where_the_network_costs_nothing_the_leanest_is_taken() -> None:
     assert choice.schedule == schedules.build("1f1b", num_ranks=4, num_microbatches=16)
     # gpipe takes as long, and holds four times as much.
     assert named(choice)["gpipe"].step_seconds == pytest.approx(choice.best.step_seconds)
+    for specs in (["gpipe", "eager-1f1b", "1f1b"], ["1f1b", "eager-1f1b", "gpipe"]):
+        assert chosen(network=Network(), schedules=specs).best.name == "1f1b"
+    some = chosen(schedules=["gpipe", {"name": "interleaved-1f1b", "stages_per_rank": 1}])
+    assert [c.name for c in some.candidates] == ["interleaved-1f1b, stages_per_rank 1", "gpipe"]
+    choice = chosen(num_stages=1, num_ranks=1, num_microbatches=1)
+    assert choice.best.live_activations == (1,)
+    nothing = choose(num_ranks=2, num_microbatches=1, costs=Costs((StageCosts(),) * 2))
+    assert "chosen" in str(nothing)
 
 
-def test_where_the_network_is_slow_transfers_are_hidden() -> None:
+def test_where_the_network_is_slow_transfers_are_hidden_and_where_weights_can_wait_split() -> None:
     choice = chosen(network=SLOW)
     assert choice.best.name == "eager-1f1b"
     assert choice.best.step_seconds < 0.8 * named(choice)["1f1b"].step_seconds
-
-
-def test_where_weights_can_wait_backwards_are_split() -> None:
+    choice = chosen(network=SLOW, max_live_activations=6)
+    assert max(choice.best.live_activations) <= 6
+    assert named(choice)["gpipe"].refused == "rank 0 holds 16 microbatches, the limit is 6"
     choice = chosen(SPLIT)
     assert choice.best.name == "zb-h1"
     assert choice.best.bubble < named(choice)["1f1b"].bubble
@@ -60,6 +68,7 @@ def test_where_weights_can_wait_backwards_are_split() -> None:
 def test_where_weights_can_wait_and_the_network_is_slow_both_are_hidden() -> None:
     """Of four hosts of 1 Gbit/s, with activations of 1 MiB."""
     choice = chosen(SPLIT, SLOW)
+    assert choice == chosen(SPLIT, SLOW)
     assert choice.best.name.startswith("hop-aware-zb-h1")
     assert choice.best.live_activations == (7, 7, 7, 7)
     others = named(choice)
@@ -73,11 +82,6 @@ def test_within_a_limit_hops_get_what_is_left(limit: int) -> None:
     assert {max(c.live_activations) for c in choice.candidates} == {limit}
     plain = chosen(SPLIT, SLOW, schedules=["zb-h1"]).best.step_seconds
     assert (choice.best.step_seconds < plain) == (limit > 4)
-
-
-def test_a_limit_below_what_zb_h1_holds_refuses_it() -> None:
-    with pytest.raises(ScheduleError, match="max_live_activations is 2, and zb-h1 itself holds 3"):
-        chosen(SPLIT, SLOW, num_microbatches=3, max_live_activations=2.5)
 
 
 def test_costs_of_more_stages_than_ranks_are_merged_and_virtual_stages_tried() -> None:
@@ -108,12 +112,6 @@ def test_a_memory_limit_refuses_what_holds_more() -> None:
     assert choice.best.peak_bytes <= limit
     assert "rank 1 holds" in named(choice)["eager-1f1b"].refused
     assert f"the limit is {limit / MIB:.1f} MiB" in named(choice)["eager-1f1b"].refused
-
-
-def test_a_limit_of_activations_refuses_what_holds_more() -> None:
-    choice = chosen(network=SLOW, max_live_activations=6)
-    assert max(choice.best.live_activations) <= 6
-    assert named(choice)["gpipe"].refused == "rank 0 holds 16 microbatches, the limit is 6"
 
 
 def test_every_candidate_that_is_refused_says_why() -> None:
@@ -150,29 +148,13 @@ def test_plug_ins_are_candidates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "needs the option 'depth'" in named(choice)["needy"].refused
 
 
-def test_some_schedules_alone() -> None:
-    specs = ["gpipe", {"name": "interleaved-1f1b", "stages_per_rank": 1}]
-    choice = chosen(schedules=specs)
-    assert [c.name for c in choice.candidates] == ["interleaved-1f1b, stages_per_rank 1", "gpipe"]
-
-
-def test_equal_times_prefer_the_leaner_schedule_whatever_the_order() -> None:
-    for specs in (["gpipe", "eager-1f1b", "1f1b"], ["1f1b", "eager-1f1b", "gpipe"]):
-        assert chosen(network=Network(), schedules=specs).best.name == "1f1b"
-
-
 def test_hop_aware_knows_the_hops_of_the_costs() -> None:
     hops = Network(nic_bytes_per_second=1e12)
-    slow = replace(hops, links=tuple(map(_slow, ((1, 2), (2, 1)))))
+    links = tuple(LinkCosts(*e, bytes_per_second=MIB / 0.014) for e in ((1, 2), (2, 1)))
+    slow = replace(hops, links=links)
     choice = chosen(network=slow)
     assert choice.best.name.startswith("hop-aware-1f1b")
     assert choice.best.live_activations == (5, 4, 2, 1)
-
-
-def _slow(ends: tuple[int, int]) -> Any:
-    from pipegrad.simulation.costs import LinkCosts
-
-    return LinkCosts(*ends, bytes_per_second=MIB / 0.014)
 
 
 def test_the_table_shows_the_chosen_one_first_and_reasons_for_the_rest() -> None:
@@ -187,11 +169,9 @@ def test_the_table_shows_the_chosen_one_first_and_reasons_for_the_rest() -> None
     assert choice.table().row_count == len(choice.candidates)
 
 
-def test_the_same_costs_choose_the_same() -> None:
-    assert chosen(SPLIT, SLOW) == chosen(SPLIT, SLOW)
-
-
 def test_if_nothing_fits_the_reasons_are_told() -> None:
+    with pytest.raises(ScheduleError, match="max_live_activations is 2, and zb-h1 itself holds 3"):
+        chosen(SPLIT, SLOW, num_microbatches=3, max_live_activations=2.5)
     with pytest.raises(ScheduleError, match=r"no schedule fits:\n  1f1b: rank 1 holds .* MiB, "):
         chosen(memory_limit_bytes=MIB, schedules=["1f1b"])
 
@@ -203,13 +183,3 @@ def test_if_nothing_fits_the_reasons_are_told() -> None:
 def test_costs_of_other_stages_are_refused(num_stages: int, options: dict[str, Any]) -> None:
     with pytest.raises(ScheduleError, match=f"there are costs of {num_stages} stages, for"):
         chosen(num_stages=num_stages, **options)
-
-
-def test_one_rank_and_one_microbatch_have_a_schedule() -> None:
-    choice = chosen(num_stages=1, num_ranks=1, num_microbatches=1)
-    assert choice.best.live_activations == (1,)
-
-
-def test_costs_of_nothing_have_a_table() -> None:
-    found = choose(num_ranks=2, num_microbatches=1, costs=Costs((StageCosts(),) * 2))
-    assert "chosen" in str(found)

@@ -36,13 +36,13 @@ def test_a_message_takes_its_own_bytes_and_the_time_of_its_ends() -> None:
     assert seconds(FORTH, BACK) == pytest.approx(6 + 0.55 + 1.2)
 
 
-def test_a_codec_of_another_hop_changes_nothing() -> None:
-    assert seconds(CodecCosts((1, 2), "activations", share=0.1)) == seconds()
-
-
-def test_the_times_of_hops_have_codecs_in_them() -> None:
+def test_the_times_of_hops_have_codecs_in_them_also_in_a_file() -> None:
+    assert seconds(CodecCosts((1, 2), "activations", share=0.1)) == seconds()  # of another hop
     costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
     assert times_of(costs).hop_seconds == pytest.approx(((0.55 + 1.2) / 2,))
+    assert what_ifs._times(PROGRAM, costs) == times_of(costs)
+    assert Costs.from_json(costs.to_json()) == costs
+    assert "codecs" not in Costs((STAGE,)).to_json()
 
 
 def test_a_job_has_its_own_codecs_and_no_others() -> None:
@@ -55,17 +55,6 @@ def test_a_job_has_its_own_codecs_and_no_others() -> None:
     names = [each.codec for each in with_codecs(costs, choice_of("fp8"), PROGRAM).codecs]
     assert names == ["fp8", "fp8"]
     assert with_codecs(costs, choice_of("auto"), PROGRAM).codecs == costs.codecs
-
-
-def test_what_ifs_know_the_codecs_of_hops() -> None:
-    costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
-    assert what_ifs._times(PROGRAM, costs) == times_of(costs)
-
-
-def test_costs_with_codecs_are_saved_and_read() -> None:
-    costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
-    assert Costs.from_json(costs.to_json()) == costs
-    assert "codecs" not in Costs((STAGE,)).to_json()
 
 
 @pytest.mark.parametrize(

@@ -35,6 +35,8 @@ def test_costs_survive_a_file(tmp_path: Path) -> None:
         ({"stages": [{"forward_seconds": "fast"}]}, r"stages\.0\.forward_seconds"),
         ({"stages": [{"weight_seconds": 1}]}, "a part of backward_seconds"),
         ({"stages": [{"outputs": {"x": -1}}]}, "outputs is -1"),
+        ({"stages": [], "network": {"latency_seconds": float("inf")}}, "latency_seconds is inf"),
+        ({"stages": [], "collectives": {"a": {"num_ranks": 0}}}, "num_ranks is 0, expected"),
         ({"stages": [], "network": {"nic_bytes_per_second": 0}}, "above 0"),
         ({"stages": [], "collectives": {"a": {"kind": "gather"}}}, "'all-reduce'"),
     ],

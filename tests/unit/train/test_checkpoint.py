@@ -54,7 +54,7 @@ def test_pieces_of_any_sizes_make_the_whole_tensor(shape: list[int], data: st.Da
     """Each piece is written in two flat parts, as two ranks of a sharded optimizer do."""
     whole = numbered(shape)
     dim = data.draw(st.integers(-len(shape), len(shape) - 1))
-    count = data.draw(st.integers(1, 4))
+    count = data.draw(st.integers(1, 12))  # of more than nine, too
     pieces = whole.tensor_split(count, dim)
     shards = fitted_at(dim, {f"[tp={i}]": tuple(p.shape) for i, p in enumerate(pieces)})
     found = torch.full(shape, -1)
@@ -72,11 +72,6 @@ def test_pieces_of_any_sizes_make_the_whole_tensor(shape: list[int], data: st.Da
                 first += part.numel()
             assert first == chunk.local.numel()
     assert torch.equal(found, whole)
-
-
-def test_more_than_nine_pieces_are_in_the_order_of_ranks() -> None:
-    begins = [shard.begin for shard in fitted_at(0, {f"[tp={i}]": (2, 3) for i in range(12)})]
-    assert begins == [2 * i for i in range(12)]
 
 
 @pytest.mark.parametrize(
@@ -131,26 +126,16 @@ def test_a_place_names_the_dimensions_along_which_copies_differ() -> None:
     handlers = [("expert-parallel", ExpertParallel()), WHOLE]
     for rank, (ep, tp) in {1: (0, 1), 6: (1, 0)}.items():
         assert places(axes, rank, handlers, ("dp", "ep")) == [
-            "",
-            f"[tp={tp}]",
-            f"[ep={ep},tp={tp}]",
-            f"[ep={ep}]",
-            f"[ep={ep},tp={tp}]",
-        ]
-
-
-def test_replicas_have_no_place_though_nobody_reduces_them_but_experts_have() -> None:
-    axes = (("pp", 1), ("dp", 2))
-    assert places(axes, 1, [], ("dp",)) == [""] * 5
-    assert places(axes, 1, [("data-parallel", DataParallel())], ("dp",)) == [""] * 5
+            "", f"[tp={tp}]", f"[ep={ep},tp={tp}]", f"[ep={ep}]", f"[ep={ep},tp={tp}]"
+        ]  # fmt: skip
+    ones = tuple((name, 1) for name, _ in axes)
+    assert places(ones, 0, handlers, ("dp", "ep")) == [""] * 5
+    # Replicas have no place, though nobody reduces them, but experts have.
+    two = (("pp", 1), ("dp", 2))
+    assert places(two, 1, [], ("dp",)) == [""] * 5
+    assert places(two, 1, [("data-parallel", DataParallel())], ("dp",)) == [""] * 5
     along = [("expert-parallel", ExpertParallel(axis="dp"))]
-    assert places(axes, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
-
-
-def test_dimensions_of_size_one_are_no_place() -> None:
-    axes = (("pp", 1), ("dp", 1), ("ep", 1), ("tp", 1))
-    handlers = [("expert-parallel", ExpertParallel()), WHOLE]
-    assert places(axes, 0, handlers, ("dp", "ep")) == [""] * 5
+    assert places(two, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
 
 
 def test_other_places_are_refused_and_other_keys_are_not_its_business() -> None:
@@ -224,9 +209,7 @@ def test_another_schedule_makes_the_steps_that_were_not_skipped() -> None:
     other.state.restore(first.state.packed(), 5)
     assert other.update.skipped == 2
     assert other.options(3) == whole[3:]
-
-
-def test_without_an_entry_the_steps_are_made_again() -> None:
+    # As without an entry.
     run = Run(SCHEDULES["StepLR"])
     run.state.restore(None, 4)
     assert run.options(2) == Run(SCHEDULES["StepLR"]).options(6)[4:]

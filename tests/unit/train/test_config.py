@@ -30,11 +30,12 @@ def path(tmp_path: Path) -> Path:
 
 
 def test_a_factory_is_all_that_is_needed(path: Path) -> None:
+    path.write_text(MINIMAL, encoding="utf-8-sig")  # Windows writes a byte order mark
     config = load(path)
     assert config.flat() == Config(model=Model(factory="somewhere:model")).flat()
-    assert [choice.spec for choice in config.gradient_handlers] == [
-        {"name": "pipeline-shared"},
-        {"name": "data-parallel"},
+    assert [choice.name for choice in config.gradient_handlers] == [
+        "pipeline-shared",
+        "data-parallel",
     ]
     assert config.path == path
 
@@ -51,6 +52,8 @@ def test_names_tables_and_lists_of_them(path: Path) -> None:
     lr = 1
     betas = [0.9, 0.99]
     schedule = "ExponentialLR"
+    [data]
+    files = "one.txt"
     """
     path.write_text(text)
     config = load(path)
@@ -59,6 +62,7 @@ def test_names_tables_and_lists_of_them(path: Path) -> None:
     assert config.parallel.schedule.options == {"stages_per_rank": 3}
     assert config.optimizer.options == {"lr": 1, "betas": [0.9, 0.99]}
     assert [part.name for part in config.optimizer.schedule] == ["ExponentialLR"]
+    assert config.data.files == ["one.txt"]
 
 
 @pytest.mark.parametrize(
@@ -68,7 +72,6 @@ def test_names_tables_and_lists_of_them(path: Path) -> None:
         ("train.output=runs/a b", "train.output", "runs/a b"),
         ("train.output='5'", "train.output", "5"),
         ("data.files=['a', 'b']", "data.files", ["a", "b"]),
-        ("gradients.clip_norm=1e-3", "gradients.clip_norm", 1e-3),
         ("gradients.clip_norm=2", "gradients.clip_norm", 2.0),
         ("parallel . data = 2", "parallel.data", 2),
         ('train.output=a"b', "train.output", 'a"b'),
@@ -84,14 +87,6 @@ def test_settings_are_toml_or_else_strings(
     assert {**config.flat(), **{f"model.{k}": v for k, v in config.model.options.items()}}[
         key
     ] == value
-
-
-def test_the_last_setting_counts_and_options_of_the_command_line_replace(path: Path) -> None:
-    path.write_text(MINIMAL + '[parallel]\nschedule = {name = "interleaved-1f1b", x = 3}\n')
-    config = load(path, ["train.steps=5", "train.steps=6"], handlers=["noop"], schedule="gpipe")
-    assert config.train.steps == 6
-    assert config.parallel.schedule.spec == {"name": "gpipe"}
-    assert [choice.spec for choice in config.gradient_handlers] == [{"name": "noop"}]
 
 
 def test_a_setting_changes_one_key_of_a_table_and_a_table_replaces(path: Path) -> None:
@@ -110,6 +105,9 @@ def test_a_setting_changes_one_key_of_a_table_and_a_table_replaces(path: Path) -
     assert config.parallel.schedule.spec == {"name": "interleaved-1f1b", "stages_per_rank": 3}
     replaced = load(path, ["optimizer={name='SGD', weight_decay=1}"])
     assert replaced.optimizer.options == {"weight_decay": 1}
+    replaced = load(path, below, handlers=["noop"], schedule="gpipe")
+    assert replaced.parallel.schedule.spec == {"name": "gpipe"}
+    assert [choice.spec for choice in replaced.gradient_handlers] == [{"name": "noop"}]
 
 
 @pytest.mark.parametrize("word", ["no", "False", "TRUE", "None", "on"])
@@ -120,6 +118,9 @@ def test_words_that_look_like_truth_are_refused(path: Path, word: str) -> None:
 
 def test_a_refusal_names_where_the_value_comes_from(path: Path) -> None:
     config = load(path, ["train.steps=4", "model.width=3", "train.steps=5"], schedule="gpipe")
+    assert config.train.steps == 5
+    there = pickle.loads(pickle.dumps(config))  # it travels to other ranks with its sources
+    assert there == config
     told = {
         "train.steps": "--set train.steps=5: train.steps = 5: no",
         "train.seed": f"{path}: train.seed = 0: no",
@@ -130,16 +131,8 @@ def test_a_refusal_names_where_the_value_comes_from(path: Path) -> None:
     }
     for key, expected in told.items():
         with pytest.raises(ConfigError) as caught:
-            config.refuse(key, "no")
+            there.refuse(key, "no")
         assert str(caught.value) == expected
-
-
-def test_it_travels_to_other_ranks_with_its_sources(path: Path) -> None:
-    config = load(path, ["train.steps=5"])
-    there = pickle.loads(pickle.dumps(config))
-    assert there == config
-    with pytest.raises(ConfigError, match=r"^--set train.steps=5: "):
-        there.refuse("train.steps", "no")
 
 
 def test_the_example_is_valid_and_says_where_the_keys_are() -> None:
@@ -147,12 +140,3 @@ def test_the_example_is_valid_and_says_where_the_keys_are() -> None:
     assert load(ROOT / "examples" / "tied_gpt.toml").train.steps == 200
     assert "docs/config.md" in text
     assert tomllib.loads(text)["parallel"]["schedule"] == "1f1b"
-
-
-def test_a_mark_at_the_beginning_is_no_mistake(tmp_path: Path) -> None:
-    """Windows writes a byte order mark."""
-    path = tmp_path / "job.toml"
-    path.write_text('[model]\nfactory = "a:b"\n[data]\nfiles = "one.txt"\n', encoding="utf-8-sig")
-    config = load(path)
-    assert config.model.factory == "a:b"
-    assert config.data.files == ["one.txt"]

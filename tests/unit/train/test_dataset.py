@@ -52,9 +52,7 @@ def taken(found: Batches, *numbers: int) -> list[list[int]]:
         {"input_ids": INPUTS, "labels": TARGETS},
         {"target": TARGETS, "x": INPUTS},
         UserDict(input_ids=INPUTS.tolist(), labels=TARGETS.tolist()),
-        {"input_ids": TOKENS.tolist()},
         TOKENS.tolist(),
-        TOKENS.numpy(),
         TOKENS.numpy().astype(np.uint16),
         TOKENS.numpy().astype(np.int32)[::-1][::-1],
         TOKENS.to(torch.uint8),
@@ -65,10 +63,7 @@ def test_ordinary_batches(batch: object) -> None:
     assert torch.equal(inputs, INPUTS)
     assert torch.equal(target, TARGETS)
     assert inputs.dtype == target.dtype == torch.int64
-
-
-def test_images_stay_what_they_are() -> None:
-    images = np.zeros((2, 3, 4, 4), np.float32)
+    images = np.zeros((2, 3, 4, 4), np.float32)  # they stay what they are
     inputs, target = pair_of((images, np.array([1, 2], np.uint8)))
     assert (inputs.dtype, target.dtype) == (torch.float32, torch.int64)
     assert (tuple(inputs.shape), target.tolist()) == ((2, 3, 4, 4), [1, 2])
@@ -116,6 +111,13 @@ def test_epochs_follow_and_functions_are_told() -> None:
     assert [values[0] for values in found] == [100, 200, 200]
     assert calls == [(1, 2, 1, 0), (1, 2, 2, 0)]
     assert taken(batches(partial(function, epoch=5)), 3)[0][0] == 500
+    passed = batches(lambda: [TOKENS])
+    passed.batch(4)
+    assert passed.elements_seen == 4 * 9  # also of those that are passed over
+    once = batches(lambda: iter([TOKENS, TOKENS]), repeat=False)
+    assert [once.batch(number) is None for number in (1, 2, 3)] == [False, False, True]
+    assert once.batch(1) is not None  # from the beginning
+    assert batches(list, repeat=False).batch(1) is None
 
 
 def test_what_can_be_iterated_again_is_made_once() -> None:
@@ -161,19 +163,6 @@ def test_a_batch_does_not_depend_on_where_one_began() -> None:
     assert torch.equal(torch.get_rng_state(), begun[0])
     assert random.getstate() == begun[1]
     assert (np.random.get_state()[1] == begun[2]).all()  # type: ignore[index]
-
-
-def test_elements_are_counted_also_of_batches_that_are_passed_over() -> None:
-    found = batches(lambda: [TOKENS])
-    found.batch(4)
-    assert found.elements_seen == 4 * 9
-
-
-def test_what_does_not_repeat_ends() -> None:
-    found = batches(lambda: iter([TOKENS, TOKENS]), repeat=False)
-    assert [found.batch(number) is None for number in (1, 2, 3)] == [False, False, True]
-    assert found.batch(1) is not None  # from the beginning
-    assert batches(list, repeat=False).batch(1) is None
 
 
 def failing() -> Iterator[Tensor]:

@@ -47,14 +47,6 @@ def parted(spared: Config, records: Sequence[ParameterRecord]) -> Any:
     return group_keys(records, options_of)
 
 
-def test_options_are_torchs_own() -> None:
-    made = make_optimizer(config(lr=0.5, betas=[0.8, 0.9], weight_decay=0.3), of(parameters()))
-    assert type(made) is torch.optim.AdamW
-    [group] = made.param_groups
-    assert (group["lr"], *group["betas"], group["weight_decay"]) == (0.5, 0.8, 0.9, 0.3)
-    assert len(group["params"]) == 4
-
-
 def test_norms_and_biases_may_be_spared() -> None:
     spared = config(name="SGD", lr=1.0, weight_decay=0.5, decay_norms_and_biases=False)
     given = parameters()
@@ -71,22 +63,22 @@ def test_norms_and_biases_may_be_spared() -> None:
         row.tensor.grad = torch.zeros_like(row.tensor)
     made.step()
     assert [float(row.tensor.detach().flatten()[0]) for row in rows] == [0.5, 1.0, 1.0, 0.5]
-
-
-def test_a_rank_with_vectors_only_has_both_groups() -> None:
-    spared = config(decay_norms_and_biases=False)
-    records = [record(0, (2, 3)), record(1, (3,))]
-    own = [MainParameter(records[1], nn.Parameter(torch.ones(3)), 0)]
-    made = make_optimizer(spared, of(grouped(parted(spared, records), own)))
-    assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(0, 0.01), (1, 0)]
+    # A rank with vectors only has both groups.
+    made = make_optimizer(spared, of(grouped(parted(spared, records[:2]), [rows[1]])))
+    assert [(len(g["params"]), g["weight_decay"]) for g in made.param_groups] == [(0, 0.5), (1, 0)]
 
 
 @pytest.mark.parametrize(
-    "name", ["Adadelta", "Adagrad", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "SGD"]
+    ("name", "options"),
+    [("AdamW", {"betas": [0.8, 0.9], "weight_decay": 0.3}), ("RMSprop", {}), ("SGD", {})],
 )
-def test_any_first_order_optimizer(name: str) -> None:
+def test_a_first_order_optimizer_with_torchs_own_options(name: str, options: Any) -> None:
     given = parameters()
-    made = make_optimizer(config(name=name, lr=0.1), of(given))
+    made = make_optimizer(config(name=name, lr=0.1, **options), of(given))
+    assert type(made) is getattr(torch.optim, name)
+    [group] = made.param_groups
+    assert group["lr"] == 0.1
+    assert {key: group[key] for key in options} in (options, options | {"betas": (0.8, 0.9)})
     for parameter in given:
         parameter.grad = torch.ones_like(parameter)
     made.step()
@@ -174,9 +166,6 @@ def test_schedules_follow_one_another() -> None:
     assert found == list(stepped(optimizer, SequentialLR(optimizer, parts, [5]), 15))
     assert found[0] == pytest.approx(0.1)
     assert max(found) == found[5] == pytest.approx(1.0)
-
-
-def test_one_schedule_needs_no_list_and_none_is_a_constant_rate() -> None:
+    # One schedule needs no list, and none is a constant rate.
     assert rates([], 3) == [1.0, 1.0, 1.0]
     assert rates({"name": "StepLR", "step_size": 2, "gamma": 0.5}, 5) == [1, 1, 0.5, 0.5, 0.25]
-    assert rates([{"name": "StepLR", "step_size": 2, "gamma": 0.5}], 3) == [1, 1, 0.5]

@@ -9,7 +9,6 @@ import os
 import signal
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -49,29 +48,20 @@ def with_checkpoints(run: Path, *steps: int) -> Path:
     return run
 
 
-def test_checkpoints_are_sorted_by_their_step(tmp_path: Path) -> None:
+def test_checkpoints_are_sorted_published_and_unfinished_ones_removed(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path, 9, 10, 2)
-    for other in ("checkpoint-11.partial", "checkpoint-12.damaged", "checkpoint-", "model"):
+    others = "checkpoint-", "checkpoint-12.damaged", "model"
+    for other in ("checkpoint-11.partial", "checkpoint-1.old.partial", *others):
         (run / other).mkdir()
     assert [path.name for path in checkpoints(run)] == [f"checkpoint-{n}" for n in (10, 9, 2)]
     assert checkpoints(tmp_path / "nowhere") == []
-
-
-def test_a_checkpoint_takes_the_place_of_another(tmp_path: Path) -> None:
-    folder = with_checkpoints(tmp_path, 4) / "checkpoint-4"
+    folder = run / "checkpoint-9"
     unfinished(folder).mkdir()
     (unfinished(folder) / "piece").write_text("new")
     publish(folder)
-    assert names(tmp_path) == ["checkpoint-4"]
     assert (folder / "piece").read_text() == "new"
-
-
-def test_unfinished_ones_are_removed(tmp_path: Path) -> None:
-    run = with_checkpoints(tmp_path, 4)
-    (run / "checkpoint-8.partial").mkdir()
-    (run / "checkpoint-2.old.partial").mkdir()
     remove_unfinished(run)
-    assert names(run) == ["checkpoint-4"]
+    assert names(run) == sorted([*others, *(f"checkpoint-{n}" for n in (10, 9, 2))])
 
 
 @pytest.mark.parametrize(
@@ -174,18 +164,14 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     assert origin(resume=nowhere) == Origin(None, (Path(nowhere),))
     assert find_origin(config(output=nowhere, resume="auto"), ()) == Origin()
-
-
-def test_auto_takes_no_run_of_another_output(tmp_path: Path) -> None:
-    """A job of runs/gpt went on with runs/gpt-2, which was a job of its own."""
+    # A job of runs/gpt went on with runs/gpt-2, which was a job of its own.
     own, other = tmp_path / "gpt", tmp_path / "gpt-2"
     run_of(other, None, 8, output=str(other))
     values = config(output=str(own), resume="auto")
     assert find_origin(values, ()) == Origin()
     run_of(own, None, 4, output="runs/gpt", age=9)
     assert find_origin(values, ()) == Origin(own, (own / "checkpoint-4",))
-    # Somebody has put checkpoints there.
-    (other / "manifest.json").unlink()
+    (other / "manifest.json").unlink()  # somebody has put checkpoints there
     assert find_origin(values, ()) == Origin(own, (own / "checkpoint-4",))
     of_other = find_origin(config(output=str(other), resume="auto"), ())
     assert of_other == Origin(other, (other / "checkpoint-8",))
@@ -214,24 +200,30 @@ def test_a_restart_goes_on_with_the_run_of_its_launch(tmp_path: Path) -> None:
         assert find_origin(values, RESTARTED) == went_on
     assert find_origin(config(output=str(output)), ("a first start",)) == Origin()
     assert find_origin(config(output=str(tmp_path / "new")), RESTARTED) == Origin()
+    # Before the first checkpoint it begins as configured.
+    own = run_of(tmp_path / "begun", "job")
+    for resume, checkpoint in ((None, ()), (str(other), (other / "checkpoint-8",))):
+        found = find_origin(config(output=str(own), resume=resume), RESTARTED)
+        assert found == Origin(own, checkpoint)
 
 
-def test_a_second_run_of_one_process_is_no_restart(tmp_path: Path) -> None:
+def test_a_manifest_has_all_launches_and_a_second_run_of_one_process_is_no_restart(
+    tmp_path: Path,
+) -> None:
     run, values = tmp_path / "run", config(output=str(tmp_path / "run"))
     run.mkdir()
-    noted = with_launch(run, {}, launch=["job"], first_step=1, checkpoint=None)
+    noted = with_launch(run, {"a": 1}, launch=["job"], first_step=1, checkpoint=None)
     (run / "manifest.json").write_text(json.dumps(noted))
     assert find_origin(values, ("job",)) == Origin()
     noted["launches"][0]["process"] = "gone"
     (run / "manifest.json").write_text(json.dumps(noted))
     assert find_origin(values, ("job",)) == Origin(run)
-
-
-def test_a_restart_before_the_first_checkpoint_begins_as_configured(tmp_path: Path) -> None:
-    own, other = run_of(tmp_path / "run", "job"), run_of(tmp_path / "other", None, 8)
-    for resume, checkpoint in ((None, ()), (str(other), (other / "checkpoint-8",))):
-        found = find_origin(config(output=str(own), resume=resume), RESTARTED)
-        assert found == Origin(own, checkpoint)
+    checkpoint = Path("run/checkpoint-4")
+    noted = with_launch(run, {"a": 2}, launch=["job"], first_step=5, checkpoint=checkpoint)
+    assert noted["a"] == 1
+    assert [launch["first_step"] for launch in noted["launches"]] == [1, 5]
+    assert [launch["launch"] for launch in noted["launches"]] == [["job"], ["job"]]
+    assert noted["launches"][1]["checkpoint"] == "run/checkpoint-4"
 
 
 def test_a_launch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,25 +238,10 @@ def test_a_launch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     assert process(os.getpid()) == launch_of(torchrun)
 
 
-def test_a_manifest_is_kept_with_a_note(tmp_path: Path) -> None:
-    note = partial(with_launch, tmp_path, launch=["job"])
-    first = note({"a": 1}, first_step=1, checkpoint=None)
-    (tmp_path / "manifest.json").write_text(json.dumps(first))
-    second = note({"a": 2}, first_step=5, checkpoint=Path("run/checkpoint-4"))
-    assert second["a"] == 1
-    assert [launch["first_step"] for launch in second["launches"]] == [1, 5]
-    assert [launch["launch"] for launch in second["launches"]] == [["job"], ["job"]]
-    assert second["launches"][1]["checkpoint"] == "run/checkpoint-4"
-
-
-def test_runs_that_start_together_have_folders_of_their_own(tmp_path: Path) -> None:
-    values = config(output=str(tmp_path / "run"))
-    made = [make_run_folder(values, lambda _: None) for _ in range(3)]
-    assert [Path(folder).name for folder in made] == ["run", "run-2", "run-3"]
-
-
 @pytest.mark.parametrize("error", [FileExistsError("a file of the reporter"), ValueError("odd")])
-def test_a_reporter_that_fails_leaves_no_folder(tmp_path: Path, error: Exception) -> None:
+def test_runs_have_folders_of_their_own_and_a_reporter_that_fails_leaves_none(
+    tmp_path: Path, error: Exception
+) -> None:
     """Folders were made without end when it raised FileExistsError."""
     begun = []
 
@@ -273,33 +250,32 @@ def test_a_reporter_that_fails_leaves_no_folder(tmp_path: Path, error: Exception
         (folder / "manifest.json").write_text("{}")
         raise error
 
-    (tmp_path / "run").mkdir()
+    values = config(output=str(tmp_path / "run"))
+    made = [make_run_folder(values, lambda _: None) for _ in range(2)]
+    assert [Path(folder).name for folder in made] == ["run", "run-2"]
     with pytest.raises(ConfigError, match=f"cannot be written: {error}"):
-        make_run_folder(config(output=str(tmp_path / "run")), begin)
-    assert begun == ["run-2"]
-    assert names(tmp_path) == ["run"]
+        make_run_folder(values, begin)
+    assert begun == ["run-3"]
+    assert names(tmp_path) == ["run", "run-2"]
 
 
-def test_only_what_is_damaged_is_put_aside(tmp_path: Path) -> None:
+def test_only_what_is_damaged_and_reports_of_failures_are_put_aside(tmp_path: Path) -> None:
     run = with_checkpoints(tmp_path / "run", 4, 6, 8)
     other = with_checkpoints(tmp_path / "other", 8)
     (run / "checkpoint-8.damaged").mkdir()
     damaged = (run / "checkpoint-8", other / "checkpoint-8")
     continue_run_folder(config(), run, 4, lambda _: None, damaged=damaged)
-    assert names(run) == [
-        "checkpoint-4", "checkpoint-6", "checkpoint-8.damaged", "checkpoint-8.damaged-2"
-    ]  # fmt: skip
+    left = ["checkpoint-4", "checkpoint-6", "checkpoint-8.damaged", "checkpoint-8.damaged-2"]
+    assert names(run) == left
     assert names(run / "checkpoint-8.damaged-2") == ["piece"]
     assert names(other) == ["checkpoint-8"]
-
-
-def test_reports_of_a_failure_are_those_of_the_last_launch(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", "job", 4)
+    # Reports of a failure are those of the last launch.
+    run_of(run, "job")
     for name in ("failure.txt", "failure-rank1.txt"):
         (run / name).write_text(name)
     for _ in range(2):
         continue_run_folder(config(), run, 4, lambda _: None)
-    assert names(run) == ["checkpoint-4", "failures-of-launch-2", "manifest.json"]
+    assert names(run) == [*left, "failures-of-launch-2", "manifest.json"]
     assert names(run / "failures-of-launch-2") == ["failure-rank1.txt", "failure.txt"]
 
 

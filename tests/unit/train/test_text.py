@@ -97,6 +97,9 @@ def test_a_token_file_is_used_again_until_a_text_changes(tmp_path: Path) -> None
     first = write_tokens(read, "data.files", read.data.files, Bytes())
     made = Path(first.path).stat().st_mtime_ns, Path(first.path).stat().st_ino
     assert pickle.loads(pickle.dumps(first)) == first
+    mapped = first.mapped()
+    assert isinstance(mapped, np.memmap)
+    assert not mapped.flags.writeable
     again = write_tokens(read, "data.files", read.data.files, Bytes())
     assert (Path(again.path).stat().st_mtime_ns, Path(again.path).stat().st_ino) == made
     # As long, and with the time of before, as `cp -p` leaves it.
@@ -117,15 +120,6 @@ def test_a_token_file_that_is_not_whole_is_made_again(
     [file] = (tmp_path / "cache").glob(f"*.{end}")
     damage(file)
     assert bytes_of(config(tmp_path, "a")) == b"abcd"
-
-
-def test_tokens_are_mapped_and_cannot_be_written(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    read = config(tmp_path, "a")
-    mapped = write_tokens(read, "data.files", read.data.files, Bytes()).mapped()
-    assert isinstance(mapped, np.memmap)
-    assert not mapped.flags.writeable
-    assert read_corpus(read).batch(1, seed=0, size=2)[0].tolist() == [[97, 98]] * 2
 
 
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
@@ -197,40 +191,21 @@ def test_without_the_library_it_says_what_to_install(
         read_corpus(config(tmp_path, "a.txt", tokenizer="tokenizer.json"))
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder of token files."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "pipegrad"
-
-
-def plain(*files: str, length: int = 4) -> Config:
-    return Config(model=Model(factory="a:b"), data=Data(files=list(files), sequence_length=length))
-
-
 def corpus_of(text: bytes, length: int) -> Corpus:
     return Corpus(np.frombuffer(text, np.uint8), length, hashlib.sha256(text).hexdigest())
 
 
-def test_targets_follow_their_tokens() -> None:
-    corpus = corpus_of(bytes(range(200)), 5)
-    tokens, target = corpus.batch(3, seed=0, size=6)
-    assert tokens.shape == target.shape == (6, 5)
-    assert torch.equal(target, tokens + 1)
-    assert tokens.dtype == target.dtype == torch.int64
-
-
-def test_shares_are_parts_of_the_whole_batch() -> None:
+def test_targets_follow_their_tokens_in_shares_of_batches_that_all_differ() -> None:
     corpus = corpus_of(bytes(range(200)), 5)
     whole = corpus.batch(3, seed=0, size=8)
+    tokens, target = whole
+    assert tokens.shape == target.shape == (8, 5)
+    assert torch.equal(target, tokens + 1)
+    assert tokens.dtype == target.dtype == torch.int64
     torch.rand(7)  # the global generator is another's
     shares = [corpus.batch(3, seed=0, size=8, share=k, num_shares=4) for k in range(4)]
     for part in (0, 1):
         assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
-
-
-def test_steps_and_seeds_differ() -> None:
-    corpus = corpus_of(bytes(range(200)), 5)
     seen = {
         tuple(corpus.batch(step, seed=seed, size=4)[0].flatten().tolist())
         for step in range(1, 20)
@@ -246,15 +221,7 @@ def test_every_place_is_drawn_the_last_too() -> None:
     assert {row[-1] for row in target.tolist()} == {ord("e"), ord("f")}
 
 
-def test_files_are_joined_in_order(tmp_path: Path) -> None:
-    for name, text in (("a", "one\n"), ("b", "zwölf")):
-        (tmp_path / name).write_text(text)
-    corpus = read_corpus(plain(str(tmp_path / "a"), str(tmp_path / "b")))
-    assert len(corpus) == len("one\nzwölf".encode())
-    assert corpus.digest == corpus_of("one\nzwölf".encode(), 4).digest
-    assert corpus.digest != read_corpus(plain(str(tmp_path / "b"), str(tmp_path / "a"))).digest
-
-
+@pytest.mark.usefixtures("home")
 def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
     (tmp_path / "a").write_text("abcde")
     assert len(read_corpus(plain())) > 300_000  # what Python says of itself
@@ -264,13 +231,25 @@ def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
         read_corpus(plain(str(tmp_path / "a"), length=5))
 
 
-def test_files_may_be_a_pattern_in_the_home_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """``~`` and patterns were taken for names of files."""
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where token files are by default."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
-    (tmp_path / "texts").mkdir()
+    return tmp_path
+
+
+def plain(*files: str, length: int = 4) -> Config:
+    return Config(model=Model(factory="a:b"), data=Data(files=list(files), sequence_length=length))
+
+
+def test_files_are_joined_in_order_and_may_be_a_pattern_in_the_home_folder(home: Path) -> None:
+    """``~`` and patterns were taken for names of files."""
+    (home / "texts").mkdir()
     for name in ("b.txt", "a.txt", "[c].txt", "other"):
-        (tmp_path / "texts" / name).write_text(f"{name} ")
+        (home / "texts" / name).write_text(f"{name} ")
     assert read_corpus(plain("~/texts/?.txt")).digest == corpus_of(b"a.txt b.txt ", 4).digest
     assert read_corpus(plain("~/texts/[c].txt")).digest == corpus_of(b"[c].txt ", 4).digest
+    joined = read_corpus(plain("~/texts/b.txt", "~/texts/a.txt"))
+    assert len(joined) == len("b.txt a.txt ")
+    assert joined.digest == corpus_of(b"b.txt a.txt ", 4).digest

@@ -27,19 +27,16 @@ def path(tmp_path: Path) -> Path:
     return made
 
 
-def test_a_directory_is_seen_from_the_configuration(path: Path) -> None:
-    config = load(path)
-    assert config.model.is_transformers
-    assert config.model.pretrained is not None
-    assert beside(config, config.model.pretrained) == path.parent / "../saved"
-    assert not load(path, ["model={factory='a:b'}"]).model.is_transformers
-
-
 @pytest.mark.parametrize(
     "model",
     ["{}", "{dtype='float32'}", "{factory='a:b', config='c'}", "{pretrained='p', config='c'}"],
 )
 def test_one_of_three_keys_names_the_model(path: Path, model: str) -> None:
+    config = load(path)
+    assert config.model.is_transformers
+    assert config.model.pretrained is not None
+    assert beside(config, config.model.pretrained) == path.parent / "../saved"
+    assert not load(path, ["model={factory='a:b'}"]).model.is_transformers
     with pytest.raises(ConfigError, match=r"model = \{.*\}: should have one of the keys fac"):
         load(path, [f"model={model}"])
 
@@ -81,11 +78,8 @@ def test_labels_are_shifted_and_targets_are_not(batch: object, names: int) -> No
     assert torch.equal(inputs["input_ids"], IDS)
     assert torch.equal(target, NEXT)
     assert inputs["input_ids"].dtype == target.dtype == torch.int64
-
-
-def test_tokens_alone_are_followed_by_their_successors() -> None:
-    for batch in (IDS, {"input_ids": IDS}, [IDS]):
-        inputs, target = named_pair_of(batch)
+    for alone in (IDS, {"input_ids": IDS}, [IDS]):
+        inputs, target = named_pair_of(alone)
         assert torch.equal(inputs["input_ids"], IDS[:, :-1])
         assert torch.equal(target, IDS[:, 1:])
 

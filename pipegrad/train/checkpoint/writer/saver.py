@@ -48,9 +48,8 @@ class Status(IntEnum):
     """What the thread of a rank does. The largest one of all ranks says what the save does."""
 
     IDLE = 0
-    DONE = 1
-    FAILED = 2
-    BUSY = 3
+    DONE = 1  # well or not
+    BUSY = 2
 
 
 class Saver:
@@ -61,9 +60,6 @@ class Saver:
         run: Values of the run, as text; see `CheckedWriter`.
         written: Called on rank 0 with the folder of each checkpoint that is whole. It may run in a
             thread.
-
-    Attributes:
-        status: Of this rank's thread, for the message of metrics.
     """
 
     def __init__(
@@ -72,7 +68,6 @@ class Saver:
         self._device, self._run, self._written = device, run, written
         self._staging = Staging(device)
         self._save: _Save | None = None
-        self.status = Status.IDLE
         self._threads: list[_Save] = []
         timeout = timedelta(seconds=WRITE_SECONDS)
         group = dist.new_group(timeout=timeout, backend="gloo", group_desc="pipegrad checkpoint")
@@ -138,11 +133,10 @@ class Saver:
         """
         self._staging.wait()
 
-    def poll(self) -> Status:
-        """Updates `status` from the thread; returns it."""
-        if self._save is not None:
-            self.status = self._save.status
-        return self.status
+    @property
+    def status(self) -> Status:
+        """What this rank's thread does, for the message of metrics."""
+        return Status.IDLE if self._save is None else self._save.status
 
     def settle(self, status: Status) -> str:
         """Ends a save if all ranks have; returns why it failed, or "".
@@ -150,9 +144,7 @@ class Saver:
         Args:
             status: The largest one of all ranks.
         """
-        if self._save is None or status in (Status.BUSY, Status.IDLE):
-            return ""
-        return self.wait()
+        return self.wait() if status == Status.DONE else ""
 
     def wait(self) -> str:
         """Waits for the save; returns why it failed, or "". All ranks must call it."""
@@ -161,7 +153,6 @@ class Saver:
         ended, self._save = self._save, None
         ended.join()
         self._threads.clear()
-        self.status = Status.IDLE
         return _complaint(ended.folder, ended.step, ended.error) if ended.error else ""
 
     def close(self) -> None:
@@ -210,9 +201,7 @@ class _Save:
     @property
     def status(self) -> Status:
         """What this thread does."""
-        if not self._has_ended.is_set():
-            return Status.BUSY
-        return Status.FAILED if self.error else Status.DONE
+        return Status.DONE if self._has_ended.is_set() else Status.BUSY
 
     def stop(self) -> None:
         """Does nothing: the thread ends when its checkpoint is written, or its group is cut."""

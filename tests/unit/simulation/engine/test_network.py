@@ -36,9 +36,7 @@ def test_known_shares() -> None:
     # What one flow cannot use, because its other NIC is shared by three, goes to the other.
     assert rates(flow(0, 1), flow(0, 2), flow(3, 2), flow(4, 2)) == [8, 4, 4, 4]
     assert rates(flow(0, 1, 2.0), flow(0, 2)) == [2, 10]
-
-
-def test_known_shares_by_weight() -> None:
+    # By weight.
     assert rates(flow(0, 1), weights=[0.1]) == [12]
     assert rates(flow(0, 1), flow(0, 2), weights=[1, 2]) == [4, 8]
     assert rates(flow(0, 1, 2.0), flow(0, 2), weights=[3, 1]) == [2, 10]
@@ -68,11 +66,8 @@ def test_a_longer_round_trip_gets_less() -> None:
     """
     found = ends((1, 0, 8.0), (1, 2, 8.0), (2, 3, 100.0), (2, 4, 100.0))
     assert found[:2] == pytest.approx([1.0, 1.0 + 4 / 12])  # both together as long as the NIC takes
-
-
-def test_equal_round_trips_share_equally() -> None:
-    assert ends((0, 1, 6.0), (0, 2, 6.0)) == [1.0, 1.0]
-    assert ends((0, 2, 6.0), (1, 2, 6.0)) == [1.0, 1.0]
+    # Equal ones share equally.
+    assert ends((0, 1, 6.0), (0, 2, 6.0)) == ends((0, 2, 6.0), (1, 2, 6.0)) == [1.0, 1.0]
     assert ends((0, 1, 12.0), (1, 0, 12.0)) == [1.0, 1.0]
 
 

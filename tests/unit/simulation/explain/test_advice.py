@@ -89,40 +89,36 @@ def test_a_faster_hop_leaves_the_values_of_other_hops_alone() -> None:
     assert found.step_seconds == pytest.approx(faster)
 
 
-def test_nothing_helps_what_takes_no_time() -> None:
+def test_nothing_helps_what_takes_no_time_and_one_rank_has_no_hop() -> None:
     program = lower(build("1f1b", num_ranks=2, num_microbatches=2))
     assert advise(program, Costs((StageCosts(),) * 2)) == ()
-
-
-def test_one_rank_has_no_hop() -> None:
     program = lower(build("1f1b", num_ranks=1, num_microbatches=4))
     advice = advise(program, Costs((StageCosts(0.1, 0.2),)))
     assert [each.change for each in advice] == ["rank 0 computes 10 % faster"]
+    for step in (-1, 2):
+        with pytest.raises(ScheduleError, match="which has steps 0 to 1"):
+            explain(recorded(*program_and_costs()), step=step)
+    with pytest.raises(ScheduleError, match="which has no step that has ended"):
+        explain(replace(recorded(*program_and_costs()), step_ends=()))
 
 
-def test_exposed_reductions() -> None:
+def test_exposed_reductions_and_smaller_buckets_that_leave_earlier() -> None:
     program, costs = program_and_costs()
-    collectives = [Collective("bucket 0", (3,), (3,), 0)]
-    program = lower(program.schedule, collectives=collectives)
-    costs = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.2)})
-    bound = by_change(advise(program, costs), "reductions that take no time")
+    last = lower(program.schedule, collectives=[Collective("bucket 0", (3,), (3,), 0)])
+    slow = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.2)})
+    bound = by_change(advise(last, slow), "reductions that take no time")
     assert bound.is_bound
     assert bound.step_seconds == pytest.approx(11 * 0.03)
     # A measured step may be longer than the simulated one; the gain is a share of it.
-    measured = by_change(advise(program, costs, step_seconds=10.0), "reductions")
+    measured = by_change(advise(last, slow, step_seconds=10.0), "reductions")
     assert measured.step_seconds == pytest.approx(10 * (1 - bound.gain))
-
-
-def test_smaller_buckets_leave_earlier() -> None:
-    """The first half of a bucket is reduced inside of the last backward, which takes 20 ms."""
-    program, costs = program_and_costs()
-    program = lower(program.schedule, collectives=[Collective("bucket 0", (0,), (0,), 0)])
-    costs = replace(
-        costs, collectives={"bucket 0": CollectiveCosts(num_bytes=2, seconds=0.04, sync_bytes=2)}
-    )
-    smaller = by_change(advise(program, costs), "buckets of half the size")
+    # The first half of a bucket is reduced inside of the last backward, which takes 20 ms.
+    first = lower(program.schedule, collectives=[Collective("bucket 0", (0,), (0,), 0)])
+    times = {"bucket 0": CollectiveCosts(num_bytes=2, seconds=0.04, sync_bytes=2)}
+    halved = replace(costs, collectives=times)
+    smaller = by_change(advise(first, halved), "buckets of half the size")
     assert smaller.step_seconds == pytest.approx(11 * 0.03 + 0.03)
-    assert simulate(program, costs).step_seconds[0] == pytest.approx(11 * 0.03 + 0.04)
+    assert simulate(first, halved).step_seconds[0] == pytest.approx(11 * 0.03 + 0.04)
 
 
 def as_measured(timeline: Timeline) -> Timeline:
@@ -306,15 +302,6 @@ def test_a_step_recorded_in_part_has_no_advice() -> None:
     assert not explanation.advice
     assert explanation.notes[0].startswith("no advice: schedule '1f1b' is not complete")
     assert explanation.path.seconds == pytest.approx(timeline.seconds)
-
-
-@pytest.mark.parametrize("step", [-1, 2])
-def test_a_step_that_is_not_there(step: int) -> None:
-    program, costs = program_and_costs()
-    with pytest.raises(ScheduleError, match="which has steps 0 to 1"):
-        explain(recorded(program, costs), step=step)
-    with pytest.raises(ScheduleError, match="which has no step that has ended"):
-        explain(replace(recorded(program, costs), step_ends=()))
 
 
 def test_a_rank_without_stages_has_advice_too() -> None:

@@ -1,0 +1,97 @@
+"""What a failed step of a torch schedule leaves in torch's stages, for the transfers to go on."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+
+from pipegrad.errors import StepError
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.interop.torch_failure import TorchFailure, _backward_zeros
+
+
+def stage(**more: Any) -> Any:
+    received = SimpleNamespace(buffer=torch.full((2, 3), 7.0, dtype=torch.bfloat16))
+    root = SimpleNamespace()  # an argument of the user: nobody waits for its gradient
+    return SimpleNamespace(
+        has_backward=True,
+        fwd_cache={0: "zeros", 1: "other"},
+        bwd_cache={},
+        args_recv_info={0: (received, root)},
+        **more,
+    )
+
+
+def test_a_failed_backward_sends_zeros_of_what_was_received() -> None:
+    failed = stage()
+    _backward_zeros(failed, 0)
+    gradient, none = failed.bwd_cache[0]
+    assert none is None
+    assert gradient.dtype == torch.bfloat16
+    assert torch.equal(gradient, torch.zeros(2, 3, dtype=torch.bfloat16))
+    assert failed.fwd_cache == {1: "other"}
+
+
+def test_where_torch_makes_zeros_itself_it_gets_none() -> None:
+    failed = stage(_get_grad_send_meta=lambda: None)
+    _backward_zeros(failed, 0)
+    assert failed.bwd_cache == {0: (None, None)}
+
+
+def test_an_evaluation_that_failed_sends_no_gradients() -> None:
+    failed = stage()
+    failed.has_backward = False
+    _backward_zeros(failed, 0)
+    assert failed.bwd_cache == {}
+
+
+def failing(schedule: Any, stage: Any) -> TorchFailure:
+    failure = TorchFailure(schedule, cast("GradientSync", None))
+    failure.follow(stage)
+    return failure
+
+
+class Schedule:
+    """A schedule whose stages learn in the first step what they receive, as torch's do."""
+
+    def __init__(self) -> None:
+        parts = (
+            *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
+            *("perform_reduce_grad", "scale_grads", "_recv_meta"),
+            *("_prepare_forward_infra", "_prepare_backward_infra"),
+        )
+        self.stage = SimpleNamespace(**{part: lambda *_: None for part in parts})
+        self.stage._inference_mode, self.stage.stage_index = None, 0
+        self._has_backward, self._is_ready = False, False
+
+    def _maybe_compute_loss(self) -> None: ...
+
+    def _maybe_get_loss(self) -> None: ...
+
+    def _initialize_stages(self) -> str:
+        if not self._is_ready:
+            self.stage._prepare_forward_infra()
+        self._is_ready = True
+        return "ready"
+
+
+def test_a_step_that_failed_before_its_transfers_makes_them_where_stages_have_learned() -> None:
+    """Otherwise the other ranks wait for them."""
+    schedule = Schedule()
+    failure = failing(schedule, schedule.stage)
+    assert schedule._initialize_stages() == "ready"
+    failure.begin()
+    failure.error = StepError("a batch of another size")
+    assert schedule._initialize_stages() == "ready"
+
+
+def test_a_step_that_failed_before_stages_have_learned_leaves_them_as_they_were() -> None:
+    schedule = Schedule()
+    failure = failing(schedule, schedule.stage)
+    failure.begin()
+    failure.error = StepError("a batch of another size")
+    with pytest.raises(StepError, match="another size"):
+        schedule._initialize_stages()
