@@ -58,11 +58,15 @@ class Conventions:
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
             computes none, or one that is no mean, or several means, or one that was given to it.
+        accepts: Names of the arguments of its forward; None if it takes any.
     """
 
     def __init__(self, model: nn.Module) -> None:
         inner = inner_model(model)
         self._model = type(model).__name__
+        parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
+        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.accepts = None if takes_any else frozenset(p.name for p in parameters)
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._shifts = False

@@ -43,6 +43,7 @@ class CutStage(Stage):
         outputs = (*part.outputs, LOSS) if labels else part.outputs
         inputs = (*part.inputs, BATCH)
         super().__init__(part.module, index, inputs, outputs, recompute=recompute)
+        self.accepts = conventions.accepts
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels

@@ -215,6 +215,7 @@ class Scheduler:
             batches=Batches(
                 pipeline.wiring,
                 self._stages,
+                accepts=next((stage.accepts for stage in pipeline.stages), None),
                 has_loss=pipeline.loss_fn is not None,
                 whole=whole,
                 labels=pipeline.labels,

@@ -58,6 +58,7 @@ class Batches:
     Args:
         wiring: Which external inputs stages take.
         stages: The stages of this rank.
+        accepts: Names of what stages take that take everything; None if it may be anything.
         has_loss: Whether there is a loss_fn.
         whole: Names of values that every microbatch gets whole.
         labels: Names of the inputs that are the target, too.
@@ -74,6 +75,7 @@ class Batches:
         wiring: Wiring,
         stages: Collection[int],
         *,
+        accepts: Collection[str] | None = None,
         has_loss: bool,
         whole: Collection[str],
         labels: Sequence[str] = (),
@@ -82,6 +84,7 @@ class Batches:
         self._rest = next((name for name in wiring.external if name.startswith(REST)), None)
         self._external = [name for name in wiring.external if name != self._rest]
         self._labels = labels
+        self._accepts = accepts
         needed = {s for i in stages for s in wiring.taken[i] if isinstance(s, str)}
         self._needed = sorted(needed - {self._rest})
         self._links = list(dict.fromkeys(link.name for link in wiring.links))
@@ -144,9 +147,9 @@ class Batches:
                 f"{len(inputs)} inputs, expected at most {self._external}; the loss gets target=, "
                 f"and a tuple or list that is an input itself is given by name"
             )
-        unknown = [name for name in named if name not in self._external]
-        if unknown and self._rest is None:
-            raise StepError(f"no stage takes {unknown}; from outside they take {self._external}")
+        unknown = [name for name in named if not self._is_taken(name)]
+        if unknown:
+            raise StepError(f"no stage takes {unknown}; from outside they take {self._taken}")
         values = dict(zip(self._external, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):
             twice = [name for name in more if name in values]
@@ -155,22 +158,33 @@ class Batches:
             values |= more
         return values
 
+    def _is_taken(self, name: str) -> bool:
+        """Returns whether a stage takes an input of a name."""
+        if self._rest is None:
+            return name in self._external
+        return self._accepts is None or name in self._accepts
+
+    @property
+    def _taken(self) -> list[str]:
+        """The names of all inputs, for messages."""
+        return self._external if self._rest is None else sorted(self._accepts or ())
+
     def _of_stages(self, fields: Mapping[str, object], target: object) -> _Values:
         """Returns the inputs that a mapping holds. What else it holds must be in the target."""
-        if self._rest is not None:
-            return dict(fields)
-        known = {*self._external, "target"}
+        others = {
+            key: x for key, x in fields.items() if key != "target" and not self._is_taken(key)
+        }
         # The batches of Hugging Face's collators have the labels among the inputs.
         in_target = {id(target), *map(id, leaves_of({"": target}).values())}
-        extra = [key for key, x in fields.items() if key not in known and id(x) not in in_target]
+        extra = [key for key, x in others.items() if id(x) not in in_target]
         if extra:
             raise StepError(
-                f"no stage takes {extra}; from outside they take {self._external}. A mapping alone "
+                f"no stage takes {extra}; from outside they take {self._taken}. A mapping alone "
                 f"gives inputs by name: leave out what no stage takes, or give it as target=. A "
                 f"mapping that is an input itself is given by name, as in "
-                f"step({[*self._external, 'x'][0]}=...)"
+                f"step({[*self._taken, 'x'][0]}=...)"
             )
-        return {name: value for name, value in fields.items() if name in known}
+        return {name: value for name, value in fields.items() if name not in others}
 
     def _own(self, given: _Values, *, needs_target: bool) -> _Values:
         """Returns what the stages of this rank take, and the target of the last stage."""

@@ -120,7 +120,7 @@ def test_gradients_flow_into_the_graph_of_every_tensor_of_a_tree(
     for part in parts:
         for _, leaf in flat(part)[0]:
             leaf.square().sum().backward()  # type: ignore[attr-defined]
-    batch.outer.backward()
+    batch.outer.backward(1.0)
 
     times = number if ready else 1
     for _, leaf in leaves:
@@ -294,6 +294,28 @@ def test_what_may_belong_to_one_sample_or_to_no_stage_is_refused(case: str) -> N
 
     with pytest.raises(StepError, match=re.escape(words)):
         cut(batches(), *inputs, **options)
+
+
+def test_a_cut_model_is_given_what_its_forward_takes_and_nothing_else() -> None:
+    wiring = wire({0: (("**batch",), ("x",), ()), 1: (("x", "**batch"), ("x",), ())})
+    own, any_ = (
+        Batches(wiring, range(2), accepts=accepts, has_loss=True, whole=())
+        for accepts in ({"x", "scale"}, None)
+    )
+    given = {"x": X, "labels": Y}
+    # The call of docs/scheduler.md: labels that are the target are for nobody else.
+    assert cut(own, given, target=Y)["**batch"][0].keys() == {"x"}
+    assert cut(any_, given, target=Y)["**batch"][0].keys() == {"x", "labels"}
+    words = "no stage takes ['labels']; from outside they take ['scale', 'x']"
+    refused: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((given,), {"target": X.clone()}),
+        ((), {"target": Y, **given}),
+        ((), {"microbatches": [{"x": X}, given]}),
+    ]
+    for inputs, named in refused:
+        with pytest.raises(StepError, match=re.escape(words)):
+            cut(own, *inputs, **named)
+    assert cut(own, {"x": X, "scale": 2.0, "target": Y})["**batch"][1]["scale"] == 2.0
 
 
 # Ready.
