@@ -178,12 +178,12 @@ def sealed(content: Mapping[str, Any]) -> dict[str, Any]:
     return {**own, _OWN: zlib.crc32(json.dumps(own, sort_keys=True).encode())}
 
 
-def read_checksums(folder: Path) -> Checksums | None:
-    """Returns the checksums of a checkpoint; None if it has none.
+def read_checksums(folder: Path) -> Checksums:
+    """Returns the checksums of a checkpoint.
 
     Raises:
         DamageError: If the file is damaged, or the bytes of ``.metadata`` have changed.
-        OSError: If a file cannot be read.
+        OSError: If a file is not there, or cannot be read.
     """
     try:
         content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -193,8 +193,6 @@ def read_checksums(folder: Path) -> Checksums | None:
         pieces = [Piece(**piece) for piece in content.pop("pieces")]
         checksums = Checksums(**content, pieces=pieces)
         run = dict(checksums.run)
-    except FileNotFoundError:
-        return None
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise DamageError(f"{CHECKSUMS} is damaged") from error
     if zlib.crc32((folder / METADATA).read_bytes()) != checksums.metadata:

@@ -13,7 +13,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.checksums import CHECKSUMS, Checksums, DamageError, ReadError
+from pipegrad.train.checkpoint.checksums import Checksums, DamageError, ReadError
 from pipegrad.train.checkpoint.folders import step_of
 from pipegrad.train.checkpoint.validate import damage_of, read_metadata, verify
 from pipegrad.train.checkpoint.writer.saver import failure_message
@@ -69,7 +69,7 @@ def resume(
     damaged = tuple(folders[: folders.index(folder)])
     keys = {key for own in agree("what is held", state.keys) for key in own}
     agree("the checkpoint", lambda: state.check(config, metadata, state_names, keys))
-    notes += _differences(folder, checksums, run)
+    notes += _differences(checksums, run)
     try:
         num_steps = state.load(folder, metadata)
         notes += state.restore(num_steps)
@@ -91,11 +91,11 @@ def resume(
 
 def _first_whole(
     config: Config, folders: Sequence[Path]
-) -> tuple[Path, Metadata, Checksums | None, list[str]]:
+) -> tuple[Path, Metadata, Checksums, list[str]]:
     """Returns the first checkpoint that is whole, what it has, and notes on those before it."""
     notes = list[str]()
     for folder, before in zip(folders, [*folders[1:], None], strict=True):
-        read: list[tuple[Metadata, Checksums | None]] = []
+        read: list[tuple[Metadata, Checksums]] = []
         try:
             complaint = _damage(folder, read)
         except ReadError as error:
@@ -114,7 +114,7 @@ def _first_whole(
     raise AssertionError("there is a checkpoint to read")
 
 
-def _damage(folder: Path, read: list[tuple[Metadata, Checksums | None]]) -> str:
+def _damage(folder: Path, read: list[tuple[Metadata, Checksums]]) -> str:
     """Verifies a checkpoint on all ranks; returns the damage, the same on all ranks, or "".
 
     Args:
@@ -136,8 +136,6 @@ def _damage(folder: Path, read: list[tuple[Metadata, Checksums | None]]) -> str:
     if complaints := _of_all_ranks("the checkpoint", complaint):
         return complaints[0]
     checksums = read[0][1]
-    if checksums is None:
-        return ""
     messages = _of_all_ranks("the checksums", lambda: verify(folder, checksums))
     return damage_of(messages) if messages else ""
 
@@ -166,11 +164,8 @@ def _named(config: Config, folder: Path) -> str:
     return "" if folder == path_of(config.train.resume or "") else f"{folder}: "
 
 
-def _differences(folder: Path, checksums: Checksums | None, run: Mapping[str, str]) -> list[str]:
+def _differences(checksums: Checksums, run: Mapping[str, str]) -> list[str]:
     """Returns notes on differences between this run and the one that wrote a checkpoint."""
-    if checksums is None:
-        note = f"train.resume: {folder} has no {CHECKSUMS}, so its bytes were not verified: "
-        return [f"{note}an older version wrote it, or the file was removed"]
     saved = checksums.run
     changed = [
         f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"

@@ -21,7 +21,6 @@ from pipegrad.errors import WeightsError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.weights.files import listed
 from pipegrad.train.checkpoint.checksums import (
-    CHECKSUMS,
     METADATA,
     STEP,
     Checksums,
@@ -104,11 +103,6 @@ def _read(folder: Path) -> tuple[Metadata, Checksums]:
     """Returns metadata and checksums, after the bytes of the model were verified."""
     try:
         metadata, checksums = read_metadata(folder)
-        if checksums is None:
-            raise DamageError(
-                f"has no {CHECKSUMS}, so nobody knows whether its bytes are those that were "
-                f"written: restore the file; torch.distributed.checkpoint reads without it"
-            )
         messages = damaged(folder, [p for p in checksums.pieces if _is_read(p.key)])
     except DamageError as error:
         raise WeightsError(f"{folder} {error}") from error

@@ -24,8 +24,8 @@ from pipegrad.train.config import Config
 _NAMES_SHOWN = 4  # names that a message lists
 
 
-def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
-    """Returns the metadata of a checkpoint, and its checksums if it has any.
+def read_metadata(folder: Path) -> tuple[Metadata, Checksums]:
+    """Returns the metadata of a checkpoint, and its checksums.
 
     Raises:
         DamageError: If the folder is not a whole checkpoint, or a file is damaged. The message says
@@ -49,6 +49,12 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
         complaint = f"is not a whole checkpoint: it has no {METADATA}"
         if not folder.exists():
             complaint = "there is no such folder, seen from the working directory"
+        elif (folder / METADATA).exists():
+            complaint = (
+                f"has no {CHECKSUMS}, so nobody knows whether its bytes are those that were "
+                f"written: restore the file, or take another checkpoint; "
+                f"torch.distributed.checkpoint reads without it"
+            )
         raise DamageError(complaint) from error
     except NotADirectoryError as error:
         complaint = f"{error.filename} cannot be read: {error.strerror}"
@@ -57,10 +63,8 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums | None]:
         raise ReadError(f"{error.filename} cannot be read: {error.strerror}") from error
 
 
-def _refuse_other_pieces(metadata: Metadata, checksums: Checksums | None) -> None:
+def _refuse_other_pieces(metadata: Metadata, checksums: Checksums) -> None:
     """Refuses checksums that are not of all pieces: some bytes would not be verified."""
-    if checksums is None:
-        return
     stored = {(i.relative_path, i.offset, i.length) for i in metadata.storage_data.values()}
     if stored != {(piece.file, piece.offset, piece.length) for piece in checksums.pieces}:
         raise DamageError(f"{CHECKSUMS} is of another checkpoint")

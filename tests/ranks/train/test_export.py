@@ -6,6 +6,7 @@ import json
 import os
 import pickle
 import shutil
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import pipegrad
 from pipegrad.cli import main
 from pipegrad.errors import WeightsError
 from pipegrad.testing import run_ranks
+from pipegrad.train.checkpoint.checksums import sealed
 from tests.support.train.factories import counting, tied
 from tests.support.train.jobs import EXAMPLES, trainer_of, with_job
 
@@ -210,8 +212,11 @@ def test_nothing_in_the_files_runs(tmp_path: Path) -> None:
         def __reduce__(self) -> tuple[Any, tuple[str]]:
             return os.mkdir, (str(tmp_path / "sprung"),)
 
-    (tmp_path / ".metadata").write_bytes(pickle.dumps(Trap()))
-    with pytest.raises(WeightsError, match=r"\.metadata"):
+    trap = pickle.dumps(Trap())
+    (tmp_path / ".metadata").write_bytes(trap)
+    checksums = {"pipegrad": "", "run": {}, "metadata": zlib.crc32(trap), "pieces": []}
+    (tmp_path / "checksums.json").write_text(json.dumps(sealed(checksums)))
+    with pytest.raises(WeightsError, match=r"\.metadata names posix\.mkdir, which no checkpoint needs"):
         pipegrad.load(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
