@@ -165,6 +165,7 @@ def run_first_step(
     except PipegradError:
         # All ranks raise it, with the step behind them: what the step has left goes on all ranks.
         context.codings.feedback.drop_pending()
+        context.losses.forget_unread()
         if not forward_only:
             context.sync.drop_gradients()
         raise

@@ -119,6 +119,10 @@ class Losses:
             if not message.is_refused:
                 message.refuse_wrong(of=" of the step before the last one")
 
+    def forget_unread(self) -> None:
+        """Lets `refuse_earlier` look at no step so far: all ranks have refused the last one."""
+        self._unread.clear()
+
     def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
         """Returns where the losses of a step are collected; see `LossTerms`."""
         return LossTerms(
