@@ -371,7 +371,11 @@ class LiveParameter:
         if self.buffer is None:
             self._divide()
         else:
-            has_any = self._has_result and self.buffer.anybody_contributed(self.record.key)
+            # As in one process, a result that was zeroed, and not set to None, stays zeros if nobody
+            # contributed: zeros have travelled.
+            has_any = self._has_result and (
+                self._is_clean or self.buffer.anybody_contributed(self.record.key)
+            )
             if self.placed.is_sharded:
                 self._set_main_gradient(self.buffer if has_any else None)
             elif not has_any:

@@ -283,3 +283,53 @@ def test_clipping_takes_sparse_gradients_and_measures_fp64_in_fp64(dtype: torch.
         expected = (gradient * (0.5 / (goal + 1e-6))).to(dtype)
         torch.testing.assert_close(parameter.grad.to_dense(), expected, rtol=bound, atol=0)
     sync.close()
+
+
+class TwoLayers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.uses_last = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.first(x)
+        return self.last(out) if self.uses_last else out
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("set_to_none", [False, True])
+@pytest.mark.parametrize("handler", ["data-parallel", "sharded", "owned"])
+def test_a_zeroed_gradient_of_an_unused_parameter_stays_zeros(
+    handler: str, set_to_none: bool
+) -> None:
+    """AdamW decays a parameter whose gradient is zeros, and not one whose gradient is None."""
+    torch.manual_seed(0)
+    module, alone = TwoLayers(), TwoLayers()
+    alone.load_state_dict(module.state_dict())
+    scheduler = Scheduler(
+        [Stage(module, 0)],
+        Topology.create(pipeline=1),
+        schedule="gpipe",
+        num_microbatches=1,
+        loss_fn=nn.MSELoss(),
+        handlers=["pipeline-shared", handler],
+    )
+    options: Any = {"lr": 1e-2, "weight_decay": 0.5, "eps": 1e-2}
+    optimizer = scheduler.optimizer(torch.optim.AdamW, **options)
+    of_alone = torch.optim.AdamW(alone.parameters(), **options)
+    for uses_last in (True, False, False, True):
+        module.uses_last = alone.uses_last = uses_last
+        x, y = torch.randn(2, 2, 8, 4)
+        assert scheduler.step(x[rank()], target=y[rank()]).loss > 0
+        nn.MSELoss()(alone(x.flatten(0, 1)), y.flatten(0, 1)).backward()
+        given = scheduler.sync.main_parameters()
+        for one in given:
+            whole = alone.get_parameter(one.record.name).grad
+            assert (one.tensor.grad is None) is (whole is None), one.record.name
+        for each in (optimizer, of_alone):
+            each.step()
+            each.zero_grad(set_to_none=set_to_none)
+        scheduler.sync.wait_parameters()
+        for name, parameter in module.named_parameters():
+            torch.testing.assert_close(parameter, alone.get_parameter(name), rtol=1e-5, atol=1e-6)
+    scheduler.close()
