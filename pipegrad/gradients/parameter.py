@@ -371,8 +371,8 @@ class LiveParameter:
         if self.buffer is None:
             self._divide()
         else:
-            # As in one process, a result that was zeroed, and not set to None, stays zeros if nobody
-            # contributed: zeros have travelled.
+            # As in one process, a result that was zeroed, and not set to None, stays zeros if no
+            # rank contributed: zeros have travelled.
             has_any = self._has_result and (
                 self._is_clean or self.buffer.anybody_contributed(self.record.key)
             )

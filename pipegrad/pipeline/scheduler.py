@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any
@@ -30,6 +31,7 @@ from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.adapting import Adapting
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
+from pipegrad.pipeline.batch.repeated import level_of_caller
 from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec
 from pipegrad.pipeline.coding.coding import Codings
 from pipegrad.pipeline.coding.worth import HopsChooser
@@ -185,6 +187,7 @@ class Scheduler:
         # number has ended on all ranks.
         self._kinds: dict[tuple[bool, int], StepKind] = {}
         self._closed = False
+        self._knows_modes = False  # whether it has looked for dropout in evaluation mode
 
     def _make_context(
         self, pipeline: WiredPipeline, depth: int, whole: frozenset[str]
@@ -309,6 +312,9 @@ class Scheduler:
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
+        if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
+            self._knows_modes = True
+            _warn_of_evaluation_mode([stage.module for stage in self._stages.values()])
         with self.sync.bounded(f"scheduler.step() {self._context.notice.step + 1}"):
             return self._run(batch, forward_only=False)
 
@@ -544,6 +550,25 @@ class Scheduler:
         """Makes ranks fail that run a step which this rank cannot take."""
         self._context.notice.fail(error)  # first: the ranks that fail next find the cause there
         self._context.edges.cut()
+
+
+def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module]) -> None:
+    """Warns of dropout in a training step whose modules are all in evaluation mode."""
+    parts = [named for module in modules for named in module.named_modules()]
+    drops = next((name for name, part in parts if _has_dropout(part)), None)
+    if drops is not None and not any(part.training for _, part in parts):
+        warnings.warn(
+            f"a training step, and all modules of this rank are in evaluation mode, so {drops!r} "
+            f"drops nothing out. from_pretrained() of transformers returns such models. Call "
+            f"train() of the model before the cut, or of each stage's module",
+            stacklevel=level_of_caller(),
+        )
+
+
+def _has_dropout(module: torch.nn.Module) -> bool:
+    is_dropout = "Dropout" in type(module).__name__
+    own = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
+    return any(isinstance(p, float) and p > 0 for p in own)
 
 
 @contextlib.contextmanager

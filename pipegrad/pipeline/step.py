@@ -272,12 +272,7 @@ class StepKind:
             terms = self._make_terms(divisor)
             number = self.program.schedule.num_microbatches
             inputs, targets = context.batches.cut(batch, number, needs_target=training)
-            if is_weighted and context.sync.is_accumulating and not context.batches.outer.is_empty:
-                raise StepError(
-                    "an input comes from a graph of yours, in a step inside accumulate() with "
-                    "loss_reduction='token_mean': its gradient would be divided by the weights of "
-                    "later steps. Give the input without its graph, or accumulate no steps"
-                )
+            self._check_targets(batch, targets)
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
                 context.sync.prepare(divisor=None if is_weighted else divisor)
@@ -311,6 +306,19 @@ class StepKind:
         )
         context.codings.feedback.end(result.failure_reader())
         return result
+
+    def _check_targets(self, batch: Batch, targets: Sequence[object] | None) -> None:
+        """Warns of labels that do not all count, and refuses what would be divided twice."""
+        context = self._context
+        if not self.program.forward_only and batch.loss_divisor is None:
+            context.losses.look_at_labels(targets, context.loss_fn)
+        has_graph = not context.batches.outer.is_empty
+        if has_graph and context.losses.is_weighted and context.sync.is_accumulating:
+            raise StepError(
+                "an input comes from a graph of yours, in a step inside accumulate() with "
+                "loss_reduction='token_mean': its gradient would be divided by the weights of "
+                "later steps. Give the input without its graph, or accumulate no steps"
+            )
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.

@@ -30,6 +30,7 @@ several steps are divided by all their weights.
 from __future__ import annotations
 
 import math
+import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -42,10 +43,12 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.tape import Tape
 from pipegrad.pipeline.batch.passed import Numbers, Passed
+from pipegrad.pipeline.batch.repeated import level_of_caller
 from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
 from pipegrad.pipeline.loss.terms import LossTerms
 from pipegrad.topology import Topology
 
+IGNORED = -100  # the label that torch's losses ignore by default
 _NONE: Numbers = {}
 
 
@@ -87,6 +90,7 @@ class Losses:
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[dist.Work] = deque()
         self._passed = Passed(topology)
+        self._knows_labels = False  # whether `look_at_labels` has nothing more to say
         self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
             self._group = new_group(ranks, "pipegrad loss", device)
@@ -133,6 +137,36 @@ class Losses:
             expected=self._learned.get(forward_only),
             taken=self._auxiliary,
         )
+
+    def look_at_labels(self, targets: Sequence[object] | None, loss_fn: object) -> None:
+        """Warns, once, of a mean of means over labels that do not all count.
+
+        Args:
+            targets: For each microbatch, on the rank of the last stage.
+            loss_fn: As the Scheduler was given it, or bound.
+
+        Sync: on a device the host waits, in the first step alone.
+        """
+        if targets is None or self._knows_labels or self.is_weighted:
+            return
+        self._knows_labels = self._device.type != "cpu"
+        loss_fn = getattr(loss_fn, "function", loss_fn)
+        ignored = getattr(loss_fn, "ignore_index", IGNORED)
+        labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
+        if len(labels) < len(targets) or getattr(loss_fn, "reduction", "mean") != "mean":
+            return
+        counts = [int((x != ignored).sum()) for x in labels]
+        if len({count / max(x.numel(), 1) for count, x in zip(counts, labels, strict=True)}) > 1:
+            self._knows_labels = True
+            most = f"{max(counts) / min(counts):.3g} times" if min(counts) else "infinitely"
+            warnings.warn(
+                f"targets have {ignored}, which a loss ignores, and microbatches have "
+                f"{min(counts)} to {max(counts)} labels that count. If loss_fn is a mean over them, a "
+                f"label of one microbatch weighs {most} as much as one of another, and the loss "
+                f"is not that of one process: make the Scheduler with "
+                f"loss_reduction='token_mean', and return (sum of losses, number of labels)",
+                stacklevel=level_of_caller(),
+            )
 
     def divisor(self, terms: LossTerms) -> Tensor | None:
         """Returns what gradients are to be divided by; None in a step that only accumulates.
