@@ -43,8 +43,9 @@ from pipegrad.errors import (
 
 FAILED_ELSEWHERE = "a step failed on another rank"
 # What torch's backends say when another rank is gone, and what pipegrad says of others.
+_CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
 _OF_OTHERS = re.compile(
-    r"gloo|NCCL|[Cc]onnection|on another rank|another rank failed|key-value store|nothing heard"
+    rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
 )
 
 
@@ -318,6 +319,14 @@ def failure_of(error: BaseException) -> Failure:
     notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
     words, failed = " ".join([words, *notes]), failed_at(error)
     return Failure(words, follows, began or time.time(), absent, failed=failed)
+
+
+def has_lost_connection(error: BaseException) -> bool:
+    """Returns whether an error says that a connection to another rank is gone, on any rank."""
+    # An interrupt cuts connections, too, and says so before: then it is the cause.
+    if not isinstance(error, dist.DistError | RuntimeError) or _is_raised_by_user(error):
+        return False
+    return bool(_CONNECTION.search(str(error)))
 
 
 def is_of_others(words: str) -> bool:

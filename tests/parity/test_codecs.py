@@ -196,8 +196,11 @@ def truth(case: Case) -> tuple[Seen, Tensor]:
         total = torch.zeros((), dtype=torch.float64)
         parts = zip(*(whole.chunk(MICROBATCHES) for whole in batch(case, number)), strict=True)
         for microbatch, (part, wanted) in enumerate(parts):
-            loss = loss_of(alone(case, every, part, microbatch, errors), wanted) / MICROBATCHES
-            total += backward(loss).detach()
+            loss = loss_of(alone(case, every, part, microbatch, errors), wanted)
+            total += backward(loss).detach() / MICROBATCHES
+        for parameter in blocks.parameters():
+            if parameter.grad is not None:
+                parameter.grad /= MICROBATCHES
         return total
 
     optimizer = torch.optim.SGD(blocks.parameters(), lr=1.0)

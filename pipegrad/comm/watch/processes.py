@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+import torch.distributed as dist
 from torch.distributed.distributed_c10d import Store
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -117,6 +118,10 @@ class Processes:
         """Says that this process may end from now on."""
         self._store.set(f"{self._prefix}/left/{self._rank}", "")
 
+    def end(self, words: str) -> None:
+        """Says that this process, or its use of the process group, has ended, after what."""
+        self._store.set(f"{self._prefix}/ended/{self._rank}", words)
+
     def has_lost(self) -> bool:
         """Returns whether a process has ended without `leave`."""
         for rank, process in self._others.items():
@@ -140,6 +145,10 @@ class Processes:
 
     def sign(self, rank: int) -> str:
         """Returns in words what is known of a process that has not answered."""
+        ended = f"{self._prefix}/ended/{rank}"
+        with suppress(dist.DistError, RuntimeError):  # the store may be gone
+            if self._store.check([ended]):
+                return f"has ended after {self._store.get(ended).decode()}"
         process = self._others.get(rank)
         if process is None:
             return _SIGNS[""]

@@ -36,7 +36,7 @@ from torch.distributed.distributed_c10d import Store
 
 from pipegrad.comm.activity import Activity, activities, give_back
 from pipegrad.comm.agreement import store
-from pipegrad.comm.failures import Failure, failure_of
+from pipegrad.comm.failures import Failure, failure_of, has_lost_connection
 from pipegrad.comm.process_groups import cut_all
 from pipegrad.comm.watch.failure_report import STALLED, FailureReport, make_report
 from pipegrad.comm.watch.launcher import tell_launcher
@@ -61,6 +61,7 @@ _JOIN_SECONDS = 1.0
 _SUSPENDED_SECONDS = 5.0  # between two looks: this process did not run meanwhile
 _LINE_SECONDS = 10.0  # until a line says for whom an agreement waits; then doubled
 _has_alarm = False  # whether any watch of this process has one
+_last_verb = "nothing"  # that has ended well
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
@@ -112,7 +113,7 @@ class Watch:
 
     # What the main thread calls.
 
-    def fail(self, error: BaseException, note: str = "") -> FailureReport:
+    def fail(self, error: BaseException, note: str = "", words: str = "") -> FailureReport:
         """Tells all ranks that this one has failed for good; returns the report of the job.
 
         It takes some seconds at most.
@@ -120,9 +121,10 @@ class Watch:
         Args:
             error: What was raised.
             note: Follows the error in the report, if it is the cause.
+            words: Follow the cause, if it is another rank.
         """
         self._failure = replace(failure_of(error), note=note)
-        self._raise_alarm("")
+        self._raise_alarm(words)
         return self.report()
 
     def report(self) -> FailureReport:
@@ -156,6 +158,18 @@ class Watch:
         if self.minds_ends and self.end_seconds < threading.TIMEOUT_MAX:
             _call_after(self.end_seconds, _end_late)
 
+    def end(self) -> None:
+        """Says, to ranks that may still wait for this one, that it has ended without a failure."""
+        if self.has_alarm:
+            return
+        thread = threading.Thread(target=self._end, daemon=True)  # the network may be cut
+        thread.start()
+        thread.join(_JOIN_SECONDS)
+
+    def _end(self) -> None:
+        with contextlib.suppress(Exception):
+            self._processes.end(_last_verb)
+
     # The thread that never blocks.
 
     def _watch(self) -> None:
@@ -188,7 +202,9 @@ class Watch:
                 return
             elif now - self._alarm_since > self._patience_seconds:
                 self._take(self._own_report(self._no_store))
-        self._stopped.set()
+        if not self._stopped.is_set():
+            self._stopped.set()
+            self.end()
 
     @property
     def _patience_seconds(self) -> float:
@@ -403,22 +419,31 @@ def watch() -> Watch | None:
 class Bounded(Activity):
     """An activity that a watch ends if it takes too long. It is part of a verb, on the main thread.
 
-    After an alarm of any rank, an error inside becomes a StallError with the cause.
+    After an alarm of any rank, an error inside becomes a StallError with the cause. A lost
+    connection is an alarm: nobody can go on without that rank.
     """
 
     __slots__ = ()
 
     def __exit__(self, *raised: object) -> None:
+        global _last_verb  # noqa: PLW0603 - whoever waits for this rank is told what it did last
         super().__exit__(*raised)
-        if not _has_alarm:
-            return
-        # Also a verb that has ended well: after an alarm other ranks have ended.
         error, world = raised[1], dist.group.WORLD
-        if isinstance(error, StallError) or world is None:
+        if error is None and self.within_seconds is not None:
+            _last_verb = self.what
+        is_lost = isinstance(error, Exception) and has_lost_connection(error)
+        if not (_has_alarm or is_lost) or isinstance(error, StallError) or world is None:
             return
         own = _watches.get(world)
-        if own is not None and own.has_alarm and (error is None or isinstance(error, Exception)):
+        if own is None or not (error is None or isinstance(error, Exception)):
+            return
+        # Also a verb that has ended well: after an alarm other ranks have ended.
+        if own.has_alarm:
             raise StallError(own.report().cause) from error
+        if is_lost and error is not None:
+            # A symptom: another rank has ended, or its machine is gone. The watch knows more.
+            words = f"Rank {dist.get_rank()} lost the connection in {self.what}"
+            raise StallError(own.fail(error, words=words).cause) from error
 
 
 def _is_of_torchrun() -> bool:
@@ -451,6 +476,7 @@ def _end_late() -> None:
 def _stop(watched: ref[Watch]) -> None:
     own = watched()
     if own is not None:
+        own.end()
         own.stop()
 
 

@@ -161,9 +161,9 @@ class Losses:
             most = f"{max(counts) / min(counts):.3g} times" if min(counts) else "infinitely"
             warnings.warn(
                 f"targets have {ignored}, which a loss ignores, and microbatches have "
-                f"{min(counts)} to {max(counts)} labels that count. If loss_fn is a mean over them, a "
-                f"label of one microbatch weighs {most} as much as one of another, and the loss "
-                f"is not that of one process: make the Scheduler with "
+                f"{min(counts)} to {max(counts)} labels that count. If loss_fn is a mean over "
+                f"them, a label of one microbatch weighs {most} as much as one of another, and the "
+                f"loss is not that of one process: make the Scheduler with "
                 f"loss_reduction='token_mean', and return (sum of losses, number of labels)",
                 stacklevel=level_of_caller(),
             )

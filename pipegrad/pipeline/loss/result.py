@@ -10,8 +10,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pipegrad.comm.activity import Activity
 from pipegrad.comm.tape import Tape
+from pipegrad.comm.watch.watch import Bounded
 from pipegrad.errors import StepError
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
 
@@ -66,7 +66,7 @@ class Message:
         """
         if self._work is not None:
             began = self._tape.now()
-            with Activity("the loss of a step", self._ranks):
+            with Bounded("the loss of a step", self._ranks):
                 self._work.wait()
             self._tape.note("wait for ranks", "the loss of all ranks", began)
             self._work = None

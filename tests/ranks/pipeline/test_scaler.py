@@ -54,8 +54,10 @@ def overflow(module: nn.Module, step: int) -> None:
 def one_process(
     whole: nn.Module, make: Any, steps: int, clip: float = float("inf"), **options: Any
 ) -> tuple[list[float], list[float], list[float]]:
-    """Trains, the batch in microbatches, as torch's documentation does; returns losses, scales and
-    norms."""
+    """Trains, the batch in microbatches; returns losses, scales and norms.
+
+    Complete gradients are divided.
+    """
     optimizer, scaler = make(whole.parameters()), torch.amp.GradScaler("cpu", **options)
     losses, scales, norms = [], [], []
     for step in range(steps):
@@ -63,8 +65,11 @@ def one_process(
         losses.append(0.0)
         for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
             loss = mse_loss(whole(rows), wanted)
-            scaler.scale(loss / 2).backward()
+            scaler.scale(loss).backward()
             losses[-1] += loss.item() / 2
+        for parameter in whole.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= 2
         if math.isfinite(clip):
             overflow(whole, step)
             scaler.unscale_(optimizer)

@@ -216,7 +216,7 @@ def test_nothing_in_the_files_runs(tmp_path: Path) -> None:
     (tmp_path / ".metadata").write_bytes(trap)
     checksums = {"pipegrad": "", "run": {}, "metadata": zlib.crc32(trap), "pieces": []}
     (tmp_path / "checksums.json").write_text(json.dumps(sealed(checksums)))
-    with pytest.raises(WeightsError, match=r"\.metadata names posix\.mkdir, which no checkpoint needs"):
+    with pytest.raises(WeightsError, match=r"\.metadata names posix\.mkdir, which no checkpoint"):
         pipegrad.load(tmp_path)
     assert not (tmp_path / "sprung").exists()
 
