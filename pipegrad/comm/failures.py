@@ -42,6 +42,7 @@ from pipegrad.errors import (
 )
 
 FAILED_ELSEWHERE = "a step failed on another rank"
+_FAILED_BEFORE = "failed before"
 # What torch's backends say when another rank is gone, and what pipegrad says of others.
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
 _OF_OTHERS = re.compile(
@@ -221,10 +222,10 @@ class FailedSteps:
         self.settle()
         if self._final is not None:
             self._notice.next_step()
-            self._notice.post(f"unusable since an earlier step: {self._final}", final=True)
+            self._notice.post(f"it {_FAILED_BEFORE}: {self._final}", final=True)
             raise ReduceError(
-                f"this GradientSync failed before and its communicators are out of step; end the "
-                f"process and resume from a checkpoint. The failure: {self._final}"
+                f"this GradientSync {_FAILED_BEFORE} and its communicators are out of step; end "
+                f"the process and resume from a checkpoint. The failure: {self._final}"
             ) from self._final
 
     @contextmanager
@@ -323,10 +324,12 @@ def failure_of(error: BaseException) -> Failure:
 
 def has_lost_connection(error: BaseException) -> bool:
     """Returns whether an error says that a connection to another rank is gone, on any rank."""
-    # An interrupt cuts connections, too, and says so before: then it is the cause.
+    # An interrupt cuts connections, too, and says so before: then it is the cause. Later verbs
+    # repeat the words of the failure.
     if not isinstance(error, dist.DistError | RuntimeError) or _is_raised_by_user(error):
         return False
-    return bool(_CONNECTION.search(str(error)))
+    words = str(error)
+    return bool(_CONNECTION.search(words)) and _FAILED_BEFORE not in words
 
 
 def is_of_others(words: str) -> bool:
