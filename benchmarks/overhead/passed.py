@@ -71,7 +71,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--ranks", type=int, default=4)
     options = parser.parse_args()
-    found = run_ranks(options.ranks, measured, options.steps, timeout_seconds=600)
+    found = run_ranks(measured, options.ranks, options.steps, timeout_seconds=600)
     with_, without = (statistics.mean(pair[i] for pair in found) for i in range(2))
     print(f"a step {without * 1e3:.2f} ms; with, by without {with_ / without:.4f}")
     for name, shape in SHAPES.items():

@@ -283,18 +283,35 @@ class Compute:
         return roots, gradients
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
-        """Returns the gradient that backward begins with: one, or the scale of a GradScaler.
+        """Returns the gradient that backward begins with: one.
 
         Complete gradients are divided, once: what an autograd function or a hook of the user's adds
-        to a gradient is then divided as all the rest is.
+        to a gradient is then divided as all the rest is. With a GradScaler it is the scale, already
+        divided: float16 must not overflow earlier than in one process.
+
+        Raises:
+            StepError: If the loss's dtype has no such number.
         """
-        scale = self._sync.loss_scale() if self._sync is not None and self._is_scaled else None
-        if scale is None and self._is_scaled and self._with_losses:
+        if not self._is_scaled:
+            return torch.ones_like(loss)
+        assert self._sync is not None
+        assert self._terms is not None
+        exact = 1.0 / self._terms.divisor
+        info = torch.finfo(loss.dtype)
+        if not info.smallest_normal <= exact <= info.max:
+            raise StepError(
+                f"the loss is {loss.dtype}, and its gradient, 1 / {self._terms.divisor:g} for the "
+                f"number of microbatches or loss_divisor, is none of its numbers: return "
+                f"loss.float(), and compute it of float32"
+            )
+        scale = self._sync.loss_scale()
+        if scale is None and self._with_losses:
             raise StepError(
                 "loss_fn has called scaler.scale(), which does not scale the losses that a stage "
                 "beside it makes: return the loss itself, and the Scheduler scales all of them"
             )
         if scale is None:
-            return torch.ones_like(loss)
+            return torch.full_like(loss, exact)
         # The scale stays on its device, so the host waits for nothing.
-        return scale.to(loss.device, loss.dtype).reshape(loss.shape)
+        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
+        return scaled.to(loss.device, loss.dtype).reshape(loss.shape)

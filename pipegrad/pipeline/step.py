@@ -273,15 +273,17 @@ class StepKind:
             number = self.program.schedule.num_microbatches
             inputs, targets = context.batches.cut(batch, number, needs_target=training)
             self._check_targets(batch, targets)
+            # With a GradScaler backward begins with a gradient that is divided already.
+            complete = 1.0 if context.sync.is_scaled else divisor
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
-                context.sync.prepare(divisor=None if is_weighted else divisor)
+                context.sync.prepare(divisor=None if is_weighted else complete)
             begun = True
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
             late = context.losses.divisor(terms) if is_weighted and training else None
-            context.batches.outer.backward(divisor if late is None else late)
+            context.batches.outer.backward(late if late is not None else complete)
             if training:
                 context.sync.finish(divisor=late)
             if not training or context.sync.is_accumulating:

@@ -54,10 +54,8 @@ def overflow(module: nn.Module, step: int) -> None:
 def one_process(
     whole: nn.Module, make: Any, steps: int, clip: float = float("inf"), **options: Any
 ) -> tuple[list[float], list[float], list[float]]:
-    """Trains, the batch in microbatches; returns losses, scales and norms.
-
-    Complete gradients are divided.
-    """
+    """Trains, the batch in microbatches, as torch's documentation does; returns losses, scales and
+    norms."""
     optimizer, scaler = make(whole.parameters()), torch.amp.GradScaler("cpu", **options)
     losses, scales, norms = [], [], []
     for step in range(steps):
@@ -65,11 +63,8 @@ def one_process(
         losses.append(0.0)
         for rows, wanted in zip(x.chunk(2), y.chunk(2), strict=True):
             loss = mse_loss(whole(rows), wanted)
-            scaler.scale(loss).backward()
+            scaler.scale(loss / 2).backward()
             losses[-1] += loss.item() / 2
-        for parameter in whole.parameters():
-            assert parameter.grad is not None
-            parameter.grad /= 2
         if math.isfinite(clip):
             overflow(whole, step)
             scaler.unscale_(optimizer)
@@ -231,7 +226,7 @@ def test_losses_of_stages_are_scaled_and_a_mean_over_rows_is_divided() -> None:
     assert "does not scale the losses that a stage beside it makes" in said
 
 
-def test_a_scale_may_overflow_a_loss_and_no_rank_steps_without_it() -> None:
+def test_a_loss_of_float16_may_overflow_by_the_scale() -> None:
     """The gradient that backward begins with overflows, as in torch."""
     scheduler = pipeline(
         Half(4, 4), num_microbatches=1, loss_fn=lambda y, t: mse_loss(y.half(), t.half())
@@ -242,8 +237,10 @@ def test_a_scale_may_overflow_a_loss_and_no_rank_steps_without_it() -> None:
     assert scales == sorted(scales, reverse=True)
     assert gathered(scales) == [scales] * 2
     scheduler.close()
-    # A step without the scaler is refused on ranks without a loss. The loss is on the last rank
-    # alone.
+
+
+def test_a_step_without_the_scaler_is_refused_on_ranks_without_a_loss() -> None:
+    """The loss is on the last rank alone."""
     scheduler = pipeline(model()[2 * rank() : 2 * rank() + 2])
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
     scaler = pipegrad.GradScaler(scheduler.sync)
