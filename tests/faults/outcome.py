@@ -182,9 +182,9 @@ def _is_whole(folder: Path) -> bool | None:
         return None
     try:
         checksums = read_checksums(folder)
-    except DamageError:
+    except (DamageError, FileNotFoundError):
         return False
-    return checksums is not None and not damaged(folder, checksums.pieces)
+    return not damaged(folder, checksums.pieces)
 
 
 def _loss(run: Path) -> float | None:

@@ -63,8 +63,14 @@ LAST = {"scheduler": "scheduler.step() 2", "attach": "schedule.step()", "sync": 
 NOW = {"scheduler": "scheduler.step() 3", "attach": "schedule.step()", "sync": "finish()"}
 
 
-@pytest.mark.parametrize("how", ["_exit", "exit", "less"])
-@pytest.mark.parametrize("loop", LAST)
+@pytest.mark.parametrize(
+    ("loop", "how"),
+    [
+        *(("scheduler", how) for how in ("_exit", "exit", "less")),
+        ("attach", "exit"),
+        ("sync", "_exit"),
+    ],
+)
 def test_a_rank_that_ended_is_the_cause_on_all_others(tmp_path: Path, loop: str, how: str) -> None:
     """Its neighbours were: "rank 0: Connection closed by peer"."""
     (tmp_path / "script.py").write_text(SCRIPT)
