@@ -23,7 +23,7 @@ import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import combinations
+from itertools import pairwise
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -134,12 +134,8 @@ class Passed:
         self._own = self._ranks.index(topology.rank)
         self._pipelines = topology.pipelines
         self._data = topology.data
-        of_replica = {p: topology.at(p[0]).coordinate(topology.data) for p in self._pipelines}
-        self._replicas = [
-            pair
-            for pair in combinations(self._pipelines, 2)
-            if of_replica[pair[0]] != of_replica[pair[1]]
-        ][: len(self._pipelines)]
+        at = {p: topology.at(p[0]).coordinate(topology.data) for p in self._pipelines}
+        self._replicas = [(a, b) for a, b in pairwise(self._pipelines) if at[a] != at[b]]
         self._num_same = 0  # steps, one after the other
         self._names = dict[bool, tuple[str, ...]]()  # by forward_only
 
