@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipegrad.comm import activity
-from pipegrad.comm.activity import Activity
+from pipegrad.comm.activity import Activity, Details, Failed
+from pipegrad.comm.failures import Failure
 from pipegrad.comm.watch import rank_state
 from pipegrad.comm.watch.rank_state import LastProgress, state_of_this_rank
 
@@ -41,3 +42,14 @@ def test_a_rank_has_been_in_its_innermost_activity_since_that_began(clock: list[
             clock[0] = 109.5
             state = state_of_this_rank(0, None, LastProgress())
     assert (state.doing, state.seconds) == (("step 1", "the optimizer"), 5.5)
+
+
+@pytest.mark.usefixtures("clock")
+def test_a_rank_that_has_failed_is_where_it_failed_and_waits_for_nobody() -> None:
+    details = Details(item="compute 1F0", waits_for=(2,))
+    failed = Failed(("step 3", "scheduler.step() 4"), details, None)
+    failure = Failure("ValueError: boom", follows=False, time=-2.5, failed=failed)
+    with Activity("the report", within_seconds=1e9):
+        state = state_of_this_rank(1, failure, LastProgress())
+    assert (state.doing, state.item, state.seconds) == (failed.doing, "compute 1F0", 2.5)
+    assert (state.error, state.follows, state.waits) == ("ValueError: boom", False, ())
