@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
+from pipegrad.pipeline.stage import parameters_of
 
 _IGNORED = -100  # a label that has no loss
 _SAMPLE_ROWS = 2
@@ -64,9 +65,9 @@ class Conventions:
     def __init__(self, model: nn.Module) -> None:
         inner = inner_model(model)
         self._model = type(model).__name__
-        parameters = [*inspect.signature(type(model).forward).parameters.values()][1:]
-        takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.accepts = None if takes_any else frozenset(p.name for p in parameters)
+        parameters = parameters_of(model)
+        takes_any = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.accepts = None if takes_any else frozenset(p.name for p in parameters or ())
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._shifts = False

@@ -204,7 +204,7 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
             another order than the values do.
     """
     by_position = tuple(range(len(names)))
-    parameters = _parameters_of(function)
+    parameters = parameters_of(function)
     if parameters is None or len(set(names)) < len(names):
         return Binding(function, by_position, ())
     targets = _targets(parameters, names)
@@ -260,7 +260,7 @@ def _targets(parameters: Sequence[_Parameter], names: Sequence[str]) -> list[str
     return targets
 
 
-def _parameters_of(function: Callable[..., Any]) -> list[_Parameter] | None:
+def parameters_of(function: Callable[..., Any]) -> list[_Parameter] | None:
     """Returns the parameters of a function; None if it has no signature."""
     if isinstance(function, nn.Module):
         function = inner_module(function).forward
