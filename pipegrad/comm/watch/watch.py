@@ -61,7 +61,7 @@ _JOIN_SECONDS = 1.0
 _SUSPENDED_SECONDS = 5.0  # between two looks: this process did not run meanwhile
 _LINE_SECONDS = 10.0  # until a line says for whom an agreement waits; then doubled
 _has_alarm = False  # whether any watch of this process has one
-_last_verb = "nothing"  # that has ended well
+_last_verb = "its set-up"  # that has ended well
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
@@ -431,8 +431,8 @@ class Bounded(Activity):
         error, world = raised[1], dist.group.WORLD
         if error is None and self.within_seconds is not None:
             _last_verb = self.what
-        is_lost = isinstance(error, Exception) and has_lost_connection(error)
-        if not (_has_alarm or is_lost) or isinstance(error, StallError) or world is None:
+        lost = error if isinstance(error, Exception) and has_lost_connection(error) else None
+        if not (_has_alarm or lost) or isinstance(error, StallError) or world is None:
             return
         own = _watches.get(world)
         if own is None or not (error is None or isinstance(error, Exception)):
@@ -440,10 +440,10 @@ class Bounded(Activity):
         # Also a verb that has ended well: after an alarm other ranks have ended.
         if own.has_alarm:
             raise StallError(own.report().cause) from error
-        if is_lost and error is not None:
+        if lost is not None:
             # A symptom: another rank has ended, or its machine is gone. The watch knows more.
             words = f"Rank {dist.get_rank()} lost the connection in {self.what}"
-            raise StallError(own.fail(error, words=words).cause) from error
+            raise StallError(own.fail(lost, words=words).cause) from lost
 
 
 def _is_of_torchrun() -> bool:

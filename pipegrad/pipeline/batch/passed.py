@@ -133,6 +133,10 @@ class Passed:
         self._ranks = sorted(topology.ranks)
         self._own = self._ranks.index(topology.rank)
         self._pipelines = topology.pipelines
+        self._sampler = (
+            f"DistributedSampler(dataset, num_replicas=topology.size({topology.data!r}), "
+            f"rank=topology.coordinate({topology.data!r}))"
+        )
         self._data = topology.data
         at = {p: topology.at(p[0]).coordinate(topology.data) for p in self._pipelines}
         self._replicas = [(a, b) for a, b in pairwise(self._pipelines) if at[a] != at[b]]
@@ -195,8 +199,7 @@ class Passed:
         return (
             f"ranks {first} and {rank} were given different tensors as {name!r}, but are ranks of "
             f"one pipeline, which trains on one batch. A sampler must divide the data along "
-            f"{self._data!r} alone: DistributedSampler(dataset, "
-            f"num_replicas=topology.size({self._data!r}), rank=topology.coordinate({self._data!r}))"
+            f"{self._data!r} alone: {self._sampler}"
         )
 
     def _compare_replicas(self, tables: Mapping[str, Mapping[int, float]]) -> None:
@@ -207,8 +210,7 @@ class Passed:
             warnings.warn(
                 f"ranks {list(a)} and {list(b)} are replicas, and were given the same batch in "
                 f"{_MOST_SAME} steps, so one of them does nothing new. A sampler divides the data: "
-                f"DistributedSampler(dataset, num_replicas=topology.size({self._data!r}), "
-                f"rank=topology.coordinate({self._data!r}))",
+                f"{self._sampler}",
                 stacklevel=level_of_caller(),
             )
 
