@@ -30,6 +30,7 @@ from pipegrad.interop.torch_schedule import (
     divisor,
     leave,
     placed_on,
+    renew_inputs,
     replace,
     stage_ticks,
     stages_of,
@@ -200,10 +201,11 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
     forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)
 
     @functools.wraps(forward)
-    def awaited_forward(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+    def awaited_forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         if not sync.is_closed:
             sync.stage_first_use(index)
-        output = forward(*args, **kwargs)
+        renew_inputs(stage, fwd_chunk_id)
+        output = forward(fwd_chunk_id, *args, **kwargs)
         refuse_other_shapes(stage)
         return output
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.errors import PlanError, TopologyError
 from pipegrad.model.wrappers import fsdp_modules
@@ -90,12 +91,33 @@ def placed_on(topology: Topology, stage: PipelineStageBase) -> Topology:
 
 
 def check_stages(stages: Sequence[PipelineStageBase]) -> None:
-    """Refuses stages of a torch that keeps the outputs of their forwards elsewhere: 2.15."""
+    """Refuses stages of torch 2.15, and those in a DistributedDataParallel that is wrong here."""
+    for stage in stages:
+        for part in stage.submod.modules():
+            # With one forward of all microbatches before a backward, DDP's other ways to know what
+            # is ready fail an assertion of torch, or leave gradients of later steps unreduced.
+            if isinstance(part, DistributedDataParallel) and (
+                part is not stage.submod or part.static_graph or not part.find_unused_parameters
+            ):
+                raise PlanError(
+                    f"stage {stage.stage_index} has a DistributedDataParallel that reduces wrong "
+                    f"gradients behind several microbatches: give the module inside, and the "
+                    f"handler 'data-parallel' reduces its gradients; or wrap the whole stage, with "
+                    f"find_unused_parameters=True and without static_graph"
+                )
     if any(not hasattr(stage, "fwd_cache") for stage in stages):
         raise PlanError(
             f"attach does not know the pipeline stages of torch {torch.__version__}, which are "
             f"other ones since 2.15: use torch 2.14, or run your stages by pipegrad.Scheduler"
         )
+
+
+def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
+    """Makes the received inputs of a microbatch new leaves of autograd, in the same memory."""
+    # torch hands out one tensor in every step, and hooks on it would pile up.
+    for info in stage.args_recv_info[microbatch]:
+        if (buffer := getattr(info, "buffer", None)) is not None:
+            info.buffer = buffer.detach()
 
 
 def check_split_backward(schedule: TorchSchedule) -> None:

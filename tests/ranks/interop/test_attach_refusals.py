@@ -17,6 +17,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     _ScheduleForwardOnly,
 )
+from torch.nn.parallel import DistributedDataParallel
 from torch.torch_version import TorchVersion
 
 import pipegrad
@@ -62,6 +63,15 @@ def wrapped_by_fsdp(topology: Topology, *, also_first: bool) -> None:
     assert topology.mesh is not None
     if also_first or topology.coordinate("pp") == 1:
         fully_shard(cut.stages[0].submod, mesh=topology.mesh["dp"])
+    attach(cut)
+
+
+def wrapped_by_ddp(topology: Topology, *, inside: bool = False, **options: Any) -> None:
+    """torch's own assertion failed in the second step, or gradients were 0.8 off."""
+    cut = one_stage_each(topology)
+    stage, group = cut.stages[0], topology.group_along("dp")
+    wrapped = DistributedDataParallel(stage.submod, process_group=group, **options)
+    stage.submod = nn.Sequential(wrapped) if inside else wrapped
     attach(cut)
 
 
@@ -117,6 +127,17 @@ REFUSALS: list[tuple[Callable[[Topology], object], str, str]] = [
         "leave stage_to_rank out",
     ),
     (lambda at: attach(one_stage_each(at, wrapper="ddp")), PLAN, "reduced twice"),
+    (wrapped_by_ddp, DISAGREE, "0 has a DistributedDataParallel that reduces wrong"),
+    (
+        lambda at: wrapped_by_ddp(at, find_unused_parameters=True, static_graph=True),
+        DISAGREE,
+        "find_unused_parameters=True and without static_graph",
+    ),
+    (
+        lambda at: wrapped_by_ddp(at, find_unused_parameters=True, inside=True),
+        DISAGREE,
+        "or wrap the whole stage",
+    ),
     (lambda at: wrapped_by_fsdp(at, also_first=True), PLAN, "be reduced twice; drop the handler"),
     (lambda at: wrapped_by_fsdp(at, also_first=False), PLAN, "(32, 16) by Shard(dim=0) over dp of"),
     (stages_of_another_torch, PLAN, "does not know the pipeline stages of torch"),
@@ -248,4 +269,40 @@ def test_gradients_that_are_views_of_one_tensor_are_summed_apart(kind: Any) -> N
     for index in (here, here + 2):
         for parameter in modules[index].parameters():
             assert error(parameter.grad, true[parameter]) <= rounding(64)
+    sync.close()
+
+
+class Halving(nn.Linear):
+    """Halves the gradient of its input, by a hook of its own."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: gradient * 0.5)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("kind", [ScheduleGPipe, ScheduleInterleaved1F1B])
+def test_a_hook_on_an_input_is_that_of_its_microbatch(kind: Any) -> None:
+    """torch hands out one tensor in every step, so from the second step on hooks piled up."""
+    topology = Topology.create(pipeline=2)
+    here, replica = topology.coordinate("pp"), topology.coordinate("dp")
+    group = topology.group_along("pp")
+    number = 2 if kind is ScheduleGPipe else 4
+    modules = [Halving(4, 4) for _ in range(number)]
+    stages: list[Any] = [
+        PipelineStage(modules[index], index, number, CPU, group=group)
+        for index in range(here, number, 2)
+    ]
+    schedule = kind(stages[0] if kind is ScheduleGPipe else stages, 2, nn.functional.mse_loss)
+    sync = pipegrad.attach(schedule, topology=topology, handlers=["data-parallel"])
+    for _ in range(3):
+        x, target = torch.randn(2, 2, 4, 4)
+        schedule.step(*([] if here else [x[replica]]), target=target[replica] if here else None)
+        whole = nn.Sequential(*modules)
+        parameters = list(whole.parameters())
+        loss = nn.functional.mse_loss(whole(x.flatten(0, 1)), target.flatten(0, 1))
+        true = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
+        for parameter in (p for stage in stages for p in stage.submod.parameters()):
+            assert error(parameter.grad, true[parameter]) <= rounding(64)
+            parameter.grad = None
     sync.close()

@@ -198,7 +198,9 @@ class Cut:
             module = torch.compile(module, backend="eager")
         if self.case.wrapper == "ddp":
             group = self.placed.group_along("dp")
-            module = nn.parallel.DistributedDataParallel(module, process_group=group)
+            module = nn.parallel.DistributedDataParallel(
+                module, process_group=group, find_unused_parameters=True
+            )
         total, group = self.placed.num_stages, self.placed.group_along("pp")
         shapes = self._shapes(stage) if self.case.model == "reentrant" else {}
         return PipelineStage(module, stage, total, CPU, group=group, **shapes)
