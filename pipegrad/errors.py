@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import traceback
 from pathlib import Path
@@ -126,3 +127,11 @@ def in_words(error: BaseException) -> str:
         and not any(part in frame.filename for part in skipped)
     ]
     return f"{error!r}{locations[-1] if locations else ''}"
+
+
+def level_of_caller() -> int:
+    """Returns how many calls lie between a warning here and who called pipegrad."""
+    level, frame = 0, inspect.currentframe()
+    while frame is not None and frame.f_globals["__name__"].startswith(("pipegrad.", "torch.")):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -252,6 +252,7 @@ class GradScaler(torch.amp.GradScaler):
             # An error on one rank must not leave the others in a collective.
             try:
                 found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+                self._sync.note_results()
                 for each in found.values():
                     overflow = torch.maximum(overflow, each.to(overflow.device))
             except Exception as caught:  # noqa: BLE001 - all ranks raise it, below

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +20,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from pipegrad.errors import PipegradError, PlanError, StepError
+from pipegrad.errors import PipegradError, PlanError, StepError, level_of_caller
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.manifest import Manifest
 from pipegrad.optimizer.main_params import MainShard, refuse_unless_elementwise
@@ -70,6 +71,8 @@ class OptimizerWatch:
         self._adopted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: weakref.ref[torch.optim.Optimizer] | None = None  # that has stepped
         self._is_stepping = False  # whether one that was adopted is in its step
+        self._looks = False  # whether gradients that have changed are looked for
+        self._has_warned = False  # that they have
         self.follow({id(p.live): p for p in parameters})
 
     def start(self) -> None:
@@ -98,6 +101,8 @@ class OptimizerWatch:
             PipegradError: If it is refused. It says why, and what to do. The refusal is also posted
                 for the ranks that do not step.
         """
+        if self._looks and not (self._alike or self._has_warned):
+            self._look_for_changes(optimizer)
         error = self._error(optimizer)
         if not (error or self._adopted or self._has_replaced or self._is_untaken):
             return
@@ -123,6 +128,22 @@ class OptimizerWatch:
                 on_refusal(refusal)
             raise
         self._is_stepping |= is_adopted
+
+    def _look_for_changes(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warns once if gradients have changed since the step, as torch's clipping changes them."""
+        if not (optimizer in self._adopted or any(self._stepped_by(optimizer))):
+            return
+        self._looks = False  # an optimizer that steps may write gradients itself
+        changed = next((p for p in self._live.values() if p.is_result_changed), None)
+        if changed is not None:
+            self._has_warned = True
+            warnings.warn(
+                f"the gradient of {changed.record.key!r} was changed between finish() and "
+                f"optimizer.step(). torch's clip_grad_norm_ knows only the norm of this rank's "
+                f"gradients: call sync.clip_grad_norm_(), which has that of all ranks. What "
+                f"changes each element alike on all ranks is right",
+                stacklevel=level_of_caller(),
+            )
 
     def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether `optimizer` is stepped by one that was adopted, which may be made of several."""
@@ -161,7 +182,7 @@ class OptimizerWatch:
 
     def expect(self, *, has_gradients: bool) -> None:
         """Notes whether there are gradients to step with, of a step that has just ended."""
-        self.has_gradients, self._last = has_gradients, None
+        self.has_gradients, self._last, self._looks = has_gradients, None, has_gradients
         self._is_stepping = False  # the step may have failed
 
     def _stepped_by(

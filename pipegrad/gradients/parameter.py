@@ -121,6 +121,19 @@ class LiveParameter:
         main_shard = self.placed.main_shard
         return self.gradient if main_shard is None else main_shard.tensor.grad
 
+    @property
+    def is_elsewhere(self) -> bool:
+        """Whether other ranks reduce its gradient too, or something else is stepped for it."""
+        return self.buffer is not None or self.placed.main_shard is not None
+
+    @property
+    def is_result_changed(self) -> bool:
+        """Whether somebody has written the result of the last step, or set another one."""
+        gradient, last = self.main_gradient, self._last_result
+        if gradient is None or last is None:
+            return False
+        return gradient is not last[0]() or self._writes(gradient) != last[1]
+
     def settle(self) -> None:
         """Moves the parameter into its buffer, and its values into the main shard."""
         self.placed.settle(self.parameter)

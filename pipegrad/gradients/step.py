@@ -90,6 +90,9 @@ class Step:
             parameter.connect(self._on_accumulated)
             for stage in sorted(parameter.stages):
                 self._by_stage[stage].append(parameter)
+        # A stage's forward may write none of these: what it writes reaches no other rank.
+        self._unwritten = {s: [p for p in ps if p.is_elsewhere] for s, ps in self._by_stage.items()}
+        self._versions: dict[int, list[int]] = {}  # by stage, when it may compute
         self._by_id = {id(p.live): p for p in parameters.values()}
         self._only_accumulates = False  # whether the present step began inside `accumulate`
         self._divides_late = False  # whether `finish` is given the divisor
@@ -165,7 +168,7 @@ class Step:
             for parameter in self._parameters.values():
                 parameter.refuse_values()
         self._failures.begin()
-        self._late_error = None
+        self._late_error = self._late_error if continues else None
         known = 1.0 if divisor is None else divisor
         zeroed = {
             key: p for key, p in self._parameters.items() if p.open(known, continuing=continues)
@@ -184,6 +187,7 @@ class Step:
             self._reducer.expect()
         self._last_backwards.clear()
         self._final_stages.clear()
+        self._note_versions(*self._by_stage)
         self._by_id = {id(p.live): p for p in self._parameters.values()}
         self.watch.follow(self._by_id)
         self.watch.expect(has_gradients=False)
@@ -191,9 +195,19 @@ class Step:
         self._go("prepare")
         self._ending.note_in_vain(True)
 
+    def stage_first_use(self, stage: int) -> None:
+        """Waits for the parameters of a stage that other ranks have published."""
+        self.check("stage_first_use")
+        self._parameter_sync.publish_if_stepped()
+        is_coming = stage in self._parameter_sync.coming
+        self._parameter_sync.first_use(stage)
+        if is_coming:
+            self._note_versions(stage)
+
     def stage_last_backward(self, stage: int) -> None:
         """Lets parameters become final one by one in the next backward of a stage."""
         self._check_stage("stage_last_backward", stage)
+        self._refuse_written(stage)
         if not self.is_accumulating:
             self._last_backwards.add(stage)
             for parameter in self._by_stage[stage]:
@@ -227,6 +241,7 @@ class Step:
     def stage_final(self, stage: int) -> None:
         """Marks all gradients of a stage as final; launches complete buckets, in order."""
         self._check_stage("stage_final", stage)
+        self._refuse_written(stage)
         if self.is_accumulating:
             return
         if stage in self._final_stages:
@@ -401,6 +416,23 @@ class Step:
                 f"stage_first_use({stage}) before its first forward"
             )
 
+    def _note_versions(self, *stages: int) -> None:
+        for stage in stages:
+            self._versions[stage] = [p.live._version for p in self._unwritten[stage]]
+
+    def _refuse_written(self, stage: int) -> None:
+        """Makes `finish` fail if a stage has written parameters since it might compute."""
+        before, unwritten = self._versions[stage], self._unwritten[stage]
+        if before == (now := [p.live._version for p in unwritten]) or self._late_error is not None:
+            return
+        keys = [p.record.key for p, *v in zip(unwritten, before, now, strict=True) if v[0] != v[1]]
+        self._late_error = StepError(
+            f"stage {stage} has written {keys[0]!r} in its forward or backward, as "
+            f"nn.Embedding(max_norm=) and a clamp of weights inside forward do: no copy, shard or "
+            f"main parameter of it gets what was written. Write it on every rank between "
+            f"optimizer.step() and the next step, or compute with a changed copy of it"
+        )
+
     def _refresh(self, *, continues: bool) -> None:
         """Looks up all parameters for this step, and refuses changes that would make it wrong."""
         for tree in self._trees.values():
@@ -441,10 +473,13 @@ class Step:
     def _finalize(self, parameter: LiveParameter) -> None:
         if self.state is State.OPEN:
             self.state = State.LEAVING
+        if self._late_error is not None:
+            # `finish` posts it, and only then launches what is left: no rank ends this step before.
+            return
         try:
             gradient = parameter.close()
         except StepError as error:  # `finish` raises it, and posts it for other ranks
-            self._late_error = self._late_error or error
+            self._late_error = error
             return
         if parameter.buffer is not None:
             self._reducer.announce(

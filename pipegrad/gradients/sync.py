@@ -343,9 +343,13 @@ class GradientSync:
                 norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
         if inverse_scale is not None or not math.isinf(max_norm):
             clip_(list(gradients.values()), norm, max_norm, inverse_scale)
-            for key in gradients:
-                self._parameters[key].mark_reduced()
+            self.note_results()
         return norm
+
+    def note_results(self) -> None:
+        """Takes the gradients as they are now for those of the step: pipegrad has scaled them."""
+        for parameter in self._parameters.values():
+            parameter.mark_reduced()
 
     @outside_of_graphs
     def non_finite(self) -> tuple[NonFinite, ...]:
@@ -587,10 +591,8 @@ class GradientSync:
         Raises:
             ReduceError: If a parameter sync failed; on every rank that waits for it.
         """
-        self._step.check("stage_first_use")
         with self.bounded("stage_first_use()"):
-            self._parameter_sync.publish_if_stepped()
-            self._parameter_sync.first_use(stage)
+            self._step.stage_first_use(stage)
 
     @outside_of_graphs
     def wait_parameters(self) -> None:

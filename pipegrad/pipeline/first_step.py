@@ -158,9 +158,9 @@ def run_first_step(
     if isinstance(outcome, BaseException):
         raise outcome
     learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
-    if len(learned) < len(ranks):
-        raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
     try:
+        if len(learned) < len(ranks):
+            raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
         _check_alike(context, learned, forward_only=forward_only)
     except PipegradError:
         # All ranks raise it, with the step behind them: what the step has left goes on all ranks.

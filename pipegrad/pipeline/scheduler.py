@@ -23,7 +23,7 @@ import torch
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.graph_capture import outside_of_graphs
-from pipegrad.errors import ScheduleError, StepError
+from pipegrad.errors import ScheduleError, StepError, level_of_caller
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
@@ -31,7 +31,6 @@ from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.adapting import Adapting
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
-from pipegrad.pipeline.batch.repeated import level_of_caller
 from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec
 from pipegrad.pipeline.coding.coding import Codings
 from pipegrad.pipeline.coding.worth import HopsChooser

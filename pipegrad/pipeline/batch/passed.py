@@ -30,8 +30,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from pipegrad.errors import level_of_caller
 from pipegrad.gradients.drift.checksum import bytes_of
-from pipegrad.pipeline.batch.repeated import level_of_caller
 from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.topology import Topology
 

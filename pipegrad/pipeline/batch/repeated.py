@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 import weakref
 from collections.abc import Collection, Mapping
 
 from torch import Tensor
+
+from pipegrad.errors import level_of_caller
 
 
 class Repeated:
@@ -55,11 +56,3 @@ class Repeated:
                     f"with whole={'' if is_leaf else (name,)}",
                     stacklevel=level_of_caller(),
                 )
-
-
-def level_of_caller() -> int:
-    """Returns how many calls lie between a warning here and who called pipegrad."""
-    level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith(("pipegrad.", "torch.")):
-        level, frame = level + 1, frame.f_back
-    return level

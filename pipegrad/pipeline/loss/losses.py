@@ -42,8 +42,8 @@ from torch import Tensor
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.tape import Tape
+from pipegrad.errors import level_of_caller
 from pipegrad.pipeline.batch.passed import Numbers, Passed
-from pipegrad.pipeline.batch.repeated import level_of_caller
 from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
 from pipegrad.pipeline.loss.terms import LossTerms
 from pipegrad.topology import Topology
