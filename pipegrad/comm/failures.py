@@ -68,7 +68,7 @@ class FailureNotice:
         self.step += 1
 
     def post(self, message: str, *, final: bool = False) -> str:
-        """Posts `message` for this step, unless a message is posted; returns it with this rank.
+        """Posts `message` for this step, unless a message is posted; returns it with its rank.
 
         Args:
             message: What failed.
@@ -78,7 +78,9 @@ class FailureNotice:
             return message
         # A store takes no surrogates, as names of files may have.
         message = message.encode("utf-8", "backslashreplace").decode()
-        message = f"rank {dist.get_rank()}: {message}"
+        # This board may be read by the rank that is the cause before it has posted here itself.
+        _, _, cause = message.partition(f"{FAILED_ELSEWHERE}: ")
+        message = cause if cause.startswith("rank ") else f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
             store().compare_set(self._key, "", message)
