@@ -233,6 +233,31 @@ def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with pri
             )
 
 
+def refuse_written_outputs(stage: Any, versions: dict[int, list[int]]) -> None:  # noqa: ANN401
+    """Refuses a forward that wrote into outputs of an earlier one, which torch may still send.
+
+    Args:
+        stage: torch's stage, right after a forward.
+        versions: By microbatch, of the outputs whose backward has not run; changed.
+
+    Raises:
+        StepError: Names the stage and both microbatches.
+    """
+    now = {
+        chunk: [o._version for o in cached[0] if isinstance(o, torch.Tensor)]
+        for chunk, cached in stage.fwd_cache.items()
+    }
+    last = next(reversed(now))
+    written = next((c for c, v in now.items() if c != last and versions.get(c, v) != v), None)
+    versions.clear()
+    versions.update(now)
+    if written is not None:
+        raise StepError(
+            f"stage {stage.stage_index}: the forward of microbatch {last} has written into what "
+            f"that of microbatch {written} returned, which may still be on its way: return a clone"
+        )
+
+
 def _forward_zeros(
     stage: Any,  # noqa: ANN401 - torch's, with private names
     chunk: int,

@@ -20,8 +20,14 @@ import torch
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import PlanError
+from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.interop.torch_failure import TorchFailure, refuse_other_shapes
+from pipegrad.interop.private import tree_flatten
+from pipegrad.interop.torch_failure import (
+    TorchFailure,
+    refuse_other_shapes,
+    refuse_written_outputs,
+)
 from pipegrad.interop.torch_schedule import (
     TorchSchedule,
     check_sharded,
@@ -29,6 +35,7 @@ from pipegrad.interop.torch_schedule import (
     check_stages,
     divisor,
     leave,
+    num_microbatches,
     placed_on,
     renew_inputs,
     replace,
@@ -36,7 +43,7 @@ from pipegrad.interop.torch_schedule import (
     stages_of,
 )
 from pipegrad.model.ties import Tied
-from pipegrad.model.wrappers import is_fsdp2
+from pipegrad.model.wrappers import fsdp_modules, is_fsdp2
 from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.topology import Topology
@@ -119,13 +126,18 @@ def attach(
         **options,
     )
     failure = TorchFailure(schedule, sync)
+    modules = {stage.stage_index: stage.submod for stage in stages}
+    sharded = [index for index, parts in fsdp_modules(modules).items() if parts]
+    loose = LooseLeaves(sync, sharded)
     for stage in stages:
-        _follow_stage(stage, sync, failure)
-    _follow_step(schedule, sync, failure)
+        _follow_stage(stage, sync, failure, loose)
+    _follow_step(schedule, sync, failure, loose)
     return sync
 
 
-def _follow_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure) -> None:
+def _follow_step(
+    schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure, loose: LooseLeaves
+) -> None:
     step = schedule.step
 
     @functools.wraps(step)
@@ -137,12 +149,15 @@ def _follow_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFail
             failure.begin()
             try:
                 _begin_step(schedule, sync)
+                if schedule._has_backward:
+                    loose.begin(tree_flatten((args, kwargs))[0])
                 failure.prepared()
                 result = step(*args, **kwargs)
                 if failure.error is None:
-                    _end_step(schedule, sync, failure)
+                    _end_step(schedule, sync, failure, loose)
             except BaseException as error:  # noqa: BLE001 - `raise_first` raises this or an earlier
                 failure.fail(error)
+                loose.drop()
                 failure.finish_transfers()
             failure.raise_first()
         return result
@@ -158,7 +173,9 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         sync.reshard()
 
 
-def _end_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure) -> None:
+def _end_step(
+    schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure, loose: LooseLeaves
+) -> None:
     if schedule._has_backward:
         # A hand-written order may have no REDUCE_GRAD. Then gradients become final here.
         for stage in stages_of(schedule):
@@ -166,13 +183,17 @@ def _end_step(schedule: TorchSchedule, sync: GradientSync, failure: TorchFailure
                 stage.scale_grads(1)
         if failure.error is not None:
             return
+        loose.refuse(num_microbatches(schedule))
+        loose.end(divisor(schedule))
         sync.finish()
     # `finish` checks for failed ranks itself. A step without it checks here.
     if not schedule._has_backward or sync.is_accumulating:
         failure.refuse_failed()
 
 
-def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFailure) -> None:
+def _follow_stage(
+    stage: PipelineStageBase, sync: GradientSync, failure: TorchFailure, loose: LooseLeaves
+) -> None:
     backward = stage.backward_one_chunk
     index = stage.stage_index
 
@@ -187,6 +208,7 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
         # final, and only the end of the stage counts.
         if stage.has_backward and last_backward and full_backward and stage.dw_builder is None:
             sync.stage_last_backward(index)
+        _look(loose, stage, bwd_chunk_id, loss)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
 
     weights = stage.backward_weight_one_chunk
@@ -198,6 +220,7 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
         if stage.has_backward and not sync.is_closed:
             sync.adopt(index)
 
+    versions = dict[int, list[int]]()
     forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)
 
     @functools.wraps(forward)
@@ -207,6 +230,7 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
         renew_inputs(stage, fwd_chunk_id)
         output = forward(fwd_chunk_id, *args, **kwargs)
         refuse_other_shapes(stage)
+        refuse_written_outputs(stage, versions)
         return output
 
     def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
@@ -227,6 +251,14 @@ def _follow_stage(stage: PipelineStageBase, sync: GradientSync, failure: TorchFa
     replace(stage, methods)
     failure.follow(stage)
     stage._pipegrad = sync  # type: ignore[attr-defined]
+
+
+def _look(
+    loose: LooseLeaves, stage: PipelineStageBase, microbatch: int, loss: torch.Tensor | None
+) -> None:
+    if loose.is_looking and stage.has_backward:
+        outputs, given = stage.fwd_cache[microbatch]
+        loose.look(stage.stage_index, outputs if loss is None else [loss], given)
 
 
 def _sync_of(stage: PipelineStageBase) -> GradientSync:

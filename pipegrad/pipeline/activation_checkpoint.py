@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.batch.passed import number_of
-from pipegrad.pipeline.batch.trees import leaves_of
+from pipegrad.pipeline.batch.trees import versions_of
 
 DIFFERENT = (
     "a stage with recompute=True returned something else when its forward ran again before the "
@@ -87,7 +87,7 @@ class Recompute:
             for name, buffer in buffers.items()
             if self._changing is None or name in self._changing
         }
-        versions, generators = _versions(values), self._generators()
+        versions, generators = versions_of(values), self._generators()
         outputs = forward()
         number = number_of(list(outputs))
         self._forwards[microbatch] = _Forward(versions, generators, copies, number)
@@ -121,7 +121,7 @@ class Recompute:
             StepError: If an input was changed in place since.
         """
         first = self._forwards[microbatch]
-        if _versions(values) != first.versions:
+        if versions_of(values) != first.versions:
             raise StepError(
                 "a stage that is to be recomputed, or somebody else, has changed in place what the "
                 "stage was given: copy it first"
@@ -165,11 +165,3 @@ class Recompute:
         for full, buffer in buffers.items():
             path, _, name = full.rpartition(".")
             setattr(self._module.get_submodule(path), name, buffer)
-
-
-def _versions(values: Values) -> list[int]:
-    trees = [
-        (value,) if isinstance(value, Tensor) else leaves_of({"": value}).values()
-        for value in values
-    ]
-    return [leaf._version for leaves in trees for leaf in leaves if isinstance(leaf, Tensor)]

@@ -51,6 +51,7 @@ class Aliases:
         """Lets go of everything of a step."""
         self._module_buffers = set[int]()  # addresses
         self._without_gradient = dict[int, list[nn.Parameter]]()  # by stage
+        self._handed_on = dict[int, list[tuple[weakref.ref[Tensor], int]]]()  # and its version
 
     def note_forward(self, stage: int) -> None:
         """Notes where a stage's buffers lie, right after its first forward in a step.
@@ -70,30 +71,50 @@ class Aliases:
         missing = [p for p in parameters if p.grad is None and p.requires_grad]
         self._without_gradient[stage] = [p for p in missing if not self._sharded.reduces(stage, p)]
 
-    def settled(self, stage: int, outputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def settled(self, stage: int, outputs: list[Tensor], *, has_graph: bool) -> tuple[Tensor, ...]:
         """Returns the outputs of a stage, copied where the module keeps them.
 
         Args:
             stage: The stage that returned them.
             outputs: No other reference to them may exist in pipegrad; the list is changed.
+            has_graph: Whether a backward will run from them; else they are cut off their graph.
 
         Raises:
-            StepError: If an output is not a plain tensor.
+            StepError: If an output is not a plain tensor, or lies in memory of an earlier output.
         """
+        for reference, version in self._handed_on.get(stage, ()):
+            earlier = reference()
+            if earlier is not None and earlier._version != version:
+                raise StepError(
+                    f"a forward of stage {stage} has written into what an earlier forward "
+                    f"returned, which may still be on its way: return a clone of it"
+                )
         for i, name in enumerate(self._stages[stage].outputs):
             if type(outputs[i]) is not Tensor and is_arriving(outputs[i]):
                 outputs[i] = outputs[i].clone()  # which waits, and is a plain tensor
             if type(outputs[i]) is not Tensor or outputs[i].layout is not torch.strided:
                 check_plain(outputs[i], f"stage {stage} returned {name!r}")
-            # If the output requires a gradient, autograd itself notices a change in place.
-            if not outputs[i].requires_grad:
+            # An output that requires a gradient has other holders too: nodes that have saved it. So
+            # a later write is noticed by its version.
+            requires_grad = outputs[i].requires_grad
+            if not (requires_grad and has_graph):
                 # The list has the only reference of pipegrad. If the tensor survives without it,
                 # or if its storage has a second holder, then the module keeps the output.
                 before = weakref.ref(outputs[i])
                 outputs[i] = outputs[i].detach()
                 if before() is not None or num_holders(outputs[i]) > 1:
                     outputs[i] = outputs[i].clone()
+                outputs[i].requires_grad_(requires_grad)
         return tuple(outputs)
+
+    def handed_on(self, stage: int, output: Tensor) -> Tensor:
+        """Returns what is handed on of an output, without its graph; see `settled`."""
+        value = self.apart(output)
+        if value is output and output.requires_grad:
+            known = self._handed_on.setdefault(stage, [])
+            known[:] = [(r, version) for r, version in known if r() is not None]
+            known.append((weakref.ref(output), output._version))
+        return value.detach()
 
     def apart(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`, copied if it lies in a receive buffer or in a buffer of a module."""

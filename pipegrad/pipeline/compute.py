@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from pipegrad.errors import StepError
+from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.aliases import Aliases, check_plain
+from pipegrad.pipeline.batch.trees import versions_of
 from pipegrad.pipeline.loss import LossTerms, loss_parts
 from pipegrad.pipeline.loss.terms import LossParts
 from pipegrad.pipeline.split_backward.weights import WeightGradients
@@ -36,6 +38,7 @@ class Compute:
         sync: The gradient layer; None in a forward-only program.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
+        loose: Finds leaves that no stage holds.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
 
     Attributes:
@@ -52,6 +55,7 @@ class Compute:
         sync: GradientSync | None,
         weights: WeightGradients,
         sharded: ShardedStages,
+        loose: LooseLeaves,
         loss_fn: Loss | None,
     ) -> None:
         self._stages = stages
@@ -62,6 +66,7 @@ class Compute:
         self._last = len(program.schedule.stage_to_rank) - 1
         self._weights = weights
         self._sharded = sharded
+        self._loose = loose
         self._is_trained = sync is not None and any(
             record.requires_grad for record in sync.manifest.parameters
         )
@@ -129,6 +134,9 @@ class Compute:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
+        is_first = stage not in self._ran_forward  # in this step
+        shared = self._values.shared_inputs(stage, microbatch) if is_first else ()
+        versions = versions_of(shared)
         if stage in self._recomputes:
             forward = partial(self._stages[stage].forward, values)
             outputs = self._recomputes[stage].first(microbatch, values, forward)
@@ -141,8 +149,15 @@ class Compute:
             # must be the only reference to the outputs here.
             only_reference = [*outputs]
             del outputs
-            outputs = self._aliases.settled(stage, only_reference)
-        if stage not in self._ran_forward:
+            has_graph = stage not in self._recomputes
+            outputs = self._aliases.settled(stage, only_reference, has_graph=has_graph)
+        if is_first:
+            if versions_of(shared) != versions:
+                raise StepError(
+                    f"stage {stage}, microbatch {microbatch}: the stage has changed in place what "
+                    f"it was given, and other stages or microbatches read that too, but not the "
+                    f"change: let it work on a copy"
+                )
             self._ran_forward.add(stage)
             self._aliases.note_forward(stage)
         if stage == self._last:
@@ -162,8 +177,13 @@ class Compute:
         """Computes the loss of the last stage; returns the roots of its backward."""
         if self._keeps_outputs:
             self.outputs.append(tuple(map(self._kept, self._stages[self._last].outputs, outputs)))
-        if self._targets is None:
+        # A loss may do more than return, such as add to gradients. So it runs once: behind the
+        # second forward, if there is one.
+        if self._targets is None or (self._sync is not None and self._last in self._recomputes):
             return ()
+        return self._with_loss(microbatch, outputs)
+
+    def _with_loss(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         parts = self._loss_of(microbatch, outputs)
         assert self._terms is not None
         self._terms.add(parts)
@@ -171,7 +191,7 @@ class Compute:
 
     def _kept(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
-        return self._aliases.apart(output.detach())
+        return self._aliases.handed_on(self._last, output)
 
     def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> LossParts:
         assert self._loss_fn is not None
@@ -252,8 +272,8 @@ class Compute:
             self._recomputes[stage].compare(microbatch, outputs, what)
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
-            if stage == self._last:
-                outputs = self._loss_of(microbatch, outputs)[:1]
+        if stage == self._last:
+            outputs = self._with_loss(microbatch, outputs)
         self._roots[stage, microbatch] = outputs
         # The backward gives back receive buffers, and this frame must not hold them.
         del outputs, values
@@ -280,6 +300,8 @@ class Compute:
             if loss.requires_grad:
                 roots += (loss,)
                 gradients += (self._loss_gradient(loss),)
+        if self._loose.is_looking:
+            self._loose.look(stage, roots, self._values.leaves_of(stage, microbatch))
         return roots, gradients
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:

@@ -24,9 +24,11 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import ScheduleError, StepError, level_of_caller
+from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
+from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.adapting import Adapting
@@ -225,6 +227,9 @@ class Scheduler:
             sync=self.sync,
             weights=WeightGradients(modules, self.sync),
             sharded=ShardedStages(modules, self.sync),
+            loose=LooseLeaves(
+                self.sync, [stage for stage, parts in fsdp_modules(modules).items() if parts]
+            ),
             # All ranks make these groups, in this order.
             edges=Edges(program.channels, self.topology, device, skips=program.skips),
             losses=Losses(

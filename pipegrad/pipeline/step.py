@@ -12,6 +12,7 @@ from functools import partial
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import DriftError, StallError, StepError
+from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.aliases import Aliases
@@ -57,6 +58,7 @@ class StepContext:
         sync: The gradient layer.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
+        loose: The leaves that no stage holds.
         edges: The communicators between stages.
         pool: The receive buffers.
         codings: Which values cross in fewer bytes.
@@ -78,6 +80,7 @@ class StepContext:
     sync: GradientSync
     weights: WeightGradients
     sharded: ShardedStages
+    loose: LooseLeaves
     edges: Edges
     pool: BufferPool
     codings: Codings
@@ -171,6 +174,7 @@ class StepKind:
             sync=None if forward_only else context.sync,
             weights=context.weights,
             sharded=context.sharded,
+            loose=context.loose,
             loss_fn=context.loss_fn,
         )
         self._times = None
@@ -278,11 +282,16 @@ class StepKind:
             # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
             if training:
                 context.sync.prepare(divisor=None if is_weighted else complete)
+                context.loose.begin()
             begun = True
             outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
             whole_outputs = joined(outputs)
             # All microbatches have their gradients now: see [Note: outer graphs].
             late = context.losses.divisor(terms) if is_weighted and training else None
+            if training:
+                context.loose.refuse(number)
+                self._refuse_graphs()
+                context.loose.end(late if late is not None else complete)
             context.batches.outer.backward(late if late is not None else complete)
             if training:
                 context.sync.finish(divisor=late)
@@ -314,12 +323,18 @@ class StepKind:
         context = self._context
         if not self.program.forward_only and batch.loss_divisor is None:
             context.losses.look_at_labels(targets, context.loss_fn)
-        has_graph = not context.batches.outer.is_empty
+        self._refuse_graphs()
+
+    def _refuse_graphs(self) -> None:
+        """Refuses gradients that would be divided by the weights of this step alone."""
+        context = self._context
+        has_graph = not (context.batches.outer.is_empty and context.loose.is_empty)
         if has_graph and context.losses.is_weighted and context.sync.is_accumulating:
             raise StepError(
-                "an input comes from a graph of yours, in a step inside accumulate() with "
-                "loss_reduction='token_mean': its gradient would be divided by the weights of "
-                "later steps. Give the input without its graph, or accumulate no steps"
+                "an input comes from a graph of yours, or a tensor that gets a gradient is no "
+                "stage's, in a step inside accumulate() with loss_reduction='token_mean': its "
+                "gradient would not be divided by the weights of all steps. Give the input without "
+                "its graph, make the tensor a parameter of a stage, or accumulate no steps"
             )
 
     def divisors(self, batch: Batch) -> tuple[float, float | None]:
@@ -369,6 +384,7 @@ class StepKind:
             # closed, and ranks that wait fail at once.
             context.edges.cut()
         context.sharded.forget()
+        context.loose.drop()
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.
             context.losses.send(

@@ -19,6 +19,7 @@ the producer's rank, `produce` and `take_gradients` hand over without a message.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -110,6 +111,12 @@ class Values:
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
             for stage in stages
         }
+        # Stage -> those of its inputs that other stages read too.
+        readers = Counter(source for taken in wiring.taken for source in taken)
+        self._read_elsewhere = {
+            stage: [i for i, source in enumerate(wiring.taken[stage]) if readers[source] > 1]
+            for stage in stages
+        }
         self._links_taken = {
             stage: [link for link, _ in taken if link is not None]
             for stage, taken in self._inputs.items()
@@ -187,6 +194,16 @@ class Values:
                 inputs += (self._held[link, microbatch].tensor,)
         return inputs
 
+    def shared_inputs(self, stage: int, microbatch: int) -> list[object]:
+        """Returns those inputs of a stage that other stages or microbatches read too."""
+        inputs, taken = self.inputs_of(stage, microbatch), self._inputs[stage]
+        whole = [
+            number
+            for number, (link, name) in enumerate(taken)
+            if link is None and len(values := self._external[name]) > 1 and values[0] is values[-1]
+        ]
+        return [inputs[number] for number in {*self._read_elsewhere[stage], *whole}]
+
     def produce(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Takes what a stage made, for its consumers on this rank and on others.
 
@@ -197,7 +214,7 @@ class Values:
             if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
             self._made[link, microbatch] = self._newest[link]
-            value = self._aliases.apart(output).detach()
+            value = self._aliases.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
             self._leaving[link] = value
@@ -271,19 +288,23 @@ class Values:
                 gradients += (gradient,)
         return roots, gradients
 
+    def leaves_of(self, stage: int, microbatch: int) -> list[Tensor]:
+        """Returns the inputs of a stage that may get a gradient."""
+        leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
+        for name in self._names_taken[stage]:
+            if name in self._outer:
+                leaves += self._outer[name].get(microbatch, ())
+        return leaves
+
     def take_gradients(self, stage: int, microbatch: int) -> None:
         """Takes the gradients of a stage's inputs, and frees those of its outputs.
 
         If several stages of this rank take a value, autograd sums their gradients in the leaf. The
         sum is complete after the last of their backwards, so it is taken then.
         """
-        leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
-        for name in self._names_taken[stage]:
-            if name in self._outer:
-                leaves += self._outer[name].get(microbatch, ())
         # Gradients are parted before any of them is handed on, and before a receive buffer that
         # one of them may lie in goes back to the pool.
-        self._aliases.part_gradients(stage, leaves)
+        self._aliases.part_gradients(stage, self.leaves_of(stage, microbatch))
         for link in self._links_taken[stage]:
             value = self._held[link, microbatch]
             value.num_backwards -= 1

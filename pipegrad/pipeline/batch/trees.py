@@ -8,7 +8,7 @@ it is refused. For the same reason a list of numbers or strings counts as a leaf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
 from typing import TypeGuard
 
@@ -32,6 +32,16 @@ def flattened(value: object) -> tuple[list[tuple[str, object]], Callable[[list[o
 def leaves_of(values: Mapping[str, object]) -> dict[str, object]:
     """Returns the leaves of some values, by name and path: ``"batch['mask']"``."""
     return {f"{name}{path}": x for name, value in values.items() for path, x in flattened(value)[0]}
+
+
+def versions_of(values: Sequence[object]) -> list[int]:
+    """Returns how often each tensor of some values was written in place."""
+    leaves = [
+        leaf
+        for value in values
+        for leaf in ((value,) if isinstance(value, Tensor) else leaves_of({"": value}).values())
+    ]
+    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
 def is_cut(leaf: object) -> TypeGuard[Tensor]:

@@ -142,6 +142,115 @@ def test_a_stage_may_return_the_same_memory_each_time(which: int) -> None:
             assert abs(train(frozen, x, target=y) - loss) <= MOST
 
 
+class Overwrites(Layer):
+    """Returns one piece of memory again and again, with a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.empty(ROWS // NUM_MICROBATCHES, WIDTH, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.out = self.out.detach()
+        return self.out.copy_(self.linear(x).tanh())
+
+
+class MovesOn(Layer):
+    """Adds a running mean of what it has returned, which it keeps there."""
+
+    mean: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x).tanh()
+        if self.mean is not None:
+            out = out + self.mean.mul_(0.5)
+        self.mean = out.detach()
+        return out
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "zb-h1"])
+@pytest.mark.parametrize("kind", [Overwrites, MovesOn])
+def test_a_stage_may_not_write_into_what_it_has_returned(kind: Any, schedule: str) -> None:
+    """It was sent late, with the values of a later microbatch, and without a word."""
+    x, y = batch()
+    for recompute in (False, True):
+        modules = [kind(), Layer()]
+        twins = [Layer(), Layer()]
+        with closing(make(*modules, schedule=schedule, recompute=recompute)) as scheduler:
+            said = outcome(partial(train, scheduler, x, target=y))
+            if recompute and kind is Overwrites:  # what is kept is copied: nothing else has a graph
+                assert abs(float(said) - float(one_process(twins, x, y))) <= MOST
+                continue
+        why = "something else when its forward ran again" if recompute else "return a clone of it"
+        assert said.startswith(f"StepError: {ELSEWHERE[11:]}" if rank() else "StepError: ")
+        assert why in said
+
+
+class AddsTo(Layer):
+    """Changes its mask in place."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        mask += 1
+        out: Tensor = self.linear(x) + mask
+        return out
+
+
+class Masks(Layer):
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        out: Tensor = self.linear(x) + mask
+        return out
+
+
+@pytest.mark.parametrize("way", ["other stages", "other microbatches", "nobody else"])
+def test_a_stage_may_change_what_it_alone_was_given(way: str) -> None:
+    """Gradients were off by 0.74: each rank has its own copy of a batch."""
+    (x, y), is_whole = batch(), way == "other microbatches"
+    mask = torch.ones(1 if is_whole else ROWS, WIDTH, dtype=torch.float64)
+    last = Masks() if way == "other stages" else Layer()
+    names = {0: (["x", "mask"],), **({1: (["x", "mask"],)} if way == "other stages" else {})}
+    options: Any = {"whole": ("mask",)} if is_whole else {}
+    with closing(make(AddsTo(), last, names=names, **options)) as scheduler:
+        said = outcome(partial(train, scheduler, x, mask=mask.clone(), target=y))
+    if way == "nobody else":
+        true = mean_square(Layer()(Layer().linear(x) + 2), y)
+        assert abs(float(said) - float(true)) <= MOST
+    else:
+        assert "stage 0, microbatch 0: the stage has changed in place what it was given" in said
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_loss_may_add_to_gradients_itself(schedule: str, *, recompute: bool) -> None:
+    """torchtitan#4182 of 2026. With recompute it ran twice, and the head's gradient was doubled."""
+    head, calls, (x, y) = Layer(), list[int](), batch()
+
+    class InPieces(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, out: Tensor, target: Tensor) -> Tensor:
+            calls.append(1)
+            with torch.enable_grad():
+                leaf = out.detach().requires_grad_()
+                loss = mean_square(head(leaf), target)
+            loss.backward()
+            ctx.gradient = leaf.grad
+            return loss.detach()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+            return ctx.gradient * gradient, None
+
+    modules, twins, true_head = [Layer(), Layer()], [Layer(), Layer()], Layer()
+    modules[1].head = head
+    options: Any = {"loss_fn": InPieces.apply, "recompute": recompute, "allow_unsynced": ["*"]}
+    with closing(make(*modules, schedule=schedule, **options)) as scheduler:
+        loss = train(scheduler, x, target=y)
+    true = mean_square(true_head(twins[1](twins[0](x))), y)
+    true.backward()
+    assert abs(loss - float(true)) <= MOST
+    assert len(calls) == rank() * NUM_MICROBATCHES
+    assert farthest(modules[rank()].linear, twins[rank()].linear) <= MOST
+    assert not rank() or farthest(head, true_head) <= MOST
+
+
 def as_dtensor(x: Tensor) -> Tensor:
     mesh = DeviceMesh("cpu", [rank()], _init_backend=False)
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)
