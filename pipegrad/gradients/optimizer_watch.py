@@ -204,8 +204,8 @@ class OptimizerWatch:
         if self._last is None:
             return (
                 "optimizer.step() before the gradients of a step are there: call it once after "
-                "each scheduler.step() or finish(), outside of accumulate(). After a step that "
-                "failed there are none"
+                "each scheduler.step() or finish(), outside of accumulate(), and without a closure "
+                "that runs the step. After a step that failed there are none"
             )
         if last is optimizer:
             return (
