@@ -92,11 +92,17 @@ def _in_both_modes(
         return flow
     if [call.name for call in trained.calls] != [call.name for call in flow.calls]:
         return flow  # a step in training mode is refused, since it calls other layers
+    if _handed(trained) != _handed(flow):
+        return trained  # what layers hand on in training alone, such as balance losses
     calls = [
         replace(call, draws=other.draws)
         for call, other in zip(flow.calls, trained.calls, strict=True)
     ]
     return replace(flow, calls=tuple(calls))
+
+
+def _handed(flow: Flow) -> list[object]:
+    return [(call.changes, len(call.outputs), call.needs) for call in flow.calls]
 
 
 def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
@@ -146,8 +152,8 @@ def _run(
         with recorder:
             returned = run(**inputs)
         recorder.refuse_new_buffers(before, run)
-    written = frozenset(recorder.written)
-    return Flow(tuple(recorder.calls), recorder.seen(returned), written, shapes_of(sample))
+    seen, written = recorder.seen(returned), frozenset(recorder.written)
+    return Flow(tuple(recorder.calls), seen, written, recorder.is_heard, shapes_of(sample))
 
 
 def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:

@@ -16,16 +16,15 @@ from pipegrad.errors import TopologyError
 from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.part import Part
 from pipegrad.partition.structural.calls import Call, Flow, Returned, Source
+from pipegrad.partition.structural.changes import find
 from pipegrad.partition.structural.shallow import as_kind, shallow
 from pipegrad.partition.structural.stage_module import (
     Run,
     StageModule,
-    filled,
-    other_layer,
     own_layer,
     without_end_hooks,
-    without_memory,
 )
+from pipegrad.partition.structural.stand_ins import filled, other_layer, without_memory
 
 
 def parts_of(
@@ -52,19 +51,29 @@ def parts_of(
     edges = [0, *starts, len(calls)]
     needs = [_needs(calls, returned, a, b) for a, b in pairwise(edges)]
     _check_draws(calls, returned, edges)
-    described = {name: without_memory(layer) for name, layer in layers.items()}
+    described = {name: _described(layer, name, calls) for name, layer in layers.items()}
+    lost = {n: {x for call in calls if call.layer == n for x in call.lost} for n in layers}
     parts = list[Part]()
     for stage, (first, end) in enumerate(pairwise(edges)):
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
-        run = Run(calls, first, end, needs[stage], sent, written=flow.written)
+        run = Run(
+            calls, first, end, needs[stage], sent, written=flow.written, is_heard=flow.is_heard
+        )
         own = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
-        replaced = {
+        here = {
             id(layer): own_layer(layer, name, described[name], run)
-            if name in own
-            else other_layer(name, described[name], run)
             for name, layer in layers.items()
+            if name in own
         }
+        run.own = [*here.values()]
+        replaced = dict[int, nn.Module]()
+        for name in layers.keys() - own:
+            replaced |= other_layer(layers[name], name, described[name], run, lost[name])
+        for name in own:  # what is inside of them stays, also if other layers hold it
+            for part in layers[name].modules():
+                replaced.pop(id(part), None)
+        replaced |= here
         module = as_kind(shallow(model, replaced), StageModule)
         vars(module)["_pipegrad_run"] = run
         if end < len(calls):
@@ -83,6 +92,18 @@ def parts_of(
         )
         parts.append(Part(module, tuple(names), tuple(outputs)))
     return parts
+
+
+def _described(layer: nn.Module, name: str, calls: Sequence[Call]) -> nn.Module:
+    """Returns a layer without memory; it shares the containers into which the layer writes."""
+    roots = {"modules": dict(layer.named_modules())}
+    changes = (change for call in calls if call.layer == name for change in call.changes)
+    paths = {change.path for change in changes if change.is_inside and len(change.path) > 2}
+    found = (find(roots, path) for path in paths)
+    result = without_memory(layer, [box for box in found if box is not None])
+    for part in result.modules():
+        part._forward_hooks.clear()  # they would hear runs that are no forwards
+    return result
 
 
 def returned_tensors(returned: object) -> dict[str, Returned]:
