@@ -205,7 +205,7 @@ def fake_tensors() -> Iterator[None]:
     # Imported late: the import takes as long as all of pipegrad's.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 

@@ -69,6 +69,7 @@ class Call:
         structure: How those that it returns hang together.
         changes: What it changes; see [Note: changes] in `changes`.
         structures: Of each change, how the leaves of its values hang together.
+        cleared: Numbers of changes of containers that code behind the layer takes back.
         lost: Names of modules inside and their attributes that it changes, but not to tensors.
         flops: Floating-point operations of its forward on the sample.
         saved_bytes: What its forward keeps for its backward, on the sample.
@@ -84,6 +85,7 @@ class Call:
     structure: TreeSpec
     changes: tuple[Change, ...]
     structures: tuple[TreeSpec, ...]
+    cleared: frozenset[int]
     lost: frozenset[tuple[str, str]]
     flops: int
     saved_bytes: int

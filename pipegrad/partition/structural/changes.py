@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -68,6 +68,26 @@ def roots_of(layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:  # noq
     """Returns everything that a call of a layer reaches, but for globals and closures."""
     modules = dict(layer.named_modules())
     return {"args": args, "kwargs": kwargs, "modules": modules, "hooks": modules}
+
+
+def enclosed(model: nn.Module) -> list[object]:
+    """Returns the containers that functions of a model hold, such as hooks, beside the model."""
+    functions = (
+        function
+        for part in model.modules()
+        for function in (*vars(part).values(), *part._forward_hooks.values())
+        if isinstance(function, FunctionType)
+    )
+    cells = (cell for function in functions for cell in function.__closure__ or ())
+    kinds = (list, dict, set, deque)
+    return [x for cell in cells for x in _content(cell) if isinstance(x, kinds)]
+
+
+def _content(cell: CellType) -> list[object]:
+    try:
+        return [cell.cell_contents]
+    except ValueError:  # nothing yet
+        return []
 
 
 def find(roots: Mapping[str, Any], path: Sequence[Any]) -> Any:  # noqa: ANN401 - any container

@@ -15,7 +15,7 @@ other attributes are those of a copy of the model, so no cache of the model keep
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,13 +26,13 @@ from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import (
     FakeTensorMode,
     quiet_fake_tensors,
+    tree_flatten,
 )
 from pipegrad.partition.structural.calls import Flow
+from pipegrad.partition.structural.changes import Watch, enclosed, find, roots_of
 from pipegrad.partition.structural.recorder import Recorder, recorded_layer, shapes_of
-from pipegrad.partition.structural.shallow import isolated, shallow
-
-# The grouped products of experts know fake tensors of this dtype alone.
-_EXPERTS = torch.bfloat16
+from pipegrad.partition.structural.shallow import isolated
+from pipegrad.partition.structural.stand_ins import EXPERTS
 
 
 def flow_of(
@@ -59,7 +59,7 @@ def flow_of(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
             "take by='time', or a number for each layer"
         )
-    runs = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=_EXPERTS)]
+    runs = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=EXPERTS)]
     if not is_meta:
         runs.append(partial(_run, fake=False, timed=timed))
     failures = list[Exception]()
@@ -137,7 +137,11 @@ def _run(
         else:
             stack.enter_context(_unchanged(model))
         made: dict[int, Tensor] = {}
-        copied = isolated(model, (lambda x: _fake(x, made, dtype)) if fake else (lambda x: x))
+        shared = enclosed(model)
+        untouched = stack.enter_context(_untouched(model, shared))
+        copied = isolated(
+            model, (lambda x: _fake(x, made, dtype)) if fake else (lambda x: x), shared
+        )
         if is_training:
             copied.train()
         inputs = {
@@ -145,15 +149,16 @@ def _run(
             for name, x in sample.items()
         }
         recorder = Recorder(copied, timed=timed)
-        own = {name: copied.get_submodule(name) for name in layers}
-        recorded = {id(layer): recorded_layer(recorder, n, layer) for n, layer in own.items()}
-        run = shallow(copied, recorded)
+        for name in layers:
+            recorded_layer(recorder, name, copied.get_submodule(name))
+        run = copied
         before = dict(run.named_buffers())
         with recorder:
             returned = run(**inputs)
         recorder.refuse_new_buffers(before, run)
+        untouched()
     seen, written = recorder.seen(returned), frozenset(recorder.written)
-    return Flow(tuple(recorder.calls), seen, written, recorder.is_heard, shapes_of(sample))
+    return Flow(recorder.cleared(), seen, written, recorder.is_heard, shapes_of(sample))
 
 
 def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
@@ -172,6 +177,31 @@ def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) ->
             copied = nn.Parameter(copied, tensor.requires_grad)
         made[id(tensor)] = copied
     return made[id(tensor)]
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, shared: Sequence[object]) -> Iterator[Callable[[], None]]:
+    """Puts back what a function of the model, such as a hook, changes of the model itself.
+
+    Yields:
+        What refuses tensors there: a run of a stage, which is a copy, would not have them.
+    """
+    watch, known = Watch(model, (), {}), {id(x) for x in shared}
+
+    def refuse() -> None:
+        for change, values in watch.changes():
+            box = find(roots_of(model, (), {}), change.path)
+            if id(box) not in known and any(isinstance(x, Tensor) for x in tree_flatten(values)[0]):
+                raise TopologyError(
+                    f"a function that {type(model).__name__} holds, such as a hook, changes {change} "
+                    f"by a reference to the model: each stage is a copy of it, and would not see "
+                    f"that. Append to a list, or use what the layer returns"
+                )
+
+    try:
+        yield refuse
+    finally:
+        watch.restore()
 
 
 @contextlib.contextmanager

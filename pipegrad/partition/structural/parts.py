@@ -17,7 +17,7 @@ from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.part import Part
 from pipegrad.partition.structural.calls import Call, Flow, Returned, Source
 from pipegrad.partition.structural.changes import find
-from pipegrad.partition.structural.shallow import as_kind, shallow
+from pipegrad.partition.structural.shallow import as_kind, linked, shallow
 from pipegrad.partition.structural.stage_module import (
     Run,
     StageModule,
@@ -33,6 +33,7 @@ def parts_of(
     flow: Flow,
     starts: Sequence[int],
     returned: Mapping[str, Returned],
+    losses: Mapping[str, Returned],
 ) -> list[Part]:
     """Returns the stages of a model.
 
@@ -42,15 +43,18 @@ def parts_of(
         flow: What it does.
         starts: The first call of each stage but the first.
         returned: What the last stage returns, by name.
+        losses: What else it must be able to compute.
 
     Raises:
         TopologyError: If stages would draw different random numbers for one value, or if code
             outside of layers uses a parameter or a buffer inside of a layer of another stage.
     """
-    calls = flow.calls
+    calls, outputs_of_last = flow.calls, list(returned)
+    returned = {**returned, **losses}
     edges = [0, *starts, len(calls)]
     needs = [_needs(calls, returned, a, b) for a, b in pairwise(edges)]
     _check_draws(calls, returned, edges)
+    _check_hooks(model, flow)
     described = {name: _described(layer, name, calls) for name, layer in layers.items()}
     lost = {n: {x for call in calls if call.layer == n for x in call.lost} for n in layers}
     parts = list[Part]()
@@ -74,6 +78,8 @@ def parts_of(
             for part in layers[name].modules():
                 replaced.pop(id(part), None)
         replaced |= here
+        for layer in here.values():
+            linked(layer, replaced)
         module = as_kind(shallow(model, replaced), StageModule)
         vars(module)["_pipegrad_run"] = run
         if end < len(calls):
@@ -88,7 +94,7 @@ def parts_of(
         outputs = (
             [calls[source.call].name_of(source.leaf) for source in sent]
             if end < len(calls)
-            else list(returned)
+            else outputs_of_last
         )
         parts.append(Part(module, tuple(names), tuple(outputs)))
     return parts
@@ -169,6 +175,18 @@ def _check_draws(
                 f"{sorted(stages)}, which begin with {names}, need the result: each would draw "
                 f"others. Put the dropout into an nn.Dropout, or choose other boundaries"
             )
+
+
+def _check_hooks(model: nn.Module, flow: Flow) -> None:
+    """Refuses hooks that hand on what they hear to a module: stages are copies of it."""
+    for name, part in model.named_modules():
+        for hook in part._forward_hooks.values() if flow.is_heard else ():
+            if isinstance(getattr(hook, "__self__", None), nn.Module):
+                raise TopologyError(
+                    f"a hook of {name!r} is a method of a module, and code outside of layers uses "
+                    f"what it hears: stages are copies of that module. Take a function that appends "
+                    f"to a list, or use what layers return"
+                )
 
 
 def _refuse_buffers(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,8 +22,8 @@ from pipegrad.interop.private import (
     tree_flatten,
 )
 from pipegrad.partition.structural.calls import Call, Like, Output, Returned, Source
-from pipegrad.partition.structural.changes import Change, Watch, contents_of, put
-from pipegrad.partition.structural.shallow import as_kind, twin
+from pipegrad.partition.structural.changes import Change, Watch, contents_of, find, put, roots_of
+from pipegrad.partition.structural.shallow import as_kind
 from pipegrad.pipeline.stage import fields_of
 
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
@@ -37,12 +37,9 @@ class RecordedLayer(nn.Module):
         return recorder.call(vars(self)["_layer_name"], self, super().__call__, args, kwargs)
 
 
-def recorded_layer(recorder: Recorder, name: str, layer: nn.Module) -> nn.Module:
-    """Returns a layer that tells the recorder of its calls."""
-    # A twin, as in stages: neither sees a layer that the model keeps in a plain list.
-    copied = as_kind(twin(layer), RecordedLayer)
-    vars(copied).update(_recorder=recorder, _layer_name=name)
-    return copied
+def recorded_layer(recorder: Recorder, name: str, layer: nn.Module) -> None:
+    """Makes a layer of a model that nobody else uses tell the recorder of its calls."""
+    vars(as_kind(layer, RecordedLayer)).update(_recorder=recorder, _layer_name=name)
 
 
 @dataclass(frozen=True)
@@ -92,6 +89,7 @@ class Recorder(TorchDispatchMode):
         self._decided = _Origin()
         self._layer = ""  # that runs now
         self._is_quiet = False  # what runs is the recorder's own
+        self._followed: list[tuple[nn.Module, list[tuple[Change, list[Any]]]]] = []  # of each call
         self._heard = set[int]()  # by id: what hooks heard
         self.is_heard = False  # whether any of that is used
         # By storage: the layer that made it of what it was given or holds, or wrote into it.
@@ -206,12 +204,14 @@ class Recorder(TorchDispatchMode):
                 structure=structure,
                 changes=tuple(change for change, _ in followed),
                 structures=tuple(spec for _, spec in handed),
+                cleared=frozenset(),  # see `cleared`
                 lost=lost,
                 flops=flops,
                 saved_bytes=sum(saved.values()),
                 seconds=seconds,
             )
         )
+        self._followed.append((layer, followed))
         for (change, _), (more, _) in zip(followed, handed, strict=True):
             for tensor in _tensors(more):
                 self._hand(tensor, Source(number, first[id(tensor)]), is_heard=change.is_heard)
@@ -223,6 +223,20 @@ class Recorder(TorchDispatchMode):
         for tensor in overwritten:
             self._write(tensor, _Origin(writers=frozenset({name})))
         return structure.unflatten(leaves)
+
+    def cleared(self) -> tuple[Call, ...]:
+        """Returns the calls, with what code behind them took out of their containers again."""
+        calls = list[Call]()
+        for call, (layer, followed) in zip(self.calls, self._followed, strict=True):
+            roots = roots_of(layer, (), {})
+            numbers = frozenset(
+                number
+                for number, (change, values) in enumerate(followed)
+                if change.is_inside and len(change.path) > 2
+                if not _hold(contents_of(find(roots, change.path)), values)
+            )
+            calls.append(replace(call, cleared=numbers))
+        return tuple(calls)
 
     def seen(self, returned: object) -> object:
         """Returns what a model returned, with `Returned` in the place of tensors."""
@@ -369,6 +383,11 @@ def _followed(
             attributes = change.path[2:3] or (*change.keys, *change.gone)
             lost |= {(change.path[1], name) for name in attributes}
     return followed, frozenset(lost)
+
+
+def _hold(contents: Any, values: Sequence[object]) -> bool:  # noqa: ANN401 - of `contents_of`
+    held = contents.values() if isinstance(contents, dict) else contents or ()
+    return bool({id(x) for x in values} & {id(x) for x in held})
 
 
 def _is_plain(leaf: object) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,7 @@ def _copied(
         return replaced[id(module)]
     if id(module) in made:
         return made[id(module)]
-    if not any(id(part) in replaced for part in module.modules()):
+    if not any(id(part) in replaced or _holds(part, replaced) for part in module.modules()):
         return module
     if "forward" in vars(module) or hasattr(module, "_orig_mod"):
         raise TopologyError(
@@ -56,6 +56,21 @@ def _copied(
     return result
 
 
+def _holds(module: nn.Module, replaced: Mapping[int, nn.Module]) -> bool:
+    """Whether replaced modules are in plain lists and the like of a module."""
+    return any(id(part) in replaced for x in vars(module).values() for part in _listed(x))
+
+
+def _listed(value: object) -> Iterator[nn.Module]:
+    """Yields the modules in a plain list, tuple or dict, also in those inside of it."""
+    if type(value) in (list, tuple, dict):
+        for x in value.values() if isinstance(value, dict) else value:
+            if isinstance(x, nn.Module):
+                yield from x.modules()
+            else:
+                yield from _listed(x)
+
+
 def _held(value: Any, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module]) -> Any:  # noqa: ANN401
     """Returns an attribute in which modules may be listed, with what stands in their place."""
     if isinstance(value, nn.Module):
@@ -67,6 +82,19 @@ def _held(value: Any, replaced: Mapping[int, nn.Module], made: dict[int, nn.Modu
     if all(x is y for x, y in zip(mapped, items, strict=True)):
         return value
     return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
+
+
+def linked(module: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
+    """Puts what stands in the place of other modules into the lists of a twin."""
+    made = dict[int, nn.Module]()
+    vars(module).update(
+        {k: _held(x, replaced, made) for k, x in vars(module).items() if k != "_modules"}
+    )
+    if any(_holds(part, replaced) for child in module.children() for part in child.modules()):
+        vars(module)["_modules"] = {
+            name: child and _copied(child, replaced, made, name)
+            for name, child in module._modules.items()
+        }
 
 
 def twin(module: nn.Module) -> nn.Module:

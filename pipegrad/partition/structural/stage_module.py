@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from numbers import Number
 from typing import Any
@@ -27,7 +28,14 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError
 from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.structural.calls import Call, Output, Source
-from pipegrad.partition.structural.changes import Reading, apply, find, roots_of
+from pipegrad.partition.structural.changes import (
+    Reading,
+    apply,
+    contents_of,
+    find,
+    restore,
+    roots_of,
+)
 from pipegrad.partition.structural.shallow import as_kind, twin
 from pipegrad.partition.structural.stand_ins import filled, leaf_of
 
@@ -141,6 +149,10 @@ class Run:
         at = known.structure.num_leaves
         reads = any(source.leaf >= at for source in wanted)
         reading = Reading(known.changes if reads else (), layer, args, kwargs)
+        if known.cleared and not self.is_last:  # the stage ends before the code that clears them
+            roots = roots_of(layer, args, kwargs)
+            boxes = [find(roots, known.changes[number].path) for number in known.cleared]
+            self._undo += [partial(restore, box, contents_of(box)) for box in boxes]
         self._inside = known.layer
         with reading.listening():
             result = call(*args, **kwargs)
@@ -193,10 +205,13 @@ class Run:
             inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         leaves = list[object]()
 
-        def more(number_of: int) -> None:
-            at = len(leaves)
-            for leaf in range(at, at + number_of):
-                leaves.append(self._leaf(number, leaf, described, args, kwargs, inputs, leaves))
+        def more(number_of: int, *, is_heard: bool = False) -> None:
+            def computed(leaf: int) -> Any:  # noqa: ANN401
+                return self._leaf_of(number, leaf, described, args, kwargs)
+
+            for leaf in range(len(leaves), len(leaves) + number_of):
+                source = Source(number, leaf)
+                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
 
         more(call.structure.num_leaves)
         result = call.structure.unflatten(leaves)
@@ -206,7 +221,7 @@ class Run:
             at = len(leaves)
             if change.is_heard and not self._is_heard:
                 break  # these stand behind all others
-            more(structure.num_leaves)
+            more(structure.num_leaves, is_heard=change.is_heard)
             if is_own and change.is_inside and not self._has(number, leaves, at):
                 continue  # what the layer remembers on this stage
             back = apply(change, structure.unflatten(leaves[at:]), find(roots, change.path))
@@ -221,31 +236,28 @@ class Run:
 
     def _leaf(
         self,
-        number: int,
-        leaf: int,
-        described: nn.Module,
-        args: Any,  # noqa: ANN401
-        kwargs: Any,  # noqa: ANN401
+        source: Source,
         inputs: Sequence[Tensor],
         before: Sequence[object],
+        computed: Callable[[int], Any],
+        *,
+        is_heard: bool,
     ) -> object:
         """Returns what stands for an output, behind the outputs `before` it."""
-        output = self._calls[number].outputs[leaf]
-        source = Source(number, leaf)
+        output = self._calls[source.call].outputs[source.leaf]
         if (received := self._values.get(source)) is not None:
             return self._own_memory(source, received)
         if output.same is not None:
             return before[output.same]
         if output.shape is None:
-            # A number may be a size of the batch.
-            is_number = isinstance(output.value, Number)
-            value = self._leaf_of(number, leaf, described, args, kwargs) if is_number else None
-            return value if is_number else output.value
+            # A number may be a size of the batch, but for one that a layer gives to its own parts.
+            is_size = isinstance(output.value, Number) and not is_heard
+            return computed(source.leaf) if is_size else output.value
         if output.like is not None and output.like.leaf < len(inputs):
             tensor = inputs[output.like.leaf]
             shape = (*tensor.shape[: output.like.kept], *output.like.more)
         else:
-            shape = self._leaf_of(number, leaf, described, args, kwargs)
+            shape = computed(source.leaf)
         return self._own_memory(source, self._filled(shape, output, inputs))
 
     def _own_memory(self, source: Source, value: Tensor) -> Tensor:

@@ -20,6 +20,9 @@ from pipegrad.partition.structural.calls import Call
 from pipegrad.partition.structural.changes import Reading, Watch, contents_of, put, restore
 from pipegrad.partition.structural.shallow import as_kind, isolated
 
+# The grouped products of experts know fake tensors of this dtype alone.
+EXPERTS = torch.bfloat16
+
 if TYPE_CHECKING:
     from pipegrad.partition.structural.stage_module import Run
 
@@ -175,23 +178,47 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:  # noqa: ANN401
     """Returns a leaf of what a layer returns or changes, and of a tensor the shape.
 
-    Nothing is computed, unless the layer's code needs values of tensors: then of zeros.
+    Nothing is computed, unless the layer's code needs values of tensors: then of zeros. A number
+    that depends on values is nan.
     """
-    try:
-        with fake_tensors():
-            result = _leaf(call, described, args, kwargs, leaf)
-    except Exception:  # noqa: BLE001 - a layer that fails with zeros as well raises its error below
+    output = call.outputs[leaf]
+    failures = list[Exception]()
+    for dtype in (None, EXPERTS):
+        try:
+            with fake_tensors():
+                result = _leaf(call, described, args, kwargs, leaf, dtype)
+            break
+        except Exception as error:  # noqa: BLE001 - whatever a layer raises that needs values
+            failures.append(error)
+    else:
+        if isinstance(output.value, float):
+            return torch.nan
+        if output.shape is None:
+            raise StepError(
+                f"layer {call.layer!r} computes the number {output.value!r} of values, and is on "
+                f"another stage: use a tensor"
+            ) from failures[0]
         with torch.random.fork_rng(devices=[]):
-            result = _leaf(call, described, args, kwargs, leaf)
+            result = _leaf(call, described, args, kwargs, leaf, None)
     return result.shape if isinstance(result, Tensor) else result
 
 
 @torch.no_grad()
-def _leaf(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:  # noqa: ANN401
+def _leaf(
+    call: Call,
+    described: nn.Module,
+    args: Any,  # noqa: ANN401
+    kwargs: Any,  # noqa: ANN401
+    leaf: int,
+    dtype: torch.dtype | None,
+) -> Any:  # noqa: ANN401
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype)
+
     state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
-    tensors = {name: torch.zeros(x.shape, dtype=x.dtype) for name, x in state.items()}
+    tensors = {name: zeros(x) for name, x in state.items()}
     made: dict[int, Any] = {}
-    args, kwargs = _zeros(args, made), _zeros(kwargs, made)
+    args, kwargs = _copied(args, zeros, made), _copied(kwargs, zeros, made)
     watch, reading = Watch(described, args, kwargs), Reading(call.changes, described, args, kwargs)
     try:
         with reading.listening():
@@ -204,20 +231,20 @@ def _leaf(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -
     return leaves[leaf]
 
 
-def _zeros(value: Any, made: dict[int, Any]) -> Any:  # noqa: ANN401 - whatever a layer takes
+def _copied(value: Any, zeros: Callable[[Tensor], Tensor], made: dict[int, Any]) -> Any:  # noqa: ANN401
     """Returns a value with zeros in the place of tensors, in containers of its own."""
     if isinstance(value, Tensor):
-        return torch.zeros(value.shape, dtype=value.dtype)
+        return zeros(value)
     contents = None if isinstance(value, nn.Module) else contents_of(value)
     if contents is None or id(value) in made:
         return made.get(id(value), value)
     if isinstance(value, tuple):
-        items = [_zeros(x, made) for x in value]
+        items = [_copied(x, zeros, made) for x in value]
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
     copied = made[id(value)] = copy.copy(value)
     if isinstance(value, set):
-        restore(copied, [_zeros(x, made) for x in contents])
+        restore(copied, [_copied(x, zeros, made) for x in contents])
         return copied
     for key, x in contents.items() if isinstance(contents, dict) else enumerate(contents):
-        put(copied, key, _zeros(x, made))
+        put(copied, key, _copied(x, zeros, made))
     return copied
