@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
@@ -162,6 +163,11 @@ storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
 def storage_key(storage: torch.UntypedStorage) -> int:
     """Returns what `storage_holders` takes. It is valid as long as `storage` lives."""
     return int(storage._cdata)
+
+
+def weak_storage(storage: torch.UntypedStorage) -> object:
+    """Returns what keeps a key of `storage_key` from being used again, but not the memory."""
+    return StorageWeakRef(storage)
 
 
 def num_holders(tensor: torch.Tensor) -> int:

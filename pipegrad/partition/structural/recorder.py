@@ -20,6 +20,7 @@ from pipegrad.interop.private import (
     TorchDispatchMode,
     storage_key,
     tree_flatten,
+    weak_storage,
 )
 from pipegrad.partition.structural.calls import Call, Like, Output, Returned, Source
 from pipegrad.partition.structural.changes import Change, Watch, contents_of, find, put, roots_of
@@ -93,7 +94,8 @@ class Recorder(TorchDispatchMode):
         self._heard = set[int]()  # by id: what hooks heard
         self.is_heard = False  # whether any of that is used
         # By storage: the layer that made it of what it was given or holds, or wrote into it.
-        self._made: dict[int, str] = {}
+        # No key is used again as long as there is a weak reference.
+        self._made: dict[int, tuple[str, object]] = {}
         self._named = {storage_key(tensor.untyped_storage()) for _, tensor in named}
         # Of the layer that runs, by storage: what it was given, what it made, what else it read,
         # and into which of what it was given it wrote.
@@ -123,16 +125,10 @@ class Recorder(TorchDispatchMode):
             for argument, value in zip(func._schema.arguments, args, strict=False)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        fresh = _keys(result)
-        if func is not torch.ops.aten.lift_fresh.default:  # its argument was made unseen
-            fresh -= _keys((args, kwargs))
-        for key in fresh:  # it may be that of a storage which is gone
-            self._made.pop(key, None)
         if self._layer:
             if count := flop_registry.get(func._overloadpacket):
                 self._flops += count(*args, **kwargs, out_val=result)
-            self._fresh |= fresh
-            self._wrote(_keys(written) | (fresh if self._depends((args, kwargs)) else set()))
+            self._computed((args, kwargs), result, written)
             return result
         origin = self._origin_of((args, kwargs))
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -271,7 +267,7 @@ class Recorder(TorchDispatchMode):
                 origin |= _Origin(parameters=frozenset({tensor_name}))
             found = self._origins.get(id(tensor))
             if found is None and (maker := self._made.get(_key(tensor))) and not tensor_name:
-                raise TopologyError(_leaked(maker, self._layer))
+                raise TopologyError(_leaked(maker[0], self._layer))
             origin |= found or _Origin()
             self.is_heard |= id(tensor) in self._heard
         return origin
@@ -286,17 +282,18 @@ class Recorder(TorchDispatchMode):
                 self._reads |= self._origin_of(tensor)
                 self._known |= {key} - {0}
 
-    def _wrote(self, keys: set[int]) -> None:
-        """Notes into which memory an operator inside of a layer wrote."""
-        self._overwritten |= keys & self._given.keys()
-        for key in keys - self._given.keys() - self._named:
-            self._made[key] = self._layer
-
-    def _depends(self, values: object) -> bool:
-        """Whether what an operator inside of a layer reads is no constant."""
-        return any(
-            key in self._given or key in self._named or key in self._made for key in _keys(values)
-        )
+    def _computed(self, inputs: object, result: object, written: object) -> None:
+        """Notes into which memory an operator inside of a layer wrote, unless it is a constant."""
+        before = _keys(inputs)
+        fresh = _keys(result) - before
+        self._fresh |= fresh
+        self._overwritten |= _keys(written) & self._given.keys()
+        if before.isdisjoint(self._given.keys() | self._named | self._made.keys()):
+            return
+        for tensor in _tensors((result, written)):
+            key = _key(tensor)
+            if key in fresh or key not in self._given.keys() | self._named | {0}:
+                self._made[key] = self._layer, weak_storage(tensor.untyped_storage())
 
     def _hand(self, tensor: Tensor, source: Source, *, is_heard: bool = False) -> None:
         """Notes that a layer hands a tensor on."""
