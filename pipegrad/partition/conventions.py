@@ -75,7 +75,7 @@ class Conventions:
         if not getattr(inner.config.get_text_config(), _ROUTED, False):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
-        is_passed_on = takes_any and inner.config.is_encoder_decoder  # to its decoder
+        is_passed_on = takes_any and getattr(inner.config.get_text_config(), "use_cache", False)
         if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False

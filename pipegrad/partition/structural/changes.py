@@ -51,7 +51,7 @@ class Change(NamedTuple):
 
     def __str__(self) -> str:
         root, *keys = self.path
-        return f"{'.'.join(map(str, (*keys, *self.keys)))} of {_WORDS[root]}"
+        return f"{'.'.join(str(key) for key in (*keys, *self.keys) if key != '')} of {_WORDS[root]}"
 
     @property
     def is_heard(self) -> bool:
