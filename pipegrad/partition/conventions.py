@@ -68,7 +68,7 @@ class Conventions:
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._shifts = False
-        self._collected = _COLLECTED
+        self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
             return
         self._check(inner)

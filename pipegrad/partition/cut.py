@@ -233,7 +233,7 @@ def _structural(
     if not returned:
         raise TopologyError(f"{type(model).__name__} returns no tensor")
     begins = [blocks[start][0] for start in starts]
-    parts = parts_of(model, modules, flow, begins, returned, losses)
+    parts = parts_of(model, modules, flow, begins, returned, losses=losses)
     return Cut(model, parts, layers, starts, how="structural", by=_words(by, boundaries))
 
 

@@ -16,7 +16,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import reduce
+from functools import partial, reduce
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -181,28 +181,22 @@ class Reading:
 def apply(change: Change, values: Sequence[Any], box: Any) -> Callable[[], None]:  # noqa: ANN401
     """Changes a container as a layer did, and returns what takes that back."""
     if change.is_heard:
-        args, kwargs, result = values
-        for key, hook in [*box._forward_hooks.items()]:
-            has_kwargs = key in box._forward_hooks_with_kwargs
-            hook(box, args, kwargs, result) if has_kwargs else hook(box, args, result)
+        _tell(box, *values)
         return lambda: None
     before = contents_of(box)
-    new, added = dict(zip(change.keys, values, strict=False)), values[len(change.keys) :]
-    for key, value in new.items():
+    added = values[len(change.keys) :]
+    for key, value in zip(change.keys, values, strict=False):
         put(box, key, value)
-    if isinstance(before, dict):
-        table = box if isinstance(box, dict) else vars(box)
-        for key in change.gone:
-            table.pop(key, None)
-    else:
+    if not isinstance(before, dict):
         if change.gone:
             box.clear()
         box.update(added) if isinstance(box, set) else box.extend(added)
+        return partial(restore, box, before)
+    table = box if isinstance(box, dict) else vars(box)
+    for key in change.gone:
+        table.pop(key, None)
 
-    def back() -> None:
-        if not isinstance(before, dict):
-            restore(box, before)
-            return
+    def back() -> None:  # what others wrote stays
         for key in (*change.keys, *change.gone):
             if key in before:
                 put(box, key, before[key])
@@ -210,6 +204,13 @@ def apply(change: Change, values: Sequence[Any], box: Any) -> Callable[[], None]
                 table.pop(key, None)
 
     return back
+
+
+def _tell(module: nn.Module, args: Any, kwargs: Any, result: object) -> None:  # noqa: ANN401
+    """Calls the hooks of a module."""
+    for key, hook in [*module._forward_hooks.items()]:
+        has_kwargs = key in module._forward_hooks_with_kwargs
+        hook(module, args, kwargs, result) if has_kwargs else hook(module, args, result)
 
 
 def put(box: Any, key: Any, value: object) -> None:  # noqa: ANN401 - any container
@@ -238,25 +239,19 @@ def contents_of(value: Any) -> Any:  # noqa: ANN401 - what it holds has any type
 
 def restore(value: Any, contents: Any) -> None:  # noqa: ANN401 - of `contents_of`
     """Puts back what a container, an object or a module held."""
-    if isinstance(value, nn.Module):
-        for name in contents_of(value).keys() - contents.keys():
-            delattr(value, name)
-        for name, x in contents.items():
-            if getattr(value, name, None) is not x:
-                setattr(value, name, x)
-    elif isinstance(value, list | deque):
+    if isinstance(value, list | deque | set):
         value.clear()
-        value.extend(contents)
-    elif isinstance(value, set):
-        value.clear()
-        value.update(contents)
+        value.update(contents) if isinstance(value, set) else value.extend(contents)
     elif not isinstance(value, tuple):
-        table = value if isinstance(value, dict) else vars(value)
-        for key in table.keys() - contents.keys():
-            del table[key]
+        now = contents_of(value)
+        for key in now.keys() - contents.keys():
+            if isinstance(value, dict):
+                del value[key]
+            else:
+                delattr(value, key)
         for key, x in contents.items():
-            if table.get(key) is not x:
-                table[key] = x
+            if now.get(key) is not x:
+                put(value, key, x)
 
 
 def _item(box: Any, key: Any) -> Any:  # noqa: ANN401 - any container
@@ -283,7 +278,10 @@ def _reached(roots: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], Any, Any]]
 
 
 def _compared(
-    path: tuple[Any, ...], value: object, before: Any, after: Any
+    path: tuple[Any, ...],
+    value: object,
+    before: Any,  # noqa: ANN401 - of `contents_of`
+    after: Any,  # noqa: ANN401
 ) -> Iterator[tuple[Change, list[Any]]]:
     """Yields how a container has changed, with the new values; each key is a change of its own."""
     if isinstance(after, dict):

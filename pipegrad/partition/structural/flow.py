@@ -193,9 +193,9 @@ def _untouched(model: nn.Module, shared: Sequence[object]) -> Iterator[Callable[
             box = find(roots_of(model, (), {}), change.path)
             if id(box) not in known and any(isinstance(x, Tensor) for x in tree_flatten(values)[0]):
                 raise TopologyError(
-                    f"a function that {type(model).__name__} holds, such as a hook, changes {change} "
-                    f"by a reference to the model: each stage is a copy of it, and would not see "
-                    f"that. Append to a list, or use what the layer returns"
+                    f"a function that {type(model).__name__} holds, such as a hook, changes "
+                    f"{change} by a reference to the model: each stage is a copy of it, and would "
+                    f"not see that. Append to a list, or use what the layer returns"
                 )
 
     try:

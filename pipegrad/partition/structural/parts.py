@@ -33,6 +33,7 @@ def parts_of(
     flow: Flow,
     starts: Sequence[int],
     returned: Mapping[str, Returned],
+    *,
     losses: Mapping[str, Returned],
 ) -> list[Part]:
     """Returns the stages of a model.
@@ -184,8 +185,8 @@ def _check_hooks(model: nn.Module, flow: Flow) -> None:
             if isinstance(getattr(hook, "__self__", None), nn.Module):
                 raise TopologyError(
                     f"a hook of {name!r} is a method of a module, and code outside of layers uses "
-                    f"what it hears: stages are copies of that module. Take a function that appends "
-                    f"to a list, or use what layers return"
+                    f"what it hears: stages are copies of that module. Take a function that "
+                    f"appends to a list, or use what layers return"
                 )
 
 

@@ -468,7 +468,7 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _direct(values: tuple[object, ...]) -> list[Tensor]:
-    """Returns the tensors that a layer is given as such. Of those in containers it may read none."""
+    """Returns the tensors that a layer is given itself; of those in containers it may read none."""
     return [
         x
         for value in values
@@ -535,9 +535,9 @@ def _refuse_overwritten(origin: _Origin) -> None:
 def _leaked(maker: str, reader: str) -> str:
     who = f"layer {reader!r}" if reader else "code outside of layers"
     return (
-        f"layer {maker!r} hands a tensor to {who} by a way that no stage can follow, such as a global "
-        f"variable or memory that it writes into: return it, append it to a list that the layer is "
-        f"given, or set it as an attribute of the layer"
+        f"layer {maker!r} hands a tensor to {who} by a way that no stage can follow, such as a "
+        f"global variable or memory that it writes into: return it, append it to a list that the "
+        f"layer is given, or set it as an attribute of the layer"
     )
 
 

@@ -64,7 +64,8 @@ def _holds(module: nn.Module, replaced: Mapping[int, nn.Module]) -> bool:
 def _listed(value: object) -> Iterator[nn.Module]:
     """Yields the modules in a plain list, tuple or dict, also in those inside of it."""
     if type(value) in (list, tuple, dict):
-        for x in value.values() if isinstance(value, dict) else value:
+        items: Any = value.values() if isinstance(value, dict) else value
+        for x in items:
             if isinstance(x, nn.Module):
                 yield from x.modules()
             else:

@@ -195,7 +195,12 @@ class Run:
         return leaves
 
     def other(
-        self, number: int, standing: nn.Module, described: nn.Module, args: Any, kwargs: Any
+        self,
+        number: int,
+        standing: nn.Module,
+        described: nn.Module,
+        args: Any,  # noqa: ANN401
+        kwargs: Any,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
         """Returns what stands for the outputs of a layer of another stage, and does its changes."""
         call = self._calls[number]
@@ -303,17 +308,22 @@ class Run:
         held = (tensor for layer in self.own for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
-    def refuse_inside(self, layer: str) -> None:
-        """Refuses a layer of another stage that is called inside of a layer, or in a backward."""
-        if not self._inside:
-            raise StepError(
-                f"layer {layer!r}, which is on another stage, is called outside of a forward, as "
-                f"torch.utils.checkpoint does in a backward: checkpoint layers, and not the code "
-                f"between them"
+    def refused_inside(self, layer: str) -> StepError:
+        """Returns what refuses a call of a layer of another stage by anything but the model."""
+        if self._inside:
+            return StepError(
+                f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
+                f"model where both are on one stage"
             )
-        raise StepError(
-            f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
-            f"model where both are on one stage"
+        if self.is_running:
+            return StepError(
+                f"code outside of layers calls what is inside of layer {layer!r}, which is on "
+                f"another stage: call the layer, or cut the model where both are on one stage"
+            )
+        return StepError(
+            f"layer {layer!r}, which is on another stage, is called outside of a forward, as "
+            f"torch.utils.checkpoint does in a backward: checkpoint layers, and not the code "
+            f"between them"
         )
 
 

@@ -1,7 +1,7 @@
 """Stand-ins: what is in the place of another stage's layer, and answers what code asks of it.
 
-While the stage runs, a stand-in has the modules, parameters and buffers of its layer by name, of the
-right dtype and on the device of the stage, but filled with nan and without memory. Outside of a
+While the stage runs, a stand-in has the modules, parameters and buffers of its layer by name, of
+the right dtype and on the device of the stage, but filled with nan and without memory. Outside of a
 forward it has none: an optimizer or a checkpoint of the stage does not see them.
 """
 
@@ -46,7 +46,13 @@ class _Part:
     """A module of a layer that is elsewhere."""
 
     def __init__(
-        self, run: Run, layer: str, described: nn.Module, lost: Collection[str], dtypes: Any
+        self,
+        run: Run,
+        layer: str,
+        described: nn.Module,
+        *,
+        lost: Collection[str],
+        dtypes: dict[torch.dtype, torch.dtype],
     ) -> None:
         self.run, self.layer, self.described = run, layer, described
         self.lost = lost
@@ -84,7 +90,7 @@ class OtherLayer(nn.Module):
         part: _Part = vars(self)["_pipegrad_part"]
         number = part.run.enter(part.layer) if "_pipegrad_all" in vars(self) else None
         if number is None:
-            part.run.refuse_inside(part.layer)
+            raise part.run.refused_inside(part.layer)
         return part.run.other(number, self, part.described, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the layer has
@@ -93,8 +99,8 @@ class OtherLayer(nn.Module):
             return vars(self)["_parameters"][name]
         if name in part.lost:
             raise StepError(
-                f"layer {part.layer!r} changes its attribute {name!r}, which is no tensor, and code "
-                f"on another stage reads it: use a tensor, or what the layer returns"
+                f"layer {part.layer!r} changes its attribute {name!r}, which is no tensor, and "
+                f"code on another stage reads it: use a tensor, or what the layer returns"
             )
         if name in part.children:
             return part.children[name]
@@ -137,7 +143,7 @@ def other_layer(
     for path, module in described.named_modules():
         part = parts[id(module)] = as_kind(nn.Module(), OtherLayer, type(module))
         missing = {attribute for at, attribute in lost if at == path}
-        vars(part)["_pipegrad_part"] = _Part(run, name, module, missing, dtypes)
+        vars(part)["_pipegrad_part"] = _Part(run, name, module, lost=missing, dtypes=dtypes)
         vars(part)["training"] = module.training
         for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs"):
             vars(part)[hooks] = vars(originals[path])[hooks].copy()
@@ -186,7 +192,7 @@ def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int)
     for dtype in (None, EXPERTS):
         try:
             with fake_tensors():
-                result = _leaf(call, described, args, kwargs, leaf, dtype)
+                result = _leaf(call, described, args, kwargs, leaf, dtype=dtype)
             break
         except Exception as error:  # noqa: BLE001 - whatever a layer raises that needs values
             failures.append(error)
@@ -199,7 +205,7 @@ def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int)
                 f"another stage: use a tensor"
             ) from failures[0]
         with torch.random.fork_rng(devices=[]):
-            result = _leaf(call, described, args, kwargs, leaf, None)
+            result = _leaf(call, described, args, kwargs, leaf, dtype=None)
     return result.shape if isinstance(result, Tensor) else result
 
 
@@ -210,6 +216,7 @@ def _leaf(
     args: Any,  # noqa: ANN401
     kwargs: Any,  # noqa: ANN401
     leaf: int,
+    *,
     dtype: torch.dtype | None,
 ) -> Any:  # noqa: ANN401
     def zeros(x: Tensor) -> Tensor:

@@ -35,7 +35,8 @@ class Expert(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         share = self.gate(x).softmax(-1)
         self.l_aux = share.mean((0, 1)).square().sum()
-        return x * share.amax(-1, keepdim=True)
+        out: Tensor = x * share.amax(-1, keepdim=True)
+        return out
 
 
 class Block(nn.Module):
@@ -311,9 +312,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], Hand, Callable[[Any, Any], Any], str
 
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_followed_is_refused(kind: str) -> None:
-    *made, words = REFUSED[kind]
+    make, hand, total, words = REFUSED[kind]
     with pytest.raises(PipegradError, match=words):
-        run(cut(Balanced(*made), 2), tokens=TOKENS)
+        run(cut(Balanced(make, hand, total), 2), tokens=TOKENS)
 
 
 def test_a_hook_that_hands_on_to_the_model_itself_is_refused() -> None:
@@ -328,10 +329,10 @@ def test_a_hook_that_hands_on_to_the_model_itself_is_refused() -> None:
 
 
 def test_a_number_that_depends_on_values_is_nan_on_other_stages_and_no_wrong_number() -> None:
-    made = list, lambda layer, loss, box: box.append(loss.item()), lambda _, box: sum(box)
+    made: Any = list, lambda _, loss, box: box.append(loss.item()), lambda _, box: sum(box)
     found, _ = run(cut(Balanced(*made), 2), tokens=TOKENS)
     assert found.isnan().all()
-    unread = Balanced(*made[:2], no_total)
+    unread = Balanced(made[0], made[1], no_total)
     found, _ = run(cut(unread, 2), tokens=TOKENS)
     torch.testing.assert_close(found, unread(TOKENS), rtol=0, atol=0)
 
@@ -359,7 +360,7 @@ def test_layers_of_other_stages_answer_for_what_is_inside_of_them() -> None:
     edge = parts.modules[0](tokens=TOKENS)
     assert edge.dtype == torch.float32
     last: Any = parts.modules[2]
-    with pytest.raises(StepError, match="which is on another stage, is called outside"):
+    with pytest.raises(StepError, match="is on another stage, is called outside"):
         last.layers[0].expert(edge)
 
 
