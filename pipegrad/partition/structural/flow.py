@@ -151,11 +151,14 @@ def _run(
         recorder = Recorder(copied, timed=timed)
         for name in layers:
             recorded_layer(recorder, name, copied.get_submodule(name))
-        run = copied
-        before = dict(run.named_buffers())
-        with recorder:
-            returned = run(**inputs)
-        recorder.refuse_new_buffers(before, run)
+        before = dict(copied.named_buffers())
+        try:
+            with recorder:
+                returned = copied(**inputs)
+        except Exception:
+            untouched()  # what may be why
+            raise
+        recorder.refuse_new_buffers(before, copied)
         untouched()
     seen, written = recorder.seen(returned), frozenset(recorder.written)
     return Flow(recorder.cleared(), seen, written, recorder.is_heard, shapes_of(sample))

@@ -285,14 +285,13 @@ class Recorder(TorchDispatchMode):
     def _computed(self, inputs: object, result: object, written: object) -> None:
         """Notes into which memory an operator inside of a layer wrote, unless it is a constant."""
         before = _keys(inputs)
-        fresh = _keys(result) - before
-        self._fresh |= fresh
+        self._fresh |= _keys(result) - before
         self._overwritten |= _keys(written) & self._given.keys()
-        if before.isdisjoint(self._given.keys() | self._named | self._made.keys()):
+        if not any(k in self._given or k in self._named or k in self._made for k in before):
             return
         for tensor in _tensors((result, written)):
             key = _key(tensor)
-            if key in fresh or key not in self._given.keys() | self._named | {0}:
+            if key and key not in self._given and key not in self._named:
                 self._made[key] = self._layer, weak_storage(tensor.untyped_storage())
 
     def _hand(self, tensor: Tensor, source: Source, *, is_heard: bool = False) -> None:
