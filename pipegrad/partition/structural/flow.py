@@ -160,6 +160,7 @@ def _run(
             raise
         recorder.refuse_new_buffers(before, copied)
         untouched()
+    _install_hooks(model, copied)
     seen, written = recorder.seen(returned), frozenset(recorder.written)
     return Flow(recorder.cleared(), seen, written, recorder.is_heard, shapes_of(sample))
 
@@ -180,6 +181,23 @@ def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) ->
             copied = nn.Parameter(copied, tensor.requires_grad)
         made[id(tensor)] = copied
     return made[id(tensor)]
+
+
+def _install_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Gives a model the hooks that its first forward installs, and what says that they are there.
+
+    Otherwise each stage would install them in layers that it shares with the model, and the model,
+    or its next cut, once more.
+    """
+    parts = [(part, model.get_submodule(name)) for name, part in copied.named_modules()]
+    if all(part._forward_hooks.keys() <= own._forward_hooks.keys() for part, own in parts):
+        return
+    for part, own in parts:
+        for table in ("_forward_hooks", "_forward_hooks_with_kwargs"):
+            for key, hook in vars(part)[table].items():
+                vars(own)[table].setdefault(key, hook)
+        new = vars(part).keys() - vars(own).keys()
+        vars(own).update({name: True for name in new if vars(part)[name] is True})
 
 
 @contextlib.contextmanager

@@ -375,6 +375,26 @@ def test_what_a_recording_writes_is_taken_back() -> None:
     ]
 
 
+def test_hooks_that_a_forward_installs_are_there_once_however_often_the_model_is_cut() -> None:
+    """The second cut of a vision-language model collected each hidden state twice, and failed."""
+    collected = list[Tensor]()
+
+    class Lazy(Balanced):
+        def forward(self, tokens: Tensor) -> Any:
+            if not hasattr(self, "is_hooked"):
+                self.is_hooked = True
+                for part in self.layers:
+                    part.register_forward_hook(lambda *a: collected.append(a[2]))
+            collected.clear()
+            out = super().forward(tokens)
+            return out + collected[1] + len(collected)
+
+    model, true = (Lazy(none, lambda *_: None, no_total) for _ in range(2))
+    for num_stages in (2, 4):
+        check(model, cut(model, num_stages), true)
+    assert [len(part._forward_hooks) for part in model.layers] == [1] * 4
+
+
 def text_models() -> dict[str, Callable[[], Any]]:
     import transformers as hf
 
