@@ -12,6 +12,7 @@ from unittest import mock
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
@@ -164,6 +165,11 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     return int(storage._cdata)
 
 
+def weak_storage(storage: torch.UntypedStorage) -> object:
+    """Returns what keeps a key of `storage_key` from being used again, but not the memory."""
+    return StorageWeakRef(storage)
+
+
 def num_holders(tensor: torch.Tensor) -> int:
     """Returns how many tensors share the memory of `tensor`, which counts too."""
     storage = tensor.untyped_storage()
@@ -205,7 +211,7 @@ def fake_tensors() -> Iterator[None]:
     # Imported late: the import takes as long as all of pipegrad's.
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
 
 

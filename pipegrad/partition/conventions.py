@@ -17,12 +17,9 @@ _IGNORED = -100  # a label that has no loss
 _SAMPLE_ROWS = 2
 _SAMPLE_TOKENS = 61  # a prime: no dimension of a model has this size
 _LIMITS = ("max_position_embeddings", "max_target_positions")
-# What hooks on layers collect. Layers of other stages have no hooks.
-_COLLECTED = (
-    "output_hidden_states",
-    "output_attentions",
-    "output_router_logits",
-)
+# What would make each stage send everything to the last one, which nobody asked for.
+_COLLECTED = ("output_hidden_states", "output_attentions")
+_ROUTED = "output_router_logits"  # the model's loss has a balance loss of all layers then
 # What changes by what the loss is divided.
 _DIVISORS = ("num_items_in_batch", "shift_labels")
 # Heads whose loss is one mean: over labels that are not ignored, or over samples.
@@ -71,11 +68,15 @@ class Conventions:
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._shifts = False
+        self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
             return
         self._check(inner)
+        if not getattr(inner.config.get_text_config(), _ROUTED, False):
+            self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
-        if "use_cache" in arguments:
+        is_passed_on = takes_any and getattr(inner.config.get_text_config(), "use_cache", False)
+        if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
         # Models that do not call it do not shift their labels. An encoder-decoder shifts its labels
@@ -116,12 +117,12 @@ class Conventions:
         Raises:
             StepError: If they ask for what a pipeline cannot give.
         """
-        collected = [name for name in _COLLECTED if batch.get(name)]
+        collected = [name for name in self._collected if batch.get(name)]
         cached = [n for n in ("use_cache", "past_key_values") if self._defaults and batch.get(n)]
         if collected or cached:
             raise StepError(
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
-                f"would have to give them"
+                f"would have to give them. {_ROUTED} goes into the configuration before the cut"
             )
         if batch.get("return_dict") is False and self._defaults:
             raise StepError("return_dict is False, and a pipeline needs the names of the outputs")

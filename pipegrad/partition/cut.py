@@ -226,11 +226,14 @@ def _structural(
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
     returned = returned_tensors(flow.returned)
     returned = {name: value for name, value in returned.items() if name != LOSS}
+    # The model's own loss may add them.
+    losses = {name: value for name, value in returned.items() if name.endswith(f"_{LOSS}")}
     if "logits" in returned:
         returned = {"logits": returned["logits"]}
     if not returned:
         raise TopologyError(f"{type(model).__name__} returns no tensor")
-    parts = parts_of(model, modules, flow, [blocks[start][0] for start in starts], returned)
+    begins = [blocks[start][0] for start in starts]
+    parts = parts_of(model, modules, flow, begins, returned, losses=losses)
     return Cut(model, parts, layers, starts, how="structural", by=_words(by, boundaries))
 
 

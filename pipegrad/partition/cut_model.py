@@ -18,7 +18,7 @@ from pipegrad.partition.cut_stage import CutStage, OwnLoss
 from pipegrad.partition.part import Part
 from pipegrad.partition.recut import Recut, costs_of_layers, recut
 from pipegrad.partition.report import report
-from pipegrad.partition.structural.stage_module import without_memory
+from pipegrad.partition.structural.stand_ins import without_memory
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage

@@ -11,6 +11,7 @@ import torch
 from pipegrad.interop.private import (
     TreeSpec,
 )
+from pipegrad.partition.structural.changes import Change
 
 
 class Source(NamedTuple):
@@ -37,19 +38,21 @@ class Like:
 
 @dataclass(frozen=True)
 class Output:
-    """A leaf of what a call returns.
+    """A leaf of what a call returns or changes.
 
     Attributes:
         value: What it is in the sample, if it is no tensor.
         shape: Of a tensor, in the sample.
         dtype: Of a tensor, in the sample.
         like: How to tell its shape in another batch; None if no input tells it.
+        same: Number of the first leaf of the call that is the same tensor; None if there is none.
     """
 
     value: object = None
     shape: torch.Size | None = None
     dtype: torch.dtype | None = None
     like: Like | None = None
+    same: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,12 @@ class Call:
         needs: Outputs of earlier calls that its inputs were computed from.
         parameters: Names of parameters that its inputs were computed from outside of layers.
         draws: Numbers of random operators outside of layers that its inputs were computed from.
-        outputs: The leaves of what it returns.
-        structure: How they hang together.
+        outputs: The leaves of what it returns, and behind them those of what it changes.
+        structure: How those that it returns hang together.
+        changes: What it changes; see [Note: changes] in `changes`.
+        structures: Of each change, how the leaves of its values hang together.
+        cleared: Numbers of changes of containers that code behind the layer takes back.
+        lost: Names of modules inside and their attributes that it changes, but not to tensors.
         flops: Floating-point operations of its forward on the sample.
         saved_bytes: What its forward keeps for its backward, on the sample.
         seconds: How long its forward and backward took on the sample; 0 if that was not measured.
@@ -76,6 +83,10 @@ class Call:
     draws: frozenset[int]
     outputs: tuple[Output, ...]
     structure: TreeSpec
+    changes: tuple[Change, ...]
+    structures: tuple[TreeSpec, ...]
+    cleared: frozenset[int]
+    lost: frozenset[tuple[str, str]]
     flops: int
     saved_bytes: int
     seconds: float
@@ -90,7 +101,8 @@ class Call:
 
     def name_of(self, leaf: int) -> str:
         """Returns the name of an output."""
-        tensors = [i for i, output in enumerate(self.outputs) if output.shape is not None]
+        returned = self.outputs[: self.structure.num_leaves]
+        tensors = [i for i, output in enumerate(returned) if output.shape is not None]
         return self.name if tensors == [leaf] else f"{self.name}:{leaf}"
 
 
@@ -102,12 +114,14 @@ class Flow:
         calls: The calls of its layers, in order.
         returned: What it returns, with `Returned` in the place of tensors.
         written: Outputs of layers into which code outside of layers writes, in place.
+        is_heard: Whether hooks hand on what a layer computes.
         sample: Name -> shape of the tensors of the sample.
     """
 
     calls: tuple[Call, ...]
     returned: object
     written: frozenset[Source]
+    is_heard: bool
     sample: dict[str, tuple[int, ...]]
 
 

@@ -15,7 +15,7 @@ other attributes are those of a copy of the model, so no cache of the model keep
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -26,13 +26,13 @@ from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import (
     FakeTensorMode,
     quiet_fake_tensors,
+    tree_flatten,
 )
 from pipegrad.partition.structural.calls import Flow
+from pipegrad.partition.structural.changes import Watch, enclosed, find, roots_of
 from pipegrad.partition.structural.recorder import Recorder, recorded_layer, shapes_of
-from pipegrad.partition.structural.shallow import isolated, shallow
-
-# The grouped products of experts know fake tensors of this dtype alone.
-_EXPERTS = torch.bfloat16
+from pipegrad.partition.structural.shallow import isolated
+from pipegrad.partition.structural.stand_ins import EXPERTS
 
 
 def flow_of(
@@ -59,7 +59,7 @@ def flow_of(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
             "take by='time', or a number for each layer"
         )
-    runs = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=_EXPERTS)]
+    runs = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=EXPERTS)]
     if not is_meta:
         runs.append(partial(_run, fake=False, timed=timed))
     failures = list[Exception]()
@@ -92,11 +92,17 @@ def _in_both_modes(
         return flow
     if [call.name for call in trained.calls] != [call.name for call in flow.calls]:
         return flow  # a step in training mode is refused, since it calls other layers
+    if _handed(trained) != _handed(flow):
+        return trained  # what layers hand on in training alone, such as balance losses
     calls = [
         replace(call, draws=other.draws)
         for call, other in zip(flow.calls, trained.calls, strict=True)
     ]
     return replace(flow, calls=tuple(calls))
+
+
+def _handed(flow: Flow) -> list[object]:
+    return [(call.changes, len(call.outputs), call.needs) for call in flow.calls]
 
 
 def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
@@ -131,7 +137,11 @@ def _run(
         else:
             stack.enter_context(_unchanged(model))
         made: dict[int, Tensor] = {}
-        copied = isolated(model, (lambda x: _fake(x, made, dtype)) if fake else (lambda x: x))
+        shared = enclosed(model)
+        untouched = stack.enter_context(_untouched(model, shared))
+        copied = isolated(
+            model, (lambda x: _fake(x, made, dtype)) if fake else (lambda x: x), shared
+        )
         if is_training:
             copied.train()
         inputs = {
@@ -139,15 +149,20 @@ def _run(
             for name, x in sample.items()
         }
         recorder = Recorder(copied, timed=timed)
-        own = {name: copied.get_submodule(name) for name in layers}
-        recorded = {id(layer): recorded_layer(recorder, n, layer) for n, layer in own.items()}
-        run = shallow(copied, recorded)
-        before = dict(run.named_buffers())
-        with recorder:
-            returned = run(**inputs)
-        recorder.refuse_new_buffers(before, run)
-    written = frozenset(recorder.written)
-    return Flow(tuple(recorder.calls), recorder.seen(returned), written, shapes_of(sample))
+        for name in layers:
+            recorded_layer(recorder, name, copied.get_submodule(name))
+        before = dict(copied.named_buffers())
+        try:
+            with recorder:
+                returned = copied(**inputs)
+        except Exception:
+            untouched()  # what may be why
+            raise
+        recorder.refuse_new_buffers(before, copied)
+        untouched()
+    _install_hooks(model, copied)
+    seen, written = recorder.seen(returned), frozenset(recorder.written)
+    return Flow(recorder.cleared(), seen, written, recorder.is_heard, shapes_of(sample))
 
 
 def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
@@ -166,6 +181,48 @@ def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) ->
             copied = nn.Parameter(copied, tensor.requires_grad)
         made[id(tensor)] = copied
     return made[id(tensor)]
+
+
+def _install_hooks(model: nn.Module, copied: nn.Module) -> None:
+    """Gives a model the hooks that its first forward installs, and what says that they are there.
+
+    Otherwise each stage would install them in layers that it shares with the model, and the model,
+    or its next cut, once more.
+    """
+    parts = [(part, model.get_submodule(name)) for name, part in copied.named_modules()]
+    if all(part._forward_hooks.keys() <= own._forward_hooks.keys() for part, own in parts):
+        return
+    for part, own in parts:
+        for table in ("_forward_hooks", "_forward_hooks_with_kwargs"):
+            for key, hook in vars(part)[table].items():
+                vars(own)[table].setdefault(key, hook)
+        new = vars(part).keys() - vars(own).keys()
+        vars(own).update({name: True for name in new if vars(part)[name] is True})
+
+
+@contextlib.contextmanager
+def _untouched(model: nn.Module, shared: Sequence[object]) -> Iterator[Callable[[], None]]:
+    """Puts back what a function of the model, such as a hook, changes of the model itself.
+
+    Yields:
+        What refuses tensors there: a run of a stage, which is a copy, would not have them.
+    """
+    watch, known = Watch(model, (), {}), {id(x) for x in shared}
+
+    def refuse() -> None:
+        for change, values in watch.changes():
+            box = find(roots_of(model, (), {}), change.path)
+            if id(box) not in known and any(isinstance(x, Tensor) for x in tree_flatten(values)[0]):
+                raise TopologyError(
+                    f"a function that {type(model).__name__} holds, such as a hook, changes "
+                    f"{change} by a reference to the model: each stage is a copy of it, and would "
+                    f"not see that. Append to a list, or use what the layer returns"
+                )
+
+    try:
+        yield refuse
+    finally:
+        watch.restore()
 
 
 @contextlib.contextmanager

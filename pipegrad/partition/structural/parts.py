@@ -16,16 +16,15 @@ from pipegrad.errors import TopologyError
 from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.part import Part
 from pipegrad.partition.structural.calls import Call, Flow, Returned, Source
-from pipegrad.partition.structural.shallow import as_kind, shallow
+from pipegrad.partition.structural.changes import find
+from pipegrad.partition.structural.shallow import as_kind, linked, shallow
 from pipegrad.partition.structural.stage_module import (
     Run,
     StageModule,
-    filled,
-    other_layer,
     own_layer,
     without_end_hooks,
-    without_memory,
 )
+from pipegrad.partition.structural.stand_ins import filled, other_layer, without_memory
 
 
 def parts_of(
@@ -34,6 +33,8 @@ def parts_of(
     flow: Flow,
     starts: Sequence[int],
     returned: Mapping[str, Returned],
+    *,
+    losses: Mapping[str, Returned],
 ) -> list[Part]:
     """Returns the stages of a model.
 
@@ -43,28 +44,43 @@ def parts_of(
         flow: What it does.
         starts: The first call of each stage but the first.
         returned: What the last stage returns, by name.
+        losses: What else it must be able to compute.
 
     Raises:
         TopologyError: If stages would draw different random numbers for one value, or if code
             outside of layers uses a parameter or a buffer inside of a layer of another stage.
     """
-    calls = flow.calls
+    calls, outputs_of_last = flow.calls, list(returned)
+    returned = {**returned, **losses}
     edges = [0, *starts, len(calls)]
     needs = [_needs(calls, returned, a, b) for a, b in pairwise(edges)]
     _check_draws(calls, returned, edges)
-    described = {name: without_memory(layer) for name, layer in layers.items()}
+    _check_hooks(model, flow)
+    described = {name: _described(layer, name, calls) for name, layer in layers.items()}
+    lost = {n: {x for call in calls if call.layer == n for x in call.lost} for n in layers}
     parts = list[Part]()
     for stage, (first, end) in enumerate(pairwise(edges)):
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
-        run = Run(calls, first, end, needs[stage], sent, written=flow.written)
+        run = Run(
+            calls, first, end, needs[stage], sent, written=flow.written, is_heard=flow.is_heard
+        )
         own = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
-        replaced = {
+        here = {
             id(layer): own_layer(layer, name, described[name], run)
-            if name in own
-            else other_layer(name, described[name], run)
             for name, layer in layers.items()
+            if name in own
         }
+        run.own = [*here.values()]
+        replaced = dict[int, nn.Module]()
+        for name in layers.keys() - own:
+            replaced |= other_layer(layers[name], name, described[name], run, lost[name])
+        for name in own:  # what is inside of them stays, also if other layers hold it
+            for part in layers[name].modules():
+                replaced.pop(id(part), None)
+        replaced |= here
+        for layer in here.values():
+            linked(layer, replaced)
         module = as_kind(shallow(model, replaced), StageModule)
         vars(module)["_pipegrad_run"] = run
         if end < len(calls):
@@ -79,10 +95,22 @@ def parts_of(
         outputs = (
             [calls[source.call].name_of(source.leaf) for source in sent]
             if end < len(calls)
-            else list(returned)
+            else outputs_of_last
         )
         parts.append(Part(module, tuple(names), tuple(outputs)))
     return parts
+
+
+def _described(layer: nn.Module, name: str, calls: Sequence[Call]) -> nn.Module:
+    """Returns a layer without memory; it shares the containers into which the layer writes."""
+    roots = {"modules": dict(layer.named_modules())}
+    changes = (change for call in calls if call.layer == name for change in call.changes)
+    paths = {change.path for change in changes if change.is_inside and len(change.path) > 2}
+    found = (find(roots, path) for path in paths)
+    result = without_memory(layer, [box for box in found if box is not None])
+    for part in result.modules():
+        part._forward_hooks.clear()  # they would hear runs that are no forwards
+    return result
 
 
 def returned_tensors(returned: object) -> dict[str, Returned]:
@@ -148,6 +176,18 @@ def _check_draws(
                 f"{sorted(stages)}, which begin with {names}, need the result: each would draw "
                 f"others. Put the dropout into an nn.Dropout, or choose other boundaries"
             )
+
+
+def _check_hooks(model: nn.Module, flow: Flow) -> None:
+    """Refuses hooks that hand on what they hear to a module: stages are copies of it."""
+    for name, part in model.named_modules():
+        for hook in part._forward_hooks.values() if flow.is_heard else ():
+            if isinstance(getattr(hook, "__self__", None), nn.Module):
+                raise TopologyError(
+                    f"a hook of {name!r} is a method of a module, and code outside of layers uses "
+                    f"what it hears: stages are copies of that module. Take a function that "
+                    f"appends to a list, or use what layers return"
+                )
 
 
 def _refuse_buffers(

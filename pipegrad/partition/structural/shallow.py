@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -36,7 +36,7 @@ def _copied(
         return replaced[id(module)]
     if id(module) in made:
         return made[id(module)]
-    if not any(id(part) in replaced for part in module.modules()):
+    if not any(id(part) in replaced or _holds(part, replaced) for part in module.modules()):
         return module
     if "forward" in vars(module) or hasattr(module, "_orig_mod"):
         raise TopologyError(
@@ -44,6 +44,7 @@ def _copied(
             f"accelerate do: cut the model first, and compile or wrap its stages"
         )
     result = made[id(module)] = twin(module)
+    vars(result).update({key: _held(x, replaced, made) for key, x in vars(module).items()})
     vars(result)["_parameters"] = dict(module._parameters)
     vars(result)["_buffers"] = dict(module._buffers)
     vars(result)["_modules"] = {
@@ -55,6 +56,48 @@ def _copied(
     return result
 
 
+def _holds(module: nn.Module, replaced: Mapping[int, nn.Module]) -> bool:
+    """Whether replaced modules are in plain lists and the like of a module."""
+    return any(id(part) in replaced for x in vars(module).values() for part in _listed(x))
+
+
+def _listed(value: object) -> Iterator[nn.Module]:
+    """Yields the modules in a plain list, tuple or dict, also in those inside of it."""
+    if type(value) in (list, tuple, dict):
+        items: Any = value.values() if isinstance(value, dict) else value
+        for x in items:
+            if isinstance(x, nn.Module):
+                yield from x.modules()
+            else:
+                yield from _listed(x)
+
+
+def _held(value: Any, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module]) -> Any:  # noqa: ANN401
+    """Returns an attribute in which modules may be listed, with what stands in their place."""
+    if isinstance(value, nn.Module):
+        return _copied(value, replaced, made, "")
+    if type(value) not in (list, tuple, dict):
+        return value
+    items = list(value.values() if isinstance(value, dict) else value)
+    mapped = [_held(x, replaced, made) for x in items]
+    if all(x is y for x, y in zip(mapped, items, strict=True)):
+        return value
+    return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
+
+
+def linked(module: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
+    """Puts what stands in the place of other modules into the lists of a twin."""
+    made = dict[int, nn.Module]()
+    vars(module).update(
+        {k: _held(x, replaced, made) for k, x in vars(module).items() if k != "_modules"}
+    )
+    if any(_holds(part, replaced) for child in module.children() for part in child.modules()):
+        vars(module)["_modules"] = {
+            name: child and _copied(child, replaced, made, name)
+            for name, child in module._modules.items()
+        }
+
+
 def twin(module: nn.Module) -> nn.Module:
     """Returns a module with the tables of another one. `copy.copy` refuses parametrized modules."""
     result = type(module).__new__(type(module))
@@ -62,12 +105,15 @@ def twin(module: nn.Module) -> nn.Module:
     return result
 
 
-def isolated(module: nn.Module, tensor_of: Callable[[Tensor], Tensor]) -> nn.Module:
+def isolated(
+    module: nn.Module, tensor_of: Callable[[Tensor], Tensor], shared: Sequence[object] = ()
+) -> nn.Module:
     """Returns a deep copy of a module, but for its tensors.
 
     Args:
         module: The module.
         tensor_of: Returns what stands in the place of a parameter, buffer or other tensor.
+        shared: What the copy holds itself.
 
     Raises:
         TopologyError: If an attribute cannot be copied.
@@ -75,8 +121,9 @@ def isolated(module: nn.Module, tensor_of: Callable[[Tensor], Tensor]) -> nn.Mod
     # Beside parameters and buffers there are caches, in attributes, lists and dicts.
     leaves = (leaf for part in module.modules() for leaf in tree_flatten(vars(part))[0])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+    known: dict[int, Any] = {id(tensor): tensor_of(tensor) for tensor in tensors}
     try:
-        return copy.deepcopy(module, {id(tensor): tensor_of(tensor) for tensor in tensors})
+        return copy.deepcopy(module, known | {id(x): x for x in shared})
     except Exception as error:  # whatever an attribute raises
         raise TopologyError(
             f"{type(module).__name__} holds what cannot be copied: {in_words(error)}. Set such "

@@ -15,8 +15,10 @@ before its first layer, such as the making of masks, but nothing behind its last
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from itertools import islice
 from numbers import Number
 from typing import Any
 
@@ -24,11 +26,21 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.interop.private import FakeTensorMode, tree_flatten
+from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.structural.calls import Call, Output, Source
-from pipegrad.partition.structural.shallow import as_kind, isolated, twin
+from pipegrad.partition.structural.changes import (
+    Reading,
+    apply,
+    contents_of,
+    find,
+    restore,
+    roots_of,
+)
+from pipegrad.partition.structural.shallow import as_kind, twin
+from pipegrad.partition.structural.stand_ins import filled, leaf_of
 
 _MOST_SHAPES = 4096  # that a stage remembers
+CPU = torch.device("cpu")
 
 
 class _StageEndedError(BaseException):
@@ -46,9 +58,11 @@ class Run:
         outputs: What it sends.
         written: Outputs of layers into which code outside of layers writes. That code runs on each
             stage, so each has memory of its own for them.
+        is_heard: Whether hooks on stand-ins run.
 
     Attributes:
         first: The argument.
+        own: The layers of the stage.
     """
 
     def __init__(
@@ -60,17 +74,25 @@ class Run:
         outputs: Sequence[Source],
         *,
         written: Collection[Source],
+        is_heard: bool,
     ) -> None:
         self._calls = calls
         self.first, self._end = first, end
         self._inputs = tuple(inputs)
         self._outputs = tuple(outputs)
         self._written = written
-        self._wanted = {source.call for source in outputs}
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
+        self._is_heard = is_heard
+        self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
+        self.own: Sequence[nn.Module] = ()
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the stage is in a forward."""
+        return self._number is not None
 
     @property
     def is_last(self) -> bool:
@@ -93,6 +115,9 @@ class Run:
         try:
             yield
         finally:
+            for back in reversed(self._undo):
+                back()
+            self._undo.clear()
             self._number, self._inside = None, ""
             # A value that is kept here would keep its receive buffer.
             self._values = {}
@@ -117,53 +142,128 @@ class Run:
         self._number += 1
         return number
 
-    def own(self, number: int, layer: str, call: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
         """Runs a layer of the stage."""
-        self._inside = layer
-        result = call(*args, **kwargs)
+        known = self._calls[number]
+        wanted = [source for source in self._outputs if source.call == number]
+        at = known.structure.num_leaves
+        reads = any(source.leaf >= at for source in wanted)
+        reading = Reading(known.changes if reads else (), layer, args, kwargs)
+        if known.cleared and not self.is_last:  # the stage ends before the code that clears them
+            roots = roots_of(layer, args, kwargs)
+            boxes = [find(roots, known.changes[number].path) for number in known.cleared]
+            self._undo += [partial(restore, box, contents_of(box)) for box in boxes]
+        self._inside = known.layer
+        with reading.listening():
+            result = call(*args, **kwargs)
         self._inside = ""
-        if number in self._wanted:
+        if wanted:
             leaves, structure = tree_flatten(result)
-            if structure != self._calls[number].structure:
+            if structure != known.structure:
                 raise StepError(
-                    f"layer {layer!r} returns {structure}, and returned "
-                    f"{self._calls[number].structure} when the model was cut"
+                    f"layer {known.layer!r} returns {structure}, and returned "
+                    f"{known.structure} when the model was cut"
                 )
-            for source in self._outputs:
-                if source.call == number:
-                    self._values[source] = self._own_memory(source, leaves[source.leaf])
+            if reads:
+                leaves += self._changed(known, layer, reading.values())
+            for source in wanted:
+                self._values[source] = self._own_memory(source, leaves[source.leaf])
         if number == self._end - 1 and not self.is_last:
             raise _StageEndedError
         return result
 
-    def other(self, number: int, described: nn.Module, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
-        """Returns what stands for the outputs of a layer of another stage."""
+    def _changed(self, call: Call, layer: nn.Module, values: Sequence[list[Any]]) -> list[Any]:
+        """Returns the leaves of what a layer changed."""
+        leaves = list[Any]()
+        for change, structure, value in zip(call.changes, call.structures, values, strict=True):
+            found, spec = tree_flatten(value)
+            if spec == structure:
+                leaves += found
+                continue
+            if layer.training:
+                raise StepError(
+                    f"layer {call.layer!r} does not change {change} as it did "
+                    f"when the model was cut, and another stage reads it: cut the model in the "
+                    f"mode, and with the arguments, of the steps"
+                )
+            # A layer that hands this on in training alone: nobody should read it now.
+            at = call.structure.num_leaves + len(leaves)
+            leaves += [
+                self._filled(output.shape, output, ()) if output.shape is not None else output.value
+                for output in call.outputs[at : at + structure.num_leaves]
+            ]
+        return leaves
+
+    def other(
+        self,
+        number: int,
+        standing: nn.Module,
+        described: nn.Module,
+        args: Any,  # noqa: ANN401
+        kwargs: Any,  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401
+        """Returns what stands for the outputs of a layer of another stage, and does its changes."""
         call = self._calls[number]
         if call.is_like_first and args and _is_float(args[0]):
             inputs = args[:1]  # to flatten all takes longer than the rest of this function
         else:
             inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         leaves = list[object]()
-        for leaf, output in enumerate(call.outputs):
-            received = self._values.get(Source(number, leaf))
-            if received is not None:
-                leaves.append(received)
-            elif output.shape is None:
-                value = output.value
-                if isinstance(value, Number):  # it may be a size of the batch
-                    value = self._leaf_of(number, leaf, described, args, kwargs)
-                leaves.append(value)
-            elif output.like is not None and output.like.leaf < len(inputs):
-                tensor = inputs[output.like.leaf]
-                shape = (*tensor.shape[: output.like.kept], *output.like.more)
-                leaves.append(self._filled(shape, output, inputs))
-            else:
-                shape = self._leaf_of(number, leaf, described, args, kwargs)
-                leaves.append(self._filled(shape, output, inputs))
-        for leaf, value in enumerate(leaves):
-            if isinstance(value, Tensor):
-                leaves[leaf] = self._own_memory(Source(number, leaf), value)
-        return call.structure.unflatten(leaves)
+
+        def more(number_of: int, *, is_heard: bool = False) -> None:
+            def computed(leaf: int) -> Any:  # noqa: ANN401
+                return self._leaf_of(number, leaf, described, args, kwargs)
+
+            for leaf in range(len(leaves), len(leaves) + number_of):
+                source = Source(number, leaf)
+                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
+
+        more(call.structure.num_leaves)
+        result = call.structure.unflatten(leaves)
+        roots = roots_of(standing, args, kwargs) if call.changes else {}
+        is_own = isinstance(standing, OwnLayer)
+        for change, structure in zip(call.changes, call.structures, strict=True):
+            at = len(leaves)
+            if change.is_heard and not self._is_heard:
+                break  # these stand behind all others
+            more(structure.num_leaves, is_heard=change.is_heard)
+            if is_own and change.is_inside and not self._has(number, leaves, at):
+                continue  # what the layer remembers on this stage
+            back = apply(change, structure.unflatten(leaves[at:]), find(roots, change.path))
+            if change.is_inside and not is_own:
+                self._undo.append(back)
+        return result
+
+    def _has(self, number: int, leaves: Sequence[object], at: int) -> bool:
+        """Whether the stage received all tensors among the leaves from one on."""
+        numbers = [i for i in range(at, len(leaves)) if isinstance(leaves[i], Tensor)]
+        return all(Source(number, i) in self._values for i in numbers)
+
+    def _leaf(
+        self,
+        source: Source,
+        inputs: Sequence[Tensor],
+        before: Sequence[object],
+        computed: Callable[[int], Any],
+        *,
+        is_heard: bool,
+    ) -> object:
+        """Returns what stands for an output, behind the outputs `before` it."""
+        output = self._calls[source.call].outputs[source.leaf]
+        if (received := self._values.get(source)) is not None:
+            return self._own_memory(source, received)
+        if output.same is not None:
+            return before[output.same]
+        if output.shape is None:
+            # A number may be a size of the batch, but for one that a layer gives to its own parts.
+            is_size = isinstance(output.value, Number) and not is_heard
+            return computed(source.leaf) if is_size else output.value
+        if output.like is not None and output.like.leaf < len(inputs):
+            tensor = inputs[output.like.leaf]
+            shape = (*tensor.shape[: output.like.kept], *output.like.more)
+        else:
+            shape = computed(source.leaf)
+        return self._own_memory(source, self._filled(shape, output, inputs))
 
     def _own_memory(self, source: Source, value: Tensor) -> Tensor:
         """Returns a value into which code may write, if the model does so."""
@@ -186,7 +286,7 @@ class Run:
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = _leaf_of(described, args, kwargs, leaf)
+            self._shapes[key] = leaf_of(self._calls[number], described, args, kwargs, leaf)
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
@@ -204,20 +304,26 @@ class Run:
 
     @property
     def device(self) -> torch.device:
-        """Where the values of the stage are."""
-        return next((value.device for value in self._values.values()), torch.device("cpu"))
+        """Where the stage is."""
+        held = (tensor for layer in self.own for tensor in layer.parameters())
+        return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
-    def refuse_inside(self, layer: str) -> None:
-        """Refuses a layer of another stage that is called inside of a layer, or in a backward."""
-        if not self._inside:
-            raise StepError(
-                f"layer {layer!r}, which is on another stage, is called outside of a forward, as "
-                f"torch.utils.checkpoint does in a backward: checkpoint layers, and not the code "
-                f"between them"
+    def refused_inside(self, layer: str) -> StepError:
+        """Returns what refuses a call of a layer of another stage by anything but the model."""
+        if self._inside:
+            return StepError(
+                f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
+                f"model where both are on one stage"
             )
-        raise StepError(
-            f"layer {self._inside!r} calls layer {layer!r}, which is on another stage: cut the "
-            f"model where both are on one stage"
+        if self.is_running:
+            return StepError(
+                f"code outside of layers calls what is inside of layer {layer!r}, which is on "
+                f"another stage: call the layer, or cut the model where both are on one stage"
+            )
+        return StepError(
+            f"layer {layer!r}, which is on another stage, is called outside of a forward, as "
+            f"torch.utils.checkpoint does in a backward: checkpoint layers, and not the code "
+            f"between them"
         )
 
 
@@ -236,29 +342,8 @@ class OwnLayer(nn.Module):
         if number is None:
             return super().__call__(*args, **kwargs)
         if number < run.first:  # a layer of several stages
-            return run.other(number, described, args, kwargs)
-        return run.own(number, layer, super().__call__, args, kwargs)
-
-
-class OtherLayer(nn.Module):
-    """What stands in the place of another stage's layer. It has no parameters."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
-        run, layer, described = vars(self)["_pipegrad_run"]
-        number = run.enter(layer)
-        if number is None:
-            run.refuse_inside(layer)
-        return run.other(number, described, args, kwargs)
-
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the layer has
-        try:
-            return nn.Module.__getattr__(self, name)
-        except AttributeError:
-            run, _, described = vars(self)["_pipegrad_run"]
-            value = getattr(described, name)
-            if isinstance(value, Tensor):
-                return filled(value.shape, run.dtype_of(value.dtype, ()), run.device)
-            return value
+            return run.other(number, self, described, args, kwargs)
+        return run.run(number, self, super().__call__, args, kwargs)
 
 
 class StageModule(nn.Module):
@@ -296,38 +381,8 @@ def own_layer(layer: nn.Module, name: str, described: nn.Module, run: Run) -> nn
     return result
 
 
-def other_layer(name: str, described: nn.Module, run: Run) -> nn.Module:
-    """Returns what stands in the place of a layer.
-
-    Args:
-        name: Of the layer.
-        described: The layer, on the meta device; see `without_memory`.
-        run: Of the stage.
-    """
-    result = as_kind(nn.Module(), OtherLayer, type(described))
-    vars(result)["_pipegrad_run"] = run, name, described
-    return result
-
-
-def without_memory(layer: nn.Module) -> nn.Module:
-    """Returns a copy of a layer on the meta device."""
-
-    def on_meta(tensor: Tensor) -> Tensor:
-        copied = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-
-    return isolated(layer, on_meta)
-
-
 def _is_float(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns a tensor of nan, or of zeros if there is none, with the memory of one number."""
-    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
-    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
 def _kind_of(leaf: object) -> object:
@@ -335,19 +390,3 @@ def _kind_of(leaf: object) -> object:
     if isinstance(leaf, Tensor):
         return leaf.shape
     return leaf if isinstance(leaf, Number | str | None) else type(leaf)
-
-
-def _leaf_of(described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:  # noqa: ANN401
-    """Returns a leaf of what a layer returns, and of a tensor the shape. Nothing is computed."""
-    leaves, structure = tree_flatten((args, kwargs))
-    state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
-    with FakeTensorMode(), torch.no_grad():
-        fake = [
-            torch.empty(leaf.shape, dtype=leaf.dtype) if isinstance(leaf, Tensor) else leaf
-            for leaf in leaves
-        ]
-        tensors = {name: torch.empty(x.shape, dtype=x.dtype) for name, x in state.items()}
-        args, kwargs = structure.unflatten(fake)
-        returned = torch.func.functional_call(described, tensors, args, kwargs)
-    result = tree_flatten(returned)[0][leaf]
-    return result.shape if isinstance(result, Tensor) else result

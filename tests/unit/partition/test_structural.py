@@ -18,7 +18,7 @@ from pipegrad.partition.layers import has_state, is_weighty, layers_of
 from pipegrad.partition.structural.calls import Source
 from pipegrad.partition.structural.flow import flow_of
 from pipegrad.partition.structural.shallow import shallow, twin
-from pipegrad.partition.structural.stage_module import without_memory
+from pipegrad.partition.structural.stand_ins import without_memory
 from tests.support.partition.families import FAMILIES
 
 WIDTH = 4

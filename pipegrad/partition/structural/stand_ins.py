@@ -1,0 +1,257 @@
+"""Stand-ins: what is in the place of another stage's layer, and answers what code asks of it.
+
+While the stage runs, a stand-in has the modules, parameters and buffers of its layer by name, of
+the right dtype and on the device of the stage, but filled with nan and without memory. Outside of a
+forward it has none: an optimizer or a checkpoint of the stage does not see them.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import StepError
+from pipegrad.interop.private import fake_tensors, tree_flatten
+from pipegrad.partition.structural.calls import Call
+from pipegrad.partition.structural.changes import Reading, Watch, contents_of, put, restore
+from pipegrad.partition.structural.shallow import as_kind, isolated
+
+# The grouped products of experts know fake tensors of this dtype alone.
+EXPERTS = torch.bfloat16
+
+if TYPE_CHECKING:
+    from pipegrad.partition.structural.stage_module import Run
+
+
+class _Table:
+    """A table of a module: with what the layer has while the stage runs, and without it else."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, part: Any, kind: object = None) -> Any:  # noqa: ANN401 - as a module's
+        own = vars(part)[self._name]
+        stand_in = vars(part).get("_pipegrad_part")
+        return stand_in.table(self._name) | own if stand_in and stand_in.run.is_running else own
+
+    def __set__(self, part: Any, value: object) -> None:  # noqa: ANN401
+        vars(part)[self._name] = value
+
+
+class _Part:
+    """A module of a layer that is elsewhere."""
+
+    def __init__(
+        self,
+        run: Run,
+        layer: str,
+        described: nn.Module,
+        *,
+        lost: Collection[str],
+        dtypes: dict[torch.dtype, torch.dtype],
+    ) -> None:
+        self.run, self.layer, self.described = run, layer, described
+        self.lost = lost
+        self.children = dict[str, nn.Module | None]()
+        self._dtypes = dtypes
+        self._filled = dict[object, Any]()
+
+    def table(self, name: str) -> dict[str, Any]:
+        """Returns a table of the module."""
+        if name == "_modules":
+            return self.children
+        meta = vars(self.described)[name]
+        return {key: None if x is None else self.tensor(x) for key, x in meta.items()}
+
+    def tensor(self, described: Tensor) -> Tensor:
+        """Returns what stands for a tensor of the module."""
+        dtype = self._dtypes.get(described.dtype, described.dtype)
+        key = id(described), dtype, self.run.device
+        if key not in self._filled:
+            value = filled(described.shape, dtype, self.run.device)
+            if isinstance(described, nn.Parameter):
+                value = nn.Parameter(value, described.requires_grad)
+            self._filled[key] = value
+        return self._filled[key]  # type: ignore[no-any-return]
+
+
+class OtherLayer(nn.Module):
+    """What stands in the place of another stage's layer, or of a module inside of it."""
+
+    _parameters: Any = _Table()
+    _buffers: Any = _Table()
+    _modules: Any = _Table()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+        part: _Part = vars(self)["_pipegrad_part"]
+        number = part.run.enter(part.layer) if "_pipegrad_all" in vars(self) else None
+        if number is None:
+            raise part.run.refused_inside(part.layer)
+        return part.run.other(number, self, part.described, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the layer has
+        part: _Part = vars(self)["_pipegrad_part"]
+        if name in vars(self)["_parameters"]:  # code outside of layers uses it on this stage
+            return vars(self)["_parameters"][name]
+        if name in part.lost:
+            raise StepError(
+                f"layer {part.layer!r} changes its attribute {name!r}, which is no tensor, and "
+                f"code on another stage reads it: use a tensor, or what the layer returns"
+            )
+        if name in part.children:
+            return part.children[name]
+        value = getattr(part.described, name)
+        return part.tensor(value) if isinstance(value, Tensor) else value
+
+    def train(self, mode: bool = True) -> OtherLayer:
+        """Sets the mode of all modules of the layer."""
+        for part in vars(self)["_pipegrad_all"]:
+            vars(part)["training"] = mode
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherLayer:
+        """Notes which dtypes the layer has behind a conversion of the stage."""
+        dtypes = vars(self)["_pipegrad_dtypes"]
+        for first, dtype in dtypes.items():
+            dtypes[first] = fn(torch.empty((), dtype=dtype)).dtype
+        return self
+
+
+def other_layer(
+    layer: nn.Module,
+    name: str,
+    described: nn.Module,
+    run: Run,
+    lost: Collection[tuple[str, str]],
+) -> dict[int, nn.Module]:
+    """Returns what stands in the place of a layer and of the modules inside, by the id of each.
+
+    Args:
+        layer: The layer.
+        name: Of the layer.
+        described: The layer, on the meta device; see `without_memory`.
+        run: Of the stage.
+        lost: As `Call`.
+    """
+    tensors = (*described.parameters(), *described.buffers())
+    dtypes = {tensor.dtype: tensor.dtype for tensor in tensors}
+    originals, parts = dict(layer.named_modules()), dict[int, nn.Module]()
+    for path, module in described.named_modules():
+        part = parts[id(module)] = as_kind(nn.Module(), OtherLayer, type(module))
+        missing = {attribute for at, attribute in lost if at == path}
+        vars(part)["_pipegrad_part"] = _Part(run, name, module, lost=missing, dtypes=dtypes)
+        vars(part)["training"] = module.training
+        for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs"):
+            vars(part)[hooks] = vars(originals[path])[hooks].copy()
+    for module in described.modules():
+        vars(parts[id(module)])["_pipegrad_part"].children.update(
+            {
+                key: None if child is None else parts[id(child)]
+                for key, child in module._modules.items()
+            }
+        )
+    vars(parts[id(described)]).update(_pipegrad_all=[*parts.values()], _pipegrad_dtypes=dtypes)
+    paths = described.named_modules()
+    return {id(originals[path]): parts[id(module)] for path, module in paths}
+
+
+def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:
+    """Returns a copy of a model on the meta device.
+
+    Args:
+        model: The model, or a layer.
+        shared: Containers that the copy holds, too.
+    """
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        copied = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+
+    return isolated(model, on_meta, shared)
+
+
+def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Returns a tensor of nan, or of zeros if there is none, with the memory of one number."""
+    value = torch.nan if dtype.is_floating_point or dtype.is_complex else 0
+    return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
+
+
+def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:  # noqa: ANN401
+    """Returns a leaf of what a layer returns or changes, and of a tensor the shape.
+
+    Nothing is computed, unless the layer's code needs values of tensors: then of zeros. A number
+    that depends on values is nan.
+    """
+    output = call.outputs[leaf]
+    failures = list[Exception]()
+    for dtype in (None, EXPERTS):
+        try:
+            with fake_tensors():
+                result = _leaf(call, described, args, kwargs, leaf, dtype=dtype)
+            break
+        except Exception as error:  # noqa: BLE001 - whatever a layer raises that needs values
+            failures.append(error)
+    else:
+        if isinstance(output.value, float):
+            return torch.nan
+        if output.shape is None:
+            raise StepError(
+                f"layer {call.layer!r} computes the number {output.value!r} of values, and is on "
+                f"another stage: use a tensor"
+            ) from failures[0]
+        with torch.random.fork_rng(devices=[]):
+            result = _leaf(call, described, args, kwargs, leaf, dtype=None)
+    return result.shape if isinstance(result, Tensor) else result
+
+
+@torch.no_grad()
+def _leaf(
+    call: Call,
+    described: nn.Module,
+    args: Any,  # noqa: ANN401
+    kwargs: Any,  # noqa: ANN401
+    leaf: int,
+    *,
+    dtype: torch.dtype | None,
+) -> Any:  # noqa: ANN401
+    def zeros(x: Tensor) -> Tensor:
+        return torch.zeros(x.shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype)
+
+    state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
+    tensors = {name: zeros(x) for name, x in state.items()}
+    made: dict[int, Any] = {}
+    args, kwargs = _copied(args, zeros, made), _copied(kwargs, zeros, made)
+    watch, reading = Watch(described, args, kwargs), Reading(call.changes, described, args, kwargs)
+    try:
+        with reading.listening():
+            returned = torch.func.functional_call(described, tensors, args, kwargs)
+        leaves = tree_flatten(returned)[0]
+        for values in reading.values():
+            leaves += tree_flatten(values)[0]
+    finally:
+        watch.restore()
+    return leaves[leaf]
+
+
+def _copied(value: Any, zeros: Callable[[Tensor], Tensor], made: dict[int, Any]) -> Any:  # noqa: ANN401
+    """Returns a value with zeros in the place of tensors, in containers of its own."""
+    if isinstance(value, Tensor):
+        return zeros(value)
+    contents = None if isinstance(value, nn.Module) else contents_of(value)
+    if contents is None or id(value) in made:
+        return made.get(id(value), value)
+    if isinstance(value, tuple):
+        items = [_copied(x, zeros, made) for x in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    copied = made[id(value)] = copy.copy(value)
+    if isinstance(value, set):
+        restore(copied, [_copied(x, zeros, made) for x in contents])
+        return copied
+    for key, x in contents.items() if isinstance(contents, dict) else enumerate(contents):
+        put(copied, key, _copied(x, zeros, made))
+    return copied
