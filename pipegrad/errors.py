@@ -107,6 +107,11 @@ def ends_in_words(error: BaseException) -> bool:
     return isinstance(error, (Exception, SystemExit))
 
 
+def reason(error: BaseException) -> str:
+    """Returns what an error of a file says; without its number and the path, which callers name."""
+    return getattr(error, "strerror", None) or str(error)
+
+
 def in_words(error: BaseException) -> str:
     """Returns the message of an error; for other libraries' errors also the place of its origin.
 

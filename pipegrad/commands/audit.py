@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from pipegrad.commands.options import explained, wants_traceback
-from pipegrad.errors import PipegradError, in_words
+from pipegrad.commands.options import Number, Whole, explained, wants_traceback
+from pipegrad.errors import PipegradError, in_words, reason
 
 if TYPE_CHECKING:
     from pipegrad.audit.report import Report
@@ -26,15 +26,15 @@ _CANNOT_RUN = 2
     "-n",
     "--ranks",
     "num_ranks",
-    type=click.IntRange(min=1, max=256),
+    type=Whole(min=1, max=256),
     default=4,
     show_default=True,
     help="Ranks to start on this machine; torchrun starts its own.",
 )
-@click.option("--steps", type=click.IntRange(min=1), help="Steps to compare; by default all.")
+@click.option("--steps", type=Whole(min=1), help="Steps to compare; by default all.")
 @click.option(
     "--tolerance",
-    type=click.FloatRange(min=0.0, min_open=True),
+    type=Number(min=0.0, min_open=True),
     help="Relative error of a gradient that is allowed; by default it is derived.",
 )
 @click.option(
@@ -43,7 +43,7 @@ _CANNOT_RUN = 2
 @click.option(
     "--timeout",
     "timeout_seconds",
-    type=click.FloatRange(min=1.0),
+    type=Number(min=1.0),
     default=600.0,
     show_default=True,
     help="Seconds until ranks that did not end are killed, with their stacks.",
@@ -117,7 +117,7 @@ def _show(report: Report, files: Mapping[str, Path | None]) -> NoReturn:
             try:
                 path.write_text(texts[option], encoding="utf-8")
             except OSError as error:
-                _refuse(OSError(f"{option} {path}: {error.strerror or error}"))
+                _refuse(OSError(f"{option} {path}: {reason(error)}"))
     raise SystemExit(0 if report.is_right else 1)
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipegrad.commands.options import explained, saving
+from pipegrad.commands.options import Number, explained, saving
 from pipegrad.errors import PipegradError
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 @click.option(
     "--timeout",
     "timeout_seconds",
-    type=click.FloatRange(min=1.0, max=3600.0),
+    type=Number(min=1.0, max=3600.0),
     default=30.0,
     show_default=True,
     help="Seconds to wait for the slowest rank, each time the ranks meet.",
@@ -54,7 +54,7 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
                     _show(found, as_json=as_json)
                     if save:
                         saving(save, found.costs.save)
-            except (PipegradError, RuntimeError, OSError) as error:
+            except (PipegradError, RuntimeError) as error:
                 message = f"Error: {explained(error)}"
                 once_a_machine(lambda: click.echo(message, err=True))
                 raise SystemExit(1) from error

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from pipegrad.errors import reason
+
 if TYPE_CHECKING:
     from pipegrad.simulation.timeline import Timeline
 
@@ -49,8 +51,8 @@ class Drawing:
             write = {"html": write_html, "perfetto": write_perfetto}.get(name, write_figure)
             try:
                 write(timelines, path)
-            except (ImportError, OSError) as error:
-                raise click.ClickException(f"--{name} {path}: {error}") from error
+            except (ImportError, OSError, ValueError) as error:
+                raise click.ClickException(f"--{name} {path}: {reason(error)}") from error
             click.echo(f"wrote {path}", err=True)
 
 
@@ -73,8 +75,7 @@ def draws(command: Callable[..., None]) -> Callable[..., None]:
         command(Drawing(paths), *arguments, **options)
 
     for name, text in reversed(_FORMATS.items()):
-        path = click.Path(dir_okay=False, writable=True, path_type=Path)
-        drawing = click.option(f"--{name}", type=path, metavar="FILE", help=f"Write {text}.")(
+        drawing = click.option(f"--{name}", type=Path, metavar="FILE", help=f"Write {text}.")(
             drawing
         )
     return drawing

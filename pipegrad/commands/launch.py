@@ -20,10 +20,10 @@ from uuid import uuid4
 
 import click
 
-from pipegrad.commands.options import usage_errors, wants_traceback
+from pipegrad.commands.options import Whole, usage_errors, wants_traceback
 from pipegrad.commands.rank import LAUNCHER
 from pipegrad.commands.train import train
-from pipegrad.errors import ConfigError
+from pipegrad.errors import ConfigError, reason
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -62,7 +62,7 @@ def _count(_context: click.Context, _option: click.Parameter, value: str) -> int
 )
 @click.option(
     "--max-restarts",
-    type=click.IntRange(min=0),
+    type=Whole(min=0),
     default=0,
     show_default=True,
     help="How often all ranks are started again after one has failed.",
@@ -74,7 +74,7 @@ def _count(_context: click.Context, _option: click.Parameter, value: str) -> int
     help="Write what each rank prints into a file there, too.",
 )
 @click.option(
-    "--nodes", type=click.IntRange(min=1), default=1, show_default=True, help="Number of machines."
+    "--nodes", type=Whole(min=1), default=1, show_default=True, help="Number of machines."
 )
 @click.option(
     "--rendezvous",
@@ -97,10 +97,14 @@ def launch(
     """
     words = [str(config), *arguments]
     options = train.make_context("pipegrad train", list(words)).params
+    from pipegrad.train.sizes import sizes_of
+
     with usage_errors():
         _check_rendezvous(nodes, rendezvous)
         loaded = _loaded(options)
         num_ranks = num_ranks or _automatic(loaded, nodes)
+        if nodes == 1:  # other machines may have other numbers
+            sizes_of(loaded, num_ranks)
         _set_environment(num_ranks, nodes)
         traceback = ["--traceback"] if wants_traceback() else []
         with _log_folder(log_dir) as folder:
@@ -172,7 +176,7 @@ def _log_folder(log_dir: Path | None) -> Iterator[Path]:
     try:
         log_dir.mkdir(parents=True, exist_ok=True)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"--log-dir {log_dir}: cannot be made: {error}") from error
+        raise ConfigError(f"--log-dir {log_dir}: cannot be made: {reason(error)}") from error
     yield log_dir
 
 
@@ -262,9 +266,15 @@ def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int
     (rank, failure), *_ = _cause_first(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     # Ranks that a signal has stopped have said so themselves.
-    if failure.exitcode not in _STOPPED:
+    if failure.exitcode not in _STOPPED and not _has_said_all(failure):
         click.echo(f"Error: {_cause(rank, failure, log_dir)}", err=True)
     return code
+
+
+def _has_said_all(failure: ProcessFailure) -> bool:
+    """Whether the cause is the last line already; see `tell_launcher`."""
+    message: Any = failure.error_file_data.get("message")
+    return isinstance(message, dict) and message.get("extraInfo", {}).get("is_all") is True
 
 
 def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:

@@ -3,20 +3,71 @@
 from __future__ import annotations
 
 import functools
+import math
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pipegrad.errors import PipegradError, in_words, root_of
+from pipegrad.errors import ConfigError, PipegradError, in_words, reason, root_of
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
+
+
+class Whole(click.IntRange):
+    """A whole number in a range."""
+
+    def convert(
+        self,
+        value: Any,  # noqa: ANN401 - a text, or a default
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> int:
+        """Returns the number; refuses anything else in a sentence."""
+        try:
+            number: int = super().convert(value, param, ctx)
+        except click.BadParameter:
+            _refuse(self, value, "a whole number", param, ctx)
+        return number
+
+
+class Number(click.FloatRange):
+    """A finite number in a range."""
+
+    def convert(
+        self,
+        value: Any,  # noqa: ANN401 - a text, or a default
+        param: click.Parameter | None,
+        ctx: click.Context | None,
+    ) -> float:
+        """Returns the number; refuses anything else in a sentence."""
+        number = math.nan
+        with suppress(click.BadParameter):
+            number = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            _refuse(self, value, "a number", param, ctx)
+        return number
+
+
+def _refuse(
+    kind: click.IntRange | click.FloatRange,
+    value: object,
+    expected: str,
+    param: click.Parameter | None,
+    ctx: click.Context | None,
+) -> NoReturn:
+    if kind.max is not None:
+        bounds = f" from {kind.min:,} to {kind.max:,}"
+    else:
+        bounds = f" above {kind.min}" if kind.min_open else f" of at least {kind.min}"
+    kind.fail(f"{str(value)!r:.80}: expected {expected}{bounds}", param, ctx)
+
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _CHANGES = (
@@ -42,8 +93,8 @@ _CHANGES = (
 
 
 _SIZED = (
-    click.option("--ranks", type=click.IntRange(min=1), required=True, help="Of the pipeline."),
-    click.option("--microbatches", type=click.IntRange(min=1), required=True, help="Of a step."),
+    click.option("--ranks", type=Whole(min=1), required=True, help="Of the pipeline."),
+    click.option("--microbatches", type=Whole(min=1), required=True, help="Of a step."),
     click.option(
         "--set",
         "settings",
@@ -143,12 +194,12 @@ def saving(path: Path, save: Callable[[Path], None]) -> None:
     """Saves into the file of the option --save.
 
     Raises:
-        OSError: If that fails. The message names the option and the file.
+        ConfigError: If that fails. The message names the option and the file.
     """
     try:
         save(path)
-    except OSError as error:
-        raise OSError(f"--save {path}: {error.strerror or error}") from error
+    except (OSError, ValueError) as error:  # a path may be none
+        raise ConfigError(f"--save {path}: {reason(error)}") from error
 
 
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:

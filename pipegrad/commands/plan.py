@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import click
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import AS_JSON, configured, print_parts, usage_errors
+from pipegrad.commands.options import AS_JSON, Whole, configured, print_parts, usage_errors
+from pipegrad.errors import reason
 
 if TYPE_CHECKING:
     from pipegrad.model.manifest import Manifest
@@ -27,20 +28,21 @@ _MOST_RANKS = 2**20  # a topology lists its ranks
 @configured
 @click.option(
     "--ranks",
-    type=click.IntRange(1, _MOST_RANKS),
+    type=Whole(1, _MOST_RANKS),
     help="How many; by default as CONFIG says.",
 )
-@click.option("--rank", type=click.IntRange(min=0), help="Print all that this rank does.")
+@click.option("--rank", type=Whole(min=0), help="Print all that this rank does.")
 @click.option(
     "--costs",
     "costs_file",
-    type=click.Path(path_type=Path),
+    type=Path,
+    metavar="FILE",
     help="A file of costs: times and memory are then simulated with them.",
 )
 @click.option(
     "--profile",
     "profile_file",
-    type=click.Path(path_type=Path),
+    type=Path,
     metavar="FILE",
     help="Measure the stages in this process, plan with their costs, and save them.",
 )
@@ -93,7 +95,7 @@ def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     try:
         found.save(path)
     except OSError as error:
-        raise click.ClickException(f"--profile {path}: {error}") from error
+        raise click.ClickException(f"--profile {path}: {reason(error)}") from error
     return found
 
 

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from pipegrad.commands.options import explained, sized
-from pipegrad.errors import PipegradError
+from pipegrad.commands.options import sized, usage_errors
 
 
 @click.command()
@@ -32,11 +31,9 @@ def schedule(
     from pipegrad.schedules.torch_csv import for_torch
     from pipegrad.train.config import parsed_setting
 
-    try:
+    with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         generator = registry.resolve({**options, "name": name})
         made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
         text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
-    except PipegradError as error:
-        raise click.UsageError(explained(error)) from error
     click.echo(text, nl=False)

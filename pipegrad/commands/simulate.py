@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -13,8 +12,7 @@ import click
 from click.core import ParameterSource
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import explained, saving, sized
-from pipegrad.errors import PipegradError
+from pipegrad.commands.options import Number, Whole, saving, sized, usage_errors
 
 # What these need takes time to import, as numbers of torch do: it is imported when a command runs.
 if TYPE_CHECKING:
@@ -27,22 +25,15 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20
-_MOST_STEPS = 10  # that are printed
-
-
-def _finite(_context: click.Context, _option: click.Parameter, value: float | None) -> float | None:
-    if value is not None and not math.isfinite(value):
-        raise click.BadParameter(f"{value} is not a finite number")
-    return value
+_MOST_STEPS = 10_000
+_MOST_SHOWN = 10  # steps that are printed
 
 
 def _amount(
     option: str, default: float | None, text: str, *, above_zero: bool = False
 ) -> Callable[[Command], Command]:
-    kind = click.FloatRange(min=0, min_open=above_zero)
-    return click.option(
-        option, type=kind, default=default, show_default=True, callback=_finite, help=text
-    )
+    kind = Number(min=0, min_open=above_zero)
+    return click.option(option, type=kind, default=default, show_default=True, help=text)
 
 
 @click.command()
@@ -64,7 +55,7 @@ def _amount(
 @_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
 @_amount("--latency-us", 50, "Time of an empty message.")
 @click.option(
-    "--steps", type=click.IntRange(min=1), default=1, show_default=True, help="Steps in a row."
+    "--steps", type=Whole(1, _MOST_STEPS), default=1, show_default=True, help="Steps in a row."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @click.option("--save", type=Path, metavar="FILE", help="Save the timeline, as JSON.")
@@ -98,7 +89,7 @@ def simulate(
         return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
 
     _refuse_both(costs_file)
-    try:
+    with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
         # Costs of more stages than the schedule has are refused by the simulation.
@@ -110,8 +101,6 @@ def simulate(
         if save:
             saving(save, simulation.timeline.save)
         drawing.write([simulation.timeline])
-    except (PipegradError, OSError) as error:
-        raise click.UsageError(explained(error)) from error
     if as_json:
         seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
         click.echo(json.dumps({**seconds, **explanation.to_json()}, indent=2))
@@ -125,7 +114,7 @@ def _refuse_both(costs_file: Path | None) -> None:
     given = [
         parameter.opts[0]
         for parameter in context.command.params
-        if isinstance(parameter.type, click.FloatRange)
+        if isinstance(parameter.type, Number)
         and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
     ]
     if costs_file and given:
@@ -199,8 +188,8 @@ def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: E
     )
     parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated"]
     if len(simulation.step_seconds) > 1:
-        steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_STEPS]))
-        more = " ..." if len(simulation.step_seconds) > _MOST_STEPS else ""
+        steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
+        more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""
         parts.append(f"steps: {steps}{more}")
     if any(stage.held_bytes or stage.activation_bytes for stage in costs.stages):
         peak = max(simulation.peak_bytes)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import explained
-from pipegrad.errors import PipegradError, ScheduleError
+from pipegrad.commands.options import Whole, usage_errors
+from pipegrad.errors import ScheduleError
 
 if TYPE_CHECKING:
     from pipegrad.simulation.timeline import Timeline
@@ -20,9 +21,7 @@ _FILE = "timeline.json"
 
 @click.command()
 @click.argument("run", type=Path, metavar="RUN")
-@click.option(
-    "--step", type=click.IntRange(min=0), help="Of the recorded ones; by default the median one."
-)
+@click.option("--step", type=Whole(min=0), help="Of the recorded ones; by default the median one.")
 @click.option(
     "--against",
     type=Path,
@@ -40,15 +39,13 @@ def trace(
     """
     from pipegrad.simulation.explain.explanation import explain
 
-    try:
+    with usage_errors():
         timeline = _loaded(run)
         explanation = explain(timeline, step=step)
         if against and not drawing.is_wanted:
-            raise ScheduleError("--against is drawn: say where, as in --html FILE")
+            raise click.UsageError("--against is drawn: say where, as in --html FILE")
         if drawing.is_wanted:
             drawing.write([*([_loaded(against)] if against else []), timeline])
-    except (PipegradError, OSError) as error:
-        raise click.UsageError(explained(error)) from error
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return
@@ -63,8 +60,9 @@ def trace(
 def _loaded(run: Path) -> Timeline:
     from pipegrad.simulation.timeline import Timeline
 
-    path = run / _FILE if run.is_dir() else run
-    if run.is_dir() and not path.exists():
+    is_folder = os.path.isdir(run)  # noqa: PTH112 - Path's own raises, as for a name too long
+    path = run / _FILE if is_folder else run
+    if is_folder and not path.exists():
         raise ScheduleError(
             f"{run} has no {_FILE}: a run writes it when it has made all its steps, "
             f"unless it has train.trace=false or PIPEGRAD_TRACE, which may name another folder"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
 __all__ = [
+    "DataDependentOutputException",
     "FakeTensorMode",
     "PipelineStageBase",
     "TorchDispatchMode",

@@ -81,6 +81,7 @@ class Cutter:
 
         Raises:
             TopologyError: If the model cannot be cut so.
+            WeightsError: If adapters of peft could not be saved from the stages.
         """
         way = how or ("sequential" if is_sequential(model) else "structural")
         if way not in WAYS:

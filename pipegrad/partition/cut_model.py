@@ -19,6 +19,7 @@ from pipegrad.partition.part import Part
 from pipegrad.partition.recut import Recut, costs_of_layers, recut
 from pipegrad.partition.report import report
 from pipegrad.partition.structural.stand_ins import without_memory
+from pipegrad.partition.weights.adapter import described, has_adapter
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
@@ -90,7 +91,11 @@ class Cut:
         self._conventions = Conventions(model)
         self.source: Source | None = None
         # What saving and loading need to know of the uncut model, without its values.
-        self._uncut: Any = without_memory(model) if inner_model(model) is not None else None
+        self._uncut: Any = None
+        if has_adapter(model):
+            self._uncut = described(model)
+        elif inner_model(model) is not None:
+            self._uncut = without_memory(model)
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
@@ -163,7 +168,8 @@ class Cut:
 
         Each rank writes the stages that it holds, a stage of several ranks is written once, and so
         is a tied weight. The directory has the configuration, and the one of generation. Of a model
-        with adapters of peft it has the adapter alone, as ``PeftModel.from_pretrained`` reads it.
+        with adapters of peft it has these alone, with the names and in the folders of peft's own
+        ``save_pretrained``, as ``PeftModel.from_pretrained`` reads them.
 
         Args:
             directory: All ranks must see it. An older model in it is replaced.

@@ -9,9 +9,15 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from pipegrad.errors import ScheduleError
+from pipegrad.errors import ScheduleError, reason
 
 T = TypeVar("T")
+# The first word of what pydantic calls a mistake -> ours, where its own are of Python.
+_COMPLAINTS = {
+    "missing": "is missing",
+    "dataclass": "should be an object",
+    "unexpected": "is unknown",
+}
 
 
 def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
@@ -25,7 +31,11 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"])) or what
-        raise ScheduleError(f"{where}: {first['msg']}, found {first['input']!r:.80}") from error
+        kind = first["type"].partition("_")[0]
+        complaint = _COMPLAINTS.get(kind, first["msg"].removeprefix("Value error, "))
+        found = "" if kind == "missing" else f", found {first['input']!r:.80}"
+        colon = "" if kind in _COMPLAINTS else ":"
+        raise ScheduleError(f"{where}{colon} {complaint.removeprefix('Input ')}{found}") from error
 
 
 def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
@@ -35,10 +45,19 @@ def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
         ScheduleError: If the file is missing or no JSON, or as `read` does. It names the file.
     """
     try:
-        data = json.loads(path.read_text())
+        content = path.read_bytes()
+    except FileNotFoundError as error:
+        raise ScheduleError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
-        raise ScheduleError(f"{path} holds no {what}: {error}") from error
+        raise ScheduleError(f"{str(path)!r} cannot be read: {reason(error)}") from error
     try:
-        return read(data)
+        return read(json.loads(content))
     except ScheduleError as error:
-        raise ScheduleError(f"{path}: {error}") from error
+        complaint = str(error)
+    except json.JSONDecodeError as error:
+        complaint = f"line {error.lineno}, column {error.colno} is no JSON"
+    except (UnicodeDecodeError, RecursionError):
+        complaint = "it is no JSON"
+    raise ScheduleError(
+        f"{path} holds no {what}: {complaint if content.strip() else 'it is empty'}"
+    )

@@ -168,7 +168,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
-    except (UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except UnicodeDecodeError as error:
+        where = f"byte {error.object[error.start]:#04x} at {error.start}"
+        raise ConfigError(f"{path}: is not valid TOML: it is not UTF-8 text: {where}") from error
+    except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
     except ValueError as error:  # a null character
         raise ConfigError(f"{str(path)!r} is no path: {error}") from error
@@ -299,7 +302,8 @@ def _source(key: str, path: Path, sources: Mapping[str, str]) -> str:
     # counts.
     key = key.partition("[")[0]
     matches = [
-        source
+        # A change of this very key needs no value: what follows has it.
+        source.partition(" ")[0] if known == key else source
         for known, source in sources.items()
         if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}.")
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -39,14 +38,14 @@ from pipegrad.schedules.schedule import MOST_CELLS
 from pipegrad.simulation.auto import Auto
 from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.writer.kept import check_kept
 from pipegrad.train.config import Config
-from pipegrad.train.data.dataset import check_data, dataset_of
+from pipegrad.train.data.dataset import dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.optimizer import kinds
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
+from pipegrad.train.sizes import sizes_of
 
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 
@@ -81,20 +80,7 @@ class Job:
     ) -> None:
         self.config = config
         self._costs = costs
-        check_data(config)
-        check_kept(config)
-        parallel = config.parallel
-        inside = math.prod(parallel.dimensions.values())
-        self.num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside
-        self.pipeline, self.data = self._sizes()
-        self.num_shares = self._num_shares()
-        share = self.num_shares * parallel.microbatches
-        if config.data.dataset is None and config.data.batch_size % share:
-            config.refuse(
-                "data.batch_size",
-                f"{self.num_shares} replicas x {parallel.microbatches} microbatches do not divide "
-                f"it: choose a multiple of {share}",
-            )
+        self.num_ranks, self.pipeline, self.data, self.num_shares = sizes_of(config, num_ranks)
         # Factories, functions and plug-ins may be modules beside the configuration.
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
@@ -278,57 +264,6 @@ class Job:
         options = self.config.optimizer.options
         trained = [record for record in manifest.parameters if record.requires_grad]
         return parts_of(kind, options, others, records=trained, matrices=plan.matrices)
-
-    # Sizes are checked in an order: the most specific message comes first. So one rank of a larger
-    # job is refused before anything is divided.
-
-    def _sizes(self) -> tuple[int, int]:
-        parallel = self.config.parallel
-        pipeline, data, inside = (
-            parallel.pipeline,
-            parallel.data,
-            math.prod(parallel.dimensions.values()),
-        )
-        named = {f"parallel.dimensions.{n}": size for n, size in parallel.dimensions.items()}
-        if len(named) > 1:
-            named["parallel.dimensions"] = inside
-        needed = (pipeline or 1) * (data or 1) * inside
-        if self.num_ranks == 1 < needed:
-            key_name = "pipeline" if pipeline else "data" if data else "dimensions"
-            self.config.refuse(
-                f"parallel.{key_name}",
-                f"this is one rank of {needed}: start them by `torchrun --nproc-per-node {needed} "
-                f"-m pipegrad train {self.config.path}`",
-            )
-        for key, size in {"parallel.pipeline": pipeline, "parallel.data": data, **named}.items():
-            if size is not None and self.num_ranks % size:
-                self.config.refuse(
-                    key,
-                    f"{self.num_ranks} ranks cannot be cut into groups of {size}: start a multiple "
-                    f"of {size}, or choose a divisor of {self.num_ranks}",
-                )
-        known = {"pipeline": pipeline, "data": data, **parallel.dimensions}
-        sizes = {name: size for name, size in known.items() if size is not None}
-        product = math.prod(sizes.values())
-        whole = pipeline is not None and data is not None
-        if self.num_ranks % product or (whole and product != self.num_ranks):
-            self.config.refuse(
-                f"parallel.{'data' if data else 'pipeline' if pipeline else 'dimensions'}",
-                f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} are {product} "
-                f"ranks, but there are {self.num_ranks}: start "
-                f"{'that many' if whole else 'a multiple'}, or leave one of pipeline and data out",
-            )
-        pipeline = pipeline or self.num_ranks // product
-        return pipeline, self.num_ranks // (pipeline * inside)
-
-    def _num_shares(self) -> int:
-        """Returns the size of the data dimensions."""
-        parallel = self.config.parallel
-        sizes = {"dp": self.data, **parallel.dimensions}
-        names = parallel.data_dimensions
-        if len(set(names)) < len(names) or not set(names) <= set(sizes):
-            self.config.refuse("parallel.data_dimensions", f"expected of {[*sizes]}, once each")
-        return math.prod(sizes[name] for name in names)
 
     def _plugins(
         self, key: str, registry: Registry[Any], choices: Sequence[Choice]

@@ -347,7 +347,7 @@ class Watch:
     def _take(self, report: FailureReport) -> None:
         with self._lock:
             self._report = self._report or report
-        tell_launcher(report.cause)
+        tell_launcher(report.cause, is_all=report.kind == "common")
         self._has_report.set()
 
     def _own_report(self, reason: str) -> FailureReport:

@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -28,7 +28,7 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
-from pipegrad.partition.weights.adapter import adapter_state, has_adapter, place_adapter
+from pipegrad.partition.weights.adapter import adapter_sources, has_adapter, place_adapters
 from pipegrad.partition.weights.files import INDEX, extra, listed, write_shard
 from pipegrad.partition.weights.pretrained import first_names
 
@@ -80,8 +80,8 @@ def save_stages(
 
     A stage that several ranks hold is written by the first of them. A tied weight is written once.
     Names and layouts are those that ``save_pretrained`` of transformers writes. With adapters of
-    peft, only the adapter is written, as ``PeftModel.from_pretrained`` reads it. DTensors are
-    gathered, one after the other, so all ranks of their mesh must hold the stage.
+    peft, only these are written, with the names and folders of peft's ``save_pretrained``. DTensors
+    are gathered, one after the other, so all ranks of their mesh must hold the stage.
 
     Args:
         directory: All ranks must see it. It is made if it is missing. Weights of an older model
@@ -100,6 +100,9 @@ def save_stages(
     patience = slow_seconds(_device_of(stages), AGREE_SECONDS)
     rank = dist.get_rank() if dist.is_initialized() else 0
     first = first_names(model, tied)
+    # Of the uncut model; see [Note: what peft saves].
+    needed = adapter_sources(model).names if has_adapter(model) else None
+    state_of = partial(_state, first=first, needed=needed)
 
     def prepare() -> dict[int, list[str]]:
         if max_shard_bytes < 1:
@@ -107,16 +110,16 @@ def save_stages(
         if rank == 0:
             _make_empty(part)
             _write_generation_config(part, model)
-        return {index: sorted(_state(stage, first)) for index, stage in stages.items()}
+        return {index: sorted(state_of(stage)) for index, stage in stages.items()}
 
     try:
         held = agree("save the stages", prepare, timeout_seconds=patience)
-        write = _Writing(part, model, first, _Holders(held), max_shard_bytes)
+        write = _Writing(part, model, state_of, _Holders(held), max_shard_bytes)
         for index, stage in sorted(stages.items()):
             write.stage(index, stage, rank)
         written = agree("write the stages", write.result, timeout_seconds=patience)
         shards = sorted(chain(*written), key=lambda shard: (shard.stage, shard.number))
-        finish = partial(_place, part, model, shards) if rank == 0 else _nothing
+        finish = partial(_place, part, model, first, shards) if rank == 0 else _nothing
         agree("finish the directory", finish, timeout_seconds=patience)
     finally:
         if rank == 0:
@@ -153,13 +156,13 @@ class _Writing:
         self,
         part: Path,
         model: Any,  # noqa: ANN401 - a PreTrainedModel
-        first: Mapping[str, str],
+        state_of: Callable[[nn.Module], dict[str, torch.Tensor]],
         holders: _Holders,
         max_shard_bytes: int,
     ) -> None:
         self._part = part
         self._model = model
-        self._first = first
+        self._state_of = state_of
         self._holders = holders
         self._max_shard_bytes = max_shard_bytes
         self._shards = list[_Shard]()
@@ -167,7 +170,7 @@ class _Writing:
 
     def stage(self, index: int, module: nn.Module, rank: int) -> None:
         """Writes a stage, or helps another rank to gather it."""
-        state = _state(module, self._first)
+        state = self._state_of(module)
         is_writer = self._holders.writer(index) == rank
         pending = dict[str, torch.Tensor]()
         for names in _layers(self._holders.names(index, rank)):
@@ -231,20 +234,26 @@ def _device_of(stages: Mapping[int, nn.Module]) -> torch.device:
     return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
 
-def _state(stage: nn.Module, first: Mapping[str, str]) -> dict[str, torch.Tensor]:
+def _state(
+    stage: nn.Module, first: Mapping[str, str], needed: Collection[str] | None
+) -> dict[str, torch.Tensor]:
     """Returns the tensors of a stage that are saved, by the first of their names.
 
+    Args:
+        stage: A stage.
+        first: For each name the one name of its tensor.
+        needed: Names of an adapter's tensors; None if all are saved.
+
     Raises:
-        WeightsError: If a tensor has no values, or if the model has several adapters.
+        WeightsError: If a tensor has no values.
     """
     ignored = getattr(stage, "_keys_to_ignore_on_save", None) or ()
     state = {
         plain_name(name): tensor
         for name, tensor in stage.state_dict(keep_vars=True).items()
-        if isinstance(tensor, torch.Tensor) and name not in ignored
+        if isinstance(tensor, torch.Tensor)
+        and (name not in ignored if needed is None else plain_name(name) in needed)
     }
-    if has_adapter(stage):
-        state = adapter_state(stage, state)
     without = [name for name, tensor in state.items() if tensor.is_meta]
     if without:
         raise WeightsError(f"{listed(without)} of a stage have no values: load or start it first")
@@ -290,7 +299,12 @@ def _write_generation_config(part: Path, model: Any) -> None:  # noqa: ANN401 - 
         raise WeightsError(f"the model's generation_config cannot be saved: {error}") from error
 
 
-def _place(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: ANN401 - of any kind
+def _place(
+    part: Path,
+    model: Any,  # noqa: ANN401 - of any kind
+    first: Mapping[str, str],
+    shards: Sequence[_Shard],
+) -> None:
     """Moves what was written to its place. See [Note: a directory is whole or is not there]."""
     missing = [shard.file for shard in shards if not (part / shard.file).exists()]
     if missing:
@@ -300,7 +314,7 @@ def _place(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # noqa: A
         )
     try:
         if has_adapter(model):
-            place_adapter(part, model, [part / shard.file for shard in shards])
+            place_adapters(part, model, first, [part / shard.file for shard in shards])
         else:
             _place_model(part, model, shards)
     except OSError as error:

@@ -25,9 +25,9 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipegrad.errors import PipegradError, in_words
+from pipegrad.errors import PipegradError
 from pipegrad.train.checkpoint.folders import publish, unfinished
-from pipegrad.train.checkpoint.writer.space import free_space
+from pipegrad.train.checkpoint.writer.space import why_not_written
 
 CHECKSUMS = "checksums.json"
 METADATA = ".metadata"
@@ -130,7 +130,7 @@ class CheckedWriter(FileSystemWriter):
         try:
             results = super().write_data(plan, planner).wait()
         except Exception as error:
-            raise WriteError(f"{in_words(error)}{free_space(self._folder)}") from error
+            raise WriteError(why_not_written(self._folder, error)) from error
         checked: Future[list[WriteResult]] = Future()
         # The coordinator collects the storage data of all ranks. The checksums travel with it.
         checked.set_result(
@@ -142,7 +142,16 @@ class CheckedWriter(FileSystemWriter):
         """Writes ``.metadata``, then the checksums of all ranks, on the coordinator.
 
         torch tells all ranks if it fails. So the folder gets its name here, and not later.
+
+        Raises:
+            WriteError: If that fails.
         """
+        try:
+            self._finish(metadata, results)
+        except OSError as error:
+            raise WriteError(why_not_written(self._folder, error)) from error
+
+    def _finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         every = [result for of_rank in results for result in of_rank]
         plain = [replace(result, storage_data=result.storage_data[0]) for result in every]
         super().finish(metadata, [plain])

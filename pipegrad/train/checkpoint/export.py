@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pipegrad.errors import PipegradError, WeightsError, in_words
+from pipegrad.errors import PipegradError, WeightsError
 from pipegrad.partition.weights.files import extra
+from pipegrad.train.checkpoint.writer.space import why_not_written
 
 Write = Callable[[Mapping[str, Tensor], Path], None]
 
@@ -44,7 +45,8 @@ def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> Non
     except PipegradError:
         raise
     except Exception as error:  # of torch or safetensors, and OSErrors
-        raise WeightsError(f"{str(path)!r} cannot be written: {in_words(error)}") from error
+        reason = why_not_written(path.parent, error)
+        raise WeightsError(f"{str(path)!r} cannot be written: {reason}") from error
     finally:
         with contextlib.suppress(OSError, ValueError):
             partial.unlink()

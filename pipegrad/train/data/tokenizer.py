@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipegrad.errors import reason
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
@@ -92,7 +93,7 @@ class FileTokenizer:
             complaint = f"there is no {path}, seen from the working directory"
             config.refuse("data.tokenizer", complaint, cause=error)
         except (OSError, ValueError) as error:
-            config.refuse("data.tokenizer", f"{path} cannot be read: {error}", cause=error)
+            config.refuse("data.tokenizer", f"{path} cannot be read: {reason(error)}", cause=error)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # noqa: BLE001 - the library raises nothing more precise

@@ -29,6 +29,7 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
+from pipegrad.train.checkpoint.writer.space import why_not_written
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.data.tokenizer import Tokenizer, Tokens
 
@@ -131,8 +132,8 @@ def write_tokens(config: Config, key: str, files: Sequence[str], tokenizer: Toke
         finally:
             written.unlink(missing_ok=True)
     except OSError as error:
-        complaint = f"{folder} cannot be written: {error.strerror}: make room, or name another one"
-        config.refuse("data.cache", complaint, cause=error)
+        complaint = f"{folder} cannot be written: {why_not_written(folder, error)}"
+        config.refuse("data.cache", f"{complaint}. It may name another folder", cause=error)
     return file
 
 

@@ -62,7 +62,7 @@ def fail(error: BaseException, run: Run | None, *, shows_traceback: bool) -> int
         return _end(watched.fail(error, note))
     words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
     once_a_machine(partial(_print, f"{words}{note}"))
-    tell_launcher(words)
+    tell_launcher(words, is_all=True)
     return FAILED
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import ConfigError
+from pipegrad.errors import ConfigError, reason
 from pipegrad.train.checkpoint.folders import put_aside, remove_unfinished
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.run.manifest import MANIFEST, read_manifest
@@ -50,7 +50,7 @@ def make_run_folder(config: Config, begin: Callable[[Path], None]) -> str:
         except FileExistsError:
             number += 1
         except (OSError, ValueError) as error:
-            config.refuse("train.output", f"cannot be written: {error}", cause=error)
+            config.refuse("train.output", f"cannot be written: {reason(error)}", cause=error)
         else:
             _begin(config, folder, begin)
             return str(folder)
@@ -73,7 +73,7 @@ def _begin(config: Config, folder: Path, begin: Callable[[Path], None]) -> None:
     except BaseException as error:
         shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, OSError | ValueError) and not isinstance(error, ConfigError):
-            config.refuse("train.output", f"cannot be written: {error}", cause=error)
+            config.refuse("train.output", f"cannot be written: {reason(error)}", cause=error)
         raise
 
 
@@ -110,7 +110,7 @@ def continue_run_folder(
         cut_rows(folder / METRICS, step)
         begin(folder)
     except (OSError, ValueError) as error:
-        config.refuse("train.output", f"{folder} cannot be written: {error}", cause=error)
+        config.refuse("train.output", f"{folder} cannot be written: {reason(error)}", cause=error)
     return str(folder)
 
 

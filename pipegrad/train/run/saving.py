@@ -135,8 +135,8 @@ class Saving:
         if complaint:
             self._config.refuse(
                 "train.output",
-                f"{prefix}{complaint}: make room, and go on with train.resume from the last "
-                f"checkpoint that is whole",
+                f"{prefix}{complaint}. Go on with train.resume from the last checkpoint that is "
+                f"whole",
             )
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ from typing import Self
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree, same
-from pipegrad.errors import ConfigError
+from pipegrad.errors import ConfigError, reason
 from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
@@ -80,6 +80,6 @@ def _checked(value: str, folder: Path | None) -> str:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise ConfigError(
-                f"{VARIABLE} is {value!r}, a folder that cannot be made: {error}"
+                f"{VARIABLE} is {value!r}, a folder that cannot be made: {reason(error)}"
             ) from error
     return value

@@ -10,10 +10,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+import pipegrad
 from pipegrad import find_tied
 from pipegrad.errors import AgreementError, WeightsError
 from pipegrad.partition.weights.files import INDEX, write_shard
@@ -40,6 +42,26 @@ def sharded(stages: dict[int, nn.Module], mesh: DeviceMesh) -> None:
             m for m in stage.modules() if type(m).__name__.endswith(("DecoderLayer", "T5Block"))
         ]:
             fully_shard(module, mesh=mesh["dp"])
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
+def test_ranks_save_the_adapters_that_peft_saves(tmp_path: Path) -> None:
+    """Each rank has values for its own stage alone."""
+    import peft
+
+    torch.manual_seed(7)
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    model = peft.get_peft_model(FAMILIES["llama"].model(), config)
+    true = {name: t.clone() for name, t in peft.get_peft_model_state_dict(model).items()}
+    cut = pipegrad.cut(model, num_stages=2)
+    cut.load([rank()])
+    own = {id(parameter) for parameter in cut.modules[rank()].parameters()}
+    for parameter in cut.modules[1 - rank()].parameters():
+        if id(parameter) not in own:
+            parameter.data.fill_(torch.nan)
+    cut.save_pretrained(tmp_path)
+    assert_same(load_file(tmp_path / "adapter_model.safetensors"), true)
 
 
 @pytest.mark.ranks(PIPELINE * DATA, seconds=300)

@@ -323,4 +323,4 @@ def test_ranks_of_a_machine_map_one_file(job: Path, monkeypatch: pytest.MonkeyPa
 
 def test_what_one_rank_reads_is_refused_by_all_in_one_line(job: Path) -> None:
     said = refusal(job, "data.files='nowhere.txt'")
-    assert said.startswith("--set data.files='nowhere.txt': data.files = ['nowhere.txt']: there is")
+    assert said.startswith("--set: data.files = ['nowhere.txt']: there is")

@@ -127,6 +127,14 @@ def test_a_launcher_that_was_asked_to_end_has_the_code_of_a_shell(
     assert (result.exit_code, result.output) == (code, "")
 
 
+def test_an_error_of_all_ranks_is_said_once(start: Start) -> None:
+    launched = start("optimizer.name=AdanW", "-n", "2", anew=True)
+    assert launched.wait() == 1
+    line, *more = launched.errors.splitlines()
+    assert more == []
+    assert line.startswith("Error: --set: optimizer.name = 'AdanW': torch.optim has none; ")
+
+
 def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
     with closing(socket.create_server(("localhost", 0))) as server:
         port = server.getsockname()[1]
@@ -146,6 +154,9 @@ def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
         (["--nodes", "2", "--rendezvous", "here"], "expected HOST:PORT"),
         (["--nodes", "2", "--rendezvous", "here:99999"], "expected HOST:PORT"),
         (["--set", "train.stpes=3"], "train.stpes = 3: unknown key"),
+        (["-n", "3", "--set", "parallel.pipeline=2"], "3 ranks cannot be cut into groups of 2"),
+        (["-n", "3", "--set", "parallel.dimensions={ep=2}"], "3 ranks cannot be cut into groups"),
+        (["--set", "data.batch_size=6"], "1 replicas x 4 microbatches do not divide it"),
         (["--handlr", "noop"], "No such option '--handlr'"),
         (["--log-dir", "small.toml/logs"], "--log-dir small.toml/logs: cannot be made"),
     ],

@@ -233,7 +233,7 @@ def test_a_full_disk_ends_the_save_and_not_the_run(folder: Path) -> None:
     assert (found.code, found.lines_of_rank_1) == (0, ())
     [line] = found.lines
     assert line.startswith(
-        "the checkpoint of step 3 cannot be written into full/checkpoint-3: rank 1: OSError(28, "
+        "the checkpoint of step 3 cannot be written into full/checkpoint-3: rank 1: the disk is "
     )
     assert line.endswith("the run goes on without this checkpoint")
     assert names(folder / "full") == ["checkpoint-8", "checkpoint-6"]
@@ -246,6 +246,7 @@ def test_a_full_disk_at_the_end_is_an_error(folder: Path) -> None:
         said = ran(folder, "train.output=full at last", "train.save_every=3").error
     assert "\n" not in said
     assert "the last checkpoint of this run is lost: the checkpoint of step 8 cannot be" in said
+    assert "make room. Go on with train.resume from the last checkpoint that is whole" in said
     assert names(folder / "full at last") == ["checkpoint-6", "checkpoint-3"]
     assert list((folder / "full at last").glob("*partial*")) == []
 

@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
+import pipegrad
 from pipegrad import find_tied
 from pipegrad.errors import WeightsError
 from pipegrad.partition.weights.files import INDEX, Weights, write_shard
@@ -256,11 +258,69 @@ def test_peft_reads_the_adapter_that_was_saved(inner: bool, tmp_path: Path) -> N
     assert ours == theirs
 
 
-@peft_warns
-def test_several_adapters_are_refused(tmp_path: Path) -> None:
+def adapter(kind: str, targets: list[str], **more: Any) -> Any:
     import peft
 
-    model = with_adapter(FAMILIES["llama"].model())
-    model.add_adapter("other", peft.LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(WeightsError, match=r"adapters \['default', 'other'\]; expected one"):
-        save_stages(tmp_path, model, {0: model})
+    if kind == "LoraConfig":
+        more["r"] = 2
+    if targets:
+        more["target_modules"] = targets
+    else:
+        more |= {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+    return getattr(peft, kind)(**more)
+
+
+KINDS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "modules to save": ("LoraConfig", ["q_proj"], {"modules_to_save": ["lm_head", "norm"]}),
+    "tokens of a tied embedding": ("LoraConfig", ["q_proj"], {"trainable_token_indices": [3, 5]}),
+    "a tied embedding": ("LoraConfig", ["q_proj", "embed_tokens"], {}),
+    "biases": ("LoraConfig", ["q_proj"], {"bias": "all", "use_dora": True}),
+    "two adapters": ("LoraConfig", ["q_proj"], {}),
+    "one layer": ("LoraConfig", ["q_proj"], {"layers_to_transform": [3]}),
+    "vectors": ("IA3Config", ["k_proj", "down_proj"], {"feedforward_modules": ["down_proj"]}),
+    "a buffer of all layers": ("VeraConfig", ["q_proj"], {"r": 2}),
+    "indices that are computed": (
+        "VBLoRAConfig",
+        ["q_proj"],
+        {"num_vectors": 8, "vector_length": 8, "save_only_topk_weights": True, "r": 2},
+    ),
+    "a prompt": ("PromptTuningConfig", [], {}),
+    "a prompt that is computed": ("PromptEncoderConfig", [], {"encoder_hidden_size": 16}),
+}
+
+
+@peft_warns
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`", "ignore:Model has `tie_word")
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_save_what_peft_saves(kind: str, tmp_path: Path) -> None:
+    import peft
+
+    name, targets, more = KINDS[kind]
+    torch.manual_seed(7)
+    model = peft.get_peft_model(FAMILIES["llama"].model(), adapter(name, targets, **more))
+    if kind == "two adapters":
+        model.add_adapter("other", adapter("LoraConfig", ["v_proj"], modules_to_save=["lm_head"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter), alpha=0.1)
+    model.save_pretrained(tmp_path / "theirs")
+    pipegrad.cut(model, num_stages=3).save_pretrained(tmp_path / "ours")
+    ours, theirs = (
+        {str(p.relative_to(f)): load_file(p) for p in f.rglob("*.safetensors")}
+        for f in (tmp_path / "ours", tmp_path / "theirs")
+    )
+    assert ours.keys() == theirs.keys()
+    assert len(ours) == len(model.peft_config)
+    for file, tensors_of_file in theirs.items():
+        assert_same(ours[file], tensors_of_file)
+
+
+@peft_warns
+def test_an_adapter_that_cannot_be_saved_is_refused_at_the_cut() -> None:
+    import peft
+
+    tokens = {"cpt_token_ids": [3, 4], "cpt_mask": [1, 1], "cpt_tokens_type_mask": [1, 2]}
+    config = peft.CPTConfig(task_type="CAUSAL_LM", **tokens)
+    model = peft.get_peft_model(FAMILIES["llama"].model(), config)
+    with pytest.raises(WeightsError, match=r"'default' \(CPTConfig\) from stages: .* on values"):
+        pipegrad.cut(model, num_stages=2)

@@ -177,7 +177,7 @@ class Skips(ScheduleGenerator):
     ("arguments", "message"),
     [
         (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto"),
-        (["1f1b", "--ranks", "0", "--microbatches", "2"], "0 is not in the range x>=1"),
+        (["1f1b", "--ranks", "0", "--microbatches", "2"], "'0': expected a whole number of"),
         (["1f1b", "--ranks", "2"], "Missing option '--microbatches'"),
         (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),
         (["1f1b", *SIZE, "--set", "depth=3"], "has no option 'depth'"),
@@ -192,8 +192,9 @@ class Skips(ScheduleGenerator):
 )
 def test_the_command_line_says_what_is_wrong(arguments: list[str], message: str) -> None:
     found = command(*arguments)
-    assert found.exit_code == 2
     assert message in found.output
+    # click has 2 for words of the command line, and shows its usage.
+    assert found.exit_code == (2 if found.output.startswith("Usage: ") else 1)
 
 
 def test_the_notation_is_read_without_torch() -> None:

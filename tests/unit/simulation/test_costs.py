@@ -26,9 +26,9 @@ def test_costs_survive_a_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("data", "words"),
     [
-        (None, "dictionary"),
-        ([], "dictionary"),
-        ({}, "stages: Field required"),
+        (None, "costs should be an object, found None"),
+        ([], "costs should be an object"),
+        ({}, "stages is missing"),
         ({"stages": [{"forward": 1}]}, r"stages\.0\.forward"),
         ({"stages": [{"forward_seconds": -1}]}, "forward_seconds is -1"),
         ({"stages": [{"forward_seconds": float("nan")}]}, "forward_seconds is nan"),

@@ -122,10 +122,10 @@ def test_a_refusal_names_where_the_value_comes_from(path: Path) -> None:
     there = pickle.loads(pickle.dumps(config))  # it travels to other ranks with its sources
     assert there == config
     told = {
-        "train.steps": "--set train.steps=5: train.steps = 5: no",
+        "train.steps": "--set: train.steps = 5: no",
         "train.seed": f"{path}: train.seed = 0: no",
         "parallel.data": f"{path}: parallel.data = (default): no",
-        "parallel.schedule": "--schedule gpipe: parallel.schedule = 'gpipe': no",
+        "parallel.schedule": "--schedule: parallel.schedule = 'gpipe': no",
         "model": "--set model.width=3: model = {'factory': 'somewhere:model', 'width': 3}: no",
         "gradient_handlers[1]": f"{path}: gradient_handlers[1] = 'data-parallel': no",
     }

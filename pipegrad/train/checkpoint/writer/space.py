@@ -1,9 +1,16 @@
-"""Space: says early that the checkpoints of a run will not fit on the disk."""
+"""Space: says early that the checkpoints of a run will not fit, and why a file was not written."""
 
 from __future__ import annotations
 
+import errno
 import shutil
+import tempfile
 from pathlib import Path
+
+from pipegrad.errors import in_words
+
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_TRIED_BYTES = 2**20
 
 
 def shortage(folder: Path, nbytes: int, number: int = 1) -> str:
@@ -32,10 +39,35 @@ def size_of(checkpoint: Path) -> int:
         return 0
 
 
-def free_space(folder: Path) -> str:
-    """Returns the free bytes of a folder's disk as text; "" if they are not known."""
+def why_not_written(folder: Path, error: BaseException) -> str:
+    """Returns in words why a file cannot be written into a folder; if the disk is full, advice.
+
+    Call it before what was written there is removed.
+    """
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "errno", None) is None:
+        cause = cause.__cause__
+    # torch and safetensors write by themselves, and say only that it has failed. So a write of
+    # Python's own finds out why.
+    cause = cause or _tried(folder)
+    words = in_words(error) if cause is None else str(getattr(cause, "strerror", None) or cause)
     free = free_bytes(folder)
-    return "" if free is None else f"; {free:,} bytes are free there"
+    room = "" if free is None else f"; {free:,} bytes are free there"
+    if getattr(cause, "errno", None) in _FULL:
+        return f"the disk is full ({words}{room}): make room"
+    return f"{words}{room}"
+
+
+def _tried(folder: Path) -> OSError | None:
+    """Returns why a new file cannot be written into a folder; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            left = _TRIED_BYTES
+            while left:
+                left -= file.write(bytes(left))
+    except OSError as error:
+        return error
+    return None
 
 
 def free_bytes(folder: Path) -> int | None:
