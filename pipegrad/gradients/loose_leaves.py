@@ -100,7 +100,7 @@ class LooseLeaves:
                     f"stage {stage}, or its loss, has a tensor of shape {tuple(leaf.shape)} that "
                     f"gets a gradient and was no parameter of its module at the beginning, so "
                     f"nobody reduces it over the replicas: make it a parameter of the module "
-                    f"before the Scheduler is made"
+                    f"before the Scheduler is made; or freeze it, if nothing steps it"
                 )
             self._known[id(leaf)] = leaf
 
