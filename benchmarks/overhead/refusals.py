@@ -26,6 +26,7 @@ from pipegrad.gradients.loose_leaves import LooseLeaves, _leaves
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.step import Step
 from pipegrad.pipeline.batch.trees import versions_of
+from pipegrad.pipeline.loss.losses import IGNORED
 from pipegrad.testing import run_ranks
 
 MANY, SMALL, LARGE = 200, 64, 2**22
@@ -98,6 +99,8 @@ def measured(rounds: int) -> dict[str, float]:
     found["walk"] = best(lambda: _leaves([root]))
     inputs = [torch.ones(8, 4), torch.ones(8, 4)]
     found["inputs"] = best(lambda: versions_of(inputs))
+    labels = torch.full((8, 2048), 7)
+    found["labels"] = best(lambda: int((labels != IGNORED).sum()))
     sync.close()
 
     large = parameters(4, LARGE)
@@ -130,6 +133,7 @@ def main() -> None:
     print(f"loose leaves, a usual step: {mean['loose'] * 1e6:.1f} us; ", end="")
     print(f"a walk: {mean['walk'] / MANY * 1e6:.2f} us a leaf with its two nodes")
     print(f"versions of two inputs: {mean['inputs'] * 1e6:.1f} us a stage and step")
+    print(f"labels that count, of 8 x 2048: {mean['labels'] * 1e6:.0f} us a microbatch")
     print(f"64 MiB of gradients: {mean['undivided'] * 1e3:.1f} ms; ", end="")
     print(f"divided, by undivided {mean['divided'] / mean['undivided']:.3f}")
 
