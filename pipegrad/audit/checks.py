@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.truth import Batch, names_by_use
+from pipegrad.audit.compare.outputs import Batch
+from pipegrad.audit.compare.truth import names_by_use
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import FSDP1, wrapper_of
@@ -159,9 +160,8 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
         for first, names in names_by_use(audit.model).items()
         if audit.model.get_parameter(first).requires_grad
     ]
-    for replica in range(audit.num_replicas):
-        own = {name for names, _, of_rank in every for name in names if of_rank[3] == replica}
-        _check_held([names[0] for names in trained if not own & set(names)])
+    held = {name for names, _, _ in every for name in names}
+    _check_held([names[0] for names in trained if not held & set(names)])
 
 
 def _check_held(missing: Sequence[str]) -> None:

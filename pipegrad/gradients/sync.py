@@ -142,6 +142,7 @@ class GradientSync:
         self._parameter_sync = parts.parameter_sync
         self._synchronize()
         self._step.watch.start()
+        _every.add(self)
         watch()
 
     # The verbs of a step, in order.
@@ -735,6 +736,15 @@ class GradientSync:
         """Returns the records of the parameters that this rank holds."""
         return self.manifest.records(self.topology)
 
+    def live(self, parameter: nn.Parameter) -> LiveParameter:
+        """Returns what is known of a parameter of this rank, for `sync_of`."""
+        return next(live for live in self._parameters.values() if live.parameter is parameter)
+
+    @property
+    def steps_elsewhere(self) -> bool:
+        """Whether any rank steps shards, copies, or parameters that others get; on all ranks."""
+        return self._parameter_sync.is_needed
+
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, computed on this rank."""
         return self._agreed.plans(ranks)
@@ -813,3 +823,14 @@ class GradientSync:
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""
         self._step.refuse_closed()
+
+
+_every: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+def sync_of(parameter: nn.Parameter) -> GradientSync | None:
+    """Returns the sync that reduces the gradient of a parameter; None if there is none."""
+    for sync in list(_every):
+        if not sync.is_closed and any(p.parameter is parameter for p in sync._parameters.values()):
+            return sync
+    return None
