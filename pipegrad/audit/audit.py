@@ -189,7 +189,7 @@ class _Run:
             return list(self._names.parameters), digest_of(self._batches), sizes
 
         every = agree("the audit", prepare, timeout_seconds=PATIENCE_SECONDS)
-        check_ranks(audit, every)
+        self._notes = check_ranks(audit, every)
         self._judge = Judge(
             self._model,
             clip_norm=audit.clip_norm,
@@ -214,7 +214,7 @@ class _Run:
                 break  # the causes of later steps would say nothing
         if not findings:
             findings += self._repeated(self._batches[-1])
-        notes = [*self._judge.notes.values()]
+        notes = [*self._notes, *self._judge.notes.values()]
         if any(agree("dropout", lambda: self._dropout.was_active)):
             notes.append("dropout was 0 while numbers were compared")
         shared: list[Any] = [merged(findings), tuple(notes), tuple(verdict.gradients)]

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from pipegrad.audit.compare.contributions import Fit
 from pipegrad.audit.compare.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS
+from pipegrad.audit.report import shown
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more
 _EXACT = 1e-3  # of a factor that is to be a count
@@ -232,10 +233,10 @@ def _of_view(view: str, factors: Factors, place: Place, close: float) -> Iterato
             1,
         )
     elif view == MICROBATCHES and num_replicas * len(_present(factors.microbatches, close)) > 1:
-        targets = list(place.targets)
         why = (
-            f"microbatches count alike, although they have different numbers of targets: {targets}"
-            if len(set(targets)) > 1
+            f"microbatches count alike, although they have different numbers of targets: "
+            f"{shown([str(number) for number in place.targets])}"
+            if len(set(place.targets)) > 1
             else "the loss of the batch is not the mean of the losses of its microbatches"
         )
         yield (
@@ -380,23 +381,21 @@ def _of_scale(relative: float, scale: float, place: Place, close: float) -> list
     """
     if place.after != 1 and _is(relative * place.after, 1.0, _CLOSE):
         return [(Cause(LATE.words.format(scale=relative), LATE.advice), 1)]
-    usual = place.usual
-    readings = []
+    if place.usual is None:
+        alone = _of_reductions(relative, place, close)
+        return [(alone, 1)] if alone else _of_counts(relative, place.counts, close)
     # A parameter of its own scale is reduced otherwise than those beside it.
-    if usual is None or not _is(relative, usual, close):
-        rest = relative / (usual or 1.0)
-        alone = _of_reductions(rest, place, close)
-        if alone is not None and (usual is None or _is(usual, 1.0, close)):
-            readings.append([(alone, 1)])
-        elif alone is not None and usual is not None:
-            readings.append([(alone, 1), *_of_counts(usual, place.counts, close)])
-    is_alone = usual is not None and _is(usual, 1.0, close) and relative > 0
-    if not (is_alone and relative == scale):
-        readings.append(_of_counts(relative, place.counts, close))
-    if not readings:
-        words = f"the gradient is multiplied by {scale:.4g}, and those of other parameters of the rank are right"
-        readings.append([(Cause(words, _LOOK), _FREE)])
-    return min(readings, key=_cost)
+    own, shared = scale / place.usual, place.usual * relative / scale
+    if _is(own, 1.0, close):
+        return _of_counts(relative, place.counts, close)
+    if alone := _of_reductions(own, place, close):
+        more = [] if _is(shared, 1.0, close) else _of_counts(shared, place.counts, close)
+        return [(alone, 1), *more]
+    if _is(shared, 1.0, close):
+        beside = "and those of other parameters of the rank are right"
+        words = f"the gradient is multiplied by {scale:.4g}, {beside}"
+        return [(Cause(words, _LOOK), _FREE)]
+    return _of_counts(relative, place.counts, close)
 
 
 _LOOK = (
@@ -424,8 +423,8 @@ def _of_reductions(factor: float, place: Place, close: float) -> Cause | None:
             "reduce it over these ranks once",
         )
     return Cause(
-        f"the {what} is averaged: the gradient is {size:.4g} times too small, as if it was divided "
-        f"by the number of {ways[number].removeprefix('the ')}",
+        f"the {what} is averaged: the gradient is {size:.4g} times too small, as if it was averaged "
+        f"over {ways[number]}",
         "sum it over these ranks, and do not divide",
     )
 

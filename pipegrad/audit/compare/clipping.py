@@ -148,7 +148,7 @@ def unclipped(
     if any(of_rank.unclipped for of_rank in seen):
         before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
         if any(of_rank.is_other for of_rank in seen):
-            return before, []  # by value, or by another norm: they are compared before it alone
+            return before, [], {}  # by value, or by another norm: compared before it alone
         for rank, norm in norms.items():
             if norm is None and clip_norm is not None:
                 norms[rank] = _used(rank, before, after, clip_norm)

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 _KNOWN = 4.0  # factor of what is allowed, for the ratios of another gradient
+_MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not told apart
 _LEAST = 1e-9  # of a gradient, below which nothing is told apart
 
 
@@ -130,11 +131,12 @@ class _Solved:
         if is_stale and self._before is not None:
             columns = torch.cat([columns, self._before[:, None]], 1)
         # The pseudoinverse gives the smallest correction. A part without a share is not corrected.
-        correction = torch.linalg.pinv(columns, atol=allowed, rtol=0.0) @ wrong
+        least = allowed / _MARGIN
+        correction = torch.linalg.pinv(columns, atol=least, rtol=0.0) @ wrong
         if float((wrong - columns @ correction).norm()) > allowed:
             return None
         number = shape.numel()
-        has_share = columns[:, :number].norm(dim=0) > allowed
+        has_share = columns[:, :number].norm(dim=0) > least
         ratios = (1 + correction[:number]).where(has_share, torch.nan)
         return Fit(
             view,

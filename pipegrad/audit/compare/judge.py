@@ -249,13 +249,15 @@ class Judge:
             gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
             if not error <= allowed:  # NaN is wrong, too
                 wrong.append(Wrong(entry, allowed, scale))
-        is_small = bool(wrong) and all(0 < one.error < _LOW for one in gradients)
-        if is_small and torch.float32 in dtypes.values() and self._autocast is None:
+        why = self._why(wrong, entries, truth, sizes, after)
+        is_small = all(0 < one.error < _LOW for one in gradients)
+        is_other = any(finding.cause == OTHER_VALUES.words for finding in why)
+        if is_small and is_other and torch.float32 in dtypes.values() and self._autocast is None:
             self.notes["autocast"] = (
                 "all errors are as small as those of half precision: if the pipeline computes in "
                 "torch.autocast, give autocast=torch.bfloat16"
             )
-        return self._why(wrong, entries, truth, sizes, after), gradients
+        return why, gradients
 
     def _why(
         self,

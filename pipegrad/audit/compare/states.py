@@ -115,6 +115,7 @@ def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
             continue
         known = {
             "the sum over microbatches": float(values.sum()),
+            "multiplied by the number of microbatches": truth.loss * len(values),
             "the sum over microbatches and replicas": float(truth.losses.sum()),
             "that of the last microbatch": float(values[-1]),
             "that of the first microbatch": float(values[0]),

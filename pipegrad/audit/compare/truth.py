@@ -183,6 +183,8 @@ def _taken_apart(
             rest = right - columns.sum((0, 1, 2))
             if float(rest.norm()) <= _COUPLED * float(right.norm()):
                 return outputs, views, False
+            if all(outputs.dims[leaf] is not None for leaf in views.terms):
+                break
             outputs = outputs.weighed(views.terms, columns, rest)
             views = views_of(outputs, data)
     return *found[0], True

@@ -11,10 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.compare.truth import (
+from pipegrad.audit.compare.outputs import (
+    BEFORE,
+    BEHIND,
+    MICROBATCHES as OF_MICROBATCHES,
+    REPLICAS as OF_REPLICAS,
+    WHOLE,
     Batch,
     Data,
     LossFn,
+)
+from pipegrad.audit.compare.truth import (
     Truth,
     compute,
     doubled,
