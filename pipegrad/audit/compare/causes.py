@@ -170,7 +170,7 @@ def _readings(fit: Fit, place: Place, tolerance: float) -> Iterator[list[Said]]:
             for use in range(len(place.usual_of_uses))
         ]
         pairs = zip(uses, place.usual_of_uses, strict=True)
-        if uses and all(f and usual and _is(f.scale, usual, close) for f, usual in pairs):
+        if uses and all(f and _is(f.scale, usual or 1.0, close) for f, usual in pairs):
             each = [
                 _of_factors(fit.view, f, replace(place, usual=usual, holders=1), close, exact)
                 for f, usual in zip(uses, place.usual_of_uses, strict=True)

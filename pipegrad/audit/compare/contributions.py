@@ -112,11 +112,20 @@ class _Solved:
     def fits(self, view: str, allowed: float) -> Iterator[Fit]:
         """Yields ratios that leave no more than what is allowed."""
         wide = [dim for dim, size in enumerate(self._shape) if size > 1]
+        stale = (False, True) if self._before is not None else (False,)
+        # What all numbers together do not make, no fewer ones do.
+        if self._solved(view, wide, allowed, is_stale=stale[-1]) is None:
+            return
         free = [s for number in range(len(wide) + 1) for s in itertools.combinations(wide, number)]
-        for dims, is_stale in itertools.product(free, (False, True)[: 1 + (self._before is not None)]):
-            found = self._solved(view, dims, allowed, is_stale=is_stale)
-            if found is not None:
-                yield found
+        found = list[tuple[set[int], bool]]()
+        for dims, is_stale in itertools.product(free, stale):
+            # More numbers than suffice say the same.
+            if any(known <= set(dims) and was_stale <= is_stale for known, was_stale in found):
+                continue
+            fit = self._solved(view, dims, allowed, is_stale=is_stale)
+            if fit is not None:
+                found.append((set(dims), is_stale))
+                yield fit
 
     def _solved(
         self, view: str, dims: Sequence[int], allowed: float, *, is_stale: bool

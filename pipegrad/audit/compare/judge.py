@@ -415,7 +415,7 @@ def _places(
 
 def _usual(
     chosen: Mapping[_Key, Fit], entries: Sequence[Entry], truth: Truth, wrong: Sequence[Wrong]
-) -> dict[tuple[int, ...], float]:
+) -> dict[tuple[int, ...], float | None]:
     """Returns by which factor parameters that are not tied are too large, by their ranks."""
     is_wrong = {(one.entry.name, one.entry.ranks) for one in wrong}
     scales: dict[tuple[int, ...], list[float]] = {}
@@ -428,7 +428,10 @@ def _usual(
             scales.setdefault(entry.ranks, []).append(1.0)
         elif factors is not None and factors.scale:
             scales.setdefault(entry.ranks, []).append(factors.scale)
-    return {ranks: statistics.median(values) for ranks, values in scales.items()}
+    found = {ranks: statistics.median(values) for ranks, values in scales.items()}
+    # A rank of tied parameters alone is taken to be as the others are.
+    every = statistics.median(found.values()) if found else None
+    return {entry.ranks: found.get(entry.ranks, every) for entry in entries}
 
 
 def _apart(chosen: Mapping[_Key, Fit], entries: Sequence[Entry]) -> set[str]:
