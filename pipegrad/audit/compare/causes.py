@@ -382,7 +382,7 @@ def _of_scale(relative: float, scale: float, place: Place, close: float) -> list
     if place.after != 1 and _is(relative * place.after, 1.0, _CLOSE):
         return [(Cause(LATE.words.format(scale=relative), LATE.advice), 1)]
     if place.usual is None:
-        alone = _of_reductions(relative, place, close)
+        alone = _of_reductions(relative, place, close) if place.holders > 1 else None
         return [(alone, 1)] if alone else _of_counts(relative, place.counts, close)
     # A parameter of its own scale is reduced otherwise than those beside it.
     own, shared = scale / place.usual, place.usual * relative / scale
