@@ -132,9 +132,7 @@ def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
     )
 
 
-def check_ranks(
-    audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]
-) -> list[str]:
+def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]) -> list[str]:
     """Checks what all ranks give; returns notes of what is odd in it.
 
     Args:
@@ -170,12 +168,11 @@ def check_ranks(
                 held[names[0]].add(of_rank[3])
     _check_held([name for name, replicas in held.items() if not replicas])
     shared = [name for name, replicas in held.items() if len(replicas) < audit.num_replicas]
-    if not shared:
-        return []
-    return [
+    note = (
         f"not every replica holds {shown(shared)}: these were taken for parameters that replicas "
         f"share, as experts are. If each replica has its own copy, give all modules of each rank"
-    ]
+    )
+    return [note] if shared else []
 
 
 def _check_held(missing: Sequence[str]) -> None:

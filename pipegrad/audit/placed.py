@@ -1,7 +1,7 @@
 """Placed: gradients of a `GradientSync` that lie in shards, in copies, or on their owner alone.
 
-[Note: pieces] With SHARD a rank has elements of a gradient, with OWNER and WHOLE one rank has all of
-it, and with a master dtype its copy has it. So each rank sends its piece, and rank 0 puts them
+[Note: pieces] With SHARD a rank has elements of a gradient, with OWNER and WHOLE one rank has all
+of it, and with a master dtype its copy has it. So each rank sends its piece, and rank 0 puts them
 together: the ranks whose reductions place a gradient among them have it together.
 """
 
@@ -127,15 +127,14 @@ def joined(seen: Sequence[Seen], first: Mapping[str, str]) -> list[Seen]:
             has = [(i, name) for i, name in group if seen[i].gradients.get(name) is not None]
             home, _ = (has or group)[0]
             for index, name in group:
+                own = [(seen[i], n) for i, n in group] if index == home else []
                 of_rank = found[index]
-                held = {"gradients": {**of_rank.gradients}, "unclipped": {**of_rank.unclipped}}
-                for what, values in held.items():
-                    if name in values:
-                        del values[name]
-                        if index == home:
-                            values[name] = _whole([(seen[i], n) for i, n in group], what)
-                groups = {**of_rank.groups, name: tuple(sorted(ranks))}
-                found[index] = replace(of_rank, groups=groups, **held)
+                found[index] = replace(
+                    of_rank,
+                    groups={**of_rank.groups, name: tuple(sorted(ranks))},
+                    gradients=_instead(of_rank.gradients, name, "gradients", own),
+                    unclipped=_instead(of_rank.unclipped, name, "unclipped", own),
+                )
     return found
 
 
@@ -151,13 +150,23 @@ def _together(every: Iterable[tuple[int, ...]]) -> list[set[int]]:
     return found
 
 
+def _instead(
+    values: Mapping[str, Tensor | None], name: str, what: str, own: Sequence[tuple[Seen, str]]
+) -> dict[str, Tensor | None]:
+    """Returns gradients with a whole one in the place of a piece, or without it on other ranks."""
+    found = {other: value for other, value in values.items() if other != name}
+    if own and name in values:
+        found[name] = _whole(own, what)
+    return found
+
+
 def _whole(members: Sequence[tuple[Seen, str]], what: str) -> Tensor | None:
     """Returns a gradient made of the pieces of some ranks; None if there is none."""
-    pieces = [
-        (of_rank.pieces[name], value)
-        for of_rank, name in members
-        if (value := getattr(of_rank, what).get(name)) is not None
-    ]
+    pieces = list[tuple[Piece, Tensor]]()
+    for of_rank, name in members:
+        value: Tensor | None = getattr(of_rank, what).get(name)
+        if value is not None:
+            pieces.append((of_rank.pieces[name], value))
     if not pieces:
         return None
     first, value = pieces[0]

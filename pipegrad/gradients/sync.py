@@ -57,6 +57,7 @@ from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
     from pipegrad.gradients.grad_scaler import GradScaler
+    from pipegrad.gradients.parameter import LiveParameter
 
 
 class GradientSync:
@@ -737,7 +738,7 @@ class GradientSync:
         return self.manifest.records(self.topology)
 
     def live(self, parameter: nn.Parameter) -> LiveParameter:
-        """Returns what is known of a parameter of this rank, for `sync_of`."""
+        """Returns the state of a parameter of this rank."""
         return next(live for live in self._parameters.values() if live.parameter is parameter)
 
     @property

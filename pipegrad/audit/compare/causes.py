@@ -1,8 +1,8 @@
 """Causes: what the ratios of a gradient's parts say, in words.
 
 [Note: the cheapest explanation] Several sums of parts may make one gradient. Each is put in words,
-and a word costs: a cause that is known, such as a count that is applied twice, costs 1, and a number
-that nothing explains costs more. The cheapest one is said. If no sum makes the gradient, other values
+and words cost: a known cause, such as a count that is applied twice, costs 1, and a number that
+nothing explains costs more. The cheapest one is said. If no sum makes the gradient, other values
 were computed, and nothing more is known.
 """
 
@@ -106,7 +106,7 @@ COUPLED = Cause(
     "meet, as SyncBatchNorm does for replicas",
 )
 LATE = Cause(
-    "gradients are clipped while a loss scale of {scale:.5g} is in them: it is removed after clipping",
+    "gradients are clipped while a loss scale of {scale:.5g} is in them: it is removed later",
     "remove the loss scale before clipping, as GradScaler.unscale_ does",
 )
 
@@ -293,7 +293,10 @@ def _of_microbatches(factors: Sequence[float], close: float) -> Iterator[Said]:
     present, number = _present(factors, close), len(factors)
     if not _alike([factors[index] for index in present], close):
         words = f"microbatches count differently in the gradient: {_rounded(factors)}"
-        yield Cause(words, "let each microbatch run once, and reduce once behind the last one"), _FREE
+        yield (
+            Cause(words, "let each microbatch run once, and reduce once behind the last one"),
+            _FREE,
+        )
     elif len(present) < number:
         is_tail = present == list(range(number - len(present), number))
         several = "microbatch is" if len(present) == 1 else f"{len(present)} microbatches are"
@@ -325,7 +328,7 @@ def _of_replicas(factors: Sequence[float], place: Place, close: float) -> Iterat
         yield (
             Cause(
                 f"only the data of replicas {present} (from 0) of {number} is in the gradient",
-                "give each replica its own rows, and sum the gradients of all: do not broadcast one",
+                "give each replica its own rows, and sum the gradients of all: broadcast none",
             ),
             1,
         )
@@ -339,7 +342,7 @@ def _of_terms(factors: Sequence[float], place: Place, close: float) -> Iterator[
             yield Cause(f"{part} is not in the gradient", "let its gradient flow to all stages"), 1
         elif not _is(factor, 1.0, close):
             chosen = _chosen(factor, place.counts, close)
-            words = f"is multiplied by {factor:.4g}" if chosen is None else _counted(factor, chosen)
+            words = f"is multiplied by {factor:.4g}" if chosen is None else _counted(chosen)
             cost = _FREE if chosen is None else len(chosen)
             yield Cause(f"{part} {words}", "scale each part of the loss once"), cost
 
@@ -423,8 +426,8 @@ def _of_reductions(factor: float, place: Place, close: float) -> Cause | None:
             "reduce it over these ranks once",
         )
     return Cause(
-        f"the {what} is averaged: the gradient is {size:.4g} times too small, as if it was averaged "
-        f"over {ways[number]}",
+        f"the {what} is averaged: the gradient is {size:.4g} times too small, as if it was "
+        f"averaged over {ways[number]}",
         "sum it over these ranks, and do not divide",
     )
 
@@ -440,14 +443,14 @@ def _of_counts(factor: float, counts: Mapping[str, int], close: float) -> list[S
         size, advice = f"{1 / factor:.4g} times too small", "divide by it once, not again"
     if abs(chosen[0][2]) > 1:
         advice = "scale in one place: here each stage scales what the next one has scaled"
-    words = f"the gradient is {size}: it {_counted(factor, chosen)}"
+    words = f"the gradient is {size}: it {_counted(chosen)}"
     return [(Cause(words, advice), sum(abs(power) for _, _, power in chosen))]
 
 
 def _chosen(
     factor: float, counts: Mapping[str, int], close: float
 ) -> list[tuple[str, int, int]] | None:
-    """Returns counts by name, number and power whose product is a factor; None if there are none."""
+    """Returns counts by name, number and power that make a factor; None if none do."""
     names = [(name, count) for name, count in counts.items() if count > 1]
     every: list[list[tuple[str, int, int]]] = [[(*one, sign)] for one in names for sign in (1, -1)]
     # Each stage may scale what the next one has scaled.
@@ -462,7 +465,7 @@ def _chosen(
     return None
 
 
-def _counted(factor: float, chosen: Sequence[tuple[str, int, int]]) -> str:
+def _counted(chosen: Sequence[tuple[str, int, int]]) -> str:
     """Returns the words for a factor that is made of counts."""
     words = " and ".join(
         f"{'multiplied' if power > 0 else 'divided'} by the number of {name}, {count},"

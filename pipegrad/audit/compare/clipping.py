@@ -158,7 +158,9 @@ def unclipped(
         findings = [Finding(*_APART, ranks=(rank,)) for rank in apart]
         findings += [*_wrong(whole, before), *_different(maxima)]
         factors = {
-            s.rank: {first[n]: factor(c.norm + _ADDED, c.max_norm) for c in s.clips for n in c.names}
+            s.rank: {
+                first[n]: factor(c.norm + _ADDED, c.max_norm) for c in s.clips for n in c.names
+            }
             for s in seen
         }
         changed, later = _changed(before, after, factors)
@@ -174,7 +176,8 @@ def behind(factors: Mapping[int, float]) -> Iterator[Finding]:
     for rank, value in factors.items():
         if value != 1:
             yield Finding(
-                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's step",
+                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
+                f"step",
                 "scale gradients before they are clipped",
                 ranks=(rank,),
             )
@@ -187,7 +190,10 @@ def _is_apart(seen: Seen, entries: Sequence[Entry], first: Mapping[str, str]) ->
     own = {e.name: e for e in entries if seen.rank in e.ranks}
     return all(
         math.isclose(
-            clip.norm, _norm([own[n] for n in {first[n] for n in clip.names}]), rel_tol=_close(entries), abs_tol=_ADDED
+            clip.norm,
+            _norm([own[n] for n in {first[n] for n in clip.names}]),
+            rel_tol=_close(entries),
+            abs_tol=_ADDED,
         )
         for clip in seen.clips
     )

@@ -1,10 +1,10 @@
 """Contributions: which parts of a batch does a gradient have, and how much of each?
 
-[Note: a gradient by its contributions] The right gradient is a sum of parts: one for each replica of
-the data, each microbatch, each term of the loss and each use of a tied parameter. One process
-computes these parts, with tied parameters untied. A wrong gradient is fitted by them. The ratios are
-a fingerprint of what went wrong: all of them twice as large, zero for all microbatches but the
-last, zero for the other replicas, zero for the other use of a tie.
+[Note: a gradient by its contributions] The right gradient is a sum of parts: one for each replica,
+each microbatch, each term of the loss and each use of a tied parameter. One process computes these
+parts, with tied parameters untied. A wrong gradient is fitted by them. The ratios are a fingerprint
+of what went wrong: all of them twice as large, zero for all microbatches but the last, zero for the
+other replicas, zero for the other use of a tie.
 
 Many ratios fit a small gradient, and parts may be alike. So ratios are free along few dimensions
 first: one for all parts, one for each replica, one for each microbatch, and so on, of each view.

@@ -156,9 +156,9 @@ class Judge:
         if truth.is_coupled:
             self.notes["coupled"] = (
                 "no parts of microbatches make the gradient of the batch: its samples depend on "
-                "each other, as in BatchNorm or in a loss that is no mean over samples. The gradient "
-                "is compared with that of the whole batch. If each microbatch is to be computed by "
-                "itself, give the audit by_microbatch=True"
+                "each other, as in BatchNorm or in a loss that is no mean over samples. What is "
+                "right is that of the whole batch. If each microbatch is to be computed by itself, "
+                "give the audit by_microbatch=True"
             )
         frozen = states.frozen(seen, self._first)
         entries, norms, after = clipping.unclipped(
@@ -168,8 +168,14 @@ class Judge:
         findings += states.losses(seen, truth)
         findings += states.trained(entries, truth, frozen)
         changed = {(finding.names[0], finding.ranks) for finding in norms if finding.names}
-        entries = [entry for entry in entries if (entry.name, entry.ranks) not in changed]
-        wrong, gradients = self._gradients(entries, truth, dtypes, sizes, after, frozen)
+        entries = [
+            entry
+            for entry in entries
+            if entry.name in truth.gradients
+            and not set(entry.ranks) & frozen.get(entry.name, set())
+            and (entry.name, entry.ranks) not in changed
+        ]
+        wrong, gradients = self._gradients(entries, truth, dtypes, sizes, after)
         # A loss scale that is removed behind clipping is one cause, and is said there.
         is_late = any(finding.advice == LATE.advice for finding in wrong)
         is_clipped = any(of_rank.norm is not None for of_rank in seen)
@@ -222,15 +228,12 @@ class Judge:
         dtypes: Mapping[str, torch.dtype],
         sizes: Sizes,
         after: Mapping[int, float],
-        frozen: Mapping[str, set[int]],
     ) -> tuple[list[Finding], list[Gradient]]:
         """Returns what is wrong with gradients, and how far each is from the right one."""
         whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
         gradients, wrong = [], list[Wrong]()
         for entry in entries:
-            right = truth.gradients.get(entry.name)
-            if right is None or set(entry.ranks) & frozen.get(entry.name, set()):
-                continue  # `states.frozen` looks at these
+            right = truth.gradients[entry.name]
             actual = torch.zeros_like(right) if entry.gradient is None else entry.gradient
             scale = max(float(right.norm()), _SMALL * whole, _TINY)
             error = float((actual.double() - right).norm()) / scale
@@ -409,7 +412,6 @@ def _places(
             after=after.get(entry.ranks[0], 1.0),
         )
         for entry in entries
-        if entry.name in truth.uses
     }
 
 

@@ -3,8 +3,8 @@
 [Note: parts of a loss] A loss is a function of the model's output for the whole batch. So the part
 of a microbatch in a gradient is what flows through its rows of the output, however the loss weighs
 them: its terms may have different denominators. A tensor of the output without rows, such as a
-balance loss, is a mean over microbatches; if they weigh otherwise in it, the weights are solved from
-gradients.
+balance loss, is a mean over microbatches; if they weigh otherwise in it, the weights are solved
+from gradients.
 
 A pipeline may divide the loss otherwise: by the targets of each replica, or of each microbatch; or
 compare with the targets of another microbatch. Each of these is a view, with parts of its own.
@@ -106,7 +106,9 @@ class Outputs:
             live: Leaves to take in the place of those that are known.
         """
         each = [live.get(cell, self._each[cell]) for cell in cells]
-        output = self._rebuilt([self._joined(n, cells, own) for n, own in enumerate(zip(*each, strict=True))])
+        output = self._rebuilt(
+            [self._joined(n, cells, own) for n, own in enumerate(zip(*each, strict=True))]
+        )
         return output if self._is_opaque else loss_of(self._data.loss_fn(output, target))
 
     def _joined(self, leaf: int, cells: Sequence[Cell], own: Sequence[Any]) -> Any:  # noqa: ANN401
@@ -130,7 +132,9 @@ class Outputs:
         with torch.enable_grad():
             loss = self.loss(cells, target, live)
             found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
-        cotangents = {cell: [next(found) if _is_real(x) else None for x in live[cell]] for cell in cells}
+        cotangents = {
+            cell: [next(found) if _is_real(x) else None for x in live[cell]] for cell in cells
+        }
         for own in cotangents.values():  # 0 / 0 where there are no targets
             own[:] = [None if g is None else g.nan_to_num(0.0) for g in own]
         return float(loss.detach()), cotangents
@@ -198,7 +202,9 @@ def views_of(outputs: Outputs, data: Data) -> Views:
             wanted = [data.batches[r][(m - by) % shape[1]][1] for r, m in group]
             loss, found = outputs.flow(group, _side_by_side(wanted, data.whole[1]))
             losses.append(loss)
-            every |= {c: [g if g is None else g / len(groups) for g in own] for c, own in found.items()}
+            every |= {
+                c: [g if g is None else g / len(groups) for g in own] for c, own in found.items()
+            }
         return losses, every
 
     [loss], whole = divided([cells])
@@ -259,7 +265,7 @@ def _dim(own: Any, whole: Any, number: int) -> int | None:  # noqa: ANN401 - lea
 def _side_by_side(trees: Sequence[Any], whole: Any) -> Any:  # noqa: ANN401 - trees
     """Returns the targets of some microbatches together; what is not cut in `whole` stays."""
     leaves, rebuilt = flattened(whole)
-    each = [[leaf for _, leaf in flattened(tree)[0]] for tree in trees]
+    each: list[Leaves] = [[leaf for _, leaf in flattened(tree)[0]] for tree in trees]
     return rebuilt(
         [
             torch.cat([own[n] for own in each])

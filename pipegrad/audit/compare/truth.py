@@ -24,7 +24,6 @@ from pipegrad.audit.compare.outputs import (
     WHOLE,
     Batch,
     Data,
-    LossFn,
     Outputs,
     Views,
     loss_of,
@@ -152,7 +151,7 @@ def compute(
         parts=lambda names: _parts(loose, exact, outputs, views, {n: uses[n] for n in names}),
         noise={},
     )
-    noise, rounded = _noise(model, data, outputs, truth, dtypes, autocast)
+    noise, rounded = _noise(model, data, outputs, truth, dtypes, autocast=autocast)
     return replace(
         truth, noise=noise, loss_error=abs(rounded - truth.loss) / abs(truth.loss or 1.0)
     )
@@ -286,6 +285,7 @@ def _flowed(
     outputs: Outputs,
     views: Views,
     names: Sequence[str],
+    *,
     take: Callable[[Tensor], Tensor],
 ) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
     """Yields view and, by term, gradients of the parameters `names`: for each microbatch."""
@@ -321,7 +321,7 @@ def _parts(
     """Returns gradients by name, view, replica, microbatch, term and use."""
     names = [use for every in uses.values() for use in every]
     found = {name: {view: list[Tensor]() for view in views.by_name} for name in uses}
-    for view, by_term in _flowed(model, data, outputs, views, names, sampled):
+    for view, by_term in _flowed(model, data, outputs, views, names, take=sampled):
         for name, every in uses.items():
             # A use that cannot be untied is counted with the first one.
             zero = torch.zeros_like(by_term[0][name])
@@ -345,7 +345,7 @@ def _accumulated(
     names = [use for every in uses.values() for use in every]
     whole = replace(views, by_name=views.whole)
     total = dict[str, Tensor]()
-    for _, by_term in _flowed(model, data, outputs, whole, names, lambda gradient: gradient):
+    for _, by_term in _flowed(model, data, outputs, whole, names, take=lambda gradient: gradient):
         for own, (first, every) in itertools.product(by_term, uses.items()):
             part = _sum(own, every)
             total[first] = total[first] + part if first in total else part
@@ -358,6 +358,7 @@ def _noise(
     outputs: Outputs,
     truth: Truth,
     dtypes: Mapping[str, torch.dtype],
+    *,
     autocast: torch.dtype | None,
 ) -> tuple[dict[str, float], float]:
     """Returns relative errors of one process that computes as the pipeline does, and its loss."""
@@ -394,9 +395,7 @@ def _noise(
     return found, loss
 
 
-def _losses(
-    model: nn.Module, data: Data, outputs: Outputs, truth: Truth
-) -> Iterator[Tensor]:
+def _losses(model: nn.Module, data: Data, outputs: Outputs, truth: Truth) -> Iterator[Tensor]:
     """Yields the loss of the whole batch for each microbatch, whose rows alone have gradients."""
     if truth.is_coupled:
         inputs, target = data.whole

@@ -160,7 +160,7 @@ def with_scaler() -> Report:
 def half(module: nn.Module) -> None:
     clip(module, 0.01)
     for gradient in gradients(module):
-        gradient /= 2
+        gradient.div_(2)
 
 
 def clip_each(module: nn.Module) -> None:
@@ -175,7 +175,7 @@ def unscaled_late() -> Report:
     def finish(module: nn.Module) -> None:
         clip(module, 0.01)
         for gradient in gradients(module):
-            gradient /= 64
+            gradient.div_(64)
 
     return loop(stepping(finish), loss=scaled)
 

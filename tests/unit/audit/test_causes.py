@@ -66,7 +66,10 @@ ONE_CAUSE = [
         view=MICROBATCHES,
     ),
     starting(
-        ratios(), "the gradient is a mean of means", "is not the mean", view=MICROBATCHES,
+        ratios(),
+        "the gradient is a mean of means",
+        "is not the mean",
+        view=MICROBATCHES,
         targets=[2] * 6,
     ),
     starting(ratios(), "replicas count alike", "[6, 4]", "of all replicas", view=REPLICAS),
@@ -77,7 +80,8 @@ ONE_CAUSE = [
     ),
     starting(ratios(3.0), "", f"{TIMES} microbatches, 3", view=GRADIENT, is_coupled=True),
     starting(
-        ratios(terms=(1, 3)), "the part of the loss that comes from output[1] is multiplied",
+        ratios(terms=(1, 3)),
+        "the part of the loss that comes from output[1] is multiplied",
         "microbatches, 3, once too often",
     ),
     starting(ratios(terms=(1, 0)), "the part of the loss that comes from output[1] is not in"),
@@ -134,14 +138,22 @@ ONE_CAUSE = [
     starting(ratios(0.5, uses=(1, 1)), "the tie is averaged: ", "2 ranks", holders=2, usual=1.0),
     starting(ratios(0.25, uses=(1, 1)), "the tie is averaged: ", "4 ranks", holders=2, usual=1.0),
     starting(
-        ratios(3.0, uses=(1, 1)), "the tie is reduced twice", "over the 3 replicas",
-        holders=2, usual=1.0, num_replicas=3,
+        ratios(3.0, uses=(1, 1)),
+        "the tie is reduced twice",
+        "over the 3 replicas",
+        holders=2,
+        usual=1.0,
+        num_replicas=3,
     ),
     starting(ratios(2.0), "the parameter is reduced twice", "over the 2 replicas", usual=1.0),
     # Each use has the scale of its stage.
     starting(
-        ratios(uses=(1 / 3, 1)), "the gradient is 3 times too small", f"{BY} microbatches",
-        usual=1.0, usual_of_uses=(1 / 3, 1.0), holders=2,
+        ratios(uses=(1 / 3, 1)),
+        "the gradient is 3 times too small",
+        f"{BY} microbatches",
+        usual=1.0,
+        usual_of_uses=(1 / 3, 1.0),
+        holders=2,
     ),
     # As large as other parameters; of one rank alone.
     starting(ratios(2.0, uses=(1, 1)), "", "the number of replicas, 2,", holders=2, usual=2.0),

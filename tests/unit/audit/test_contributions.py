@@ -36,7 +36,13 @@ def is_close(a: Tensor, b: Tensor, error: float = 1e-5) -> bool:
 
 @pytest.mark.parametrize(
     ("ratios", "num_free"),
-    [(3 * ONES, 1), (only(0, 1), 2), (only(1, 2), 3), (only(3, 0), 2), (random(*SIZES, seed=1), 12)],
+    [
+        (3 * ONES, 1),
+        (only(0, 1), 2),
+        (only(1, 2), 3),
+        (only(3, 0), 2),
+        (random(*SIZES, seed=1), 12),
+    ],
 )
 def test_ratios_are_found_again_with_the_fewest_numbers(ratios: Tensor, num_free: int) -> None:
     parts = random(*SIZES, 35)

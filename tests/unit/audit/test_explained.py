@@ -1,7 +1,7 @@
 """Each defect of a pipeline has its one cause, on any number of stages and replicas.
 
-No rank runs here. Gradients of the parts of a batch come from plain autograd, and each defect says how
-often a rank has a part. What no weights make is "other values", and nothing is said beside it.
+No rank runs here. Gradients of the parts of a batch come from plain autograd, and each defect says
+how often a rank has a part. What no weights make is "other values", and nothing is said beside it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import pytest
@@ -148,15 +148,27 @@ def seen_of(one: Job, weight: Weight, noise: float = 0.0) -> list[Seen]:
                         total += weight(part) * values[use]
                 if name[0] in first and noise:
                     total *= 1 + noise * torch.randn(total.shape, dtype=total.dtype)
-                before[name], gradients[name] = one.model.get_parameter(name).detach(), total.float()
+                before[name], gradients[name] = (
+                    one.model.get_parameter(name).detach(),
+                    total.float(),
+                )
             rank = stage * one.replicas + own
             found.append(
                 Seen(
-                    rank=rank, replica=own, groups=dict.fromkeys(before, (rank,)),
-                    uses={name: (name,) for name in before}, before=before, gradients=gradients,
-                    unclipped={}, after=before, buffers=({}, {}), norm=None, clip_norm=None,
-                    losses=(), optimizers=[],
-                )  # fmt: skip
+                    rank=rank,
+                    replica=own,
+                    groups=dict.fromkeys(before, (rank,)),
+                    uses={name: (name,) for name in before},
+                    before=before,
+                    gradients=gradients,
+                    unclipped={},
+                    after=before,
+                    buffers=({}, {}),
+                    norm=None,
+                    clip_norm=None,
+                    losses=(),
+                    optimizers=[],
+                )
             )
     return found
 
@@ -196,7 +208,9 @@ def same_rows(p: Part) -> float:
     return float(p.replica == 0) / float(own)
 
 
-mean_of_means = of_entropy(lambda p: float(1 / p.job.share.numel() / p.job.share[p.replica, p.microbatch]))
+mean_of_means = of_entropy(
+    lambda p: float(1 / p.job.share.numel() / p.job.share[p.replica, p.microbatch])
+)
 replicas_apart: Weight = lambda p: p.own == p.replica  # noqa: E731
 averaged: Weight = lambda p: 1 / p.job.replicas  # noqa: E731
 balance_times_m: Weight = lambda p: MICROBATCHES if p.term == "balance" else 1  # noqa: E731
@@ -206,6 +220,8 @@ broadcast: Weight = lambda p: p.replica == 0  # noqa: E731
 twice: Weight = lambda p: (2, 1, 1, 0)[p.microbatch]  # noqa: E731
 reduced_each: Weight = lambda p: p.job.replicas ** (MICROBATCHES - 1 - p.microbatch)  # noqa: E731
 
+TIE_TWICE = "the tie is reduced twice: the gradient is {replicas} times too large"
+MICRO = "microbatches count differently in the gradient"
 TIE_MEAN = "the tie is averaged: the gradient is"
 REPLICAS_ALIKE = "replicas count alike, although they have different numbers of targets"
 BY_REPLICAS = "it is divided by the number of replicas, {replicas}, once too often"
@@ -216,18 +232,18 @@ DEFECTS: dict[str, tuple[Weight, list[str]]] = {
     "right": (lambda _: 1.0, []),
     "a tie averaged": (tie(lambda _: 0.5), [TIE_MEAN]),
     "a tie averaged over the pipeline": (tie(lambda j: 1 / j.stages), [TIE_MEAN]),
-    "a tie over replicas twice": (tie(lambda j: j.replicas), ["the tie is reduced twice: the gradient is {replicas} times too large"]),
+    "a tie over replicas twice": (tie(lambda j: j.replicas), [TIE_TWICE]),
     "a tie apart": (lambda p: p.is_own, ["the tie is not reduced: of 2 uses"]),
     "targets of each replica": (of_entropy(own_targets), [REPLICAS_ALIKE]),
     "the same rows": (same_rows, [ONE_REPLICA]),
     "a balance loss times M": (balance_times_m, [f"{BALANCE} multiplied by the number of micro"]),
     "a balance loss that stops": (balance_stops, [f"{BALANCE} not in the gradient"]),
     "averaged replicas": (averaged, [BY_REPLICAS]),
-    "reduced behind each microbatch": (reduced_each, ["microbatches count differently in the gradient: [{cubed}.0, {squared}.0"]),
+    "reduced behind each microbatch": (reduced_each, [f"{MICRO}: [{{cubed}}.0, {{squared}}.0"]),
     "broadcast": (broadcast, [ONE_REPLICA]),
-    "replicas apart": (replicas_apart, ["the gradient is not reduced over the {replicas} replicas"]),
+    "replicas apart": (replicas_apart, ["is not reduced over the {replicas} replicas"]),
     "the first microbatch lost by one stage": (first_lost, [LAST]),
-    "a microbatch twice": (twice, ["microbatches count differently in the gradient: [2.0, 1.0, 1.0, 0."]),
+    "a microbatch twice": (twice, [f"{MICRO}: [2.0, 1.0, 1.0, 0."]),
     "a mean of means": (mean_of_means, ["the gradient is a mean of means"]),
     "a mean of means, averaged": (both(mean_of_means, averaged), ["a mean of means", BY_REPLICAS]),
     "lost and averaged": (both(first_lost, averaged), [LAST, BY_REPLICAS]),
@@ -243,7 +259,7 @@ DEFECTS: dict[str, tuple[Weight, list[str]]] = {
         both(of_entropy(own_targets), tie(lambda _: 0.5)),
         [REPLICAS_ALIKE, TIE_MEAN],
     ),
-}  # fmt: skip
+}
 JOBS = [(2, 1), (4, 2), (2, 3)]  # stages and replicas
 
 
@@ -274,3 +290,24 @@ def test_targets_of_another_microbatch_are_named_and_other_values_have_nothing_b
     for weight in (lambda _: 1.0, averaged, first_lost):
         causes = causes_of(one, seen_of(one, weight, noise=2**-8))
         assert OTHER_VALUES.words in causes
+
+
+def test_a_parameter_that_trains_on_one_side_alone_is_found() -> None:
+    one = job(2, 2)
+    right = seen_of(one, lambda _: 1.0)
+    frozen = [
+        replace(s, frozen=frozenset({"b.bias"}), gradients={**s.gradients, "b.bias": None})
+        if "b.bias" in s.gradients
+        else s
+        for s in right
+    ]
+    assert causes_of(one, frozen) == {
+        "the parameter is frozen, and in the uncut model it is trained"
+    }
+    model = copy.deepcopy(one.model)
+    model.b.bias.requires_grad = False
+    assert causes_of(replace(one, model=model), right) == {
+        "the parameter is trained, and in the uncut model it is frozen"
+    }
+    is_right = replace(one, model=model)
+    assert causes_of(is_right, frozen) == set()

@@ -42,6 +42,6 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
     ]
     judge = Judge(nn.Linear(1, 1), clip_norm=None, tolerance=1e-4, autocast=None)
     dtypes = dict.fromkeys(truth.gradients, torch.float32)
-    findings, gradients = judge._gradients(entries, truth, dtypes, Sizes(1, 1, (4,), 1), {}, {})
+    findings, gradients = judge._gradients(entries, truth, dtypes, Sizes(1, 1, (4,), 1), {})
     assert findings == []
     assert [one.error for one in gradients] == pytest.approx([0.0, 1e-9 / 1e-3], rel=1e-6)

@@ -15,12 +15,16 @@ from torch.nn import functional
 from pipegrad.audit.compare.outputs import (
     BEFORE,
     BEHIND,
-    MICROBATCHES as OF_MICROBATCHES,
-    REPLICAS as OF_REPLICAS,
     WHOLE,
     Batch,
     Data,
     LossFn,
+)
+from pipegrad.audit.compare.outputs import (
+    MICROBATCHES as OF_MICROBATCHES,
+)
+from pipegrad.audit.compare.outputs import (
+    REPLICAS as OF_REPLICAS,
 )
 from pipegrad.audit.compare.truth import (
     Truth,
@@ -145,7 +149,9 @@ def test_gradient_and_losses_are_those_of_the_whole_batch_and_its_parts() -> Non
     assert float(truth.own[0]) == pytest.approx(square(model(rows[0]), rows[1]).item())
     parts = truth.parts(["0.bias"])
     # Targets that count alike are divided in one way, and may be those of another microbatch.
-    assert {name: list(views) for name, views in parts.items()} == {"0.bias": [WHOLE, BEFORE, BEHIND]}
+    assert {name: list(views) for name, views in parts.items()} == {
+        "0.bias": [WHOLE, BEFORE, BEHIND]
+    }
     assert parts["0.bias"][WHOLE].shape == (REPLICAS, MICROBATCHES, 1, 1, WIDTH)
     one = by_autograd(model, [cut(batch)[0][2]])["0.bias"]
     torch.testing.assert_close(parts["0.bias"][WHOLE][0, 2, 0, 0], one / 6)
@@ -166,8 +172,8 @@ def test_a_mean_over_targets_that_count_is_divided_by_all_of_them_or_by_others()
     views = truth.parts(["layer.bias"])["layer.bias"]
     own = by_autograd(model, [cut(batch)[1][1]], cross_entropy)["layer.bias"]
     shares = {
-        WHOLE: counts[1, 1] / counts.sum(),
-        OF_REPLICAS: counts[1, 1] / counts[1].sum() / REPLICAS,
+        WHOLE: float(counts[1, 1] / counts.sum()),
+        OF_REPLICAS: float(counts[1, 1] / counts[1].sum() / REPLICAS),
         OF_MICROBATCHES: 1 / counts.numel(),
     }
     for view, share in shares.items():
@@ -190,8 +196,9 @@ class Balanced(Tied):
 
 
 @pytest.mark.parametrize("counts_few", [False, True])
-def test_terms_of_different_denominators_have_parts_of_their_own(counts_few: bool) -> None:  # noqa: FBT001
+def test_terms_of_different_denominators_have_parts_of_their_own(counts_few: bool) -> None:
     model, (inputs, target) = seeded(Balanced()), tokens()
+    assert isinstance(model, Balanced)
     model.counts_few = counts_few
     target[:3], target[1] = -100, 4
     truth = truth_of(model, (inputs, target), balanced)
@@ -214,7 +221,7 @@ class Loss(nn.Module):
 
 @pytest.mark.parametrize("is_balanced", [False, True])
 def test_a_loss_that_the_model_hides_is_weighed_and_the_truth_is_that_of_the_whole(
-    is_balanced: bool,  # noqa: FBT001
+    is_balanced: bool,
 ) -> None:
     inputs, target = tokens()
     target[:3], target[1] = -100, 4
@@ -238,7 +245,7 @@ def test_weights_that_fit_are_those_nearest_to_even_ones() -> None:
 
 @pytest.mark.parametrize("is_whole", [False, True])
 def test_batch_norm_couples_samples_in_training_alone_and_the_model_is_not_changed(
-    is_whole: bool,  # noqa: FBT001
+    is_whole: bool,
 ) -> None:
     """The truth is that of the whole batch, unless the caller wants microbatches by themselves."""
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
