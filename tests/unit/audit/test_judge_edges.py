@@ -34,7 +34,9 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
             "small": torch.full((4,), 1e-9, dtype=torch.float64),
         },
         noise={},
-        uses={},
+        uses={"large": ("large",), "small": ("small",)},
+        terms=("",),
+        is_coupled=False,
     )
     entries = [
         Entry(name, (0,), (0,), (name,), gradient * (1 if name == "large" else 1.5))
