@@ -274,7 +274,7 @@ def _of_factors(
     yield from _of_microbatches(factors.microbatches, close)
     yield from _of_replicas(factors.replicas, place, close)
     yield from _of_terms(factors.terms, place, close)
-    yield from _of_uses(factors.uses, factors.scale, place.uses, close)
+    yield from _of_uses(factors.uses, factors.scale, place, close)
     if len(_present(factors.uses, close)) == len(factors.uses) and not _alike(factors.uses, close):
         return  # no scale is the one of all uses
     # What is not added up may have its own mean: its weight is as much larger.
@@ -348,17 +348,18 @@ def _of_terms(factors: Sequence[float], place: Place, close: float) -> Iterator[
 
 
 def _of_uses(
-    factors: Sequence[float], scale: float, own: Sequence[int], close: float
+    factors: Sequence[float], scale: float, place: Place, close: float
 ) -> Iterator[Said]:
     present, number = _present(factors, close), len(factors)
     if len(present) < number:
-        which = "its own use" if present == sorted(own) else f"uses {present} (from 0)"
+        which = "its own use" if present == sorted(place.uses) else f"uses {present} (from 0)"
         yield (
             Cause(
                 f"the tie is not reduced: of {number} uses of the parameter, the gradient has that "
                 f"of {which} alone",
-                "pipegrad.attach(schedule, topology=..., tied=pipegrad.find_tied(model)), or "
-                "all-reduce its gradient over the ranks that hold it",
+                "pipegrad.attach(schedule, topology=pipegrad.Topology.create(pipeline="
+                f"{place.stages}), tied=pipegrad.find_tied(model)), or all-reduce its gradient "
+                "over the ranks that hold it",
             ),
             1,
         )

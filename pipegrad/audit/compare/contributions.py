@@ -96,7 +96,7 @@ class _Solved:
         self._numel = int(columns.any(0).sum())
         more = [] if before is None else [before.double().reshape(-1)]
         every = torch.stack([*columns, *more, actual], -1)
-        reduced = torch.linalg.qr(every, mode="r").R
+        self._reduced = reduced = torch.linalg.qr(every, mode="r").R
         self._columns = reduced[:, : len(columns)]
         self._before = None if before is None else reduced[:, -2]
         self._actual = reduced[:, -1]
@@ -114,7 +114,9 @@ class _Solved:
         wide = [dim for dim, size in enumerate(self._shape) if size > 1]
         stale = (False, True) if self._before is not None else (False,)
         # What all numbers together do not make, no fewer ones do.
-        if self._solved(view, wide, allowed, is_stale=stale[-1]) is None:
+        every = self._reduced[:, :-1]
+        made = every @ (torch.linalg.pinv(every, rtol=_LEAST) @ self._actual)
+        if float((self._actual - made).norm()) > allowed:
             return
         free = [s for number in range(len(wide) + 1) for s in itertools.combinations(wide, number)]
         found = list[tuple[set[int], bool]]()
@@ -136,21 +138,25 @@ class _Solved:
         if others:
             columns = columns.sum([dim + 1 for dim in others], keepdim=True)
         shape, columns = columns.shape[1:], columns.flatten(1)
-        wrong = self._actual - columns.sum(1)
+        number = shape.numel()
+        alike = columns.sum(1, keepdim=True)
         if is_stale and self._before is not None:
             columns = torch.cat([columns, self._before[:, None]], 1)
-        # The pseudoinverse gives the smallest correction. A part without a share is not corrected.
+            alike = torch.cat([alike, self._before[:, None]], 1)
+        # One scale for all comes first. The pseudoinverse gives the smallest correction of it, and
+        # none of a part without a share.
+        first = torch.linalg.pinv(alike, rtol=_LEAST) @ self._actual
+        ratios = torch.cat([first[:1].expand(number), first[1:]])
         least = allowed / _MARGIN
-        correction = torch.linalg.pinv(columns, atol=least, rtol=0.0) @ wrong
-        if float((wrong - columns @ correction).norm()) > allowed:
+        inverse = torch.linalg.pinv(columns, atol=least, rtol=0.0)
+        ratios = ratios + inverse @ (self._actual - columns @ ratios)
+        if float((self._actual - columns @ ratios).norm()) > allowed:
             return None
-        number = shape.numel()
         has_share = columns[:, :number].norm(dim=0) > least
-        ratios = (1 + correction[:number]).where(has_share, torch.nan)
         return Fit(
             view,
-            ratios.reshape(shape).expand(self._shape),
-            float(correction[-1]) if is_stale else 0.0,
+            ratios[:number].where(has_share, torch.nan).reshape(shape).expand(self._shape),
+            float(ratios[-1]) if is_stale else 0.0,
             columns.shape[1],
             columns.shape[1] < self._numel,
         )
