@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.gradients.sync import GradientSync, sync_of
+from pipegrad.gradients.sync import GradientSync, open_syncs
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.plugins.handler import Placement
 
@@ -50,19 +50,23 @@ class Placed:
     def __init__(self, own: Mapping[str, nn.Parameter]) -> None:
         self._live: dict[str, LiveParameter] = {}
         self._routes: dict[str, Sequence[tuple[int, ...]]] = {}
-        syncs: dict[int, GradientSync] = {}
+        self._syncs = list[GradientSync]()
+        names: dict[int, list[str]] = {}
         for name, parameter in own.items():
-            sync = None if is_dtensor(parameter) else sync_of(parameter)
-            if sync is None:
-                continue
-            syncs[id(sync)] = sync
-            self._live[name] = live = sync.live(parameter)
-            self._routes[name] = [
-                tuple(step.ranks)
-                for step in dict(sync.plan.routes).get(live.record.key, ())
-                if step.placement not in {Placement.REPLICATE, Placement.MEET}
-            ]
-        self._syncs = [*syncs.values()]
+            if not is_dtensor(parameter):
+                names.setdefault(id(parameter), []).append(name)
+        for sync in open_syncs():
+            routes = dict(sync.plan.routes)
+            known = [(n, live) for live in sync.live() for n in names.get(id(live.parameter), ())]
+            for name, live in known:
+                self._live[name] = live
+                self._routes[name] = [
+                    tuple(step.ranks)
+                    for step in routes.get(live.record.key, ())
+                    if step.placement not in {Placement.REPLICATE, Placement.MEET}
+                ]
+            if known:
+                self._syncs.append(sync)
 
     def knows(self, name: str) -> bool:
         """Whether a sync has this parameter."""

@@ -737,9 +737,9 @@ class GradientSync:
         """Returns the records of the parameters that this rank holds."""
         return self.manifest.records(self.topology)
 
-    def live(self, parameter: nn.Parameter) -> LiveParameter:
-        """Returns the state of a parameter of this rank."""
-        return next(live for live in self._parameters.values() if live.parameter is parameter)
+    def live(self) -> tuple[LiveParameter, ...]:
+        """Returns the parameters of this rank, and where their gradients are."""
+        return tuple(self._parameters.values())
 
     @property
     def steps_elsewhere(self) -> bool:
@@ -829,9 +829,6 @@ class GradientSync:
 _every: weakref.WeakSet[GradientSync] = weakref.WeakSet()
 
 
-def sync_of(parameter: nn.Parameter) -> GradientSync | None:
-    """Returns the sync that reduces the gradient of a parameter; None if there is none."""
-    for sync in list(_every):
-        if not sync.is_closed and any(p.parameter is parameter for p in sync._parameters.values()):
-            return sync
-    return None
+def open_syncs() -> list[GradientSync]:
+    """Returns the syncs of this process that are not closed."""
+    return [sync for sync in list(_every) if not sync.is_closed]

@@ -233,19 +233,19 @@ def _of_view(view: str, factors: Factors, place: Place, close: float) -> Iterato
             1,
         )
     elif view == MICROBATCHES and num_replicas * len(_present(factors.microbatches, close)) > 1:
-        why = (
-            f"microbatches count alike, although they have different numbers of targets: "
-            f"{shown([str(number) for number in place.targets])}"
-            if len(set(place.targets)) > 1
-            else "the loss of the batch is not the mean of the losses of its microbatches"
+        why = "the loss of the batch is not the mean of the losses of its microbatches"
+        advice = (
+            "let the loss see all samples of a step; or give the audit a loss_fn that is the mean "
+            "over microbatches, if this is what you want"
         )
-        yield (
-            Cause(
-                f"the gradient is a mean of means: {why}",
-                "sum the losses of targets, and divide by the number of targets of the whole step",
-            ),
-            1,
-        )
+        if len(set(place.targets)) > 1:
+            numbers = shown([str(number) for number in place.targets])
+            why = "microbatches count alike, although they have different numbers of targets: "
+            why += numbers
+            advice = (
+                "sum the losses of targets, and divide by the number of targets of the whole step"
+            )
+        yield Cause(f"the gradient is a mean of means: {why}", advice), 1
     elif view in {BEFORE, BEHIND}:
         which = "before" if view == BEFORE else "behind"
         yield (
@@ -347,9 +347,7 @@ def _of_terms(factors: Sequence[float], place: Place, close: float) -> Iterator[
             yield Cause(f"{part} {words}", "scale each part of the loss once"), cost
 
 
-def _of_uses(
-    factors: Sequence[float], scale: float, place: Place, close: float
-) -> Iterator[Said]:
+def _of_uses(factors: Sequence[float], scale: float, place: Place, close: float) -> Iterator[Said]:
     present, number = _present(factors, close), len(factors)
     if len(present) < number:
         which = "its own use" if present == sorted(place.uses) else f"uses {present} (from 0)"
