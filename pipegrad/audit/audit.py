@@ -24,9 +24,11 @@ from pipegrad.audit import dropout
 from pipegrad.audit.checks import check_ranks, checked, copied, digest_of
 from pipegrad.audit.compare.causes import OTHER_VALUES, STALE
 from pipegrad.audit.compare.judge import Judge, Sizes, Verdict
-from pipegrad.audit.compare.truth import Batch, Data, LossFn, leaves_cut
+from pipegrad.audit.compare.outputs import Batch, Data, LossFn
+from pipegrad.audit.compare.truth import leaves_cut
 from pipegrad.audit.matching import Names, match
 from pipegrad.audit.order import ordered
+from pipegrad.audit.placed import Placed
 from pipegrad.audit.report import Finding, Report, merged
 from pipegrad.audit.watch import PATIENCE_SECONDS, Gradients, Seen, watched
 from pipegrad.comm.agreement import agree
@@ -74,6 +76,9 @@ class Audit:
         clip_norm: The norm to which the step clips gradients by its own code. It is not needed if
             the step calls torch's functions.
         autocast: The dtype in which the pipeline computes, if its parameters have another one.
+        by_microbatch: Whether the right gradient is that of a model which computes each microbatch
+            by itself, also where samples of a batch depend on each other, as in BatchNorm. By
+            default it is that of the whole batch.
     """
 
     step: Callable[[Any, Any], object]
@@ -88,6 +93,7 @@ class Audit:
     gradients: Gradients | None = None
     clip_norm: float | None = None
     autocast: torch.dtype | None = None
+    by_microbatch: bool = False
 
     def run(self, *, steps: int | None = None, tolerance: float | None = None) -> Report:
         """Runs steps and compares them with one process. All ranks must call it.
@@ -183,7 +189,7 @@ class _Run:
             return list(self._names.parameters), digest_of(self._batches), sizes
 
         every = agree("the audit", prepare, timeout_seconds=PATIENCE_SECONDS)
-        check_ranks(audit, every)
+        self._notes = check_ranks(audit, every)
         self._judge = Judge(
             self._model,
             clip_norm=audit.clip_norm,
@@ -208,7 +214,7 @@ class _Run:
                 break  # the causes of later steps would say nothing
         if not findings:
             findings += self._repeated(self._batches[-1])
-        notes = [*self._judge.notes.values()]
+        notes = [*self._notes, *self._judge.notes.values()]
         if any(agree("dropout", lambda: self._dropout.was_active)):
             notes.append("dropout was 0 while numbers were compared")
         shared: list[Any] = [merged(findings), tuple(notes), tuple(verdict.gradients)]
@@ -256,7 +262,8 @@ class _Run:
             targets = tuple(_counted(target) for of_replica in cut for _, target in of_replica)
             sizes = Sizes(audit.microbatches, audit.num_replicas, targets, len(every))
             with self._dropout.running():
-                return self._judge.judge(every, Data(audit.loss_fn, cut, batch), number, sizes)
+                data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
+                return self._judge.judge(every, data, number, sizes)
 
         first = agree("compare with one process", compare, timeout_seconds=PATIENCE_SECONDS)[0]
         return Verdict([], []) if first is None else first
@@ -307,6 +314,7 @@ class _Run:
         with torch.no_grad():
             for tensor, value in zip(self._tensors(), saved, strict=True):
                 tensor.copy_(value)
+        Placed(self._names.parameters).restored()
 
     def _tensors(self) -> list[Tensor]:
         return [*self._names.parameters.values(), *self._names.buffers.values()]

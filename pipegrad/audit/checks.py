@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.truth import Batch, names_by_use
+from pipegrad.audit.compare.outputs import Batch
+from pipegrad.audit.compare.truth import names_by_use
+from pipegrad.audit.report import shown
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import FSDP1, wrapper_of
@@ -130,8 +132,8 @@ def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
     )
 
 
-def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]) -> None:
-    """Checks what all ranks give.
+def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]) -> list[str]:
+    """Checks what all ranks give; returns notes of what is odd in it.
 
     Args:
         audit: Of this rank.
@@ -139,7 +141,7 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
             replicas, replica).
 
     Raises:
-        PlanError: If sizes or batches differ, a replica has no rank, or a parameter has none.
+        PlanError: If sizes or batches differ, or a replica or a parameter has no rank.
     """
     sizes = {of_rank[:3] for _, _, of_rank in every}
     replicas = {of_rank[3] for _, _, of_rank in every}
@@ -159,9 +161,18 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
         for first, names in names_by_use(audit.model).items()
         if audit.model.get_parameter(first).requires_grad
     ]
-    for replica in range(audit.num_replicas):
-        own = {name for names, _, of_rank in every for name in names if of_rank[3] == replica}
-        _check_held([names[0] for names in trained if not own & set(names)])
+    held: dict[str, set[int]] = {names[0]: set() for names in trained}
+    for own, _, of_rank in every:
+        for names in trained:
+            if set(names) & set(own):
+                held[names[0]].add(of_rank[3])
+    _check_held([name for name, replicas in held.items() if not replicas])
+    shared = [name for name, replicas in held.items() if len(replicas) < audit.num_replicas]
+    note = (
+        f"not every replica holds {shown(shared)}: these were taken for parameters that replicas "
+        f"share, as experts are. If each replica has its own copy, give all modules of each rank"
+    )
+    return [note] if shared else []
 
 
 def _check_held(missing: Sequence[str]) -> None:

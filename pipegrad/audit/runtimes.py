@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipegrad.audit.audit import Audit
-from pipegrad.audit.compare.truth import Batch, leaves_cut
+from pipegrad.audit.compare.outputs import Batch
+from pipegrad.audit.compare.truth import leaves_cut
 from pipegrad.audit.watch import gradient_of
 
 if TYPE_CHECKING:

@@ -16,7 +16,8 @@ import numbers
 import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NamedTuple, NoReturn, cast
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -25,8 +26,10 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad.audit.matching import Names
+from pipegrad.audit.placed import Piece, Placed
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
+from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
 
@@ -66,6 +69,20 @@ class Stepped:
     rate: float = 1.0
 
 
+class Clip(NamedTuple):
+    """One call of a function that clips.
+
+    Attributes:
+        names: Of the parameters.
+        max_norm: To which they are clipped.
+        norm: By which.
+    """
+
+    names: tuple[str, ...]
+    max_norm: float
+    norm: float
+
+
 @dataclass(frozen=True)
 class Seen:
     """What one rank had in one step, by names of the uncut model.
@@ -82,6 +99,9 @@ class Seen:
         buffers: Before and after it.
         norm: The norm that gradients were clipped by, or that the step has returned.
         clip_norm: To which they were clipped.
+        clips: What was clipped, in order.
+        frozen: Parameters that require no gradient.
+        pieces: Of gradients that lie in parts on several ranks, which part this rank has.
         is_other: Whether gradients were clipped by value, or by another norm than the Euclidean.
         num_clips: How often torch's functions clipped a parameter.
         losses: Numbers that the step has returned. One of them should be the loss.
@@ -101,6 +121,9 @@ class Seen:
     clip_norm: float | None
     losses: Sequence[float]
     optimizers: Sequence[Stepped]
+    clips: Sequence[Clip] = ()
+    frozen: frozenset[str] = frozenset()
+    pieces: Mapping[str, Piece] = field(default_factory=dict)
     num_clips: int = 0
     is_other: bool = False
 
@@ -112,13 +135,15 @@ class Watch:
     Attributes:
         own: Names and parameters of this rank.
         read: Returns its gradients; by default ``.grad``, or ``.main_grad``.
+        placed: What syncs of pipegrad know of them.
     """
 
     own: Mapping[str, nn.Parameter]
     read: Gradients
+    placed: Placed
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
-    clips: list[tuple[float, float]] = field(default_factory=list)
+    clips: list[Clip] = field(default_factory=list)
     num_clips: dict[int, int] = field(default_factory=dict)  # by id of a parameter
     is_other: bool = False  # whether gradients were clipped, and not by their Euclidean norm
     stepped: dict[int, Stepped] = field(default_factory=dict)
@@ -129,7 +154,7 @@ class Watch:
         hook = register_optimizer_step_pre_hook(self._before_step)
         _watches.append(self)
         try:
-            with listening_to_clipping(self._clipped):
+            with listening_to_clipping(self._clipped), self._listening_to_syncs():
                 yield
         finally:
             _watches.remove(self)
@@ -158,7 +183,26 @@ class Watch:
             return
         for parameter in clipped:
             self.num_clips[parameter] = self.num_clips.get(parameter, 0) + 1
-        self.clips.append((float(max_norm), float(_whole(total_norm))))
+        names = tuple(name for name, p in self.own.items() if id(p) in clipped)
+        self.clips.append(Clip(names, float(max_norm), float(_whole(total_norm))))
+
+    @contextlib.contextmanager
+    def _listening_to_syncs(self) -> Iterator[None]:
+        """Hears `GradientSync.clip_grad_norm_`, which clips what `placed` knows."""
+        clip = GradientSync.clip_grad_norm_
+
+        def heard(sync: GradientSync, max_norm: float, norm_type: float = 2.0) -> Tensor:
+            # It measures first: with a GradScaler it removes the scale then.
+            norm = clip(sync, math.inf, norm_type)
+            if math.isinf(max_norm):
+                return norm
+            own = [p for name, p in self.own.items() if self.placed.knows(name)]
+            self._clipped(own, max_norm, norm if float(norm_type) == 2.0 else None)
+            clip(sync, max_norm, norm_type)
+            return norm
+
+        with mock.patch.object(GradientSync, "clip_grad_norm_", heard):
+            yield
 
     def _copies(self) -> dict[str, Tensor | None]:
         return {n: None if g is None else _copy(g) for n, g in self.read().items()}
@@ -170,6 +214,7 @@ class Watch:
                 "with an optimizer that needs none"
             )
         names = {id(parameter): name for name, parameter in self.own.items()}
+        names |= self.placed.stepped()
         held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
         of_groups = {
             names[id(p)]: {key: x for key, x in group.items() if key != "params" and _pickles(x)}
@@ -229,17 +274,22 @@ def watched(
         gradients: Returns gradients by names of the modules; None for ``.grad``.
     """
     own = names.parameters
+    placed = Placed(own)
 
     def read() -> Mapping[str, Tensor | None]:
         if gradients is None:
-            return {name: gradient_of(parameter) for name, parameter in own.items()}
+            return {
+                name: placed.gradient(name) if placed.knows(name) else gradient_of(parameter)
+                for name, parameter in own.items()
+            }
         return {names.of_modules[name]: value for name, value in gradients().items()}
 
-    watch = Watch(own, read)
+    watch = Watch(own, read, placed)
     before, buffers = _gathered(own, names), _copied(names.buffers)
     try:
         with watch.running():
             result = step()
+        placed.wait()
         losses, norm = _numbers(result)
     except Exception as error:
         # Ranks that have ended their step need not wait for this one.
@@ -252,9 +302,9 @@ def watched(
     )
     for name, value in watch.gradients.items() if watch.unclipped else ():
         watch.unclipped.setdefault(name, value)
-    clip_norm = watch.clips[-1][0] if watch.clips else None
+    clip_norm = watch.clips[-1].max_norm if watch.clips else None
     if watch.clips:
-        norm = watch.clips[-1][1]
+        norm = watch.clips[-1].norm
     return Seen(
         rank=dist.get_rank(),
         replica=replica,
@@ -267,6 +317,9 @@ def watched(
         buffers=(buffers, _copied(names.buffers)),
         norm=norm,
         clip_norm=clip_norm,
+        clips=watch.clips,
+        frozen=frozenset(name for name, p in own.items() if not p.requires_grad),
+        pieces=placed.pieces() if gradients is None else {},
         is_other=watch.is_other,
         num_clips=max(watch.num_clips.values(), default=0),
         losses=losses,

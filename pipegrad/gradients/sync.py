@@ -57,6 +57,7 @@ from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
     from pipegrad.gradients.grad_scaler import GradScaler
+    from pipegrad.gradients.parameter import LiveParameter
 
 
 class GradientSync:
@@ -142,6 +143,7 @@ class GradientSync:
         self._parameter_sync = parts.parameter_sync
         self._synchronize()
         self._step.watch.start()
+        _every.add(self)
         watch()
 
     # The verbs of a step, in order.
@@ -737,6 +739,15 @@ class GradientSync:
         """Returns the records of the parameters that this rank holds."""
         return self.manifest.records(self.topology)
 
+    def live(self) -> tuple[LiveParameter, ...]:
+        """Returns the parameters of this rank, and where their gradients are."""
+        return tuple(self._parameters.values())
+
+    @property
+    def steps_elsewhere(self) -> bool:
+        """Whether any rank steps shards, copies, or parameters that others get; on all ranks."""
+        return self._parameter_sync.is_needed
+
     def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
         """Returns the plans of any ranks, computed on this rank."""
         return self._agreed.plans(ranks)
@@ -815,3 +826,11 @@ class GradientSync:
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""
         self._step.refuse_closed()
+
+
+_every: weakref.WeakSet[GradientSync] = weakref.WeakSet()
+
+
+def open_syncs() -> list[GradientSync]:
+    """Returns the syncs of this process that are not closed."""
+    return [sync for sync in list(_every) if not sync.is_closed]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -21,10 +21,15 @@ from pipegrad.audit.report import Finding
 from pipegrad.audit.watch import Seen
 
 _CLOSE = 1e-4  # of a norm
+_ADDED = 1e-6  # by torch to a norm, before it divides
 _CLOSE_LOW = 4e-3  # of a norm of gradients in half precision
 _CHANGED = Cause(
     "the gradient changes between clipping and the optimizer's step, beside the factor of its rank",
-    "clip all gradients of a rank by one factor, and change them no more",
+    "reduce gradients first, then clip all of a rank by one factor, and change them no more",
+)
+_APART = Cause(
+    "parameters are clipped in parts, each by its own norm",
+    "clip all gradients by one norm: that of all parameters",
 )
 _OF_THIS_RANK = "the gradient norm is that of this rank's parameters alone"
 _OF_RANK = "the gradient norm is that of rank {rank}'s parameters alone"
@@ -100,7 +105,10 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
 
 def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
     replicas = {r for entry in entries if rank in entry.ranks for r in entry.replicas}
-    return [entry for entry in entries if replicas & set(entry.replicas)]
+    own = [entry for entry in entries if replicas & set(entry.replicas)]
+    # Replicas share what one of them holds alone, such as an expert.
+    names = {entry.name for entry in own}
+    return own + [entry for entry in entries if entry.name not in names]
 
 
 def _once(entries: Sequence[Entry]) -> list[Entry]:
@@ -123,8 +131,10 @@ def unclipped(
     first: Mapping[str, str],
     truth: Mapping[str, Tensor],
     clip_norm: float | None,
-) -> tuple[list[Entry], list[Finding]]:
-    """Returns gradients as they were before they were clipped, and wrong norms.
+) -> tuple[list[Entry], list[Finding], dict[int, float]]:
+    """Returns gradients as they were before they were clipped, wrong norms, and changes behind it.
+
+    The last is by rank: the factor by which gradients are multiplied after they were clipped.
 
     Args:
         seen: By each rank.
@@ -138,15 +148,55 @@ def unclipped(
     if any(of_rank.unclipped for of_rank in seen):
         before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
         if any(of_rank.is_other for of_rank in seen):
-            return before, []  # by value, or by another norm: they are compared before it alone
+            return before, [], {}  # by value, or by another norm: compared before it alone
         for rank, norm in norms.items():
             if norm is None and clip_norm is not None:
                 norms[rank] = _used(rank, before, after, clip_norm)
         maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
-        return before, [*_wrong(norms, before), *_different(maxima), *_changed(before, after)]
+        apart = [s.rank for s in seen if _is_apart(s, before, first)]
+        whole = {rank: norm for rank, norm in norms.items() if rank not in apart}
+        findings = [Finding(*_APART, ranks=(rank,)) for rank in apart]
+        findings += [*_wrong(whole, before), *_different(maxima)]
+        factors = {
+            s.rank: {
+                first[n]: factor(c.norm + _ADDED, c.max_norm) for c in s.clips for n in c.names
+            }
+            for s in seen
+        }
+        changed, later = _changed(before, after, factors)
+        # Norms of what changes later say nothing.
+        return before, changed or findings, {} if changed else later
     if clip_norm is not None:
-        return _clipped_unseen(norms, after, truth, clip_norm)
-    return after, _wrong(norms, after)
+        return *_clipped_unseen(norms, after, truth, clip_norm), {}
+    return after, _wrong(norms, after), {}
+
+
+def behind(factors: Mapping[int, float]) -> Iterator[Finding]:
+    """Yields ranks that multiply gradients after they have clipped them."""
+    for rank, value in factors.items():
+        if value != 1:
+            yield Finding(
+                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
+                f"step",
+                "scale gradients before they are clipped",
+                ranks=(rank,),
+            )
+
+
+def _is_apart(seen: Seen, entries: Sequence[Entry], first: Mapping[str, str]) -> bool:
+    """Returns whether a rank has clipped parts of its parameters, each by its own norm."""
+    if len({clip.norm for clip in seen.clips}) < 2:
+        return False
+    own = {e.name: e for e in entries if seen.rank in e.ranks}
+    return all(
+        math.isclose(
+            clip.norm,
+            _norm([own[n] for n in {first[n] for n in clip.names}]),
+            rel_tol=_close(entries),
+            abs_tol=_ADDED,
+        )
+        for clip in seen.clips
+    )
 
 
 def _different(maxima: Mapping[int, float]) -> list[Finding]:
@@ -157,24 +207,39 @@ def _different(maxima: Mapping[int, float]) -> list[Finding]:
     return [Finding("ranks clip to different norms", _ADVICE, (), tuple(maxima), details=details)]
 
 
-def _changed(before: Sequence[Entry], after: Sequence[Entry]) -> list[Finding]:
-    """Returns gradients that clipping has not multiplied by the factor of their rank."""
+def _changed(
+    before: Sequence[Entry], after: Sequence[Entry], clipped: Mapping[int, Mapping[str, float]]
+) -> tuple[list[Finding], dict[int, float]]:
+    """Returns gradients that are changed behind clipping, and factors that all of a rank have.
+
+    Args:
+        before: Gradients before they were clipped.
+        after: And after it.
+        clipped: Rank -> first name -> the factor of clipping, where it is known.
+    """
     others = {(entry.name, entry.ranks): entry.gradient for entry in before}
-    found = []
+    found, factors = [], dict[int, float]()
     for rank in sorted({rank for entry in after for rank in entry.ranks}):
         own = [entry for entry in after if entry.ranks[0] == rank]
-        scale = _scale(rank, own, {e.name: others.get((e.name, e.ranks)) for e in own})
+        known = clipped.get(rank, {})
+        right = {
+            entry.name: None if other is None else known.get(entry.name, 1.0) * other.double()
+            for entry in own
+            for other in [others.get((entry.name, entry.ranks))]
+        }
+        scale = _scale(rank, own, right)
+        if known and not math.isclose(scale, 1.0, rel_tol=_close(own)):
+            factors[rank] = scale
         for entry in own:
-            other = others.get((entry.name, entry.ranks))
-            if entry.gradient is None or other is None:
-                is_same = entry.gradient is other
+            expected = right[entry.name]
+            if entry.gradient is None or expected is None:
+                is_same = entry.gradient is expected
             else:
-                expected = scale * other.double()
-                error = float((entry.gradient.double() - expected).norm())
-                is_same = error <= _close([entry]) * float(expected.norm())
+                error = float((entry.gradient.double() - scale * expected).norm())
+                is_same = error <= _close([entry]) * scale * float(expected.norm())
             if not is_same:
                 found.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
-    return found
+    return found, factors
 
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:

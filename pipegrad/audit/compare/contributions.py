@@ -1,25 +1,28 @@
 """Contributions: which parts of a batch does a gradient have, and how much of each?
 
-[Note: a gradient by its contributions] The gradient of a mean loss is a weighted sum: one part for
-each replica of the data, each microbatch, and each use of a tied parameter. One process computes
-these parts, with tied parameters untied. A gradient of the pipeline is then fitted by them. The
-weights are a fingerprint of what went wrong: all of them twice as large, zero for all microbatches
-but the last, zero for the other replicas, zero for the other use of a tie.
+[Note: a gradient by its contributions] The right gradient is a sum of parts: one for each replica,
+each microbatch, each term of the loss and each use of a tied parameter. One process computes these
+parts, with tied parameters untied. A wrong gradient is fitted by them. The ratios are a fingerprint
+of what went wrong: all of them twice as large, zero for all microbatches but the last, zero for the
+other replicas, zero for the other use of a tie.
 
-Parts may be alike, so that several weights fit. Then those are taken that differ least from the
-right ones.
+Many ratios fit a small gradient, and parts may be alike. So ratios are free along few dimensions
+first: one for all parts, one for each replica, one for each microbatch, and so on, of each view.
+All that fit are returned, and the cheapest explanation is taken; see `causes.py`.
 """
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-# Parts whose share of the gradient is smaller than this are not told apart.
-_RESOLUTION = 1e-4
-_SAME = 2e-3  # of a gradient, if the weights of another one are to be its own
+_KNOWN = 4.0  # factor of what is allowed, for the ratios of another gradient
+_MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not told apart
+_LEAST = 1e-9  # of a gradient, below which nothing is told apart
 
 
 @dataclass(frozen=True)
@@ -27,71 +30,133 @@ class Fit:
     """A gradient as a sum of parts.
 
     Attributes:
-        ratios: Weights by the right weights, ``(replicas, microbatches, uses)``. 1 is right.
-        before: Weight of the gradient of the step before. 0 is right.
-        rest: Norm of what no part explains, by the norm of the right gradient.
+        view: Whose parts.
+        ratios: Of parts, ``(replicas, microbatches, terms, uses)``. 1 is right; NaN where the
+            gradient has no share of a part.
+        before: Ratio of the gradient of the step before. 0 is right.
+        num_free: How many numbers were solved.
+        is_sure: Whether fewer numbers were solved than the gradient has elements. Else any gradient
+            would fit.
     """
 
+    view: str
     ratios: Tensor
-    before: float
-    rest: float
+    before: float = 0.0
+    num_free: int = 1
+    is_sure: bool = True
 
 
-def fit(
+def fits(
     gradient: Tensor,
-    parts: Tensor,
-    weights: Tensor,
+    parts: Mapping[str, Tensor],
+    allowed: float,
     before: Tensor | None = None,
-    noise: float = 0.0,
-) -> Fit:
-    """Returns a gradient as a sum of parts.
+    known: Sequence[Fit] = (),
+) -> list[Fit]:
+    """Returns sums of parts that make a gradient.
 
     Args:
-        gradient: Of the pipeline, of any shape and dtype.
-        parts: Of one process, ``(replicas, microbatches, uses, *shape)``.
-        weights: The right weights, ``(replicas, microbatches)``.
+        gradient: Of the pipeline, of any dtype.
+        parts: View -> parts, ``(replicas, microbatches, terms, uses, numel)``.
+        allowed: Norm of the rounding of the gradient.
         before: The gradient that this rank had in the step before, if there was one.
-        noise: Error of a right gradient, relative to its norm.
+        known: Of other gradients of the rank. If one of them makes this one, too, it is taken.
     """
-    number = parts.shape[:3].numel()
-    columns = parts.double() * weights.double().reshape(*weights.shape, *[1] * (parts.ndim - 2))
-    columns = columns.reshape(number, -1)
-    if before is not None:
-        columns = torch.cat([columns, before.double().reshape(1, -1)])
-    right = columns[:number].sum(0)
-    wrong = gradient.double().reshape(-1) - right
-    scale = right.norm().clamp_min(torch.finfo(torch.float64).tiny)
-    # The pseudoinverse gives the smallest correction of weights. A part without a share of the
-    # gradient is not corrected at all.
-    resolution = max(_RESOLUTION, noise)
-    inverse = torch.linalg.pinv(columns.T, atol=float(resolution * scale), rtol=0.0)
-    correction = inverse @ wrong
-    rest = (wrong - correction @ columns).norm() / scale
-    ratios = 1 + correction[:number].reshape(parts.shape[:3])
-    last = float(correction[-1]) if before is not None else 0.0
-    return Fit(ratios, last, float(rest))
-
-
-def explains(
-    fitted: Fit, gradient: Tensor, parts: Tensor, weights: Tensor, before: Tensor | None
-) -> bool:
-    """Returns whether the weights of another gradient make this one, too.
-
-    A bias has fewer elements than there are parts, so many weights fit it. Those of a matrix of the
-    same rank are known better.
-
-    Args:
-        fitted: The other one.
-        gradient: Of the pipeline.
-        parts: Of one process, ``(replicas, microbatches, uses, *shape)``.
-        weights: The right weights, ``(replicas, microbatches)``.
-        before: The gradient that this rank had in the step before, if there was one.
-    """
-    if fitted.ratios.shape[2] not in {1, parts.shape[2]}:
-        return False
-    ratios = fitted.ratios.expand(parts.shape[:3]) * weights[..., None]
-    made = (ratios.reshape(-1, 1) * parts.double().flatten(0, 2).flatten(1)).sum(0)
-    if before is not None:
-        made = made + fitted.before * before.double().reshape(-1)
     actual = gradient.double().reshape(-1)
-    return float((actual - made).norm()) <= _SAME * float(actual.norm())
+    solved = {view: _Solved(actual, own, before) for view, own in parts.items()}
+    allowed = max(allowed, _LEAST * float(actual.norm()))
+    shared = [
+        fit
+        for fit in known
+        if fit.view in parts
+        and fit.ratios.shape[3] in {1, parts[fit.view].shape[3]}
+        and (before is not None or not fit.before)
+        and solved[fit.view].rest_of(fit) <= _KNOWN * allowed
+    ]
+    if shared:
+        return [
+            Fit(f.view, f.ratios.expand(parts[f.view].shape[:4]), f.before, 0, f.is_sure)
+            for f in shared
+        ]
+    return [fit for view, own in solved.items() for fit in own.fits(view, allowed)]
+
+
+class _Solved:
+    """A gradient beside the parts of a view, in as few numbers as they have directions.
+
+    Args:
+        actual: The gradient, ``(numel,)``.
+        parts: ``(replicas, microbatches, terms, uses, numel)``.
+        before: The gradient of the step before.
+    """
+
+    def __init__(self, actual: Tensor, parts: Tensor, before: Tensor | None) -> None:
+        self._shape = parts.shape[:4]
+        columns = parts.double().flatten(0, 3)
+        self._numel = int(columns.any(0).sum())
+        more = [] if before is None else [before.double().reshape(-1)]
+        every = torch.stack([*columns, *more, actual], -1)
+        self._reduced = reduced = torch.linalg.qr(every, mode="r").R
+        self._columns = reduced[:, : len(columns)]
+        self._before = None if before is None else reduced[:, -2]
+        self._actual = reduced[:, -1]
+
+    def rest_of(self, fit: Fit) -> float:
+        """Returns the norm of what the ratios of another gradient leave."""
+        ratios = fit.ratios.nan_to_num(1.0).expand(self._shape).reshape(-1)
+        rest = self._actual - self._columns @ ratios
+        if fit.before and self._before is not None:
+            rest = rest - fit.before * self._before
+        return float(rest.norm())
+
+    def fits(self, view: str, allowed: float) -> Iterator[Fit]:
+        """Yields ratios that leave no more than what is allowed."""
+        wide = [dim for dim, size in enumerate(self._shape) if size > 1]
+        stale = (False, True) if self._before is not None else (False,)
+        # What all numbers together do not make, no fewer ones do.
+        every = self._reduced[:, :-1]
+        made = every @ (torch.linalg.pinv(every, rtol=_LEAST) @ self._actual)
+        if float((self._actual - made).norm()) > allowed:
+            return
+        free = [s for number in range(len(wide) + 1) for s in itertools.combinations(wide, number)]
+        found = list[tuple[set[int], bool]]()
+        for dims, is_stale in itertools.product(free, stale):
+            # More numbers than suffice say the same.
+            if any(known <= set(dims) and was_stale <= is_stale for known, was_stale in found):
+                continue
+            fit = self._solved(view, dims, allowed, is_stale=is_stale)
+            if fit is not None:
+                found.append((set(dims), is_stale))
+                yield fit
+
+    def _solved(
+        self, view: str, dims: Sequence[int], allowed: float, *, is_stale: bool
+    ) -> Fit | None:
+        """Returns ratios that differ along these dimensions alone, if they make the gradient."""
+        others = [dim for dim in range(4) if dim not in dims]
+        columns = self._columns.unflatten(1, self._shape)
+        if others:
+            columns = columns.sum([dim + 1 for dim in others], keepdim=True)
+        shape, columns = columns.shape[1:], columns.flatten(1)
+        number = shape.numel()
+        alike = columns.sum(1, keepdim=True)
+        if is_stale and self._before is not None:
+            columns = torch.cat([columns, self._before[:, None]], 1)
+            alike = torch.cat([alike, self._before[:, None]], 1)
+        # One scale for all comes first. The pseudoinverse gives the smallest correction of it, and
+        # none of a part without a share.
+        first = torch.linalg.pinv(alike, rtol=_LEAST) @ self._actual
+        ratios = torch.cat([first[:1].expand(number), first[1:]])
+        least = allowed / _MARGIN
+        inverse = torch.linalg.pinv(columns, atol=least, rtol=0.0)
+        ratios = ratios + inverse @ (self._actual - columns @ ratios)
+        if float((self._actual - columns @ ratios).norm()) > allowed:
+            return None
+        has_share = columns[:, :number].norm(dim=0) > least
+        return Fit(
+            view,
+            ratios[:number].where(has_share, torch.nan).reshape(shape).expand(self._shape),
+            float(ratios[-1]) if is_stale else 0.0,
+            columns.shape[1],
+            columns.shape[1] < self._numel,
+        )

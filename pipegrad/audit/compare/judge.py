@@ -12,10 +12,21 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.audit.compare import clipping, states, stepping
-from pipegrad.audit.compare.causes import Cause, Place, causes, factors_of
-from pipegrad.audit.compare.contributions import Fit, explains, fit
+from pipegrad.audit.compare.causes import (
+    GRADIENT,
+    LATE,
+    OTHER_VALUES,
+    Cause,
+    Explanation,
+    Place,
+    explained,
+    factors_of,
+)
+from pipegrad.audit.compare.contributions import Fit, fits
 from pipegrad.audit.compare.entries import Entry, entries_of
-from pipegrad.audit.compare.truth import Data, Truth, computed, names_by_use, sampled
+from pipegrad.audit.compare.outputs import Data
+from pipegrad.audit.compare.truth import Truth, computed, names_by_use, sampled
+from pipegrad.audit.placed import joined
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.watch import Seen
 from pipegrad.errors import PlanError
@@ -71,6 +82,24 @@ class Verdict:
     gradients: list[Gradient]
 
 
+@dataclass(frozen=True)
+class Wrong:
+    """A gradient that is wrong.
+
+    Attributes:
+        entry: The gradient.
+        allowed: Its error that is right, relative to `scale`.
+        scale: What its error is divided by.
+    """
+
+    entry: Entry
+    allowed: float
+    scale: float
+
+
+_Key = tuple[str, tuple[int, ...]]  # name and ranks of an entry
+
+
 class Judge:
     """Compares steps, one after the other.
 
@@ -111,6 +140,7 @@ class Judge:
             sizes: Of the step.
         """
         _check_seen(seen)
+        seen = joined(seen, self._first)
         several = [finding for of_rank in seen for finding in stepping.several(of_rank)]
         if several:  # nothing else means anything
             return Verdict([replace(finding, step=number) for finding in several], [])
@@ -125,17 +155,34 @@ class Judge:
         truth = computed(self._with_values(seen), data, dtypes, self._autocast)
         if truth.is_coupled:
             self.notes["coupled"] = (
-                "samples of a batch depend on each other, as in BatchNorm: the gradient is "
-                "compared with that of one process that computes each microbatch by itself"
+                "no parts of microbatches make the gradient of the batch: its samples depend on "
+                "each other, as in BatchNorm or in a loss that is no mean over samples. What is "
+                "right is that of the whole batch. If each microbatch is to be computed by itself, "
+                "give the audit by_microbatch=True"
             )
-        entries, norms = clipping.unclipped(seen, self._first, truth.gradients, self._clip_norm)
+        frozen = states.frozen(seen, self._first)
+        entries, norms, after = clipping.unclipped(
+            seen, self._first, truth.gradients, self._clip_norm
+        )
         findings += norms
         findings += states.losses(seen, truth)
-        wrong, gradients = self._gradients(entries, truth, dtypes, sizes)
-        findings += wrong
-        # Ranks that clip by other norms step copies by other gradients: that is one cause.
+        findings += states.trained(entries, truth, frozen)
+        changed = {(finding.names[0], finding.ranks) for finding in norms if finding.names}
+        entries = [
+            entry
+            for entry in entries
+            if entry.name in truth.gradients
+            and not set(entry.ranks) & frozen.get(entry.name, set())
+            and (entry.name, entry.ranks) not in changed
+        ]
+        wrong, gradients = self._gradients(entries, truth, dtypes, sizes, after)
+        # A loss scale that is removed behind clipping is one cause, and is said there.
+        is_late = any(finding.advice == LATE.advice for finding in wrong)
+        is_clipped = any(of_rank.norm is not None for of_rank in seen)
+        findings += [*wrong, *clipping.behind({} if is_late else after)]
+        # Ranks that clip by other norms, or other gradients, step copies otherwise: one cause.
         explained = {name for finding in findings for name in finding.names}
-        explained |= set(truth.uses) if norms else set()
+        explained |= set(self._first.values()) if norms or (wrong and is_clipped) else set()
         findings += self._parameters(seen, explained)
         findings += states.buffers(seen, truth)
         self._before = {
@@ -180,16 +227,15 @@ class Judge:
         truth: Truth,
         dtypes: Mapping[str, torch.dtype],
         sizes: Sizes,
+        after: Mapping[int, float],
     ) -> tuple[list[Finding], list[Gradient]]:
         """Returns what is wrong with gradients, and how far each is from the right one."""
         whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
-        gradients, wrong = [], list[tuple[Entry, float]]()
+        gradients, wrong = [], list[Wrong]()
         for entry in entries:
-            right = truth.gradients.get(entry.name)
-            if right is None:  # frozen in the uncut model
-                continue
+            right = truth.gradients[entry.name]
             actual = torch.zeros_like(right) if entry.gradient is None else entry.gradient
-            scale = max(float(right.norm()), _SMALL * whole, torch.finfo(torch.float64).tiny)
+            scale = max(float(right.norm()), _SMALL * whole, _TINY)
             error = float((actual.double() - right).norm()) / scale
             noise = truth.noise.get(entry.name, 0.0) * float(right.norm()) / scale
             # Many models compute in float32 inside, also where their parameters are float64.
@@ -205,78 +251,90 @@ class Judge:
                 allowed = _MOST_ALLOWED
             gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
             if not error <= allowed:  # NaN is wrong, too
-                wrong.append((entry, allowed))
-        is_small = bool(wrong) and all(0 < one.error < _LOW for one in gradients)
-        if is_small and torch.float32 in dtypes.values() and self._autocast is None:
+                wrong.append(Wrong(entry, allowed, scale))
+        why = self._why(wrong, entries, truth, sizes, after)
+        is_small = all(0 < one.error < _LOW for one in gradients)
+        is_other = any(finding.cause == OTHER_VALUES.words for finding in why)
+        if is_small and is_other and torch.float32 in dtypes.values() and self._autocast is None:
             self.notes["autocast"] = (
                 "all errors are as small as those of half precision: if the pipeline computes in "
                 "torch.autocast, give autocast=torch.bfloat16"
             )
-        return self._why(wrong, entries, truth, sizes), gradients
+        return why, gradients
 
     def _why(
         self,
-        wrong: Sequence[tuple[Entry, float]],
+        wrong: Sequence[Wrong],
         entries: Sequence[Entry],
         truth: Truth,
         sizes: Sizes,
+        after: Mapping[int, float],
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
-        fits = list[tuple[Entry, float, Fit]]()
         findings = list[Finding]()
-        known: dict[tuple[int, ...], list[Fit]] = {}
         # Matrices first: their parts are told apart best.
-        wrong = sorted(wrong, key=lambda one: -truth.gradients[one[0].name].numel())
-        names = list(dict.fromkeys(entry.name for entry, _ in wrong))
+        wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
+        names = list(dict.fromkeys(one.entry.name for one in wrong))
         parts = truth.parts(names) if names else {}
-        for entry, allowed in wrong:
+        places = _places(entries, truth, sizes, after)
+        found, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
+        known: dict[tuple[int, ...], list[Fit]] = {}
+        for one in wrong:
+            entry = one.entry
             if entry.gradient is not None and not bool(entry.gradient.isfinite().all()):
                 findings.append(Finding(*_NOT_FINITE, (entry.name,), entry.ranks))
                 continue
             own = known.setdefault(entry.ranks, [])
-            fitted = self._fit(entry, parts[entry.name], truth, allowed, own)
-            fits.append((entry, allowed, fitted))
-            own.append(fitted)
-        usual = _usual(fits, entries, truth)
+            fitting = self._fits(one, parts[entry.name], truth, own)
+            best = explained(fitting, places[entry.name, entry.ranks], one.allowed).fit
+            if best is not None:
+                own.append(best)
+                chosen[entry.name, entry.ranks] = best
+            found.append((one, fitting))
+        usual, apart = _usual(chosen, entries, truth, wrong), _apart(chosen, entries)
         order = {name: number for number, name in enumerate(truth.gradients)}
-        fits.sort(key=lambda one: order[one[0].name])
-        for entry, allowed, fitted in fits:
-            groups = {
-                e.ranks for e in entries if e.name == entry.name and e.replicas == entry.replicas
-            }
+        found.sort(key=lambda pair: order[pair[0].entry.name])
+        said = list[tuple[Entry, Explanation]]()
+        for one, fitting in found:
+            entry = one.entry
+            there = {use: e.ranks for e in entries if e.name == entry.name for use in e.uses}
             uses = truth.uses[entry.name]
-            place = Place(
-                replicas=entry.replicas,
-                uses=[uses.index(name) for name in entry.uses],
-                holders=len(groups),
-                counts=sizes.counts,
-                weights=truth.weights,
+            place = replace(
+                places[entry.name, entry.ranks],
                 usual=usual.get(entry.ranks),
+                usual_of_uses=[usual.get(there.get(use, ())) for use in uses] if uses[1:] else [],
+                is_apart=entry.name in apart,
             )
-            found = causes(fitted, place, allowed) or [
-                Cause("the gradient is off by more than rounding explains")
-            ]
-            findings += [Finding(*cause, (entry.name,), entry.ranks) for cause in found]
+            said.append((entry, explained(fitting, place, one.allowed)))
+        # Numbers that nothing explains follow from other values beside them.
+        others = {entry.ranks for entry, why in said if why.fit is None}
+        for entry, why in said:
+            is_other = entry.ranks in others and not why.is_known
+            causes = [OTHER_VALUES] if is_other else why.causes
+            findings += [Finding(*cause, (entry.name,), entry.ranks) for cause in causes]
         return findings
 
-    def _fit(
-        self, entry: Entry, parts: Tensor, truth: Truth, allowed: float, known: Sequence[Fit]
-    ) -> Fit:
-        """Returns a gradient as a sum of parts; by weights that are known, if they make it."""
-        actual = torch.zeros_like(parts[0, 0, 0])
-        if entry.gradient is not None:
-            actual = sampled(entry.gradient)
-        before = self._before.get((entry.name, entry.ranks))
+    def _fits(
+        self, one: Wrong, parts: Mapping[str, Tensor], truth: Truth, known: Sequence[Fit]
+    ) -> list[Fit]:
+        """Returns sums of parts that make a gradient."""
+        right = sampled(truth.gradients[one.entry.name])
+        actual = torch.zeros_like(right)
+        if one.entry.gradient is not None:
+            actual = sampled(one.entry.gradient)
+        before = self._before.get((one.entry.name, one.entry.ranks))
         before = None if before is None else sampled(before)
-        for other in known:
-            if explains(other, actual, parts, truth.weights, before):
-                return Fit(other.ratios.expand(parts.shape[:3]), other.before, 0.0)
-        return fit(actual, parts, truth.weights, before, allowed)
+        size = max(1.0, float(actual.norm()) / max(float(right.norm()), _TINY))
+        share = math.sqrt(right.numel() / truth.gradients[one.entry.name].numel())
+        if truth.is_coupled:
+            parts = {GRADIENT: right.reshape(1, 1, 1, 1, -1), **parts}
+        return fits(actual, parts, one.allowed * one.scale * size * share, before, known)
 
     # What follows.
 
     def copies_with_dropout(self, seen: Sequence[Seen]) -> Iterator[Finding]:
         """Yields parameters whose copies get other gradients only because of dropout."""
+        seen = joined(seen, self._first)
         yield from states.copies(
             seen,
             [{n: g for n, g in s.gradients.items() if g is not None} for s in seen],
@@ -300,6 +358,8 @@ class Judge:
 
 _LOW = 0.1  # error of gradients that were computed in half precision
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
+_SHARE = 1e-2  # of a gradient, below which it has no data of a replica
+_TINY = torch.finfo(torch.float64).tiny
 _EXACT = 1e-12  # of a gradient that is float64 all the way
 _DROPOUT = Cause(
     "with dropout, copies of the parameter get different gradients",
@@ -331,19 +391,62 @@ def _check_seen(seen: Sequence[Seen]) -> None:
         )
 
 
+def _places(
+    entries: Sequence[Entry], truth: Truth, sizes: Sizes, after: Mapping[int, float]
+) -> dict[_Key, Place]:
+    """Returns what is known of each gradient before any is explained."""
+    holders: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    for entry in entries:
+        holders.setdefault((entry.name, entry.replicas), set()).add(entry.ranks)
+    return {
+        (entry.name, entry.ranks): Place(
+            replicas=entry.replicas,
+            uses=[truth.uses[entry.name].index(name) for name in entry.uses],
+            holders=len(holders[entry.name, entry.replicas]),
+            counts=sizes.counts,
+            num_replicas=sizes.replicas,
+            stages=sizes.ranks // sizes.replicas,
+            targets=sizes.targets,
+            terms=truth.terms,
+            is_coupled=truth.is_coupled,
+            after=after.get(entry.ranks[0], 1.0),
+        )
+        for entry in entries
+    }
+
+
 def _usual(
-    fits: Sequence[tuple[Entry, float, Fit]], entries: Sequence[Entry], truth: Truth
-) -> dict[tuple[int, ...], float]:
+    chosen: Mapping[_Key, Fit], entries: Sequence[Entry], truth: Truth, wrong: Sequence[Wrong]
+) -> dict[tuple[int, ...], float | None]:
     """Returns by which factor parameters that are not tied are too large, by their ranks."""
-    wrong = {(entry.name, entry.ranks): fitted for entry, _, fitted in fits}
+    is_wrong = {(one.entry.name, one.entry.ranks) for one in wrong}
     scales: dict[tuple[int, ...], list[float]] = {}
     for entry in entries:
+        key = entry.name, entry.ranks
         if len(truth.uses.get(entry.name, ())) != 1:
             continue
-        fitted = wrong.get((entry.name, entry.ranks))
-        factors = None if fitted is None else factors_of(fitted.ratios)
-        if fitted is None:
+        factors = factors_of(chosen[key].ratios) if key in chosen else None
+        if key not in is_wrong:
             scales.setdefault(entry.ranks, []).append(1.0)
         elif factors is not None and factors.scale:
             scales.setdefault(entry.ranks, []).append(factors.scale)
-    return {ranks: statistics.median(values) for ranks, values in scales.items()}
+    found = {ranks: statistics.median(values) for ranks, values in scales.items()}
+    # A rank of tied parameters alone is taken to be as the others are.
+    every = statistics.median(found.values()) if found else None
+    return {entry.ranks: found.get(entry.ranks, every) for entry in entries}
+
+
+def _apart(chosen: Mapping[_Key, Fit], entries: Sequence[Entry]) -> set[str]:
+    """Returns parameters of which all ranks have the data of their own replica alone."""
+    found = set[str]()
+    for name in {entry.name for entry in entries}:
+        own = [(e, chosen.get((e.name, e.ranks))) for e in entries if e.name == name]
+        if all(fit is None or _has(fit, entry.replicas) for entry, fit in own):
+            found.add(name)
+    return found
+
+
+def _has(fit: Fit, replicas: Sequence[int]) -> bool:
+    """Returns whether a gradient has the data of these replicas alone."""
+    shares = fit.ratios.nan_to_num(0.0).abs().amax((1, 2, 3)).tolist()
+    return all(r in replicas for r, share in enumerate(shares) if share > _SHARE * max(shares))

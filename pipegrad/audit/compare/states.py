@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.audit.compare.causes import Cause
+from pipegrad.audit.compare.entries import Entry
 from pipegrad.audit.compare.truth import Truth
 from pipegrad.audit.report import Finding
 from pipegrad.audit.watch import Seen
@@ -16,6 +17,14 @@ from pipegrad.audit.watch import Seen
 _STARTS = Cause(
     "copies of the parameter start with different values",
     "load or broadcast one value on all ranks that hold it, before the first step",
+)
+_FROZEN = Cause(
+    "the parameter is frozen, and in the uncut model it is trained",
+    "call requires_grad_(True) for it in the stage, or requires_grad_(False) in the uncut model",
+)
+_TRAINS = Cause(
+    "the parameter is trained, and in the uncut model it is frozen",
+    "call requires_grad_(False) for it in the stage, before the optimizer is made",
 )
 _FORWARD = "look at the forward first: inputs, targets, loss function, order of layers"
 _CLOSE = 1e-4  # of a loss or a buffer in float32
@@ -71,12 +80,33 @@ def copies(
                 yield Finding(*cause, (first[name],), (other, of_rank.rank))
 
 
+def frozen(seen: Sequence[Seen], first: Mapping[str, str]) -> dict[str, set[int]]:
+    """Returns first names of parameters, and the ranks on which they require no gradient."""
+    found: dict[str, set[int]] = {}
+    for of_rank in seen:
+        for name in of_rank.frozen:
+            found.setdefault(first[name], set()).add(of_rank.rank)
+    return found
+
+
+def trained(
+    entries: Sequence[Entry], truth: Truth, is_frozen: Mapping[str, set[int]]
+) -> Iterator[Finding]:
+    """Yields parameters that train in the pipeline alone, or in the uncut model alone."""
+    for entry in entries:
+        here = not set(entry.ranks) & is_frozen.get(entry.name, set())
+        there = entry.name in truth.gradients
+        if there and not here and bool(truth.gradients[entry.name].any()):
+            yield Finding(*_FROZEN, (entry.name,), entry.ranks)
+        elif here and not there and entry.gradient is not None and bool(entry.gradient.any()):
+            yield Finding(*_TRAINS, (entry.name,), entry.ranks)
+
+
 def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
     """Yields losses that are neither that of one process, nor that of the rank's own replica."""
     close = _CLOSE + 4 * truth.loss_error
     for of_rank in seen:
-        weights, values = truth.weights[of_rank.replica], truth.losses[of_rank.replica]
-        own = float((weights * values).sum() / weights.sum())
+        own, values = float(truth.own[of_rank.replica]), truth.losses[of_rank.replica]
         # Ranks without the last stage often return 0 or -1.
         said = [loss for loss in of_rank.losses if loss not in {0.0, -1.0}]
         if not said or any(
@@ -85,6 +115,7 @@ def losses(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
             continue
         known = {
             "the sum over microbatches": float(values.sum()),
+            "multiplied by the number of microbatches": truth.loss * len(values),
             "the sum over microbatches and replicas": float(truth.losses.sum()),
             "that of the last microbatch": float(values[-1]),
             "that of the first microbatch": float(values[0]),

@@ -1,17 +1,17 @@
 """Truth: what one process computes on the uncut model, whole and in parts, in float64.
 
-[Note: what is right] The right gradient is that of the loss of the whole batch. If the loss is a
-mean over targets that count differently, as with ``ignore_index``, microbatches and replicas have
-different weights in it. The weights are solved from gradients: whole = sum of weight x part.
-
-If no weights do that, samples depend on each other, as in BatchNorm. Then a microbatch is computed
-by itself in any pipeline, and the mean over microbatches and replicas is right.
+[Note: what is right] The right gradient is that of the loss of the whole batch, computed at once.
+Its parts, one for each microbatch, say what a wrong gradient is made of; see `outputs.py`. If no
+parts make the whole, samples depend on each other, as in BatchNorm. A pipeline that computes each
+microbatch by itself has another gradient then. Only the caller may say that it is right
+nevertheless, by ``by_microbatch``.
 """
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +20,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipegrad.audit.compare.outputs import (
+    WHOLE,
+    Batch,
+    Data,
+    Outputs,
+    Views,
+    loss_of,
+    output_of,
+    views_of,
+)
 from pipegrad.errors import PlanError, in_words
 from pipegrad.pipeline.batch.trees import flattened, is_cut
-
-Batch = tuple[Any, Any]  # inputs and target
-LossFn = Callable[[Any, Any], Any]
 
 _SAMPLED = 16384  # elements of a gradient that are looked at part by part
 _SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights
@@ -39,42 +46,30 @@ class Truth:
     Attributes:
         loss: Of the whole batch.
         losses: Of each replica and microbatch, ``(replicas, microbatches)``.
+        own: Of the rows of each replica, ``(replicas,)``.
         gradients: Name -> gradient. A tied parameter has the first of its names.
-        loss_error: Of one process that computes in the dtype of the pipeline, relative.
-        noise: Name -> error of one process that computes in the dtype of the pipeline, relative.
         uses: First name of each parameter -> all its names.
-        weights: Of each replica and microbatch in the whole, ``(replicas, microbatches)``.
+        terms: Of the output's tensors that the loss depends on, their paths.
         buffers: Of each replica, after its microbatches; those that the forward changes.
-        is_coupled: Whether samples of a batch depend on each other.
-        parts: Of first names, elements of their gradients (`sampled`) by replica, microbatch and
-            use, ``(replicas, microbatches, uses, numel)``.
+        is_coupled: Whether samples of a batch depend on each other, so that no parts make the
+            gradient.
+        parts: Of first names, view -> elements of their gradients (`sampled`) by replica,
+            microbatch, term and use, ``(replicas, microbatches, terms, uses, numel)``.
+        noise: Name -> error of one process that computes in the dtype of the pipeline, relative.
+        loss_error: The same of the loss.
     """
 
     loss: float
     losses: Tensor
+    own: Tensor
     gradients: dict[str, Tensor]
-    noise: dict[str, float]
     uses: dict[str, tuple[str, ...]]
-    weights: Tensor
+    terms: tuple[str, ...]
     buffers: list[dict[str, Tensor]]
     is_coupled: bool
-    parts: Callable[[Sequence[str]], dict[str, Tensor]]
+    parts: Callable[[Sequence[str]], dict[str, dict[str, Tensor]]]
+    noise: dict[str, float]
     loss_error: float = 0.0
-
-
-@dataclass(frozen=True)
-class Data:
-    """What a step computes with.
-
-    Attributes:
-        loss_fn: ``loss_fn(output, target)``, a mean.
-        batches: Of each replica, its microbatches.
-        whole: The whole batch.
-    """
-
-    loss_fn: LossFn
-    batches: Sequence[Sequence[Batch]]
-    whole: Batch
 
 
 def computed(
@@ -135,47 +130,63 @@ def compute(
         dtypes: Of the pipeline's parameters, by name.
         autocast: In which the pipeline computes, if that is another dtype.
     """
-    loss_fn, batches = data.loss_fn, data.batches
     uses = names_by_use(model)
-    loose = _untied(model, uses)
+    loose, exact = _untied(model, uses), _doubled(data)
     # A forward of the whole batch would change buffers, such as running means.
-    loss, totals = _gradients(copy.deepcopy(loose), loss_fn, doubled(data.whole))
+    loss, totals = _gradients(copy.deepcopy(loose), exact)
     gradients = {name: _sum(totals, names) for name, names in uses.items() if names[0] in totals}
-    few = _few(gradients)
-    losses, buffers, parts = [], [], []
-    for of_replica in batches:
-        own = copy.deepcopy(loose)
-        first = {name: buffer.clone() for name, buffer in own.named_buffers()}
-        found = [_gradients(own, loss_fn, doubled(one), few, uses) for one in of_replica]
-        losses.append([value for value, _ in found])
-        parts.append([torch.cat([sampled(_sum(g, uses[n])) for n in few]) for _, g in found])
-        after = dict(own.named_buffers())
-        buffers.append({n: b for n, b in after.items() if not torch.equal(b, first[n])})
-    columns = torch.stack([torch.stack(row) for row in parts])
-    columns = columns.nan_to_num(0.0)  # a microbatch without targets has a loss of 0 / 0
-    right = torch.cat([sampled(gradients[name]) for name in few])
-    weights = _weights(columns, right)
-    rest = (weights[..., None] * columns).sum((0, 1)) - right
-    is_coupled = float(rest.norm()) > _COUPLED * float(right.norm())
-    if is_coupled:
-        weights = _of_outputs(loose, data, weights.shape)
-        gradients = _accumulated(loose, loss_fn, batches, weights, uses)
-    each = torch.tensor(losses, dtype=torch.float64).nan_to_num(0.0)
+    uses = {first: names for first, names in uses.items() if first in gradients}
+    outputs, views, is_coupled = _taken_apart(loose, exact, gradients, uses)
+    if is_coupled and data.by_microbatch:
+        loss, gradients = views.loss, _accumulated(loose, exact, outputs, views, uses)
     truth = Truth(
-        loss=float((weights * each).sum()) if is_coupled else loss,
-        losses=each,
+        loss=loss,
+        losses=views.losses,
+        own=views.own,
         gradients=gradients,
+        uses=uses,
+        terms=tuple(outputs.paths[leaf] for leaf in views.terms),
+        buffers=outputs.buffers,
+        is_coupled=is_coupled and not data.by_microbatch,
+        parts=lambda names: _parts(loose, exact, outputs, views, {n: uses[n] for n in names}),
         noise={},
-        uses={first: names for first, names in uses.items() if first in gradients},
-        weights=weights,
-        buffers=buffers,
-        is_coupled=is_coupled,
-        parts=lambda names: _parts(loose, loss_fn, batches, names, uses),
     )
-    noise, rounded = _noise(model, data, truth, dtypes, autocast)
+    noise, rounded = _noise(model, data, outputs, truth, dtypes, autocast=autocast)
     return replace(
         truth, noise=noise, loss_error=abs(rounded - truth.loss) / abs(truth.loss or 1.0)
     )
+
+
+def _taken_apart(
+    model: nn.Module,
+    data: Data,
+    gradients: Mapping[str, Tensor],
+    uses: Mapping[str, Sequence[str]],
+) -> tuple[Outputs, Views, bool]:
+    """Returns outputs of microbatches, how a loss is divided, and whether parts miss the whole."""
+    few = {name: uses[name] for name in _few(gradients)}
+    right = torch.cat([sampled(gradients[name]) for name in few])
+    found = list[tuple[Outputs, Views]]()
+    for is_opaque in (False, True):
+        try:
+            outputs = Outputs(model, data, is_opaque=is_opaque)
+            views = views_of(outputs, data)
+        except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
+            if is_opaque and not found:
+                raise
+            continue  # the loss function needs more than tensors, or they have no rows
+        found.append((outputs, views))
+        for _ in range(2):
+            parts = _parts(model, data, outputs, replace(views, by_name=views.whole), few)
+            columns = torch.cat([parts[name][WHOLE].sum(-2) for name in few], -1)
+            rest = right - columns.sum((0, 1, 2))
+            if float(rest.norm()) <= _COUPLED * float(right.norm()):
+                return outputs, views, False
+            if all(outputs.dims[leaf] is not None for leaf in views.terms):
+                break
+            outputs = outputs.weighed(views.terms, columns, rest)
+            views = views_of(outputs, data)
+    return *found[0], True
 
 
 def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -217,39 +228,20 @@ def _double(tensor: Tensor) -> Tensor:
     return tensor.double() if tensor.is_floating_point() else tensor
 
 
-def output_of(model: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as the model
-    """Returns what a model makes of inputs: by name, by position, or one tensor."""
-    if isinstance(inputs, Mapping):
-        return model(**inputs)
-    return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
+def _doubled(data: Data) -> Data:
+    batches = [[doubled(one) for one in of_replica] for of_replica in data.batches]
+    return replace(data, batches=batches, whole=doubled(data.whole))
 
 
-def _gradients(
-    model: nn.Module,
-    loss_fn: LossFn,
-    batch: Batch,
-    names: Sequence[str] | None = None,
-    uses: Mapping[str, Sequence[str]] | None = None,
-) -> tuple[float, dict[str, Tensor]]:
-    """Returns the loss, and gradients by name; with `names`, of all uses of these alone."""
-    wanted = None if names is None or uses is None else {x for n in names for x in uses[n]}
-    trained = {
-        name: parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and (wanted is None or name in wanted)
-    }
+def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
+    """Returns the loss of the whole batch, and gradients by name."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     with torch.enable_grad():
-        loss = loss_of(loss_fn(output_of(model, batch[0]), batch[1]))
+        inputs, target = data.whole
+        loss = loss_of(data.loss_fn(output_of(model, inputs), target))
         found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
         values = [value.to_dense() if value.is_sparse else value for value in found]
     return float(loss.detach()), dict(zip(trained, values, strict=True))
-
-
-def loss_of(result: Any) -> Tensor:  # noqa: ANN401 - of the caller
-    """Returns the loss of what a loss function returns: it, or the first of a tuple."""
-    loss = result[0] if isinstance(result, tuple | list) else result
-    assert isinstance(loss, Tensor)
-    return loss
 
 
 def _untied(model: nn.Module, uses: Mapping[str, Sequence[str]]) -> nn.Module:
@@ -276,35 +268,6 @@ def sampled(gradient: Tensor) -> Tensor:
     return flat[:: max(1, flat.numel() // _SAMPLED)]
 
 
-def _of_outputs(model: nn.Module, data: Data, shape: torch.Size) -> Tensor:
-    """Returns the weights that parts have in the loss of the whole, by gradients of the output.
-
-    Samples that depend on each other do so inside of the model, and not in the loss.
-    """
-    equal = torch.full(shape, 1 / shape.numel(), dtype=torch.float64)
-    inputs, target = doubled(data.whole)
-    with torch.no_grad():
-        output = output_of(copy.deepcopy(model), inputs)
-    if not isinstance(output, Tensor) or not is_cut(output):
-        return equal
-    rows = output.detach().tensor_split(shape.numel())
-    targets = leaves_cut(target, shape.numel())
-
-    def gradient(values: Tensor, wanted: Any) -> Tensor:  # noqa: ANN401 - a tree
-        leaf = values.clone().requires_grad_()
-        with torch.enable_grad():
-            loss = loss_of(data.loss_fn(leaf, wanted))
-            return torch.autograd.grad(loss, leaf)[0].nan_to_num(0.0)
-
-    whole = gradient(output.detach(), target).tensor_split(shape.numel())
-    parts = [gradient(one, wanted) for one, wanted in zip(rows, targets, strict=True)]
-    products = [
-        (of_whole * part).sum() / part.square().sum().clamp_min(torch.finfo(part.dtype).tiny)
-        for of_whole, part in zip(whole, parts, strict=True)
-    ]
-    return torch.stack(products).reshape(shape)
-
-
 def _few(gradients: Mapping[str, Tensor]) -> list[str]:
     """Returns the smallest parameters that suffice to solve the weights, at least two."""
     few, numel = list[str](), 0
@@ -316,63 +279,86 @@ def _few(gradients: Mapping[str, Tensor]) -> list[str]:
     return few
 
 
-def _weights(columns: Tensor, right: Tensor) -> Tensor:
-    """Returns the weights ``(replicas, microbatches)`` that make parts the whole."""
-    flat = columns.flatten(0, 1)
-    # The smallest correction of equal weights: parts may be alike, as in two equal microbatches.
-    equal = torch.full((len(flat),), 1 / len(flat), dtype=flat.dtype)
-    inverse = torch.linalg.pinv(flat.T, rtol=1e-9)
-    solved: Tensor = equal + inverse @ (right - equal @ flat)
-    return solved.reshape(columns.shape[:2])
-
-
-def _accumulated(
+def _flowed(
     model: nn.Module,
-    loss_fn: LossFn,
-    batches: Sequence[Sequence[Batch]],
-    weights: Tensor,
-    uses: Mapping[str, Sequence[str]],
-) -> dict[str, Tensor]:
-    """Returns the weighted sum of the gradients of all microbatches."""
-    total = dict[str, Tensor]()
-    for replica, of_replica in enumerate(batches):
+    data: Data,
+    outputs: Outputs,
+    views: Views,
+    names: Sequence[str],
+    *,
+    take: Callable[[Tensor], Tensor],
+) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
+    """Yields view and, by term, gradients of the parameters `names`: for each microbatch."""
+    for replica, of_replica in enumerate(data.batches):
         own = copy.deepcopy(model)
+        trained = {n: p for n, p in own.named_parameters() if n in set(names)}
         for index, one in enumerate(of_replica):
-            _, found = _gradients(own, loss_fn, doubled(one))
-            for first, names in uses.items():
-                if names[0] in found:
-                    part = weights[replica, index] * _sum(found, names)
-                    total[first] = total[first] + part if first in total else part
-    return total
+            with torch.enable_grad():
+                leaves = outputs.run(own, one)
+            for view, cotangents in views.by_name.items():
+                by_term = []
+                for term in views.terms:
+                    cotangent, leaf = cotangents[replica, index][term], leaves[term]
+                    if cotangent is None or not leaf.requires_grad:
+                        by_term.append({n: take(torch.zeros_like(p)) for n, p in trained.items()})
+                        continue
+                    found = torch.autograd.grad(
+                        leaf, list(trained.values()), cotangent,
+                        retain_graph=True, materialize_grads=True,
+                    )  # fmt: skip
+                    values = [take(g.to_dense() if g.is_sparse else g) for g in found]
+                    by_term.append(dict(zip(trained, values, strict=True)))
+                yield view, by_term
 
 
 def _parts(
     model: nn.Module,
-    loss_fn: LossFn,
-    batches: Sequence[Sequence[Batch]],
-    names: Sequence[str],
+    data: Data,
+    outputs: Outputs,
+    views: Views,
+    uses: Mapping[str, Sequence[str]],
+) -> dict[str, dict[str, Tensor]]:
+    """Returns gradients by name, view, replica, microbatch, term and use."""
+    names = [use for every in uses.values() for use in every]
+    found = {name: {view: list[Tensor]() for view in views.by_name} for name in uses}
+    for view, by_term in _flowed(model, data, outputs, views, names, take=sampled):
+        for name, every in uses.items():
+            # A use that cannot be untied is counted with the first one.
+            zero = torch.zeros_like(by_term[0][name])
+            rows = [torch.stack([own.get(use, zero) for use in every]) for own in by_term]
+            found[name][view].append(torch.stack(rows))
+    shape = len(data.batches), len(data.batches[0])
+    return {
+        name: {view: torch.stack(rows).unflatten(0, shape) for view, rows in of_name.items()}
+        for name, of_name in found.items()
+    }
+
+
+def _accumulated(
+    model: nn.Module,
+    data: Data,
+    outputs: Outputs,
+    views: Views,
     uses: Mapping[str, Sequence[str]],
 ) -> dict[str, Tensor]:
-    """Returns gradients by replica, microbatch and use."""
-    found: dict[str, list[Tensor]] = {name: [] for name in names}
-    for of_replica in batches:
-        own = copy.deepcopy(model)
-        for one in of_replica:
-            _, values = _gradients(own, loss_fn, doubled(one), names, uses)
-            for name in names:
-                # A use that cannot be untied is counted with the first one.
-                zero = torch.zeros_like(values[name])
-                every = [values.get(use, zero) for use in uses[name]]
-                found[name].append(torch.stack([sampled(value) for value in every]))
-    shape = len(batches), len(batches[0])
-    return {name: torch.stack(rows).unflatten(0, shape) for name, rows in found.items()}
+    """Returns the sums of all parts of the whole."""
+    names = [use for every in uses.values() for use in every]
+    whole = replace(views, by_name=views.whole)
+    total = dict[str, Tensor]()
+    for _, by_term in _flowed(model, data, outputs, whole, names, take=lambda gradient: gradient):
+        for own, (first, every) in itertools.product(by_term, uses.items()):
+            part = _sum(own, every)
+            total[first] = total[first] + part if first in total else part
+    return total
 
 
 def _noise(
     model: nn.Module,
     data: Data,
+    outputs: Outputs,
     truth: Truth,
     dtypes: Mapping[str, torch.dtype],
+    *,
     autocast: torch.dtype | None,
 ) -> tuple[dict[str, float], float]:
     """Returns relative errors of one process that computes as the pipeline does, and its loss."""
@@ -383,21 +369,19 @@ def _noise(
     [kind] = kinds if len(kinds) == 1 else [torch.float32]
     for buffer in same.buffers():
         buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
+    rounded = replace(
+        data,
+        batches=[[_cast(one, kind) for one in of_replica] for of_replica in data.batches],
+        whole=_cast(data.whole, kind),
+    )
     # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
     scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
-    total = 0.0
     try:
-        with _autocast(autocast):
-            for replica, of_replica in enumerate(data.batches):
-                for index, (inputs, target) in enumerate(of_replica):
-                    weight = float(truth.weights[replica, index])
-                    if not weight:
-                        continue
-                    loss = loss_of(
-                        data.loss_fn(output_of(same, _cast(inputs, kind)), _cast(target, kind))
-                    )
-                    total += weight * float(loss.detach())
-                    (loss * (weight * scale)).backward()
+        with _autocast(autocast), torch.enable_grad():
+            loss = math.nan
+            for of_part in _losses(same, rounded, outputs, truth):
+                loss = float(of_part.detach())
+                (of_part * scale).backward()
     except (RuntimeError, TypeError, ValueError):
         # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
         return {}, truth.loss
@@ -408,7 +392,18 @@ def _noise(
         if gradient is not None:
             dense = gradient.to_dense() if gradient.is_sparse else gradient
             found[name] = relative(dense.double() / scale - right, right)
-    return found, total
+    return found, loss
+
+
+def _losses(model: nn.Module, data: Data, outputs: Outputs, truth: Truth) -> Iterator[Tensor]:
+    """Yields the loss of the whole batch for each microbatch, whose rows alone have gradients."""
+    if truth.is_coupled:
+        inputs, target = data.whole
+        yield loss_of(data.loss_fn(output_of(model, inputs), target))
+        return
+    own = outputs.like(model, data)
+    for cell, one in zip(own.cells, itertools.chain(*data.batches), strict=True):
+        yield own.loss(own.cells, data.whole[1], {cell: own.run(model, one)})
 
 
 def relative(difference: Tensor, right: Tensor) -> float:
@@ -417,8 +412,11 @@ def relative(difference: Tensor, right: Tensor) -> float:
     return float(difference.norm() / right.norm().clamp_min(tiny))
 
 
-def _cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - a tree
-    return _each(value, lambda x: x.cpu().to(dtype) if x.is_floating_point() else x.cpu())
+def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.cpu().to(dtype) if tensor.is_floating_point() else tensor.cpu()
+
+    return _each(batch[0], cast), _each(batch[1], cast)
 
 
 @contextlib.contextmanager

@@ -63,7 +63,6 @@ EXAMPLES: dict[str, list[str]] = {
     "right": [],
     "times_tokens": ["the gradient is 103 times too large: it is multiplied by the number of targ"],
     "scaled_by_each_stage": [
-        "uses of the tied parameter count differently in its gradient: [0.25, 1.0] times",
         "the gradient is 4 times too small: it is divided by the number of microbatches",
     ],
     "last_microbatches": ["only the last 4 microbatches are in the gradient, of 8"],

@@ -386,6 +386,7 @@ class Pipeline:
             num_replicas=2 if is_split else 1,
             clip_norm=0.05 if self.kind.has("clipped") else None,
             autocast=torch.bfloat16 if self.kind.has("autocast") else None,
+            by_microbatch=self.kind.block is BatchNormed,
         )
 
     def close(self) -> None:

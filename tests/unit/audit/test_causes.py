@@ -9,68 +9,84 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.causes import Cause, Factors, Place, causes, factors_of
+from pipegrad.audit.compare.causes import (
+    GRADIENT,
+    OTHER_VALUES,
+    Cause,
+    Factors,
+    Place,
+    explained,
+    factors_of,
+)
 from pipegrad.audit.compare.contributions import Fit
+from pipegrad.audit.compare.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS, WHOLE
 
 COUNTS = {"microbatches": 3, "replicas": 2, "targets": 140}
 TIMES, BY = "it is multiplied by the number of", "it is divided by the number of"
-EVEN = torch.full((2, 3), 1 / 6, dtype=torch.float64)
 
 
 def ratios(
     scale: float = 1.0,
     replicas: Sequence[float] = (1, 1),
     microbatches: Sequence[float] = (1, 1, 1),
+    terms: Sequence[float] = (1,),
     uses: Sequence[float] = (1,),
 ) -> Tensor:
-    dims = [torch.tensor(dim, dtype=torch.float64) for dim in (replicas, microbatches, uses)]
-    return scale * torch.einsum("r,m,u->rmu", *dims)
+    dims = [torch.tensor(d, dtype=torch.float64) for d in (replicas, microbatches, terms, uses)]
+    return scale * torch.einsum("r,m,t,u->rmtu", *dims)
 
 
 def found(
-    made: Tensor, *, before: float = 0.0, rest: float = 0.0, tolerance: float = 1e-4, **own: Any
+    made: Tensor, *, before: float = 0.0, view: str = WHOLE, tolerance: float = 1e-4, **own: Any
 ) -> list[Cause]:
     """Returns the causes of ratios on a rank that has the second replica's data."""
-    options = {"replicas": [1], "uses": [0], "holders": 1, "counts": COUNTS, "weights": EVEN}
-    return causes(Fit(made, before, rest), Place(**{**options, **own}), tolerance)
+    options = {
+        "replicas": [1], "uses": [0], "holders": 1, "counts": COUNTS, "num_replicas": 2,
+        "stages": 4, "targets": [1, 2, 3, 1, 1, 2], "terms": ["[0]", "[1]"][: made.shape[2]],
+    }  # fmt: skip
+    fit = Fit(view, made, before)
+    return explained([fit], Place(**{**options, **own}), tolerance).causes
 
 
 def words(made: Tensor, **own: Any) -> list[str]:
     return [cause.words for cause in found(made, **own)]
 
 
-UNEVEN = torch.tensor([[0.1, 0.2, 0.3], [0.1, 0.1, 0.2]], dtype=torch.float64)
-WITHOUT_TARGETS = torch.tensor([[0.0, 0.2, 0.3], [0.1, 0.1, 0.2]], dtype=torch.float64)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"made": ratios(1.05), "tolerance": 0.03},  # twice the tolerance is right
-        {"weights": UNEVEN},
-        {"weights": WITHOUT_TARGETS},
-        {"rest": 0.05, "tolerance": 0.02},  # what the tolerance allows is in no part
-    ],
-)
-def test_right_weights_have_no_cause(options: dict[str, Any]) -> None:
-    assert found(**{"made": ratios(), **options}) == []
-
-
 def starting(made: Tensor, start: str, more: str = "", advice: str = "", **own: Any) -> Any:
     return pytest.param(made, own, start, more, advice, id=start)
 
 
-MEASURED = [[1 / 6 / w for w in row] for row in UNEVEN.tolist()]
 ONE_CAUSE = [
     starting(ratios(), "the gradient is stale: that of the step before", "", "zero_grad", before=1),
     starting(
-        torch.tensor(MEASURED, dtype=torch.float64)[..., None],
-        "the gradient is a mean of means",
-        "[0.1, 0.2, 0.3, 0.1, 0.1, 0.2]",
+        ratios(),
+        "the gradient is a mean of means: microbatches count alike",
+        "1, 2, 3, 1 and 2 more",
         "sum the losses of targets",
-        weights=UNEVEN,
+        view=MICROBATCHES,
     ),
+    starting(
+        ratios(),
+        "the gradient is a mean of means",
+        "is not the mean",
+        view=MICROBATCHES,
+        targets=[2] * 6,
+    ),
+    starting(ratios(), "replicas count alike", "[6, 4]", "of all replicas", view=REPLICAS),
+    starting(ratios(), "outputs are compared with the targets", "the one before", view=BEFORE),
+    starting(ratios(), "outputs are compared with the targets", "the one behind", view=BEHIND),
+    starting(
+        ratios(), "each microbatch is computed by itself", "", "by_microbatch=True", is_coupled=True
+    ),
+    starting(ratios(3.0), "", f"{TIMES} microbatches, 3", view=GRADIENT, is_coupled=True),
+    starting(
+        ratios(terms=(1, 3)),
+        "the part of the loss that comes from output[1] is multiplied",
+        "microbatches, 3, once too often",
+    ),
+    starting(ratios(terms=(1, 0)), "the part of the loss that comes from output[1] is not in"),
+    starting(ratios(terms=(0, 1)), "the part of the loss that comes from output[0] is not in"),
+    starting(ratios(1024.0), "gradients are clipped while a loss scale of 1024", after=1 / 1024),
     starting(ratios(0.0), "the gradient is missing: it is zero or None"),
     # Its part of the mean, and its own mean.
     starting(ratios(microbatches=(0, 0, 1)), "only the last microbatch is in the gradient"),
@@ -91,7 +107,8 @@ ONE_CAUSE = [
         )
         for scale in (1.0, 2.0)
     ),
-    starting(ratios(replicas=(1, 0)), "only replicas [0] (from 0) "),
+    starting(ratios(replicas=(1, 0)), "only the data of replicas [0] (from 0) "),
+    starting(ratios(replicas=(0, 1)), "only the data of replicas [1] (from 0)", is_apart=False),
     starting(ratios(replicas=(1, 2)), "replicas count differently in the gradient: [1.0, 2.0]"),
     starting(
         ratios(uses=(1, 0)),
@@ -113,11 +130,31 @@ ONE_CAUSE = [
     starting(
         ratios(2.0, uses=(1, 1)),
         "the tie is reduced twice: the gradient is 2 times too large",
-        "",
+        "over the 2 ranks that hold it, or the 2 replicas",
         "reduce it over these ranks once",
         holders=2,
     ),
     starting(ratios(2.0, uses=(1, 1)), "the tie is reduced twice", holders=2, usual=1.0),
+    starting(ratios(0.5, uses=(1, 1)), "the tie is averaged: ", "2 ranks", holders=2, usual=1.0),
+    starting(ratios(0.25, uses=(1, 1)), "the tie is averaged: ", "4 ranks", holders=2, usual=1.0),
+    starting(
+        ratios(3.0, uses=(1, 1)),
+        "the tie is reduced twice",
+        "over the 3 replicas",
+        holders=2,
+        usual=1.0,
+        num_replicas=3,
+    ),
+    starting(ratios(2.0), "the parameter is reduced twice", "over the 2 replicas", usual=1.0),
+    # Each use has the scale of its stage.
+    starting(
+        ratios(uses=(1 / 3, 1)),
+        "the gradient is 3 times too small",
+        f"{BY} microbatches",
+        usual=1.0,
+        usual_of_uses=(1 / 3, 1.0),
+        holders=2,
+    ),
     # As large as other parameters; of one rank alone.
     starting(ratios(2.0, uses=(1, 1)), "", "the number of replicas, 2,", holders=2, usual=2.0),
     starting(ratios(2.0), "", f"2 times too large: {TIMES} replicas, 2, once too often"),
@@ -128,12 +165,9 @@ ONE_CAUSE = [
     starting(ratios(1.7), "the gradient is multiplied by 1.7", "", "clip_norm"),
     starting(ratios(-1.0), "the gradient is multiplied by -1", "", "clip_norm"),
     starting(
-        ratios(3.0), "the gradient is multiplied by 3, and those of other parameters", usual=1.0
+        ratios(5.0), "the gradient is multiplied by 5, and those of other parameters", usual=1.0
     ),
     starting(ratios(3.02), "the gradient is multiplied by 3.02"),  # only near a count
-    starting(ratios(), "other values were computed than in one process", "", "dropout", rest=0.05),
-    # Weights say nothing then.
-    starting(ratios(3.0), "other values were computed than in one process", rest=0.1),
 ]
 
 
@@ -151,7 +185,8 @@ def test_a_tie_twice_has_two_causes_where_more_is_wrong() -> None:
     tie, other = words(ratios(6.0, uses=(1, 1)), holders=2, usual=3.0)
     assert tie.startswith("the tie is reduced twice")
     assert "the number of microbatches, 3," in other
-    first, tie = words(ratios(6.0, microbatches=(0, 0, 1), uses=(1, 1)), holders=2)
+    own = {"holders": 2, "usual": 3.0}
+    first, tie = words(ratios(6.0, microbatches=(0, 0, 1), uses=(1, 1)), **own)
     assert first.startswith("only the last microbatch")
     assert tie.startswith("the tie is reduced twice")
 
@@ -190,18 +225,31 @@ def test_weights_that_are_no_product_are_listed() -> None:
 
 
 def test_causes_that_are_there_together_are_all_said() -> None:
-    every = words(ratios(3.0, replicas=(0, 1), uses=(1, 0)), before=1.0, rest=0.04, holders=2)
-    starts = ("the gradient is stale", "the gradient is not r", "the tie is not", "", "other ")
+    every = words(ratios(3.0, replicas=(0, 1), uses=(1, 0)), before=1.0, holders=2)
+    starts = ("the gradient is stale", "the gradient is not r", "the tie is not", "")
     assert len(every) == len(starts)
     assert all(said.startswith(start) for said, start in zip(every, starts, strict=True))
     assert "the number of microbatches, 3," in every[3]
 
 
+def test_the_cheapest_explanation_is_said_and_without_any_other_values() -> None:
+    place = Place([1], [0], 1, COUNTS, targets=[1, 2, 3, 1, 1, 2])
+    free, known = Fit(WHOLE, ratios(microbatches=(2, 1, 0.7))), Fit(MICROBATCHES, ratios())
+    assert explained([free, known], place, 1e-4).fit is known
+    assert explained([], place, 1e-4).causes == [OTHER_VALUES]
+    # As many numbers as elements make any gradient, so each must be known.
+    unsure = Fit(WHOLE, ratios(1.7), is_sure=False)
+    assert explained([unsure], place, 1e-4).causes == [OTHER_VALUES]
+    assert explained([Fit(WHOLE, ratios(3.0), is_sure=False)], place, 1e-4).is_known
+
+
 def test_factors_are_those_of_a_product() -> None:
-    """The smallest that is not zero is the measure; ratios of zeros have the scale zero."""
+    """What is nearest to its right size is the measure; ratios of zeros have the scale zero."""
     made = ratios(0.5, replicas=(0, 1), microbatches=(2, 1, 1), uses=(1, 3))
-    assert factors_of(made) == Factors(0.5, [0, 1], [2, 1, 1], [1, 3])
-    assert factors_of(ratios(0.0)) == Factors(0.0, [1, 1], [1, 1, 1], [1])
+    assert factors_of(made) == Factors(1.0, [0, 1], [1, 0.5, 0.5], [1], [1, 3])
+    assert factors_of(ratios(0.0)) == Factors(0.0, [1, 1], [1, 1, 1], [1], [1])
+    made[0] = torch.nan  # of no share
+    assert factors_of(made) == Factors(1.0, [1, 1], [1, 0.5, 0.5], [1], [1, 3])
     wrong = ratios()
     wrong[0, 0] = 2
     assert factors_of(wrong) is None

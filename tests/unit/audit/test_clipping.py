@@ -177,7 +177,7 @@ SEEN: dict[str, tuple[Sequence[Seen], float | None, dict[int, str]]] = {
 def test_gradients_before_clipping_are_known_and_a_wrong_norm_is_found(
     seen: Sequence[Seen], clip_norm: float | None, expected: dict[int, str]
 ) -> None:
-    before, findings = unclipped(seen, NAMES, GRADIENTS, clip_norm)
+    before, findings, _ = unclipped(seen, NAMES, GRADIENTS, clip_norm)
     assert is_unclipped(before)
     assert causes_of(findings) == expected
 
@@ -202,7 +202,7 @@ def test_a_norm_follows_from_gradients_that_were_seen_only_after_clipping(
 ) -> None:
     norm = norms if is_returned else dict.fromkeys(range(4))
     seen = [replace(one, norm=norm[one.rank]) for one in clipped_by(norms)]
-    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    before, findings, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
     assert is_unclipped(before)
     assert causes_of(findings) == expected
 
@@ -222,7 +222,7 @@ def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
         replace(one, gradients={**one.gradients, "tie": GRADIENTS["tie"] * 3}) for one in EVERY
     ]
     seen = clipped_by(same(math.hypot(18, 18, 8, 2, 24, 7)), wrong)
-    before, findings = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    before, findings, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
     assert causes_of(findings) == said(COPIED)
     for entry in before:
         assert entry.gradient is not None
@@ -233,7 +233,7 @@ def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
 def test_a_missing_gradient_stays_missing() -> None:
     seen = clipped_by(same(RIGHT))
     seen[2] = replace(seen[2], gradients={**seen[2].gradients, "last": None})
-    before, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    before, _, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
     assert [e.ranks for e in before if e.gradient is None] == [(2,)]
 
 

@@ -12,17 +12,18 @@ from torch import nn
 
 from pipegrad.audit.compare.entries import Entry
 from pipegrad.audit.compare.judge import Judge, Sizes
-from pipegrad.audit.watch import Watch
+from pipegrad.audit.placed import Placed
+from pipegrad.audit.watch import Clip, Watch
 
 
 def test_the_limit_and_the_norm_of_torchs_clipping_are_seen_but_not_a_measurement() -> None:
     parameter = nn.Parameter(torch.ones(4))
-    watch = Watch({"w": parameter}, lambda: {"w": parameter.grad})
+    watch = Watch({"w": parameter}, lambda: {"w": parameter.grad}, Placed({}))
     with watch.running():
         parameter.grad = torch.full((4,), 3.0)
         nn.utils.clip_grad_norm_([parameter], 2.0)
         nn.utils.clip_grad_norm_([parameter], math.inf)
-    assert watch.clips == [(2.0, 6.0)]
+    assert watch.clips == [Clip(("w",), 2.0, 6.0)]
     assert list(watch.num_clips.values()) == [1]
 
 
@@ -33,7 +34,9 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
             "small": torch.full((4,), 1e-9, dtype=torch.float64),
         },
         noise={},
-        uses={},
+        uses={"large": ("large",), "small": ("small",)},
+        terms=("",),
+        is_coupled=False,
     )
     entries = [
         Entry(name, (0,), (0,), (name,), gradient * (1 if name == "large" else 1.5))
@@ -41,6 +44,6 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
     ]
     judge = Judge(nn.Linear(1, 1), clip_norm=None, tolerance=1e-4, autocast=None)
     dtypes = dict.fromkeys(truth.gradients, torch.float32)
-    findings, gradients = judge._gradients(entries, truth, dtypes, Sizes(1, 1, (4,), 1))
+    findings, gradients = judge._gradients(entries, truth, dtypes, Sizes(1, 1, (4,), 1), {})
     assert findings == []
     assert [one.error for one in gradients] == pytest.approx([0.0, 1e-9 / 1e-3], rel=1e-6)

@@ -12,7 +12,7 @@ from pipegrad.audit.compare.states import losses
 
 # Microbatches of 1 and 3 targets on replica 0; those of replica 1 make the whole another loss.
 TRUTH: Any = SimpleNamespace(
-    weights=torch.tensor([[1.0, 3.0], [2.0, 2.0]], dtype=torch.float64),
+    own=torch.tensor([3.5, 8.5], dtype=torch.float64),
     losses=torch.tensor([[2.0, 4.0], [8.0, 9.0]], dtype=torch.float64),
     loss=6.0625,
     loss_error=0.0,
@@ -23,9 +23,10 @@ TRUTH: Any = SimpleNamespace(
     ("loss", "words"),
     [
         (6.0625, None),
-        (3.5, None),  # (1 * 2 + 3 * 4) / 4
+        (3.5, None),  # of the rows of the replica
         (6.0, "the sum over microbatches"),
         (23.0, "the sum over microbatches and replicas"),
+        (12.125, "multiplied by the number of microbatches"),
         (3.0, "a mean of means: microbatches count alike"),
         (1.75, "divided by the number of microbatches twice"),
         (5.5, "not that of one process"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +12,21 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.compare.truth import (
+from pipegrad.audit.compare.outputs import (
+    BEFORE,
+    BEHIND,
+    WHOLE,
     Batch,
     Data,
     LossFn,
+)
+from pipegrad.audit.compare.outputs import (
+    MICROBATCHES as OF_MICROBATCHES,
+)
+from pipegrad.audit.compare.outputs import (
+    REPLICAS as OF_REPLICAS,
+)
+from pipegrad.audit.compare.truth import (
     Truth,
     compute,
     doubled,
@@ -24,7 +36,6 @@ from pipegrad.audit.compare.truth import (
 )
 
 REPLICAS, MICROBATCHES, ROWS, WIDTH = 2, 3, 12, 4
-EVEN = torch.full((REPLICAS, MICROBATCHES), 1 / 6, dtype=torch.float64)
 
 
 class Tied(nn.Module):
@@ -83,8 +94,16 @@ def cut(batch: Batch) -> list[list[Batch]]:
     ]
 
 
-def truth_of(model: nn.Module, batch: Batch, loss_fn: LossFn = square) -> Truth:
-    return compute(model, Data(loss_fn, cut(batch), batch), dtypes_of(model))
+def truth_of(
+    model: nn.Module, batch: Batch, loss_fn: LossFn = square, *, by_microbatch: bool = False
+) -> Truth:
+    return compute(model, Data(loss_fn, cut(batch), batch, by_microbatch), dtypes_of(model))
+
+
+def assert_parts_make_the_whole(truth: Truth) -> None:
+    for name, views in truth.parts(list(truth.gradients)).items():
+        whole = views[WHOLE].sum((0, 1, 2, 3))
+        torch.testing.assert_close(whole, truth.gradients[name].reshape(-1), rtol=1e-9, atol=1e-12)
 
 
 def dtypes_of(model: nn.Module) -> dict[str, torch.dtype]:
@@ -121,51 +140,124 @@ def test_gradient_and_losses_are_those_of_the_whole_batch_and_its_parts() -> Non
     model, batch = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())), numbers()
     truth = truth_of(model, batch)
     assert_equal(truth.gradients, by_autograd(model, [batch]))
-    torch.testing.assert_close(truth.weights, EVEN)
+    assert_parts_make_the_whole(truth)
     assert truth.loss == pytest.approx(square(model(batch[0]), batch[1]).item())
     expected = [[square(model(x), y).item() for x, y in row] for row in cut(batch)]
     torch.testing.assert_close(truth.losses, torch.tensor(expected).double())
     assert not truth.is_coupled
+    rows = [batch[0][: ROWS // 2], batch[1][: ROWS // 2]]
+    assert float(truth.own[0]) == pytest.approx(square(model(rows[0]), rows[1]).item())
     parts = truth.parts(["0.bias"])
-    assert parts.keys() == {"0.bias"}
-    assert parts["0.bias"].shape == (REPLICAS, MICROBATCHES, 1, WIDTH)
+    # Targets that count alike are divided in one way, and may be those of another microbatch.
+    assert {name: list(views) for name, views in parts.items()} == {
+        "0.bias": [WHOLE, BEFORE, BEHIND]
+    }
+    assert parts["0.bias"][WHOLE].shape == (REPLICAS, MICROBATCHES, 1, 1, WIDTH)
     one = by_autograd(model, [cut(batch)[0][2]])["0.bias"]
-    torch.testing.assert_close(parts["0.bias"][0, 2, 0], one)
+    torch.testing.assert_close(parts["0.bias"][WHOLE][0, 2, 0, 0], one / 6)
+    one = by_autograd(model, [(cut(batch)[0][2][0], cut(batch)[0][1][1])])["0.bias"]
+    torch.testing.assert_close(parts["0.bias"][BEFORE][0, 2, 0, 0], one / 6)
 
 
-def test_a_mean_over_targets_that_count_has_uneven_weights() -> None:
+def test_a_mean_over_targets_that_count_is_divided_by_all_of_them_or_by_others() -> None:
     model, (inputs, target) = seeded(Tied()), tokens()
     target[:3], target[1] = -100, 4
     batch = inputs, target
     truth = truth_of(model, batch, cross_entropy)
-    counts = [[int((y != -100).sum()) for _, y in row] for row in cut(batch)]
-    assert counts[0][:2] == [1, 1]
-    expected = torch.tensor(counts, dtype=torch.float64) / sum(map(sum, counts))
-    torch.testing.assert_close(truth.weights, expected)
+    counts = torch.tensor([[int((y != -100).sum()) for _, y in row] for row in cut(batch)]).double()
+    assert counts[0, :2].tolist() == [1, 1]
     assert_equal(truth.gradients, by_autograd(model, [batch], cross_entropy))
     assert not truth.is_coupled
+    assert_parts_make_the_whole(truth)
+    views = truth.parts(["layer.bias"])["layer.bias"]
+    own = by_autograd(model, [cut(batch)[1][1]], cross_entropy)["layer.bias"]
+    shares = {
+        WHOLE: float(counts[1, 1] / counts.sum()),
+        OF_REPLICAS: float(counts[1, 1] / counts[1].sum() / REPLICAS),
+        OF_MICROBATCHES: 1 / counts.numel(),
+    }
+    for view, share in shares.items():
+        torch.testing.assert_close(views[view][1, 1, 0].sum(0), own * share)
+
+
+def balanced(output: tuple[Tensor, Tensor], target: Tensor) -> Tensor:
+    return cross_entropy(output[0], target) + 0.3 * output[1]
+
+
+class Balanced(Tied):
+    """Has a balance loss beside its logits, a mean over all tokens or over those below 3."""
+
+    counts_few = False
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = torch.tanh(self.layer(self.embedding(tokens)))
+        few = hidden[tokens < 3] if self.counts_few else hidden
+        return self.head(self.again(hidden)), few.square().mean()
+
+
+@pytest.mark.parametrize("counts_few", [False, True])
+def test_terms_of_different_denominators_have_parts_of_their_own(counts_few: bool) -> None:
+    model, (inputs, target) = seeded(Balanced()), tokens()
+    assert isinstance(model, Balanced)
+    model.counts_few = counts_few
+    target[:3], target[1] = -100, 4
+    truth = truth_of(model, (inputs, target), balanced)
+    assert truth.terms == ("[0]", "[1]")
+    assert not truth.is_coupled
+    assert_equal(truth.gradients, by_autograd(model, [(inputs, target)], balanced))
+    assert_parts_make_the_whole(truth)
+
+
+class Loss(nn.Module):
+    """A model that returns its loss, in an object that cannot be taken apart."""
+
+    def __init__(self, model: nn.Module, loss_fn: LossFn) -> None:
+        super().__init__()
+        self.model, self.loss_fn = model, loss_fn
+
+    def forward(self, tokens: Tensor, target: Tensor) -> SimpleNamespace:
+        return SimpleNamespace(loss=self.loss_fn(self.model(tokens), target))
+
+
+@pytest.mark.parametrize("is_balanced", [False, True])
+def test_a_loss_that_the_model_hides_is_weighed_and_the_truth_is_that_of_the_whole(
+    is_balanced: bool,
+) -> None:
+    inputs, target = tokens()
+    target[:3], target[1] = -100, 4
+    own = Balanced() if is_balanced else Tied()
+    model = Loss(seeded(own), balanced if is_balanced else cross_entropy)
+    batch = (inputs, target), target
+    truth = truth_of(model, batch, lambda output, _: output.loss)
+    # Two denominators in one number are no weights of microbatches.
+    assert truth.is_coupled == is_balanced
+    right = by_autograd(model.model, [(inputs, target)], model.loss_fn)
+    assert_equal(truth.gradients, {f"model.{name}": value for name, value in right.items()})
 
 
 def test_weights_that_fit_are_those_nearest_to_even_ones() -> None:
-    batch = numbers()
-    for tensor in batch:
-        tensor.copy_(tensor[:2].repeat(ROWS // 2, 1))  # equal microbatches
-    torch.testing.assert_close(truth_of(seeded(nn.Linear(WIDTH, WIDTH)), batch).weights, EVEN)
-    # The gradient of a microbatch has one element, so many weights fit.
+    # The gradient of a microbatch has one element, so many weights of a mean fit.
     inputs, model = torch.arange(ROWS).double()[:, None], seeded(nn.Linear(1, 1, bias=False))
     truth = truth_of(model, (inputs, inputs), lambda output, _: output.mean())
-    torch.testing.assert_close(truth.weights, EVEN)
+    one = truth.parts(["weight"])["weight"][WHOLE].flatten()
+    torch.testing.assert_close(one, inputs.reshape(6, 2).mean(1) / 6)
 
 
-def test_batch_norm_couples_samples_in_training_alone_and_the_model_is_not_changed() -> None:
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_batch_norm_couples_samples_in_training_alone_and_the_model_is_not_changed(
+    is_whole: bool,
+) -> None:
+    """The truth is that of the whole batch, unless the caller wants microbatches by themselves."""
     model = seeded(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)))
     model.register_buffer("constant", torch.ones(2, dtype=torch.float64))
     before, batch = copy.deepcopy(model.state_dict()), numbers()
-    truth = truth_of(model, batch)
-    assert truth.is_coupled
-    torch.testing.assert_close(truth.weights, EVEN)
-    assert_equal(truth.gradients, by_autograd(model, [one for row in cut(batch) for one in row]))
-    assert truth.loss == pytest.approx(float(truth.losses.mean()))
+    truth = truth_of(model, batch, by_microbatch=not is_whole)
+    assert truth.is_coupled == is_whole
+    cells = [one for row in cut(batch) for one in row]
+    assert_equal(truth.gradients, by_autograd(model, [batch] if is_whole else cells))
+    right = square(model(batch[0]), batch[1]).item() if is_whole else float(truth.losses.mean())
+    model.load_state_dict(before)
+    assert truth.loss == pytest.approx(right)
     # Buffers are those after the microbatches of each replica, without what stays.
     for row, found in zip(cut(batch), truth.buffers, strict=True):
         own = copy.deepcopy(model)
@@ -191,21 +283,20 @@ def test_parts_of_a_tie_are_those_of_its_uses() -> None:
         "layer.weight": ("layer.weight", "again.weight"),
         "layer.bias": ("layer.bias", "again.bias"),
     }
-    parts = truth.parts(["embedding.weight"])["embedding.weight"]
-    assert parts.shape == (REPLICAS, MICROBATCHES, 2, 5 * WIDTH)
-    whole = (parts * EVEN[..., None, None]).sum((0, 1, 2))
-    torch.testing.assert_close(whole, truth.gradients["embedding.weight"].reshape(-1))
+    parts = truth.parts(["embedding.weight"])["embedding.weight"][WHOLE]
+    assert parts.shape == (REPLICAS, MICROBATCHES, 1, 2, 5 * WIDTH)
+    assert_parts_make_the_whole(truth)
 
     untied = copy.deepcopy(model)
     untied.get_submodule("head").weight = nn.Parameter(model.get_parameter("head.weight").detach())
     expected = by_autograd(untied, [cut(batch)[1][2]], cross_entropy)
-    torch.testing.assert_close(parts[1, 2, 0], expected["embedding.weight"].reshape(-1))
-    torch.testing.assert_close(parts[1, 2, 1], expected["head.weight"].reshape(-1))
+    torch.testing.assert_close(parts[1, 2, 0, 0] * 6, expected["embedding.weight"].reshape(-1))
+    torch.testing.assert_close(parts[1, 2, 0, 1] * 6, expected["head.weight"].reshape(-1))
     # A module that is used twice has all in its first use.
-    parts = truth.parts(["layer.weight"])["layer.weight"]
+    parts = truth.parts(["layer.weight"])["layer.weight"][WHOLE]
     expected = by_autograd(model, [cut(batch)[0][1]], cross_entropy)
-    torch.testing.assert_close(parts[0, 1, 0], expected["layer.weight"].reshape(-1))
-    assert not parts[:, :, 1].any()
+    torch.testing.assert_close(parts[0, 1, 0, 0] * 6, expected["layer.weight"].reshape(-1))
+    assert not parts[:, :, :, 1].any()
 
 
 def test_frozen_parameters_are_absent() -> None:
