@@ -428,9 +428,10 @@ class Step:
         keys = [p.record.key for p, *v in zip(unwritten, before, now, strict=True) if v[0] != v[1]]
         self._late_error = StepError(
             f"stage {stage} has written {keys[0]!r} in its forward or backward, as "
-            f"nn.Embedding(max_norm=) and a clamp of weights inside forward do: no copy, shard or "
-            f"main parameter of it gets what was written. Write it on every rank between "
-            f"optimizer.step() and the next step, or compute with a changed copy of it"
+            f"nn.Embedding(max_norm=), a clamp of weights inside forward and optimizer.step() in a "
+            f"hook do: no copy, shard or main parameter of it gets what was written. Write it on "
+            f"every rank between optimizer.step() and the next step, or compute with a changed "
+            f"copy of it"
         )
 
     def _refresh(self, *, continues: bool) -> None:

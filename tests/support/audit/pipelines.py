@@ -280,7 +280,8 @@ class Pipeline:
         if self.kind.has("compiled"):
             return cast("nn.Module", torch.compile(module, backend="eager"))
         if self.kind.has("ddp"):
-            return DistributedDataParallel(module, process_group=self.mesh["dp"].get_group())
+            group = self.mesh["dp"].get_group()
+            return DistributedDataParallel(module, process_group=group, find_unused_parameters=True)
         return module
 
     def _attached(self) -> pipegrad.GradientSync | None:
