@@ -111,10 +111,12 @@ class LooseLeaves:
         """
         for reference, before in self._before.values():
             leaf = reference()
-            if leaf is None or leaf.grad is None:
+            if leaf is None:
                 continue
-            gradient = leaf.grad / divisor if id(leaf) in self._known else leaf.grad
-            leaf.grad = gradient if before is None else before + gradient
+            if leaf.grad is not None and id(leaf) in self._known:
+                leaf.grad = leaf.grad / divisor
+            if before is not None:
+                leaf.grad = before if leaf.grad is None else before + leaf.grad
         self._before.clear()
 
     def drop(self) -> None:

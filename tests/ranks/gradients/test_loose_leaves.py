@@ -146,3 +146,8 @@ def test_a_step_that_fails_drops_what_they_have() -> None:
         fails.clear()
         scheduler.step(x, target=target)
         assert (loss.factor.grad is None) == (rank() == 0)
+        # What was there before a step that does not use it stays.
+        loss.factor.grad = torch.ones(())
+        loss.factor.requires_grad_(False)
+        scheduler.step(x, target=target)
+        assert loss.factor.grad == 1.0
