@@ -222,21 +222,25 @@ class Run:
         result = call.structure.unflatten(leaves)
         roots = roots_of(standing, args, kwargs) if call.changes else {}
         is_own = isinstance(standing, OwnLayer)
+        begins = list[int]()
+        # All shapes come first: a change may be of what the next shape is computed of.
         for change, structure in zip(call.changes, call.structures, strict=True):
-            at = len(leaves)
             if change.is_heard and not self._is_heard:
                 break  # these stand behind all others
+            begins.append(len(leaves))
             more(structure.num_leaves, is_heard=change.is_heard)
-            if is_own and change.is_inside and not self._has(number, leaves, at):
+        for change, structure, at in zip(call.changes, call.structures, begins, strict=False):
+            own = leaves[at : at + structure.num_leaves]
+            if is_own and change.is_inside and not self._has(number, own, at):
                 continue  # what the layer remembers on this stage
-            back = apply(change, structure.unflatten(leaves[at:]), find(roots, change.path))
+            back = apply(change, structure.unflatten(own), find(roots, change.path))
             if change.is_inside and not is_own:
                 self._undo.append(back)
         return result
 
     def _has(self, number: int, leaves: Sequence[object], at: int) -> bool:
-        """Whether the stage received all tensors among the leaves from one on."""
-        numbers = [i for i in range(at, len(leaves)) if isinstance(leaves[i], Tensor)]
+        """Whether the stage received all tensors among some leaves, the first of which is `at`."""
+        numbers = [i for i, leaf in enumerate(leaves, at) if isinstance(leaf, Tensor)]
         return all(Source(number, i) in self._values for i in numbers)
 
     def _leaf(

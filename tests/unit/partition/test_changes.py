@@ -18,6 +18,7 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import layers_of
 from pipegrad.partition.structural.changes import Watch
 from pipegrad.partition.structural.flow import flow_of
+from tests.support.partition.hand_cut import FAMILIES
 from tests.unit.partition.test_structural import TOKENS, WIDTH, cut, linear, run
 
 Hand = Callable[[Any, Tensor, Any], object]  # a layer, its balance loss, what it was given
@@ -448,3 +449,33 @@ def test_balance_losses_and_shared_keys_of_transformers(name: str) -> None:
         torch.testing.assert_close(
             parameter.grad, true[parameter_name], rtol=1e-5, atol=1e-6, msg=parameter_name
         )
+
+
+@pytest.mark.parametrize("projects", [False, True])
+def test_a_prefix_of_peft_is_in_the_keys_of_all_layers(*, projects: bool) -> None:
+    """The shape of values was computed of a cache that had the layer's keys already."""
+    import peft
+
+    config = peft.PrefixTuningConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=3,
+        prefix_projection=projects,
+        encoder_hidden_size=4,
+    )
+    torch.manual_seed(2)
+    model = peft.get_peft_model(FAMILIES["llama"].model(), config)
+    batch = {"input_ids": torch.arange(12).view(2, 6) + 3, "attention_mask": torch.ones(2, 6)}
+    batch["labels"] = batch["input_ids"]
+    true = model(**batch).loss
+    tensors = [p for p in model.parameters() if p.requires_grad]
+    gradients = torch.autograd.grad(true, tensors)
+    output, edges = run(pipegrad.cut(model, num_stages=2, example=batch), **batch)
+    loss = output["loss"]
+    assert abs(loss - true) <= 1e-6 * true
+    loss.backward()
+    for sent, received in reversed(edges):
+        if received.grad is not None:
+            sent.backward(received.grad, retain_graph=True)
+    for tensor, gradient in zip(tensors, gradients, strict=True):
+        assert tensor.grad is not None
+        assert (tensor.grad - gradient).abs().max() <= 1e-5 * gradient.abs().max()
