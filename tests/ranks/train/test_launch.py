@@ -21,7 +21,7 @@ from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.folders import checkpoints
 from tests.support.train import restarts
 from tests.support.train.jobs import with_job
-from tests.support.train.launched import Launched, is_running, pipegrad
+from tests.support.train.launched import Launched, is_running, listening, pipegrad
 
 Start = Callable[..., Launched]
 SAVED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -90,6 +90,17 @@ def test_ranks_that_are_started_again_find_each_other_and_one_that_is_killed_is_
     assert "ChildFailedError" not in launched.errors
     assert min(num_rows(folder)) > 2
     assert launched.printed.count("step     1  loss ") == 2
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nothing_of_a_launch_on_one_machine_can_be_reached_from_outside(
+    start: Start, folder: Path, num_ranks: int
+) -> None:
+    """torch's rendezvous, its store for the ranks and gloo listened on all interfaces."""
+    launched = start("train.steps=100000 train.trace=false", "-n", str(num_ranks))
+    launched.until(lambda: any(num_rows(folder)))
+    processes = [launched.pid, *launched.ranks()]
+    assert [listening(process) for process in processes] == [{"0100007F"}] * (1 + num_ranks)
 
 
 @pytest.mark.parametrize(
