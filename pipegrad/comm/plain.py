@@ -366,29 +366,27 @@ class _Reader:
         return tensor.requires_grad_(bool(requires_grad))
 
 
-_READERS: dict[int, Callable[[_Reader, int], Any]] = {
-    ord(tag): read
-    for tag, read in {
-        "N": lambda *_: None,
-        "T": lambda *_: True,
-        "F": lambda *_: False,
-        "i": _Reader.whole,
-        "I": _Reader.long,
-        "d": _Reader.real,
-        "s": _Reader.text,
-        "b": _Reader.piece,
-        "l": _Reader.items,
-        "t": lambda reader, depth: tuple(reader.items(depth)),
-        "m": _Reader.table,
-        "S": lambda reader, depth: set(reader.items(depth)),
-        "Z": lambda reader, depth: frozenset(reader.items(depth)),
-        "r": _Reader.record,
-        "P": lambda reader, _: Path(reader.text()),
-        "D": _Reader.dtype,
-        "V": lambda reader, _: torch.device(reader.text()),
-        "X": _Reader.tensor,
-    }.items()
+_BY_TAG: dict[str, Callable[[_Reader, int], Any]] = {
+    "N": lambda *_: None,
+    "T": lambda *_: True,
+    "F": lambda *_: False,
+    "i": _Reader.whole,
+    "I": _Reader.long,
+    "d": _Reader.real,
+    "s": _Reader.text,
+    "b": _Reader.piece,
+    "l": _Reader.items,
+    "t": lambda reader, depth: tuple(reader.items(depth)),
+    "m": _Reader.table,
+    "S": lambda reader, depth: set(reader.items(depth)),
+    "Z": lambda reader, depth: frozenset(reader.items(depth)),
+    "r": _Reader.record,
+    "P": lambda reader, _: Path(reader.text()),
+    "D": _Reader.dtype,
+    "V": lambda reader, _: torch.device(reader.text()),
+    "X": _Reader.tensor,
 }
+_READERS = {ord(tag): read for tag, read in _BY_TAG.items()}
 
 
 def _class(name: str) -> type:

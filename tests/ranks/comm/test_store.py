@@ -131,7 +131,7 @@ def test_only_ranks_with_the_key_of_a_launch_understand_each_other(
     assert again.get("a") == b"\0\xff"
     assert again.set_first("a", "late") == b"\0\xff"
     assert (none.set_first("b", "x"), none.get("b")) == (b"x", b"x")
-    raw.set("copied", raw.get("a"))
+    raw.set("copied", raw.get("a"))  # type: ignore[arg-type]
     reads: list[tuple[SignedStore, str]] = [(other, "a"), (none, "a"), (one, "b"), (one, "copied")]
     for reader, key in reads:
         with pytest.raises(MessageError, match=f"another program has written '{key}'"):
