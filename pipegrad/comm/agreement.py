@@ -179,8 +179,9 @@ def _post(subject: str, payload: bytes, prefix: str) -> None:
     digest = _digest(payload)
     # The payload is set before the key that others wait for, so a reader always finds it. Equal
     # payloads have one key: a large result that all ranks share is stored once.
-    store().set(f"{prefix}/{digest}", payload)
-    store().set(f"{prefix}/{dist.get_rank()}", plain.dumps((digest, subject)))
+    kv = store()
+    kv.set(f"{prefix}/{digest}", payload)
+    kv.set(f"{prefix}/{dist.get_rank()}", f"{digest} {subject}")
 
 
 def _exchange(
@@ -214,11 +215,11 @@ def _exchange(
         missing_ranks.absent = tuple(_absent(keys, kv))
         missing_ranks.follows = True
         raise missing_ranks from cause
-    replies = {rank: plain.loads(kv.get(key), tuple) for rank, key in keys.items()}
-    if len({other for _, other in replies.values()}) > 1:
-        subjects = {rank: other for rank, (_, other) in replies.items()}
+    replies = {rank: kv.text(key).partition(" ") for rank, key in keys.items()}
+    if len({other for *_, other in replies.values()}) > 1:
+        subjects = {rank: other for rank, (*_, other) in replies.items()}
         raise AgreementError(f"ranks are in different places of the program: {subjects}")
-    digests = [digest for digest, _ in replies.values()]
+    digests = [digest for digest, *_ in replies.values()]
     payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
     if any(_digest(payload) != digest for digest, payload in payloads.items()):
         raise MessageError(f"{subject}: what a rank has sent was changed on its way")
@@ -259,9 +260,10 @@ def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
     # meeting, so all of them have read the keys of the previous meeting.
     meetings = _meetings_by_ranks()[members]
     last, meetings.keys = meetings.keys, keys
+    kv = store()
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for key in last:
-            store().delete_key(key)
+            kv.delete_key(key)
 
 
 def _digest(content: bytes) -> str:

@@ -17,7 +17,7 @@ from enum import Enum
 from functools import cache
 from importlib import import_module
 from pathlib import Path, PurePath
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 
@@ -79,7 +79,15 @@ def dumps(value: object) -> bytes:
     return bytes(out)
 
 
-def loads(content: bytes, kind: type[T] | None = None) -> T:
+@overload
+def loads(content: bytes) -> Any: ...  # noqa: ANN401 - plain data
+
+
+@overload
+def loads(content: bytes, kind: type[T]) -> T: ...
+
+
+def loads(content: bytes, kind: type | None = None) -> Any:
     """Returns the value that `dumps` has written.
 
     Args:
@@ -93,7 +101,7 @@ def loads(content: bytes, kind: type[T] | None = None) -> T:
         if len(content) > MOST_BYTES or content[:1] != bytes((_VERSION,)):
             raise MessageError("expected a message of pipegrad, as this version writes it")
         reader = _Reader(content)
-        value: T = reader.value(0)
+        value = reader.value(0)
         if reader.at != len(content):
             raise MessageError(f"{len(content) - reader.at} bytes follow its end")
         if kind is not None and type(value) is not kind:

@@ -2,8 +2,8 @@
 
 [Note: signed values] Whoever reaches the store of a launch can write into it. A launcher on one
 machine draws a key and hands it to its ranks in the environment, which other users cannot read.
-Then a mark, and an HMAC over the store's key and the value, stand before each value, and a value
-without them is refused. Without the variable values are as they are.
+Then a mark, and a keyed BLAKE2 hash of the store's key and the value, stand before each value, and
+a value without them is refused. Without the variable values are as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ import secrets
 import socket
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cache
+from hashlib import blake2b, sha256
 from pathlib import Path
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
@@ -24,7 +26,6 @@ from pipegrad.errors import MessageError
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
 LOOPBACK = "127.0.0.1"
 _MARK = b"pipegrad signed "
-_DIGEST = "sha256"
 _HEAD = len(_MARK) + 32
 
 
@@ -40,7 +41,7 @@ class SignedStore:
 
     def __init__(self, store: Store) -> None:
         self.raw = store
-        self._key = os.environ.get(STORE_KEY, "").encode("utf-8", "surrogateescape")
+        self._hash = _keyed(os.environ.get(STORE_KEY, ""))
 
     def clone(self) -> SignedStore:
         """Returns the same store over a connection of its own."""
@@ -116,23 +117,32 @@ class SignedStore:
 
     def _signed(self, key: str, value: bytes | str) -> bytes:
         content = value.encode() if isinstance(value, str) else value
-        if not self._key:
+        if self._hash is None:
             return content
-        return b"".join((_MARK, self._signature(key, content), content))
+        return b"".join((_MARK, self._signature(self._hash, key, content), content))
 
     def _opened(self, key: str, content: bytes) -> bytes:
-        if not self._key:
+        if self._hash is None:
             if content.startswith(_MARK):
                 raise MessageError(_refusal(key))
             return content
         value = content[_HEAD:]
-        expected = _MARK + self._signature(key, value)
+        expected = _MARK + self._signature(self._hash, key, value)
         if not hmac.compare_digest(content[:_HEAD], expected):
             raise MessageError(_refusal(key))
         return value
 
-    def _signature(self, key: str, content: bytes) -> bytes:
-        return hmac.digest(self._key, key.encode() + b"\0" + content, _DIGEST)
+    def _signature(self, empty: blake2b, key: str, content: bytes) -> bytes:
+        signature = empty.copy()
+        signature.update(b"%b\0%b" % (key.encode(), content))
+        return signature.digest()
+
+
+@cache
+def _keyed(key: str) -> blake2b | None:
+    """Returns the hash of nothing with a key; None without one."""
+    content = key.encode("utf-8", "surrogateescape")
+    return blake2b(key=sha256(content).digest(), digest_size=32) if key else None
 
 
 def of_one_machine() -> dict[str, str]:
