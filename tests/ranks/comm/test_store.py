@@ -99,20 +99,33 @@ def test_a_first_step_refuses_what_is_no_spec() -> None:
     assert specs.of_receive(channel) is None  # nothing crosses the channel
 
 
+@pytest.mark.parametrize("forged", ["alarm", "state/0", "report"])
 @pytest.mark.ranks(2)
-def test_a_forged_alarm_ends_a_job_in_words() -> None:
-    """The thread that read it ended, and nobody noticed."""
-    watch = Watch()
+def test_a_job_ends_in_words_whatever_of_its_watch_is_forged(
+    monkeypatch: pytest.MonkeyPatch, forged: str
+) -> None:
+    """The thread that read a forged alarm ended, and nobody noticed."""
+    watch, write = Watch(), SignedStore.set
     shown = list[str]()
     watch.show = shown.append
     agree("both watch", rank)
-    if rank() == 1:
+    if forged == "alarm":
         store().raw.set(f"{watch._prefix}/alarm", "0 another")
-    report = watch.report()
-    assert "another program has written 'pipegrad/watch/" in report.cause
-    # One rank of a machine shows it.
-    assert gathered(len(shown)) == [1, 0]
+    else:
+        monkeypatch.setattr(
+            SignedStore,
+            "set",
+            lambda self, key, value: (
+                self.raw.set(key, "1") if key.endswith(forged) else write(self, key, value)
+            ),
+        )
+        watch.fail(ValueError("a"))
+    causes = gathered(watch.report().cause)
     watch.stop()
+    # A forged answer is read by the rank that makes the report alone.
+    read = ["another program has written 'pipegrad/watch/" in cause for cause in causes]
+    assert any(read) if forged == "state/0" else all(read)
+    assert any(gathered(len(shown)))
 
 
 def test_only_ranks_with_the_key_of_a_launch_understand_each_other(
