@@ -17,6 +17,7 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
 from pipegrad.cli import main
+from pipegrad.comm.store import STORE_KEY
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.folders import checkpoints
 from tests.support.train import restarts
@@ -39,6 +40,8 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PIPEGRAD_LAUNCHER"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv(STORE_KEY, "1")
 
 
 @pytest.fixture
@@ -113,6 +116,23 @@ def test_no_rank_outlives_its_launcher(start: Start, folder: Path, number: int, 
     os.kill(launched.pid, number)
     assert launched.wait() == code
     launched.until(lambda: not is_running(rank), has_ended=True)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_ranks_of_one_machine_get_a_key_that_no_other_launch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = list[str]()
+
+    def launch(_config: api.LaunchConfig, _program: str) -> Callable[..., object]:
+        return lambda *_words: keys.append(os.environ.get(STORE_KEY, ""))
+
+    monkeypatch.setattr(api, "elastic_launch", launch)
+    for options in ([], [], ["--nodes", "2", "--rendezvous", "a:1"]):
+        monkeypatch.delenv(STORE_KEY, raising=False)
+        assert CliRunner().invoke(main, ["launch", "-n", "2", "small.toml", *options]).output == ""
+    assert [len(key) for key in keys] == [64, 64, 0]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize(
