@@ -50,6 +50,10 @@ class AgreementError(PipegradError, RuntimeError):
     began: float | None = None
 
 
+class MessageError(PipegradError, ValueError):
+    """What ranks tell each other cannot be written or read, or another program has written it."""
+
+
 class ReduceError(PipegradError, RuntimeError):
     """A collective failed. Names bucket and ranks; if a peer failed, it has the peer's message."""
 

@@ -217,11 +217,10 @@ class _Run:
         notes = [*self._notes, *self._judge.notes.values()]
         if any(agree("dropout", lambda: self._dropout.was_active)):
             notes.append("dropout was 0 while numbers were compared")
-        shared: list[Any] = [merged(findings), tuple(notes), tuple(verdict.gradients)]
-        dist.broadcast_object_list(shared, src=0)
-        findings, notes, gradients = shared
+        own = merged(findings), tuple(notes), tuple(verdict.gradients)
+        of_rank_0 = agree("the report", lambda: own, timeout_seconds=PATIENCE_SECONDS)[0]
         seconds = time.monotonic() - self._begin
-        return Report(findings, notes, gradients, steps, dist.get_world_size(), seconds)
+        return Report(*of_rank_0, steps, dist.get_world_size(), seconds)
 
     def _modes(self) -> list[Finding]:
         """Returns modules that drop out, or normalise, otherwise than in the uncut model."""

@@ -13,7 +13,7 @@ from contextlib import suppress
 from threading import get_ident
 from typing import Any, NamedTuple
 
-from torch.distributed.distributed_c10d import Store
+from pipegrad.comm.store import SignedStore
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
@@ -73,7 +73,7 @@ class Activity:
         details: Callable[[], Details] | None = None,
         drawing: Drawing | None = None,
         position: Callable[[], int] | None = None,
-        absent: Callable[[Store], list[int]] | None = None,
+        absent: Callable[[SignedStore], list[int]] | None = None,
     ) -> None:
         self.what = what
         self.ranks = ranks

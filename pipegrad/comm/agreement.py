@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import pickle
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,10 +19,11 @@ from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
+from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity
-from pipegrad.errors import AgreementError, StallError, ends_in_words
+from pipegrad.comm.store import SignedStore
+from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
 
 T = TypeVar("T")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
@@ -75,11 +75,11 @@ def agree(
 
     Put everything into `function` that can fail on one rank alone: files, imports, devices,
     configuration. Then its error is raised on all ranks. All of `ranks` must call `agree` in the
-    same order, or name the meeting. Results are sent pickled; equal results are stored once.
+    same order, or name the meeting. Equal results are stored once.
 
     Args:
         what: The subject, the same on all ranks; for messages.
-        function: Takes nothing; its result must pickle.
+        function: Takes nothing; its result is plain data: see [Note: plain data].
         ranks: Global ranks that take part; all by default.
         timeout_seconds: How long to wait for the slowest rank.
         meeting: A name that the same ranks use once, where a rank may stay away and go on. Without
@@ -91,6 +91,7 @@ def agree(
     Raises:
         AgreementError: On all ranks, if a rank failed or did not arrive.
         StallError: At once, if it is the error of `function`.
+        MessageError: If another program has written what is read.
         Exception: The error of `function`, if it is the same on all ranks.
     """
     if not dist.is_initialized():
@@ -101,10 +102,10 @@ def agree(
     outcome: T | _Failure
     try:
         outcome = function()
-        payload = pickle.dumps(outcome)
+        payload = plain.dumps(outcome)
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, str(caught))
-        payload = pickle.dumps(outcome)
+        payload = plain.dumps(outcome)
     try:
         prefix = f"pipegrad/agree/{_meeting(members, meeting)}"
         # An interrupt or an exit must end this process now. Its message is posted first: then the
@@ -116,11 +117,11 @@ def agree(
         if isinstance(error, StallError):
             raise error
         replies = _exchange(what, payload, members, timeout_seconds, prefix)
+        results: list[T | _Failure] = [plain.loads(reply) for reply in replies]
     except dist.DistNetworkError as gone:
         raise AgreementError(f"{what}: {STORE_IS_GONE}") from gone
     names = [str(dist.get_rank()), _digest(payload), "verdict"]
     _delete_last(members, [f"{prefix}/{name}" for name in names])
-    results: list[T | _Failure] = [pickle.loads(reply) for reply in replies]
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if failures:
         _raise_failures(what, failures, len(members), error, began)
@@ -178,8 +179,9 @@ def _post(subject: str, payload: bytes, prefix: str) -> None:
     digest = _digest(payload)
     # The payload is set before the key that others wait for, so a reader always finds it. Equal
     # payloads have one key: a large result that all ranks share is stored once.
-    store().set(f"{prefix}/{digest}", payload)  # type: ignore[arg-type]
-    store().set(f"{prefix}/{dist.get_rank()}", f"{digest} {subject}")
+    kv = store()
+    kv.set(f"{prefix}/{digest}", payload)
+    kv.set(f"{prefix}/{dist.get_rank()}", f"{digest} {subject}")
 
 
 def _exchange(
@@ -207,22 +209,24 @@ def _exchange(
         )
     # Ranks may reach their timeouts at different times. The first verdict in the store counts for
     # all of them. So a late rank fails too, instead of going on alone.
-    verdict = kv.compare_set(f"{prefix}/verdict", "", verdict).decode()
+    verdict = kv.set_first(f"{prefix}/verdict", verdict).decode(errors="replace")
     if verdict != _COMPLETE:
         missing_ranks = AgreementError(verdict)
         missing_ranks.absent = tuple(_absent(keys, kv))
         missing_ranks.follows = True
         raise missing_ranks from cause
-    replies = {rank: kv.get(key).decode().split(" ", 1) for rank, key in keys.items()}
-    if len({other for _, other in replies.values()}) > 1:
-        subjects = {rank: other for rank, (_, other) in replies.items()}
+    replies = {rank: kv.text(key).partition(" ") for rank, key in keys.items()}
+    if len({other for *_, other in replies.values()}) > 1:
+        subjects = {rank: other for rank, (*_, other) in replies.items()}
         raise AgreementError(f"ranks are in different places of the program: {subjects}")
-    digests = [digest for digest, _ in replies.values()]
+    digests = [digest for digest, *_ in replies.values()]
     payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
+    if any(_digest(payload) != digest for digest, payload in payloads.items()):
+        raise MessageError(f"{subject}: what a rank has sent was changed on its way")
     return [payloads[d] for d in digests]
 
 
-def _absent(keys: Mapping[int, str], kv: Store) -> list[int]:
+def _absent(keys: Mapping[int, str], kv: SignedStore) -> list[int]:
     return [rank for rank, key in keys.items() if not kv.check([key])]
 
 
@@ -236,7 +240,7 @@ def _meeting(ranks: tuple[int, ...], name: str | None) -> str:
     # A store may outlive a default process group, and may still hold the replies of its meetings.
     # So each new process group has a number of its own in the keys.
     if ranks not in by_ranks:
-        life = store().add(f"pipegrad/lives/{members}/{dist.get_rank()}", 1)
+        life = store().count(f"pipegrad/lives/{members}/{dist.get_rank()}")
         by_ranks[ranks] = _Meetings(life)
     meetings = by_ranks[ranks]
     if name is None:
@@ -256,9 +260,10 @@ def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
     # meeting, so all of them have read the keys of the previous meeting.
     meetings = _meetings_by_ranks()[members]
     last, meetings.keys = meetings.keys, keys
+    kv = store()
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for key in last:
-            store().delete_key(key)
+            kv.delete_key(key)
 
 
 def _digest(content: bytes) -> str:
@@ -322,15 +327,16 @@ class Board:
     def __init__(self, name: str) -> None:
         self._name = name
 
-    def post(self, key: str, message: bytes) -> None:
-        """Posts `message`; returns at once."""
-        store().set(f"pipegrad/board/{self._name}/{key}", message)  # type: ignore[arg-type]
+    def post(self, key: str, message: object) -> None:
+        """Posts `message`, which is plain data; returns at once."""
+        store().set(f"pipegrad/board/{self._name}/{key}", plain.dumps(message))
 
-    def wait(self, key: str, timeout: timedelta) -> bytes:
+    def wait(self, key: str, timeout: timedelta) -> object:
         """Returns the message that a rank posts at `key`.
 
         Raises:
             AgreementError: If no message was posted in time.
+            MessageError: If another program has posted it.
         """
         full = f"pipegrad/board/{self._name}/{key}"
         try:
@@ -342,12 +348,11 @@ class Board:
             )
             late.follows = True
             raise late from error
-        return bytes(store().get(full))
+        return plain.loads(store().get(full))
 
 
-def store() -> Store:
+def store() -> SignedStore:
     """Returns the key-value store of the default process group."""
     world = dist.group.WORLD
     assert world is not None
-    key_value_store: Store = world.get_group_store()
-    return key_value_store
+    return SignedStore(world.get_group_store())

@@ -83,9 +83,9 @@ class FailureNotice:
         message = cause if cause.startswith("rank ") else f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
-            store().compare_set(self._key, "", message)
+            store().set_first(self._key, message)
             if final:
-                store().compare_set(self._final_key, "", message)
+                store().set_first(self._final_key, message)
         return message
 
     def fail(self, error: BaseException, where: str = "", *, final: bool = False) -> str | None:
@@ -129,7 +129,7 @@ class FailureNotice:
         """Returns the latest message of `refuse` in this step, from any rank, or None."""
         if not dist.is_initialized() or not store().check([self._refused_key]):
             return None
-        return str(store().get(self._refused_key).decode()) or None
+        return store().text(self._refused_key) or None
 
     def read(self) -> str | None:
         """Returns the first message that any rank posted in this step, or None.
@@ -139,7 +139,7 @@ class FailureNotice:
         if not dist.is_initialized():
             return None
         try:
-            return store().get(self._key).decode() if store().check([self._key]) else None
+            return store().text(self._key) if store().check([self._key]) else None
         except dist.DistNetworkError:
             return STORE_IS_GONE
 
@@ -147,7 +147,7 @@ class FailureNotice:
         """Returns the final failure of any step so far; None if ranks can go on."""
         if not dist.is_initialized() or not store().check([self._final_key]):
             return None
-        return str(store().get(self._final_key).decode())
+        return store().text(self._final_key)
 
     @property
     def _refused_key(self) -> str:

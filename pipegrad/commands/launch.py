@@ -156,11 +156,16 @@ def _automatic(config: Config, nodes: int) -> int:
 
 def _set_environment(num_ranks: int, nodes: int) -> None:
     """Sets what ranks and launcher read of the environment, unless the user has set it."""
+    from pipegrad.comm.store import of_one_machine
+
     # torch would take all cores on each rank.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
-    if nodes > 1:
+    if nodes == 1:
+        for name, value in of_one_machine().items():
+            os.environ.setdefault(name, value)
+    else:
         # Else the ranks of a restart find addresses of those before in the launcher's store. On one
         # machine they use other names; see `process_group`.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
@@ -193,13 +198,16 @@ def _launch_config(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
+    from pipegrad.commands.rendezvous import ONE_MACHINE, register
+
+    register()
     return LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=num_ranks,
         run_id="pipegrad" if rendezvous else f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}",
         role="rank",
-        rdzv_backend="c10d",
+        rdzv_backend=ONE_MACHINE if nodes == 1 else "c10d",
         rdzv_endpoint=rendezvous or "127.0.0.1:0",
         rdzv_configs={"timeout": _JOIN_SECONDS},
         # One machine needs no name service, which may take seconds to say that it knows no name.

@@ -21,6 +21,7 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
+from pipegrad.errors import StepError
 from pipegrad.observe.clocks import machine_name
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.simulation.costs import LinkCosts, Network
@@ -93,6 +94,8 @@ class Wires:
         group, there = self._edges.host(peer)
         message = torch.zeros(1, dtype=torch.int64)
         ARRIVED(sync_points.in_use.receive(group, message, there, 3))
+        if not 0 <= int(message) <= _GROWTH * _MOST_BYTES:  # memory is made for so many bytes
+            raise StepError(f"rank {peer} has sent {int(message)}, expected a number of bytes")
         return int(message)
 
     def _message(self, num_bytes: int) -> torch.Tensor:

@@ -20,14 +20,13 @@ in the first microbatch. What changes later travels with the values: see [Note: 
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
 from pipegrad.comm.agreement import Board, agree, same
 from pipegrad.comm.failures import FAILED_ELSEWHERE
-from pipegrad.errors import AgreementError, PipegradError, StallError, StepError
+from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError, StepError
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.loss import StepResult
 from pipegrad.pipeline.step import StepContext, StepKind
@@ -58,7 +57,7 @@ class LearnedSpecs(Specs):
         """Posts what a value looks like; None if this rank failed before it made the value."""
         if channel.kind == "F":
             spec = self._by_link.setdefault(channel.link, None)
-            self._board.post(f"{channel.link} to {channel.target}", pickle.dumps(spec))
+            self._board.post(f"{channel.link} to {channel.target}", spec)
         return self._by_link.get(channel.link)
 
     def of_receive(self, channel: Channel) -> Spec | None:
@@ -66,16 +65,19 @@ class LearnedSpecs(Specs):
 
         Raises:
             AgreementError: If it did not in time.
+            MessageError: If another program has posted it.
         """
         if channel.kind == "F" and channel.link not in self._by_link:
             try:
                 message = self._board.wait(f"{channel.link} to {channel.target}", self._timeout)
+                if not isinstance(message, Spec | None):
+                    raise MessageError(f"what a value looks like is {message!r}, expected a Spec")
             except PipegradError:
                 # Later calls for this link, such as those that end the failed step, must not wait
                 # as long once more.
                 self._by_link[channel.link] = None
                 raise
-            self._by_link[channel.link] = pickle.loads(message)
+            self._by_link[channel.link] = message
         return self._by_link.get(channel.link)
 
 

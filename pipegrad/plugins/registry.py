@@ -95,7 +95,7 @@ class ResolvedPlugin(Plugin, Generic[T]):
 
     @property
     def identity(self) -> tuple[str, str, str, str, tuple[tuple[str, str], ...]]:
-        """Everything except the instance: plain data that can be compared and pickled."""
+        """Everything except the instance: plain data that ranks compare."""
         return self.name, self.value, self.distribution, self.version, self.options
 
 

@@ -27,6 +27,7 @@ from pipegrad.comm.messages import (
     send,
 )
 from pipegrad.comm.work import Done, LateWork, Work
+from pipegrad.errors import ReduceError
 from pipegrad.plan.buckets import Bucket
 
 _ALIGN_BYTES = 8  # in a message, row numbers follow values of any dtype
@@ -162,7 +163,11 @@ class PairSum:
         flat = real(self._buffer)
         counts = torch.empty(len(self._rows), dtype=torch.int64, device=flat.device)
         RECEIVED(receive(counts, 0, self._back, COUNTS))
-        message = _Message(self._rows, counts.tolist(), flat)
+        numbers_of = counts.tolist()
+        # They say how much memory the message needs.
+        if any(n not in range(r.num_rows + 1) for n, r in zip(numbers_of, self._rows, strict=True)):
+            raise ReduceError(f"another rank sends {numbers_of} rows, more than there are")
+        message = _Message(self._rows, numbers_of, flat)
         RECEIVED(receive(message.content, 0, self._back, BACK))
         sums = []
         for rows, (numbers, values) in zip(self._rows, message, strict=True):

@@ -125,7 +125,7 @@ def _join(task: Task) -> None:
     os.environ.clear()
     os.environ.update(task.environment)
     torch.set_num_threads(1)
-    with contextlib.suppress(AttributeError):  # glibc only; the reason is in `_store_server`
+    with contextlib.suppress(AttributeError):  # glibc only; the reason is in `loopback_store`
         ctypes.CDLL(None).__nss_configure_lookup(b"hosts", b"files")
     port, prefix = task.store
     timeout = timedelta(seconds=task.timeout_seconds + GRACE_SECONDS)

@@ -13,18 +13,18 @@ import multiprocessing
 import os
 import pickle
 import signal
-import socket
 import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
 from typing import Any, Self, TypeVar, cast
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 
+from pipegrad.comm.store import STORE_KEY, loopback_store, of_one_machine
 from pipegrad.testing.rank_process import (
     GRACE_SECONDS,
     LEAVE_SECONDS,
@@ -101,9 +101,10 @@ class Ranks:
         self._timeout_seconds = timeout_seconds
         self._ranks: list[_Rank] = []
         store = (_store_server().port, f"world{next(_group_numbers)}")
+        launch = of_one_machine()
         try:
             for rank in range(num_ranks):
-                environment = _environment(rank, num_ranks)
+                environment = _environment(rank, num_ranks, launch)
                 self._ranks.append(
                     _Rank(Task(rank, num_ranks, store, timeout_seconds, environment))
                 )
@@ -290,25 +291,14 @@ def _store_server() -> TCPStore:
 @functools.cache
 def _started_store_server() -> TCPStore:
     """Returns the store of this process, on loopback only. Process groups differ by prefix."""
-    # A client of a store looks up the names of both ends for torch's logs. If the DNS loses a
-    # packet, that takes 5 s. So the server uses IPv4, whose loopback has a name in /etc/hosts. The
-    # default socket would see ``::ffff:127.0.0.1``. Ranks use no DNS at all.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    return TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
+    return loopback_store()
 
 
-def _environment(rank: int, num_ranks: int) -> dict[str, str]:
+def _environment(rank: int, num_ranks: int, launch: Mapping[str, str]) -> dict[str, str]:
     settings = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
     settings |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
     own = {name: str(value) for name, value in settings.items()}
-    return {"GLOO_SOCKET_IFNAME": "lo", **os.environ, **own}
+    return {**launch, **os.environ, STORE_KEY: launch[STORE_KEY], **own}
 
 
 def _home(function: Callable[..., Any]) -> tuple[str, str | None]:

@@ -283,11 +283,16 @@ class Trainer:
     # Before the first step.
 
     def _agreed_configuration(self, load: Callable[[], Config]) -> Config:
-        configs = agree("the configuration", load)
-        values = [config.flat() for config in configs]
+        own = list[Config]()
+
+        def loaded() -> dict[str, str]:
+            own.append(load())
+            return {key: str(value) for key, value in own[0].flat().items()}
+
+        values = agree("the configuration", loaded)
         for key in dict.fromkeys(key for flat in values for key in flat):
-            same(key, {rank: str(flat.get(key)) for rank, flat in enumerate(values)})
-        return configs[dist.get_rank()]
+            same(key, {rank: flat.get(key, "None") for rank, flat in enumerate(values)})
+        return own[0]
 
     def _prepare(self, config: Config) -> str:
         """Makes the job and chooses the device; returns its type."""

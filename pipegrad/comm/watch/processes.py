@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
+
+from pipegrad.comm.store import SignedStore
 
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 _MOST_READS = 100  # of the processes of a machine, if nobody knows how many there are
@@ -84,12 +85,11 @@ class Processes:
         rank: Of this process, which it makes known.
     """
 
-    def __init__(self, store: Store, prefix: str, rank: int) -> None:
+    def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self._store, self._prefix, self._rank = store, prefix, rank
         own = ProcessId.own()
         self._machine = f"{prefix}/machine/{own.machine}"
-        if store.has_extended_api():  # type: ignore[attr-defined]  # public
-            store.append(self._machine, f"{rank} {own.dumped()}\n")  # type: ignore[attr-defined]
+        store.add_line(self._machine, f"{rank} {own.dumped()}")
         self._others: dict[int, ProcessId] = {}
         self._left = set[int]()
         self._reads = 0
@@ -110,7 +110,7 @@ class Processes:
             return
         self._reads += 1
         if self._store.check([self._machine]):
-            lines = self._store.get(self._machine).decode().splitlines()
+            lines = self._store.lines(self._machine)
             known = {int(line.split()[0]): ProcessId.loaded(line.split()[1]) for line in lines}
             self._others = {r: p for r, p in known.items() if r != self._rank}
 
@@ -148,7 +148,7 @@ class Processes:
         ended = f"{self._prefix}/ended/{rank}"
         with suppress(dist.DistError, RuntimeError):  # the store may be gone
             if self._store.check([ended]):
-                return f"has ended after {self._store.get(ended).decode()}"
+                return f"has ended after {self._store.text(ended)}"
         process = self._others.get(rank)
         if process is None:
             return _SIGNS[""]

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import NamedTuple
@@ -80,20 +79,6 @@ class RankState:
     error_time: float = 0.0
     absent: tuple[int, ...] = ()
     note: str = ""
-
-    def dumped(self) -> bytes:
-        """Returns it as bytes that `loaded` reads."""
-        return json.dumps(asdict(self)).encode()
-
-    @classmethod
-    def loaded(cls, content: bytes) -> RankState:
-        """Returns what `dumped` has written."""
-        fields = json.loads(content)
-        waits = tuple(Wait(w[0], tuple(w[1]), w[2], w[3]) for w in fields.pop("waits"))
-        row = fields.pop("row")
-        for name in ("doing", "absent"):
-            fields[name] = tuple(fields[name])
-        return cls(**fields, waits=waits, row=None if row is None else tuple(row))
 
 
 class LastProgress:

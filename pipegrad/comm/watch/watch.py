@@ -20,7 +20,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import faulthandler
-import json
 import os
 import sys
 import threading
@@ -32,8 +31,8 @@ from threading import Event
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import Store
 
+from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity, activities, give_back
 from pipegrad.comm.agreement import store
 from pipegrad.comm.failures import Failure, failure_of, has_lost_connection
@@ -48,7 +47,7 @@ from pipegrad.comm.watch.rank_state import (
     late_agreement,
     state_of_this_rank,
 )
-from pipegrad.errors import StallError
+from pipegrad.errors import MessageError, StallError
 
 _POLL_SECONDS = 0.5
 _TICK_SECONDS = 0.02
@@ -81,8 +80,8 @@ class Watch:
         self.end_seconds = 600.0
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
-        own: Store = store().clone()  # type: ignore[attr-defined]  # public
-        life = own.add(f"pipegrad/watch/lives/{self._rank}", 1)
+        own = store().clone()
+        life = own.count(f"pipegrad/watch/lives/{self._rank}")
         self._store, self._prefix = own, f"pipegrad/watch/{life}"
         self._processes = Processes(own, self._prefix, self._rank)
         self._own: FailureReport | None = None
@@ -266,6 +265,8 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
             # Whoever keeps the store may have ended because the job is done.
             self._has_lost_store = isinstance(error, dist.DistNetworkError)
+            if isinstance(error, MessageError):
+                self._note_alarm("")
             if self._alarm is not None:
                 is_store = isinstance(error, dist.DistError | RuntimeError)
                 self._take(self._own_report(self._no_store if is_store else repr(error)))
@@ -290,12 +291,12 @@ class Watch:
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
         own = f"{self._rank} {self._alarm or ''}"
-        first = self._store.compare_set(self._key("alarm"), "", own).decode()
+        first = self._store.set_first(self._key("alarm"), own).decode()
         self._has_reached_store = True
         number, _, words = first.partition(" ")
         self._note_alarm(words)
         state = state_of_this_rank(self._rank, self._failure, self._progress)
-        self._store.set(self._key("state", self._rank), state.dumped().decode())
+        self._store.set(self._key("state", self._rank), plain.dumps(state))
         if int(number) == self._rank:
             self._make_report(words)
         self._take_report(int(number))
@@ -316,7 +317,7 @@ class Watch:
         # here, since each rank raises it in its own words.
         if report.kind != "common":
             self._show(report.text)
-        self._store.set(self._key("report"), json.dumps([report.cause, report.kind]))
+        self._store.set(self._key("report"), plain.dumps((report.cause, report.kind)))
 
     def _answers(self) -> dict[int, RankState]:
         """Returns the states of the ranks that answer in time."""
@@ -327,7 +328,7 @@ class Watch:
         while len(states) < self._num_ranks and time.monotonic() < deadline:
             for rank in range(self._num_ranks):
                 if rank not in states and self._store.check([key := self._key("state", rank)]):
-                    states[rank] = RankState.loaded(self._store.get(key))
+                    states[rank] = plain.loads(self._store.get(key), RankState)
             silent = [rank for rank in range(self._num_ranks) if rank not in states]
             if time.monotonic() > known_by and all(map(self._processes.is_gone, silent)):
                 break
@@ -341,7 +342,7 @@ class Watch:
                 self._take(self._own_report(f"rank {reporter} has not made its report"))
                 return
             time.sleep(_TICK_SECONDS)
-        cause, kind = json.loads(self._store.get(self._key("report")))
+        cause, kind = plain.loads(self._store.get(self._key("report")), tuple)
         self._take(FailureReport(cause, "", reporter, kind))
 
     def _take(self, report: FailureReport) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
+from pipegrad.errors import StepError
 from pipegrad.interop.private import storage_holders
 from pipegrad.pipeline.coding.coding import Coding, Codings
 from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool, rounded
@@ -14,6 +15,9 @@ from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.messages import HEADER
 from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.schedules.program.program import Channel
+
+# Of a value, by the largest before it; any value may have the bytes.
+_MOST_GROWTH, _LARGE_BYTES = 1024, 2**30
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,20 @@ class Sizes:
     def on_wire(self, spec: Spec) -> Spec:
         """Returns what the message of a value looks like, without its header."""
         return spec if self.coding is None else self.coding.on_wire(spec)
+
+    def check_size(self, spec: Spec) -> None:
+        """Refuses a value before memory is made for it; both ends of a link have the same limit.
+
+        Raises:
+            StepError: If it is far larger than all values that crossed the link before.
+        """
+        most = max(_LARGE_BYTES, _MOST_GROWTH * max(self.largest, self.spec.nbytes))
+        if spec.nbytes > most:
+            raise StepError(
+                f"a value is {spec}, {spec.nbytes} bytes, and those before it had "
+                f"{self.spec.nbytes}: expected at most {most}. If that is meant, begin with a "
+                f"larger one"
+            )
 
     def ask(self, spec: Spec) -> None:
         """Asks the codecs of both directions about a value, so that `Ends.note` cannot fail.

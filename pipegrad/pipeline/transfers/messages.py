@@ -14,6 +14,7 @@ from pipegrad.errors import StepError
 from pipegrad.pipeline.transfers.specs import Spec
 
 _WORDS = 16
+_MOST_DIMENSIONS = _WORDS - 3
 HEADER = 8 * _WORDS  # bytes; all dtypes are aligned behind it
 MARK = 0x7069706567726164
 _FAILED = -1
@@ -36,9 +37,9 @@ def header(spec: Spec | None) -> torch.Tensor:
     """
     if spec is None:
         words = [MARK, _FAILED]
-    elif len(spec.shape) > _WORDS - 3 or spec.dtype not in _DTYPES:
+    elif len(spec.shape) > _MOST_DIMENSIONS or spec.dtype not in _DTYPES:
         raise StepError(
-            f"a value is {spec}, expected at most {_WORDS - 3} dimensions and a dtype of "
+            f"a value is {spec}, expected at most {_MOST_DIMENSIONS} dimensions and a dtype of "
             f"{[str(dtype).removeprefix('torch.') for dtype in _DTYPES]}, which can be sent"
         )
     else:
@@ -52,11 +53,23 @@ def spec_in(head: torch.Tensor, differentiable: bool) -> Spec | None:
     Args:
         head: A message that begins with a header, on the host.
         differentiable: Whether the value has a gradient, which no header says.
+
+    Raises:
+        StepError: If it is no header that `header` makes.
     """
-    _, kind, dimensions, *shape = head[:HEADER].view(torch.int64).tolist()
-    return (
-        None if kind == _FAILED else Spec(tuple(shape[:dimensions]), _DTYPES[kind], differentiable)
-    )
+    mark, kind, dimensions, *shape = words = head[:HEADER].view(torch.int64).tolist()
+    if words[:2] == [MARK, _FAILED]:
+        return None
+    # Another rank has sent it, so it may say anything.
+    if not (
+        mark == MARK
+        and 0 <= kind < len(_DTYPES)
+        and 0 <= dimensions <= _MOST_DIMENSIONS
+        and min(shape) >= 0
+        and not any(shape[dimensions:])
+    ):
+        raise StepError(f"another rank has sent a header that no value has: {words}")
+    return Spec(tuple(shape[:dimensions]), _DTYPES[kind], differentiable)
 
 
 def begins_with_mark(tensor: torch.Tensor) -> bool:

@@ -160,8 +160,9 @@ class Transfers:
 
         Raises:
             PeerFailedError: If it will never come.
+            StepError: If its header is wrong. The transfer stays in doubt.
         """
-        sizes, offset = end.sizes, 0
+        sizes, offset, known = end.sizes, 0, spec
         if end.has_headers and key in self._headers:
             RECEIVED(self._headers[key][1])
         self.is_in_doubt = True
@@ -180,7 +181,10 @@ class Transfers:
             self.is_in_doubt = False
             raise PeerFailedError("another rank failed before it made a value for this one")
         if end.is_value:
+            sizes.check_size(spec)
             self.ends.note(sizes, spec)
+        elif known is not None and spec[:2] != known[:2]:
+            raise StepError(f"a gradient is {spec}, and its value is {known}")
         wire = sizes.on_wire(spec)
         if offset + wire.nbytes > buffer.capacity:
             buffer = self._with_rest(end, self._tag(*key) + 1, buffer, offset + wire.nbytes)
@@ -282,7 +286,7 @@ class Transfers:
             like: What the value or gradient looks like, if `tensor` may not say it.
 
         Raises:
-            StepError: If no header says what the value looks like.
+            StepError: If no header says what the value looks like, or it is too large.
         """
         message, capacity, tag = as_bytes(tensor), end.sizes.capacity, self._tag(*key)
         # The host cannot read a mark on another device, and need not: all messages have headers.
@@ -293,6 +297,7 @@ class Transfers:
         )
         head = header(like or Spec.of(tensor)) if needs_header else None
         if spec is not None:
+            end.sizes.check_size(spec)
             # A codec may fail here, and nothing has been noted or sent yet. So the step fails, and
             # the next one is right.
             end.sizes.ask(spec)

@@ -18,6 +18,8 @@ from datetime import timedelta
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]  # public
 
+from pipegrad.comm.store import SignedStore
+
 LAUNCH = "PIPEGRAD_LAUNCH"  # the variable with a name of this launch, over all its starts
 _KEY = "pipegrad/start"
 _LAUNCH_KEY = "pipegrad/launch"
@@ -32,28 +34,29 @@ def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -
 
     Raises:
         dist.DistStoreError: If a rank does not come in time.
+        MessageError: If another program has written into the store.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
         os.environ.pop(LAUNCH, None)
         return store  # rank 0 keeps it, so it ends with the ranks
-    own = uuid.uuid4().hex
+    own, signed = uuid.uuid4().hex, SignedStore(store)
     # The first rank of the first start sets it, and all others read it.
-    os.environ[LAUNCH] = store.compare_set(_LAUNCH_KEY, "", own).decode()
+    os.environ[LAUNCH] = signed.set_first(_LAUNCH_KEY, own).decode()
     if rank == 0:
-        store.set(_KEY, own)
+        signed.set(_KEY, own)
         keys = [f"{_KEY}/{own}/{other}" for other in range(1, size)]
-        store.wait(keys, timedelta(seconds=timeout_seconds))
-        store.set(f"{_KEY}/{own}/all", " ".join(store.get(key).decode() for key in keys))
+        signed.wait(keys, timedelta(seconds=timeout_seconds))
+        signed.set(f"{_KEY}/{own}/all", " ".join(signed.text(key) for key in keys))
         return PrefixStore(own, store)
     deadline, answered = time.monotonic() + timeout_seconds, ""
     while time.monotonic() < deadline:
-        start = store.get(_KEY).decode()
+        start = signed.text(_KEY)
         if start != answered:
-            store.set(f"{_KEY}/{start}/{rank}", own)
+            signed.set(f"{_KEY}/{start}/{rank}", own)
             answered = start
         with suppress(dist.DistStoreError):  # not yet; perhaps it is an earlier start
-            store.wait([f"{_KEY}/{start}/all"], timedelta(seconds=_LOOK_SECONDS))
-            if own in store.get(f"{_KEY}/{start}/all").decode().split():
+            signed.wait([f"{_KEY}/{start}/all"], timedelta(seconds=_LOOK_SECONDS))
+            if own in signed.text(f"{_KEY}/{start}/all").split():
                 return PrefixStore(start, store)
         time.sleep(_PAUSE_SECONDS)
     raise dist.DistStoreError(f"rank 0 has not answered within {timeout_seconds:g} s")

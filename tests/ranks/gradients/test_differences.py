@@ -126,7 +126,7 @@ def one_makes_an_optimizer() -> None:
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
-        store=PrefixStore("short", store),
+        store=PrefixStore("short", store.raw),
         rank=int(os.environ["RANK"]),
         world_size=2,
         timeout=timedelta(seconds=8),

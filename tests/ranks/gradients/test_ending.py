@@ -215,7 +215,7 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
         for _ in range(20):
             agree("something", lambda: "the same")
         dist.barrier()
-        counts.append(agreement.store().num_keys())
+        counts.append(agreement.store().raw.num_keys())
         dist.barrier()
     assert counts == [counts[0]] * 3
     # Groups have the timeout of the default one.
@@ -255,7 +255,7 @@ def test_a_store_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPat
     notice = FailureNotice("gone")
     notice.next_step()
     broken = mock.Mock()
-    for verb in ("set", "get", "add", "check", "wait", "compare_set"):
+    for verb in ("set", "get", "text", "count", "check", "wait", "set_first"):
         getattr(broken, verb).side_effect = dist.DistNetworkError("Broken pipe")
     for module in (agreement, failures):
         monkeypatch.setattr(module, "store", lambda: broken)

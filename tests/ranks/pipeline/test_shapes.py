@@ -13,8 +13,9 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.pipeline.transfers import edges, messages
+from pipegrad.pipeline.transfers import edges, messages, transfers
 from pipegrad.pipeline.transfers.messages import MARK
+from pipegrad.pipeline.transfers.specs import Spec
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.codecs import Single
@@ -338,3 +339,16 @@ def test_sequences_of_any_length_go_through_four_stages_in_time() -> None:
         scheduler.step(microbatches=[{"x": part, "target": part} for part in parts])
         assert farthest(modules[rank()], twins[rank()]) <= 2 * MOST
     scheduler.close()
+
+
+def test_a_header_of_another_rank_makes_no_memory() -> None:
+    """Any number of bytes was allocated, and then waited for."""
+    huge = messages.header(Spec((2**33,), torch.uint8, differentiable=True))
+    scheduler = make(Layer(shorten), Layer(), names=NAMES, schedule="gpipe", loss_fn=total)
+    train(scheduler, *batch(STEPS[0], 0), target=batch(STEPS[0], 0)[0])
+    x, length = batch(STEPS[2], 2)
+    forged = mock.patch.object(transfers, "header", return_value=huge)
+    with forged if rank() == 0 else nullcontext():
+        found = outcome(lambda: train(scheduler, x, length, target=x))
+    assert f"a value is uint8 [{2**33}] with gradient, {2**33} bytes, and those before" in found
+    assert "Error: " in outcome(lambda: train(scheduler, x, length, target=x))  # for good

@@ -17,11 +17,12 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.launcher import api
 
 from pipegrad.cli import main
+from pipegrad.comm.store import STORE_KEY
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.folders import checkpoints
 from tests.support.train import restarts
 from tests.support.train.jobs import with_job
-from tests.support.train.launched import Launched, is_running, pipegrad
+from tests.support.train.launched import Launched, is_running, listening, pipegrad
 
 Start = Callable[..., Launched]
 SAVED_BY = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
@@ -39,6 +40,8 @@ def here(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
     for name in ("OMP_NUM_THREADS", "TORCH_ELASTIC_SHUTDOWN_TIMEOUT", "PIPEGRAD_LAUNCHER"):
         monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    monkeypatch.setenv(STORE_KEY, "1")
 
 
 @pytest.fixture
@@ -92,6 +95,17 @@ def test_ranks_that_are_started_again_find_each_other_and_one_that_is_killed_is_
     assert launched.printed.count("step     1  loss ") == 2
 
 
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_nothing_of_a_launch_on_one_machine_can_be_reached_from_outside(
+    start: Start, folder: Path, num_ranks: int
+) -> None:
+    """torch's rendezvous, its store for the ranks and gloo listened on all interfaces."""
+    launched = start("train.steps=100000 train.trace=false", "-n", str(num_ranks))
+    launched.until(lambda: any(num_rows(folder)))
+    processes = [launched.pid, *launched.ranks()]
+    assert [listening(process) for process in processes] == [{"0100007F"}] * (1 + num_ranks)
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGUSR1, 138), (signal.SIGHUP, 143), (signal.SIGKILL, -9)]
 )
@@ -102,6 +116,23 @@ def test_no_rank_outlives_its_launcher(start: Start, folder: Path, number: int, 
     os.kill(launched.pid, number)
     assert launched.wait() == code
     launched.until(lambda: not is_running(rank), has_ended=True)
+
+
+@pytest.mark.usefixtures("here")
+def test_the_ranks_of_one_machine_get_a_key_that_no_other_launch_has(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = list[str]()
+
+    def launch(_config: api.LaunchConfig, _program: str) -> Callable[..., object]:
+        return lambda *_words: keys.append(os.environ.get(STORE_KEY, ""))
+
+    monkeypatch.setattr(api, "elastic_launch", launch)
+    for options in ([], [], ["--nodes", "2", "--rendezvous", "a:1"]):
+        monkeypatch.delenv(STORE_KEY, raising=False)
+        assert CliRunner().invoke(main, ["launch", "-n", "2", "small.toml", *options]).output == ""
+    assert [len(key) for key in keys] == [64, 64, 0]
+    assert keys[0] != keys[1]
 
 
 @pytest.mark.parametrize(

@@ -199,6 +199,18 @@ def _session(process: int) -> int | None:
     return None
 
 
+def listening(process: int) -> set[str]:
+    """Returns the addresses on which a process listens, as /proc/net has them."""
+    own = {str(link.readlink()) for link in Path(f"/proc/{process}/fd").iterdir() if link.exists()}
+    rows = [
+        row.split()
+        for name in ("tcp", "tcp6")
+        for row in Path(f"/proc/{process}/net/{name}").read_text().splitlines()[1:]
+    ]
+    listeners = [row for row in rows if row[3] == "0A" and f"socket:[{row[9]}]" in own]
+    return {row[1].partition(":")[0] for row in listeners}
+
+
 def is_running(process: int) -> bool:
     """Returns whether a process computes; a zombie does not."""
     try:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
+from pipegrad.comm import plain
 from pipegrad.comm.watch.failure_report import FailureReport, make_report
 from pipegrad.comm.watch.rank_state import RankState, Wait
 
@@ -221,8 +222,8 @@ def test_a_table_of_many_ranks_has_those_of_the_cause_first() -> None:
 def test_a_state_travels_unchanged() -> None:
     waits = (Wait("x", (0, 2), True, 1.5),)
     sent = state(1, doing=("step 3",), item="compute", waits=waits, row=(0, 1), absent=(3,))
-    assert RankState.loaded(sent.dumped()) == sent
-    assert RankState.loaded(state(0).dumped()) == state(0)
+    assert plain.loads(plain.dumps(sent), RankState) == sent
+    assert plain.loads(plain.dumps(state(0)), RankState) == state(0)
 
 
 def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:

@@ -8,6 +8,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
 from pipegrad.comm import failures
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch.processes import Processes, ProcessId
 from tests.unit.comm.test_failure_report import computing, report, waiting
 
@@ -21,7 +22,7 @@ def test_a_free_rank_for_which_others_wait_comes_before_one_that_is_slower() -> 
 def test_a_failure_is_final_only_if_that_is_said(
     monkeypatch: pytest.MonkeyPatch, *, final: bool
 ) -> None:
-    board = HashStore()
+    board = SignedStore(HashStore())
     monkeypatch.setattr(failures, "store", lambda: board)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_rank", lambda: 3)
@@ -33,11 +34,10 @@ def test_a_failure_is_final_only_if_that_is_said(
 
 def test_a_process_that_ended_is_lost_unless_it_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    board, own = HashStore(), ProcessId.own()
+    board, own = SignedStore(HashStore()), ProcessId.own()
     processes = Processes(board, "job", 0)
     for rank, other in ((1, own), (2, own._replace(began="1"))):  # 2: its number is used again
-        line = f"{rank} {other.dumped()}\n"
-        board.append(f"job/machine/{own.machine}", line)  # type: ignore[attr-defined]
+        board.add_line(f"job/machine/{own.machine}", f"{rank} {other.dumped()}")
     processes.learn()
     assert processes.pause_seconds == 0
     assert (processes.has_lost(), processes.lost(), processes.is_first()) == (True, [2], True)
@@ -47,7 +47,7 @@ def test_a_process_that_ended_is_lost_unless_it_has_left(monkeypatch: pytest.Mon
 
 def test_processes_are_read_a_hundred_times_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    processes = Processes(HashStore(), "job", 0)
+    processes = Processes(SignedStore(HashStore()), "job", 0)
     pauses = []
     for _ in range(12):
         processes.learn()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import pickle
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +13,7 @@ import torch
 from torch import nn
 
 from pipegrad import ParameterRecord, Topology
+from pipegrad.comm import plain
 from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.model.describe import check_stages, describe_rank, device_of
 from pipegrad.model.gradient_storage import GradAttribute
@@ -103,7 +103,7 @@ def test_a_rank_describes_its_stages() -> None:
             ((3, "scale"), "0040"),
         ),
     )
-    assert pickle.loads(pickle.dumps(manifest)) == manifest
+    assert plain.loads(plain.dumps(manifest)) == manifest
     assert str(entry("w", 2, 3)) == "w (2, 3) torch.float32 grad torch.float32 trained"
 
 

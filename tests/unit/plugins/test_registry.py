@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import pickle
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from pipegrad.comm import plain
 from pipegrad.errors import PluginConflictError, PluginContractError, PluginNotFoundError
 from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.registry import DISABLE_VARIABLE, Plugin
@@ -143,7 +143,7 @@ def test_a_table_carries_options(install: Install, registry: Handlers, name: obj
     assert resolved.options == (("axis", "'tp'"), ("scale", "0.5"))
     # Their order does not matter.
     other = registry.resolve({"axis": "tp", "scale": 0.5, "name": name})
-    assert pickle.loads(pickle.dumps(resolved.identity)) == other.identity
+    assert plain.loads(plain.dumps(resolved.identity)) == other.identity
 
 
 def test_resolve_all_numbers_what_is_listed_again(install: Install, registry: Handlers) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import pickle
 import resource
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from pipegrad.comm.plain import dumps, loads
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.data import Corpus, read_corpus, tokens
@@ -96,7 +96,7 @@ def test_a_token_file_is_used_again_until_a_text_changes(tmp_path: Path) -> None
     read = config(tmp_path, "a")
     first = write_tokens(read, "data.files", read.data.files, Bytes())
     made = Path(first.path).stat().st_mtime_ns, Path(first.path).stat().st_ino
-    assert pickle.loads(pickle.dumps(first)) == first
+    assert loads(dumps(first)) == first
     mapped = first.mapped()
     assert isinstance(mapped, np.memmap)
     assert not mapped.flags.writeable

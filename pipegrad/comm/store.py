@@ -1,0 +1,175 @@
+"""The key-value store of a process group, as pipegrad uses it: values are signed.
+
+[Note: signed values] Whoever reaches the store of a launch can write into it. A launcher on one
+machine draws a key and hands it to its ranks in the environment, which other users cannot read.
+Then a mark, and a keyed BLAKE2 hash of the store's key and the value, stand before each value, and
+a value without them is refused. Without the variable values are as they are.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import socket
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cache
+from hashlib import blake2b, sha256
+from pathlib import Path
+
+from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
+from torch.distributed.distributed_c10d import Store
+
+from pipegrad.errors import MessageError
+
+STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
+LOOPBACK = "127.0.0.1"
+_MARK = b"pipegrad signed "
+_HEAD = len(_MARK) + 32
+
+
+class SignedStore:
+    """A key-value store whose values are signed; see [Note: signed values].
+
+    Args:
+        store: Where they are.
+
+    Attributes:
+        raw: The same.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.raw = store
+        self._hash = _keyed(os.environ.get(STORE_KEY, ""))
+
+    def clone(self) -> SignedStore:
+        """Returns the same store over a connection of its own."""
+        return SignedStore(self.raw.clone())  # type: ignore[attr-defined]  # public
+
+    def set(self, key: str, value: bytes | str) -> None:
+        """Sets a value."""
+        self.raw.set(key, self._signed(key, value))  # type: ignore[arg-type]
+
+    def set_first(self, key: str, value: bytes | str) -> bytes:
+        """Sets a value if there is none; returns what is there then.
+
+        Raises:
+            MessageError: If another program has written it.
+        """
+        signed = self._signed(key, value)
+        return self._opened(key, self.raw.compare_set(key, "", signed))  # type: ignore[arg-type]
+
+    def get(self, key: str) -> bytes:
+        """Returns a value, when it is there.
+
+        Raises:
+            MessageError: If another program has written it.
+        """
+        return self._opened(key, self.raw.get(key))
+
+    def text(self, key: str) -> str:
+        """Returns a value that is text, as `get` does."""
+        return self.get(key).decode(errors="replace")
+
+    def add_line(self, key: str, line: str) -> None:
+        """Adds a line to those at a key, if the store can."""
+        if self.raw.has_extended_api():  # type: ignore[attr-defined]  # public
+            signed = self._signed(key, line).hex()
+            self.raw.append(key, f"{signed}\n")  # type: ignore[attr-defined]
+
+    def lines(self, key: str) -> list[str]:
+        """Returns the lines that were added.
+
+        Raises:
+            MessageError: If another program has written one of them.
+        """
+        lines = self.raw.get(key).split()
+        try:
+            return [self._opened(key, bytes.fromhex(line.decode())).decode() for line in lines]
+        except MessageError:
+            raise
+        except ValueError as error:
+            raise MessageError(_refusal(key)) from error
+
+    def count(self, key: str) -> int:
+        """Adds 1 to a number; returns it. It is not signed: it names keys, and no more."""
+        return self.raw.add(key, 1)
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Returns whether all of these have a value."""
+        return self.raw.check(list(keys))
+
+    def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
+        """Waits until all of these have a value.
+
+        Raises:
+            dist.DistStoreError: If they do not in time.
+        """
+        if timeout is None:
+            self.raw.wait(list(keys))
+        else:
+            self.raw.wait(list(keys), timeout)
+
+    def delete_key(self, key: str) -> bool:
+        """Deletes a value; returns whether there was one."""
+        return self.raw.delete_key(key)
+
+    def _signed(self, key: str, value: bytes | str) -> bytes:
+        content = value.encode() if isinstance(value, str) else value
+        if self._hash is None:
+            return content
+        return b"".join((_MARK, self._signature(self._hash, key, content), content))
+
+    def _opened(self, key: str, content: bytes) -> bytes:
+        if self._hash is None:
+            if content.startswith(_MARK):
+                raise MessageError(_refusal(key))
+            return content
+        value = content[_HEAD:]
+        expected = _MARK + self._signature(self._hash, key, value)
+        if not hmac.compare_digest(content[:_HEAD], expected):
+            raise MessageError(_refusal(key))
+        return value
+
+    def _signature(self, empty: blake2b, key: str, content: bytes) -> bytes:
+        signature = empty.copy()
+        signature.update(b"%b\0%b" % (key.encode(), content))
+        return signature.digest()
+
+
+@cache
+def _keyed(key: str) -> blake2b | None:
+    """Returns the hash of nothing with a key; None without one."""
+    content = key.encode("utf-8", "surrogateescape")
+    return blake2b(key=sha256(content).digest(), digest_size=32) if key else None
+
+
+def of_one_machine() -> dict[str, str]:
+    """Returns variables for ranks of one machine: a new key, and gloo listens on loopback."""
+    # Linux calls it so. Elsewhere gloo looks up the name of the host, as it always does.
+    loopback = {"GLOO_SOCKET_IFNAME": "lo"} if Path("/sys/class/net/lo").exists() else {}
+    return {STORE_KEY: secrets.token_hex(32), **loopback}
+
+
+def loopback_store() -> TCPStore:
+    """Returns a store that this process keeps, on loopback alone."""
+    # torch's own socket would listen on all interfaces. A client of a store looks up the names of
+    # both ends for torch's logs. If the DNS loses a packet, that takes 5 s. So the server uses
+    # IPv4, whose loopback has a name in /etc/hosts. The default socket would see
+    # ``::ffff:127.0.0.1``.
+    listener = socket.create_server((LOOPBACK, 0))
+    return TCPStore(
+        LOOPBACK,
+        listener.getsockname()[1],
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+
+
+def _refusal(key: str) -> str:
+    return (
+        f"another program has written {key!r} into the key-value store of this job, or its ranks "
+        f"have different values of {STORE_KEY}: see docs/trust.md"
+    )

@@ -1,0 +1,167 @@
+"""Ranks send each other plain data: it arrives as it left, and anything else is one error."""
+
+from __future__ import annotations
+
+import enum
+import math
+import pickle
+import random
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from pipegrad.comm import plain
+from pipegrad.comm.watch.rank_state import RankState, Wait
+from pipegrad.errors import MessageError
+from pipegrad.model.dtensor import Layout
+from pipegrad.model.manifest import ParameterEntry
+from pipegrad.pipeline.transfers.specs import Spec
+
+VALUES: list[Any] = [
+    *(None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**200), 0.1, -0.0, math.inf),
+    *("", "é\udc80", b"\0x", [], (), {}, set(), frozenset({1})),
+    [1, (2, [None])],
+    {("a", 0): {1: 2.5}, "b": {"x", "y"}},
+    Path("/a/b"),
+    torch.bfloat16,
+    torch.device("cuda", 1),
+    Spec((2, 3), torch.float32, differentiable=True),
+    RankState(1, "a", 2, waits=(Wait("x", (0,), True, math.inf),), row=(0, 1)),
+    ParameterEntry("w", (), (2,), (1,), torch.int8, torch.half, True, Layout((), (), (), ())),
+]
+
+
+def arrived(value: object) -> Any:
+    return plain.loads(plain.dumps(value))
+
+
+@pytest.mark.parametrize("value", VALUES, ids=repr)
+def test_a_value_arrives_as_it_left(value: object) -> None:
+    found = arrived(value)
+    assert (found, type(found), repr(found)) == (value, type(value), repr(value))
+
+
+def test_not_a_number_arrives_and_equal_sets_have_equal_bytes() -> None:
+    assert math.isnan(arrived(math.nan))
+    one, other = set(range(0, 16, 8)), set(range(8, -8, -8))  # their hashes collide
+    assert list(one) != list(other)
+    assert plain.dumps(one) == plain.dumps(other)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.arange(6.0).view(2, 3).t().requires_grad_(),
+        torch.zeros(0, 3, dtype=torch.int64),
+        torch.tensor(True),
+        torch.ones(2, dtype=torch.complex64).mul(1j).conj(),
+        torch.ones(2, dtype=torch.float8_e4m3fn),
+        torch.empty(2, 3, device="meta"),
+    ],
+    ids=str,
+)
+def test_a_tensor_arrives_as_it_left(tensor: torch.Tensor) -> None:
+    found = arrived(tensor)
+    traits = [(t.shape, t.dtype, t.device, t.requires_grad) for t in (found, tensor)]
+    assert traits[0] == traits[1]
+    assert tensor.is_meta or found.tolist() == tensor.tolist()
+
+
+def test_subclasses_of_builtin_types_arrive_as_these() -> None:
+    given = [torch.Size([1]), np.float64(0.5), OrderedDict(a=1), nn.Parameter(torch.ones(1))]
+    found = arrived(given)
+    assert found == given
+    assert [type(x) for x in found] == [tuple, float, dict, torch.Tensor]
+
+
+class Pair(NamedTuple):
+    first: int
+
+
+class Color(enum.IntEnum):
+    RED = 1
+
+
+@pytest.mark.parametrize(
+    "value",
+    [len, object(), Pair(1), Color.RED, np.int64(1), ValueError("x"), torch.strided, 2**9000],
+    ids=lambda value: type(value).__name__,
+)
+def test_what_is_no_plain_data_is_not_sent(value: object) -> None:
+    with pytest.raises(MessageError, match="cannot be sent between ranks"):
+        plain.dumps([value])
+
+
+def test_a_value_that_holds_itself_is_not_sent() -> None:
+    endless: list[object] = []
+    endless.append(endless)
+    with pytest.raises(MessageError, match="more than 64 levels"):
+        plain.dumps(endless)
+
+
+class Trap:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("it ran",)
+
+
+def record(name: str, *values: object) -> bytes:
+    """Returns a message with a record of any name."""
+    return plain.dumps(name).replace(b"s", b"r", 1) + plain.dumps(values)[1:]
+
+
+WRONG = {
+    "nothing": (b"", "expected a message of pipegrad"),
+    "a pickle": (pickle.dumps(Trap()), "expected a message of pipegrad"),
+    "an unknown value": (b"\x01q", "no value begins with b'q'"),
+    "a list of unknown values": (b"\x01l\x01\0\0\0q", "no value begins with b'q'"),
+    "an unknown record": (record("os.system", "true"), "no record is called 'os.system'"),
+    "a function of a record's module": (record("comm.agreement.agree", "a"), "no record is called"),
+    "a record with other fields": (record("comm.watch.rank_state.Wait", 1), "other fields than"),
+    "bytes behind it": (plain.dumps(1) + b"N", "1 bytes follow its end"),
+    "text that is too short": (b"\x01s\xff\xff\xff\xff", "ends before its time"),
+    "more values than bytes": (b"\x01l\xff\xff\xff\x0f", "too many values"),
+    "lists in lists": (b"\x01" + b"l\x01\0\0\0" * 100_000, "too deep"),
+    "a table of tables": (b"\x01m\x01\0\0\0l\0\0\0\0N", "unhashable"),
+    "a tensor of other bytes": (
+        plain.dumps(torch.ones(2)).replace(b"i\x02", b"i\x09", 1),
+        "other bytes than its shape",
+    ),
+    "half a number": (b"\x01i\0", "cannot be read"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_message_is_one_error_of_pipegrad(name: str) -> None:
+    content, words = WRONG[name]
+    with pytest.raises(MessageError, match=words) as caught:
+        plain.loads(content)
+    assert str(caught.value).startswith("a message between ranks cannot be read: ")
+
+
+def test_a_message_with_changed_bytes_is_another_value_or_an_error() -> None:
+    content, draw = plain.dumps(VALUES), random.Random(0)
+    failed = 0
+    for _ in range(3000):
+        changed = bytearray(content[: draw.choice([len(content), draw.randrange(1, len(content))])])
+        for _ in range(draw.randint(1, 3)):
+            changed[draw.randrange(len(changed))] = draw.randrange(256)
+        try:
+            plain.loads(bytes(changed))
+        except MessageError:
+            failed += 1
+    assert failed > 1000
+
+
+def test_a_message_of_another_kind_is_refused() -> None:
+    with pytest.raises(MessageError, match="it is of tuple, expected RankState"):
+        plain.loads(plain.dumps(()), RankState)
+
+
+def test_every_record_exists() -> None:
+    for name in plain._MODULES:
+        assert plain._fields(plain._class(name)), name
