@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
+from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.simulation.plain_data import loaded, validated
 
@@ -208,9 +209,7 @@ class Timeline:
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
-        partial = path.with_name(f"{path.name}.partial")  # never half of it under its name
-        partial.write_text(json.dumps(self.to_json(), separators=(",", ":")))
-        partial.replace(path)
+        run_files.replace(path, json.dumps(self.to_json(), separators=(",", ":")).encode())
 
     @classmethod
     def load(cls, path: Path) -> Timeline:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
+from pipegrad import run_files
 from pipegrad.errors import WeightsError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.weights.files import listed
@@ -85,6 +86,10 @@ def find_checkpoint(path: Path) -> Path:
             return path
         next(path.iterdir(), None)  # raises if it is no folder
         whole = [folder for folder in checkpoints(path) if (folder / METADATA).exists()]
+        for folder in whole[:1]:
+            run_files.refuse_planted(folder)
+    except run_files.PlantedError as error:
+        raise WeightsError(f"{error}, or give it as the checkpoint") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeightsError(
