@@ -14,6 +14,7 @@ from typing import Final, TypeVar
 
 T = TypeVar("T")
 _NO_STATE: Final = object()
+_PROTOCOL, _STOP = 0x80, ord(".")
 _INT_BYTES = 8  # of the largest integer
 
 
@@ -77,15 +78,21 @@ class Pickled:
             LookupError: If it has another name; that is the first argument.
             ValueError: If it is something else.
         """
-        if self._take(1) != b"\x80" or self._number(1) not in (4, 5):
+        if self._byte() != _PROTOCOL or self._byte() not in (4, 5):
             raise ValueError("no pickle of protocol 4 or 5")
-        while (opcode := self._take(1)) != b".":
+        while (opcode := self._byte()) != _STOP:
             if opcode not in _OPCODES:
-                raise ValueError(f"the opcode {opcode!r}, which no metadata needs")
+                raise ValueError(f"the opcode {opcode:#04x}, which no metadata needs")
             _OPCODES[opcode](self)
         if self._below or len(self._stack) != 1 or self._at != len(self._content):
             raise ValueError("more than one value")
         return self._stack[0]
+
+    def _byte(self) -> int:
+        begin, self._at = self._at, self._at + 1
+        if begin >= len(self._content):
+            raise ValueError("it ends too early")
+        return self._content[begin]
 
     def _take(self, count: int) -> bytes:
         begin, self._at = self._at, self._at + count
@@ -125,23 +132,19 @@ class Pickled:
         self._memo.append(value)
         self._stack.append(value)
 
-    def _get(self, size: int) -> None:
-        index = self._number(size)
+    def _get(self, index: int) -> None:
         if index >= len(self._memo):
             raise ValueError("a value is missing")
         self._stack.append(self._memo[index])
 
     def _text(self, size: int) -> None:
         # Names of files may have bytes that are no text, and pickle writes these so.
-        self._stack.append(self._take(self._number(size)).decode("utf-8", "surrogatepass"))
-
-    def _int(self, size: int, *, signed: bool = False) -> None:
-        self._stack.append(self._number(size, signed=signed))
+        self._stack.append(self._take(size).decode("utf-8", "surrogatepass"))
 
     def _long(self) -> None:
-        if (size := self._number(1)) > _INT_BYTES:
+        if (size := self._byte()) > _INT_BYTES:
             raise ValueError(f"an integer of {size} bytes")
-        self._int(size, signed=True)
+        self._stack.append(self._number(size, signed=True))
 
     def _tuple(self, count: int) -> None:
         values = [self._pop() for _ in range(count)]
@@ -191,34 +194,34 @@ class Pickled:
         self._top(Record).build(state)
 
 
-_OPCODES: dict[bytes, Callable[[Pickled], None]] = {
-    b"\x95": Pickled._frame,
-    b"\x94": Pickled._memoize,
-    b"h": lambda of: of._get(1),
-    b"j": lambda of: of._get(4),
-    b"\x8c": lambda of: of._text(1),
-    b"X": lambda of: of._text(4),
-    b"K": lambda of: of._int(1),
-    b"M": lambda of: of._int(2),
-    b"J": lambda of: of._int(4, signed=True),
-    b"\x8a": Pickled._long,
-    b"N": lambda of: of._stack.append(None),
-    b"\x88": lambda of: of._stack.append(True),
-    b"\x89": lambda of: of._stack.append(False),
-    b"(": Pickled._mark,
-    b")": lambda of: of._stack.append(()),
-    b"\x85": lambda of: of._tuple(1),
-    b"\x86": lambda of: of._tuple(2),
-    b"\x87": lambda of: of._tuple(3),
-    b"t": Pickled._marked_tuple,
-    b"]": lambda of: of._stack.append([]),
-    b"a": Pickled._append,
-    b"e": Pickled._appends,
-    b"}": lambda of: of._stack.append({}),
-    b"s": Pickled._set_item,
-    b"u": Pickled._set_items,
-    b"\x93": Pickled._global,
-    b"\x81": Pickled._construct,
-    b"R": Pickled._construct,
-    b"b": Pickled._build,
+_OPCODES: dict[int, Callable[[Pickled], None]] = {
+    0x95: Pickled._frame,
+    0x94: Pickled._memoize,
+    ord("h"): lambda of: of._get(of._byte()),
+    ord("j"): lambda of: of._get(of._number(4)),
+    0x8C: lambda of: of._text(of._byte()),
+    ord("X"): lambda of: of._text(of._number(4)),
+    ord("K"): lambda of: of._stack.append(of._byte()),
+    ord("M"): lambda of: of._stack.append(of._number(2)),
+    ord("J"): lambda of: of._stack.append(of._number(4, signed=True)),
+    0x8A: Pickled._long,
+    ord("N"): lambda of: of._stack.append(None),
+    0x88: lambda of: of._stack.append(True),
+    0x89: lambda of: of._stack.append(False),
+    ord("("): Pickled._mark,
+    ord(")"): lambda of: of._stack.append(()),
+    0x85: lambda of: of._tuple(1),
+    0x86: lambda of: of._tuple(2),
+    0x87: lambda of: of._tuple(3),
+    ord("t"): Pickled._marked_tuple,
+    ord("]"): lambda of: of._stack.append([]),
+    ord("a"): Pickled._append,
+    ord("e"): Pickled._appends,
+    ord("}"): lambda of: of._stack.append({}),
+    ord("s"): Pickled._set_item,
+    ord("u"): Pickled._set_items,
+    0x93: Pickled._global,
+    0x81: Pickled._construct,
+    ord("R"): Pickled._construct,
+    ord("b"): Pickled._build,
 }
