@@ -200,7 +200,7 @@ class Timeline:
         if data.get("pipegrad_timeline") != _VERSION or data.get("fields") != list(Span._fields):
             raise ScheduleError(
                 f"expected a timeline of version {_VERSION}, found "
-                f"{data.get('pipegrad_timeline', 'no version')!r}: record the run again"
+                f"{data.get('pipegrad_timeline', 'no version')!r:.80}: record the run again"
             )
         fields = {name: value for name, value in data.items() if name not in _HEAD}
         timeline = validated(_adapter(), fields, "a timeline")
