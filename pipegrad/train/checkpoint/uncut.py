@@ -69,9 +69,11 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
     folder = find_checkpoint(Path(checkpoint))
     metadata, checksums = _read(folder)
     tensors = _whole(folder, _tensors(folder, metadata))
-    tied = json.loads(checksums.run.get(_TIED, "{}"))
-    for name, others in tied.items():
-        tensors |= dict.fromkeys(others, tensors[name])
+    try:
+        for name, others in json.loads(checksums.run.get(_TIED, "{}")).items():
+            tensors |= dict.fromkeys(map(str, others), tensors[name])
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise WeightsError(f"{folder} is damaged: it does not say which names are tied") from error
     return tensors
 
 
@@ -132,9 +134,9 @@ def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that there is one process
             read_into(state, storage_reader=CheckpointReader(folder), no_dist=True)
+        step = int(state.pop(STEP, torch.tensor(-1)))
     except Exception as error:  # a CheckpointException, or too little memory
         raise WeightsError(f"{folder} cannot be read: {in_words(error)}") from error
-    step = int(state.pop(STEP, torch.tensor(-1)))
     if step_of(folder) not in (None, step):
         raise WeightsError(
             f"{folder} is the checkpoint of step {step} by what it has: give the folder the name "

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import zlib
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,12 +17,13 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import pipegrad
 from pipegrad.errors import PipegradError
+from pipegrad.partition.weights.files import INDEX, Weights
 from pipegrad.picture.figure import write_figure
 from pipegrad.picture.html_page import write_html
 from pipegrad.picture.perfetto import write_perfetto
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.checkpoint.checksums import CheckedWriter, read_checksums
+from pipegrad.train.checkpoint.checksums import CheckedWriter, DamageError, read_checksums, sealed
 from pipegrad.train.checkpoint.export import write_file
 from pipegrad.train.checkpoint.folders import put_aside
 from pipegrad.train.checkpoint.metadata import CheckpointReader
@@ -29,7 +33,7 @@ from pipegrad.train.reporters.jsonl import JsonLines
 from pipegrad.train.run.lock import RunLock
 from pipegrad.train.run.manifest import read_manifest
 from pipegrad.train.run.origin import Origin, find_origin
-from pipegrad.train.run.run_folder import continue_run_folder
+from pipegrad.train.run.run_folder import continue_run_folder, cut_rows
 from pipegrad.train.schema import Model, Train
 from tests.support.picture.timelines import SMALL
 
@@ -160,6 +164,62 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str, use: Wr
     os.mkfifo(tmp_path / name)
     with pytest.raises((PipegradError, ValueError, OSError), match="is a named pipe, expected a f"):
         use(tmp_path)
+
+
+def read_index(folder: Path) -> None:
+    Weights(folder)
+
+
+DEEP: dict[str, tuple[Write, str]] = {
+    "checksums.json": (read_checksums, "checksums.json is damaged"),
+    "manifest.json": (read_manifest, "manifest.json is not what a run has written: "),
+    "timeline.json": (lambda run: Timeline.load(run / "timeline.json"), "holds no timeline: it is"),
+    "costs.json": (lambda run: Costs.load(run / "costs.json"), "holds no costs: it is no JSON"),
+    INDEX: (read_index, f"{INDEX} is no index of safetensors files: "),
+}
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"weight_map":%s}' % (b"9" * 5000), b"\xff"])
+@pytest.mark.parametrize(("name", "read", "says"), [(n, *row) for n, row in DEEP.items()])
+def test_what_is_too_deep_or_too_long_is_refused_in_a_line(
+    tmp_path: Path, name: str, read: Write, says: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((PipegradError, ValueError)) as caught:
+        read(tmp_path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("value", [b"[" * 10**5, b'{"step": %s}' % (b"9" * 5000), b'{"step": []}'])
+def test_rows_that_no_run_has_written_are_cut_off(tmp_path: Path, value: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + value + b"\n")
+    cut_rows(path, 3)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pieces": [{"file": [], "offset": 0, "length": 1, "key": "a", "crc32": 0}]},
+        {"pieces": [{"file": "a", "offset": 0.0, "length": 1, "key": "a", "crc32": 0}]},
+        {"pieces": [{"file": "a", "offset": 0, "length": True, "key": "a", "crc32": 0}]},
+        {"pieces": {"file": "a"}},
+        {"run": {"tied": []}},
+        {"run": ["tied"]},
+        {"metadata": None},
+    ],
+)
+def test_checksums_of_other_types_are_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
+    content = {"pipegrad": "1", "run": {}, "metadata": zlib.crc32(b""), "pieces": []}
+    (tmp_path / ".metadata").touch()
+    (tmp_path / "checksums.json").write_text(json.dumps(sealed(content)))
+    assert read_checksums(tmp_path).pieces == []
+    (tmp_path / "checksums.json").write_text(json.dumps(sealed({**content, **changes})))
+    with pytest.raises(DamageError, match=r"^checksums.json is damaged$"):
+        read_checksums(tmp_path)
 
 
 def test_a_file_with_another_name_is_not_written(tmp_path: Path) -> None:
