@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, astuple, dataclass, replace
 from importlib import metadata as distributions
+from io import IOBase
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
@@ -26,7 +29,6 @@ from torch.futures import Future
 
 from pipegrad import run_files
 from pipegrad.errors import PipegradError, reason
-from pipegrad.train.checkpoint.file_system import FileSystem
 from pipegrad.train.checkpoint.folders import publish, unfinished
 from pipegrad.train.checkpoint.writer.space import why_not_written
 
@@ -83,6 +85,22 @@ class Checksums:
     run: Mapping[str, str]
     metadata: int
     pieces: Sequence[Piece]
+
+
+class FileSystem(filesystem.FileSystem):
+    """Opens files for torch: new ones to write, regular ones to read, without links.
+
+    See [Note: who may write there].
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        opened = run_files.created if "w" in mode else run_files.opened
+        with opened(Path(path)) as stream:
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        run_files.make_folder(Path(path))
 
 
 class CheckedWriter(FileSystemWriter):

@@ -26,8 +26,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipegrad import run_files
 from pipegrad.interop.private import class_of_storage
-from pipegrad.train.checkpoint.checksums import METADATA, DamageError
-from pipegrad.train.checkpoint.file_system import FileSystem
+from pipegrad.train.checkpoint.checksums import METADATA, DamageError, FileSystem
 from pipegrad.train.checkpoint.pickled import Name, Pickled, Record
 
 T = TypeVar("T")

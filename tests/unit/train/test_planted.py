@@ -29,6 +29,7 @@ from pipegrad.train.checkpoint.export import write_file
 from pipegrad.train.checkpoint.folders import put_aside
 from pipegrad.train.checkpoint.metadata import CheckpointReader
 from pipegrad.train.config import Config
+from pipegrad.train.models.transformers_model import _copy_tokenizer
 from pipegrad.train.process.last_words import _write_text
 from pipegrad.train.reporters.jsonl import JsonLines
 from pipegrad.train.run.lock import RunLock
@@ -77,6 +78,13 @@ def write_failure(run: Path) -> None:
     _write_text(run / "failure.txt", "failed")
 
 
+def copy_tokenizer(run: Path) -> None:
+    tokenizer = run.with_name("tokenizer.json")
+    tokenizer.write_text("{}")
+    tokenizer.with_name("tokenizer_config.json").write_text("{}")
+    _copy_tokenizer(tokenizer, run)
+
+
 def save_timeline(run: Path) -> None:
     SMALL.save(run / "timeline.json")
 
@@ -107,6 +115,8 @@ LINKS: list[tuple[str, Write, str]] = [
     ("checkpoint-3", save_in, ""),
     ("checkpoint-9.damaged", put_9_aside, ""),
     ("failure.txt", write_failure, NO_NEW),
+    ("tokenizer.json", copy_tokenizer, NO_NEW),
+    ("tokenizer_config.json", copy_tokenizer, NO_NEW),
     ("timeline.json.partial", save_timeline, ""),
     ("timeline.json", save_timeline, NO_NEW),
     ("costs.json", save_costs, NO_NEW),
