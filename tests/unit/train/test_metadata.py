@@ -155,8 +155,9 @@ def test_a_program_is_refused_in_a_line(
 def test_each_cut_and_each_changed_byte_is_damage_or_metadata(folder: Path) -> None:
     content, path = (folder / ".metadata").read_bytes(), folder / "changed"
     changed = [content[:end] for end in range(len(content))]
-    for at in range(len(content)):
-        changed.append(content[:at] + bytes([content[at] ^ (1 + at % 255)]) + content[at + 1 :])
+    for at, byte in enumerate(content):
+        other = bytes([byte ^ (1 + at % 255)])
+        changed += [content[:at] + other + content[at + 1 :]]
     refused = []
     for each in changed:
         path.write_bytes(each)
