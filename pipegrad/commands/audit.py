@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
+from pipegrad import run_files
 from pipegrad.commands.options import Number, Whole, explained, wants_traceback
 from pipegrad.errors import PipegradError, in_words, reason
 
@@ -115,7 +116,7 @@ def _show(report: Report, files: Mapping[str, Path | None]) -> NoReturn:
     for option, path in files.items():
         if path is not None:
             try:
-                path.write_text(texts[option], encoding="utf-8")
+                run_files.replace(path, texts[option].encode())
             except OSError as error:
                 _refuse(OSError(f"{option} {path}: {reason(error)}"))
     raise SystemExit(0 if report.is_right else 1)

@@ -223,14 +223,9 @@ def arguments_of(operator: object) -> list[tuple[str, bool]]:
     return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]
 
 
-def pickled_in_checkpoints() -> tuple[type, Callable[[str], torch.layout]]:
-    """Returns what a checkpoint's metadata names that is private.
-
-    Returns:
-        The class of where a tensor is stored, and what finds a layout of torch by its name.
-    """
-    # These import DTensor, which most users of this file do not need.
+def class_of_storage() -> type:
+    """Returns the class that says where a checkpoint has stored a tensor."""
+    # It imports DTensor, which most users of this file do not need.
     from torch.distributed.checkpoint.filesystem import _StorageInfo
-    from torch.serialization import _get_layout
 
-    return _StorageInfo, _get_layout
+    return _StorageInfo

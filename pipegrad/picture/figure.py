@@ -9,6 +9,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.picture.drawable import check
 from pipegrad.picture.lanes import lanes
@@ -73,9 +74,10 @@ def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str 
             f"a figure is written as {', '.join(_SUFFIXES)}, found {path.name!r}: change the name"
         )
     matplotlib = _matplotlib()
-    with matplotlib.rc_context(_STYLE):
+    with matplotlib.rc_context(_STYLE), run_files.replacing(path) as file:
         figure = _drawn(timelines, title)
-        figure.savefig(path, dpi=200, metadata=_undated(path))
+        kind = path.suffix.lower().removeprefix(".")
+        figure.savefig(file, format=kind, dpi=200, metadata=_undated(path))
 
 
 def _matplotlib() -> Any:  # noqa: ANN401 - a module that may be missing

@@ -9,6 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from pipegrad import run_files
 from pipegrad.picture.columns import FIELDS, pack
 from pipegrad.picture.drawable import check
 from pipegrad.picture.palette import PALETTE
@@ -45,7 +46,7 @@ def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = 
         "sentences": sentences(timelines),
         "timelines": [pack(timeline) for timeline in timelines],
     }
-    Path(path).write_text(_page(title, data), encoding="utf-8")
+    run_files.replace(Path(path), _page(title, data).encode())
 
 
 def _page(title: str, data: Mapping[str, Any]) -> str:

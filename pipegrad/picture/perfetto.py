@@ -14,6 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from pipegrad import run_files
 from pipegrad.picture.drawable import check
 from pipegrad.picture.lanes import Lane, lanes
 from pipegrad.picture.palette import PALETTE
@@ -38,7 +39,7 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path | str) -> None:
         first_process += timeline.num_ranks
     data = {"traceEvents": events, "displayTimeUnit": "ms"}
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
-    Path(path).write_text(text, encoding="utf-8")
+    run_files.replace(Path(path), text.encode())
 
 
 def _events(timeline: Timeline, title: str, first_process: int) -> Iterator[Event]:

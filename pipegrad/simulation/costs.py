@@ -23,6 +23,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
+from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Channel, Collective, Link
 from pipegrad.schedules.schedule import Kind
@@ -356,7 +357,7 @@ class Costs:
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
-        path.write_text(json.dumps(self.to_json(), indent=2) + "\n")
+        run_files.replace(path, f"{json.dumps(self.to_json(), indent=2)}\n".encode())
 
     @classmethod
     def load(cls, path: Path) -> Costs:

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from pipegrad import run_files
 from pipegrad.errors import ScheduleError, reason
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
         ScheduleError: If the file is missing or no JSON, or as `read` does. It names the file.
     """
     try:
-        content = path.read_bytes()
+        content = run_files.read(path)
     except FileNotFoundError as error:
         raise ScheduleError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
@@ -56,7 +57,7 @@ def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
         complaint = str(error)
     except json.JSONDecodeError as error:
         complaint = f"line {error.lineno}, column {error.colno} is no JSON"
-    except (UnicodeDecodeError, RecursionError):
+    except (ValueError, OverflowError, RecursionError):  # no text, or too large or too deep
         complaint = "it is no JSON"
     raise ScheduleError(
         f"{path} holds no {what}: {complaint if content.strip() else 'it is empty'}"

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 
 from pydantic import ConfigDict, TypeAdapter
 
+from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.simulation.plain_data import loaded, validated
 
@@ -199,7 +200,7 @@ class Timeline:
         if data.get("pipegrad_timeline") != _VERSION or data.get("fields") != list(Span._fields):
             raise ScheduleError(
                 f"expected a timeline of version {_VERSION}, found "
-                f"{data.get('pipegrad_timeline', 'no version')!r}: record the run again"
+                f"{data.get('pipegrad_timeline', 'no version')!r:.80}: record the run again"
             )
         fields = {name: value for name, value in data.items() if name not in _HEAD}
         timeline = validated(_adapter(), fields, "a timeline")
@@ -208,9 +209,7 @@ class Timeline:
 
     def save(self, path: Path) -> None:
         """Writes it as JSON."""
-        partial = path.with_name(f"{path.name}.partial")  # never half of it under its name
-        partial.write_text(json.dumps(self.to_json(), separators=(",", ":")))
-        partial.replace(path)
+        run_files.replace(path, json.dumps(self.to_json(), separators=(",", ":")).encode())
 
     @classmethod
     def load(cls, path: Path) -> Timeline:

@@ -31,9 +31,9 @@ TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 
 # A folder may import from itself and from those above it in this list.
 ORDER = [
-    *("_torch_version", "errors", "comm", "topology", "plugins", "model", "plan", "reduce"),
-    *("optimizer", "gradients", "interop", "pipeline", "partition", "observe", "train", "audit"),
-    *("commands", "cli", "__main__", "pytest_plugin"),
+    *("_torch_version", "errors", "run_files", "comm", "topology", "plugins", "model", "plan"),
+    *("reduce", "optimizer", "gradients", "interop", "pipeline", "partition", "observe", "train"),
+    *("audit", "commands", "cli", "__main__", "pytest_plugin"),
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
@@ -54,7 +54,7 @@ def may_import() -> dict[str, set[str]]:
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
     table["schedules"] = {"schedules", "errors", "plugins"}
-    table["simulation"] = {*table["schedules"], "simulation"}
+    table["simulation"] = {*table["schedules"], "run_files", "simulation"}
     table["picture"] = {*table["simulation"], "picture"}
     for part in ORDER[ORDER.index("pipeline") :]:
         table[part] |= table["picture"]

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from pipegrad import run_files
 from pipegrad.errors import WeightsError, in_words
 from pipegrad.interop.private import (
     DataDependentOutputException,
@@ -135,7 +136,8 @@ def place_adapters(
     for name, tensors in _saved(model, value).items():
         folder = Path() if name == _DEFAULT else Path(name)  # as peft has it
         (part / folder).mkdir(exist_ok=True)
-        (part.parent / folder).mkdir(exist_ok=True)
+        if folder != Path():  # the directory itself may be a link: the user names it
+            run_files.make_folder(part.parent / folder)
         # Copies, because safetensors refuses tensors that share memory.
         own = {key: tensor.detach().clone().contiguous() for key, tensor in tensors.items()}
         write_shard(part / folder / _FILE, own)

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from pipegrad import run_files
 from pipegrad.errors import ConfigError, WeightsError
 
 SINGLE = "model.safetensors"
@@ -181,9 +182,9 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
 def _indexed(index: Path) -> dict[str, Path]:
     """Returns the file of each tensor, as the index says."""
     try:
-        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        entries = json.loads(run_files.read(index))["weight_map"]
         names = {str(name): str(file) for name, file in entries.items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index} is no index of safetensors files: {error!r}") from error
     outside = {file for file in names.values() if Path(file).name != file}
     if outside:

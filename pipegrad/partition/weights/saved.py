@@ -24,6 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipegrad import run_files
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import WeightsError
 from pipegrad.model.dtensor import is_dtensor
@@ -283,7 +284,7 @@ def _layers(names: Iterable[str]) -> Iterator[list[str]]:
 def _make_empty(part: Path) -> None:
     """Makes the folder for what is being written; what a writer that ended left there goes."""
     try:
-        shutil.rmtree(part, ignore_errors=True)
+        run_files.remove(part)
         part.mkdir(parents=True)
     except OSError as error:
         raise WeightsError(f"{part.parent} cannot be written: {error.strerror}") from error

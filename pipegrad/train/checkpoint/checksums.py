@@ -10,22 +10,25 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, astuple, dataclass, replace
 from importlib import metadata as distributions
+from io import IOBase
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.checkpoint import filesystem
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from pipegrad.errors import PipegradError
+from pipegrad import run_files
+from pipegrad.errors import PipegradError, reason
 from pipegrad.train.checkpoint.folders import publish, unfinished
 from pipegrad.train.checkpoint.writer.space import why_not_written
 
@@ -84,6 +87,22 @@ class Checksums:
     pieces: Sequence[Piece]
 
 
+class FileSystem(filesystem.FileSystem):
+    """Opens files for torch: new ones to write, regular ones to read, without links.
+
+    See [Note: who may write there].
+    """
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[IOBase]:
+        opened = run_files.created if "w" in mode else run_files.opened
+        with opened(Path(path)) as stream:
+            yield stream
+
+    def mkdir(self, path: str | os.PathLike[str]) -> None:
+        run_files.make_folder(Path(path))
+
+
 class CheckedWriter(FileSystemWriter):
     """Writes a checkpoint and its checksums; see [Note: whole or not there].
 
@@ -97,6 +116,7 @@ class CheckedWriter(FileSystemWriter):
         self, folder: Path, run: Mapping[str, str], error: Exception | None = None
     ) -> None:
         super().__init__(unfinished(folder))
+        self.fs = FileSystem()
         self._error = error
         self._target, self._folder, self._run = folder, unfinished(folder), run
 
@@ -113,11 +133,7 @@ class CheckedWriter(FileSystemWriter):
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Removes what another run left there, on the coordinator; returns the plans."""
         # All ranks have made their local plan, and no rank writes before it has this one.
-        for left in self._folder.iterdir():
-            if left.is_dir() and not left.is_symlink():
-                shutil.rmtree(left)
-            else:
-                left.unlink()
+        run_files.empty(self._folder)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
@@ -163,21 +179,17 @@ class CheckedWriter(FileSystemWriter):
         checksums = Checksums(
             pipegrad=distributions.version("pipegrad"),
             run=self._run,
-            metadata=zlib.crc32((self._folder / METADATA).read_bytes()),
+            metadata=zlib.crc32(run_files.read(self._folder / METADATA)),
             pieces=sorted(pieces),
         )
         # The file appears under its name only when it is whole and on the disk.
-        partial = self._folder / f"{CHECKSUMS}.tmp"
-        with partial.open("w", encoding="utf-8") as file:
-            json.dump(sealed(asdict(checksums)), file)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(self._folder / CHECKSUMS)
+        content = json.dumps(sealed(asdict(checksums))).encode()
+        run_files.replace(self._folder / CHECKSUMS, content)
         publish(self._target)
 
     def _crc(self, result: WriteResult) -> int:
         storage = result.storage_data
-        with (self._folder / storage.relative_path).open("rb") as file:
+        with run_files.opened(self._folder / storage.relative_path) as file:
             return _crc_of(file.fileno(), storage.offset, storage.length)
 
 
@@ -195,18 +207,33 @@ def read_checksums(folder: Path) -> Checksums:
         OSError: If a file is not there, or cannot be read.
     """
     try:
-        content = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        content = json.loads(run_files.read(folder / CHECKSUMS))
         if content != sealed(content):
             raise ValueError("other bytes than were written")
         del content[_OWN]
         pieces = [Piece(**piece) for piece in content.pop("pieces")]
         checksums = Checksums(**content, pieces=pieces)
-        run = dict(checksums.run)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        _check(checksums)
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamageError(f"{CHECKSUMS} is damaged") from error
-    if zlib.crc32((folder / METADATA).read_bytes()) != checksums.metadata:
+    if zlib.crc32(run_files.read(folder / METADATA)) != checksums.metadata:
         raise DamageError(f"the bytes of {METADATA} are not those that were written")
-    return replace(checksums, run=run)
+    return checksums
+
+
+def _check(checksums: Checksums) -> None:
+    """Refuses values of other types than were written.
+
+    Raises:
+        TypeError: For the first of them.
+    """
+    values = [(checksums.pipegrad, str), (checksums.metadata, int), (checksums.run, dict)]
+    values += [(text, str) for text in checksums.run.values()]
+    for piece in checksums.pieces:
+        values += zip(astuple(piece), (str, int, int, str, int), strict=True)
+    for value, kind in values:
+        if type(value) is not kind:
+            raise TypeError(f"{type(value).__name__} in the place of {kind.__name__}")
 
 
 def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
@@ -225,7 +252,7 @@ def damaged(folder: Path, pieces: Iterable[Piece]) -> list[str]:
 def _damage(path: Path, pieces: Sequence[Piece]) -> str:
     try:
         # Pieces are sorted by offset, so the file is read from its begin to its end.
-        with path.open("rb") as file:
+        with run_files.opened(path) as file:
             whole = os.fstat(file.fileno()).st_size
             for piece in pieces:
                 if piece.offset + piece.length > whole:
@@ -235,7 +262,7 @@ def _damage(path: Path, pieces: Sequence[Piece]) -> str:
     except FileNotFoundError:
         return f"there is no {path.name}"
     except OSError as error:
-        raise ReadError(f"{path} cannot be read: {error.strerror}") from error
+        raise ReadError(f"{path} cannot be read: {reason(error)}") from error
     return ""
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from pipegrad import run_files
 from pipegrad.errors import PipegradError, WeightsError
 from pipegrad.partition.weights.files import extra
 from pipegrad.train.checkpoint.writer.space import why_not_written
@@ -34,22 +35,19 @@ def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> Non
         WeightsError: If the file is there already, or cannot be written.
         ConfigError: If a library is missing.
     """
-    partial = path.parent / f"{path.name}.partial"
     try:
-        if path.exists():
+        if os.path.lexists(path):
             raise WeightsError(f"{path} is there already: name another file, or remove it")
         if not path.parent.is_dir():
             raise WeightsError(f"{path} cannot be written: there is no folder {path.parent}")
-        FORMATS[file_format](state, partial)
-        partial.replace(path)
+        with run_files.private_folder(path) as folder:
+            FORMATS[file_format](state, folder / path.name)
+            run_files.publish(folder / path.name, path)
     except PipegradError:
         raise
     except Exception as error:  # of torch or safetensors, and OSErrors
         reason = why_not_written(path.parent, error)
         raise WeightsError(f"{str(path)!r} cannot be written: {reason}") from error
-    finally:
-        with contextlib.suppress(OSError, ValueError):
-            partial.unlink()
 
 
 def _write_torch(state: Mapping[str, Tensor], path: Path) -> None:

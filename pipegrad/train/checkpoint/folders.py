@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from contextlib import suppress
 from pathlib import Path
+
+from pipegrad import run_files
 
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".partial"
@@ -57,7 +58,7 @@ def publish(folder: Path) -> None:
     written = unfinished(folder)
     # A file is on the disk only if its name in the directory is, too.
     sync_folder(written)
-    if folder.exists():
+    if os.path.lexists(folder):
         _remove(folder)
     written.rename(folder)
     sync_folder(folder.parent)
@@ -75,13 +76,13 @@ def sync_folder(folder: Path) -> None:
 def remove_unfinished(run: Path) -> None:
     """Removes what was never finished, from the folder of a run."""
     for path in run.glob(f"checkpoint-*{_UNFINISHED}"):
-        shutil.rmtree(path, ignore_errors=True)
+        run_files.remove(path)
 
 
 def put_aside(folder: Path) -> None:
     """Renames a damaged checkpoint, so that a whole one of this step can take its place."""
     number, target = 1, folder.with_name(f"{folder.name}{_DAMAGED}")
-    while target.exists():  # an earlier one: perhaps a part of it can be saved
+    while os.path.lexists(target):  # an earlier one: perhaps a part of it can be saved
         number += 1
         target = folder.with_name(f"{folder.name}{_DAMAGED}-{number}")
     folder.rename(target)
@@ -100,6 +101,6 @@ def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
 def _remove(folder: Path) -> None:
     # It loses its name first. Else a kill in the middle would leave half of it under this name.
     away = unfinished(folder.with_name(f"{folder.name}.old"))
-    shutil.rmtree(away, ignore_errors=True)
+    run_files.remove(away)
     folder.rename(away)
-    shutil.rmtree(away, ignore_errors=True)
+    run_files.remove(away)

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
+from pipegrad import run_files
 from pipegrad.errors import WeightsError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.weights.files import listed
@@ -68,9 +69,11 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
     folder = find_checkpoint(Path(checkpoint))
     metadata, checksums = _read(folder)
     tensors = _whole(folder, _tensors(folder, metadata))
-    tied = json.loads(checksums.run.get(_TIED, "{}"))
-    for name, others in tied.items():
-        tensors |= dict.fromkeys(others, tensors[name])
+    try:
+        for name, others in json.loads(checksums.run.get(_TIED, "{}")).items():
+            tensors |= dict.fromkeys(map(str, others), tensors[name])
+    except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        raise WeightsError(f"{folder} is damaged: it does not say which names are tied") from error
     return tensors
 
 
@@ -85,6 +88,10 @@ def find_checkpoint(path: Path) -> Path:
             return path
         next(path.iterdir(), None)  # raises if it is no folder
         whole = [folder for folder in checkpoints(path) if (folder / METADATA).exists()]
+        for folder in whole[:1]:
+            run_files.refuse_planted(folder)
+    except run_files.PlantedError as error:
+        raise WeightsError(f"{error}, or give it as the checkpoint") from error
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise WeightsError(
@@ -127,9 +134,9 @@ def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that there is one process
             read_into(state, storage_reader=CheckpointReader(folder), no_dist=True)
+        step = int(state.pop(STEP, torch.tensor(-1)))
     except Exception as error:  # a CheckpointException, or too little memory
         raise WeightsError(f"{folder} cannot be read: {in_words(error)}") from error
-    step = int(state.pop(STEP, torch.tensor(-1)))
     if step_of(folder) not in (None, step):
         raise WeightsError(
             f"{folder} is the checkpoint of step {step} by what it has: give the folder the name "

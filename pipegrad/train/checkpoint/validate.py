@@ -8,6 +8,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.checkpoint.metadata import Metadata
 
+from pipegrad.errors import reason
 from pipegrad.train.checkpoint.checksums import (
     CHECKSUMS,
     METADATA,
@@ -60,7 +61,8 @@ def read_metadata(folder: Path) -> tuple[Metadata, Checksums]:
         complaint = f"{error.filename} cannot be read: {error.strerror}"
         raise DamageError(f"expected the folder of a checkpoint: {complaint}") from error
     except OSError as error:
-        raise ReadError(f"{error.filename} cannot be read: {error.strerror}") from error
+        where = f"{error.filename} cannot be read: " if error.filename else ""
+        raise ReadError(f"{where}{reason(error)}") from error
 
 
 def _refuse_other_pieces(metadata: Metadata, checksums: Checksums) -> None:

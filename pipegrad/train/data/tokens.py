@@ -5,9 +5,12 @@ each rank of a machine again. So one rank of each machine reads the text piece b
 tokens of it, and writes them into a file of the folder ``data.cache``. All ranks of the machine map
 this file into their memory. The system then loads only pages that are read, once for all ranks.
 
-The name of the file depends on paths, sizes and times of the text files, on the tokenizer and on
-the separator. So a later run with the same text uses the file again. A record lies beside it. The
-record is written last, so a file without a record is not whole.
+The name of the file depends on paths, sizes and times of the text files, on the tokenizer, on the
+separator, and on the user. So a later run with the same text uses the file again. A record lies
+beside it. The record is written last, so a file without a record is not whole.
+
+Nobody can tell whether tokens are those of a text without making them again. So users of one folder
+have files of their own, which nobody else can read, and no user reads those of another.
 """
 
 from __future__ import annotations
@@ -17,9 +20,8 @@ import glob
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -27,13 +29,18 @@ from typing import BinaryIO
 import numpy as np
 import torch.distributed as dist
 
+from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError
 from pipegrad.train.checkpoint.writer.space import why_not_written
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.data.tokenizer import Tokenizer, Tokens
 
-_VERSION = 1  # of token files
+_VERSION = 2  # of token files
+_PRIVATE = 0o600  # permissions
+_RECORD_BYTES = 2**16  # the most that is read of one
+_NO_RECORD = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
+_MODIFIED = "modified_ns"  # when the file was, in its record
 _PIECE_BYTES = 2**18  # text that is encoded by itself
 _BATCH_CHARACTERS = 2**22  # text that is encoded at once, by all threads of a tokenizer
 _WRITE_SECONDS = 4 * 3600.0  # timeout for the slowest machine to make tokens of its text
@@ -59,7 +66,8 @@ class TokenFile:
         """Returns the tokens ``(numel,)``, mapped into memory and read-only."""
         if not self.numel:
             return np.zeros(0, self.dtype)  # an empty file cannot be mapped
-        return np.memmap(self.path, np.dtype(self.dtype), mode="r", shape=(self.numel,))
+        with run_files.opened_own(Path(self.path)) as file:
+            return np.memmap(file, np.dtype(self.dtype), mode="r", shape=(self.numel,))
 
 
 def shared_token_file(
@@ -114,23 +122,23 @@ def write_tokens(config: Config, key: str, files: Sequence[str], tokenizer: Toke
     paths = [path for file in files for path in _matching(config, key, file)]
     separator = tokenizer.separator(config.data.separator) if config.data.separator else None
     states = [_state(config, key, path) for path in paths]
-    identity = repr((_VERSION, states, tokenizer.digest, config.data.separator))
+    identity = repr((_VERSION, os.geteuid(), states, tokenizer.digest, config.data.separator))
     folder = _cache_folder(config)
     name = hashlib.sha256(identity.encode()).hexdigest()[:32]
-    record = folder / f"{name}.json"
-    if (known := _recorded(record)) is not None:
-        return known
+    path, record = folder / f"{name}.tokens", folder / f"{name}.json"
+    dtype = str(tokenizer.encode([""])[0].dtype)
     try:
+        if (known := _recorded(record, path, dtype)) is not None:
+            return known
         folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=folder, delete=False) as out:
-            written = Path(out.name)
-        try:
-            pieces = (piece for path in paths for piece in _pieces(config, key, path))
-            file = _write(written, folder / f"{name}.tokens", pieces, tokenizer, separator)
-            written.write_text(json.dumps(asdict(file)))
-            written.replace(record)
-        finally:
-            written.unlink(missing_ok=True)
+        pieces = (piece for path in paths for piece in _pieces(config, key, path))
+        with run_files.replacing(path, _PRIVATE) as out:
+            numel, digest = _write(out, pieces, tokenizer, separator)
+        file = TokenFile(str(path), dtype, numel, digest)
+        content = asdict(file) | {_MODIFIED: path.stat().st_mtime_ns}
+        run_files.replace(record, json.dumps(content).encode(), _PRIVATE)
+    except run_files.PlantedError as error:
+        config.refuse("data.cache", f"{error}. It may name another folder", cause=error)
     except OSError as error:
         complaint = f"{folder} cannot be written: {why_not_written(folder, error)}"
         config.refuse("data.cache", f"{complaint}. It may name another folder", cause=error)
@@ -138,26 +146,22 @@ def write_tokens(config: Config, key: str, files: Sequence[str], tokenizer: Toke
 
 
 def _write(
-    part: Path,
-    path: Path,
+    out: BinaryIO,
     pieces: Iterable[tuple[str, bool]],
     tokenizer: Tokenizer,
     separator: Tokens | None,
-) -> TokenFile:
-    """Writes the tokens of all pieces, first into the file `part`; returns the token file."""
-    digest, num_bytes, dtype = hashlib.sha256(), 0, tokenizer.encode([""])[0].dtype
-    with part.open("wb") as out:
-        for batch in _batches(pieces):
-            encoded = tokenizer.encode([text for text, _ in batch])
-            for tokens, (_, ends) in zip(encoded, batch, strict=True):
-                content = tokens.tobytes()
-                if ends and separator is not None:
-                    content += separator.tobytes()
+) -> tuple[int, str]:
+    """Writes the tokens of all pieces; returns their number and the SHA-256 of all."""
+    digest, numel = hashlib.sha256(), 0
+    for batch in _batches(pieces):
+        encoded = tokenizer.encode([text for text, _ in batch])
+        for tokens, (_, ends) in zip(encoded, batch, strict=True):
+            for part in (tokens, separator) if ends and separator is not None else (tokens,):
+                content = part.tobytes()
                 out.write(content)
                 digest.update(content)
-                num_bytes += len(content)
-    part.replace(path)
-    return TokenFile(str(path), str(dtype), num_bytes // dtype.itemsize, digest.hexdigest())
+                numel += part.size
+    return numel, digest.hexdigest()
 
 
 def _batches(pieces: Iterable[tuple[str, bool]]) -> Iterator[list[tuple[str, bool]]]:
@@ -265,10 +269,32 @@ def _cache_folder(config: Config) -> Path:
     return path_of(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "pipegrad"
 
 
-def _recorded(record: Path) -> TokenFile | None:
-    """Returns the token file of a record; None if there is none, or if it is not whole."""
-    with suppress(OSError, ValueError, TypeError):
-        file = TokenFile(**json.loads(record.read_text()))
-        if Path(file.path).stat().st_size == file.numel * np.dtype(file.dtype).itemsize:
-            return file
-    return None
+def _recorded(record: Path, path: Path, dtype: str) -> TokenFile | None:
+    """Returns the token file of a record; None if there is none, or if it is not whole.
+
+    Args:
+        record: Of the file.
+        path: The one that it should name.
+        dtype: The one that it should name.
+
+    Raises:
+        PlantedError: If another user has written the record or the file.
+    """
+    with ExitStack() as files:
+        try:
+            lines, tokens = (
+                files.enter_context(run_files.opened_own(file)) for file in (record, path)
+            )
+            content = json.loads(lines.read(_RECORD_BYTES))
+            digest, modified = content["digest"], content.pop(_MODIFIED)
+        except (FileNotFoundError, NotADirectoryError, *_NO_RECORD):
+            return None
+        state = os.fstat(tokens.fileno())
+        numel, rest = divmod(state.st_size, np.dtype(dtype).itemsize)
+        file = TokenFile(str(path), dtype, numel, digest)
+        if rest or content != asdict(file) or not isinstance(digest, str):
+            return None
+        # The file may be a copy, or its disk may have changed it.
+        if modified != state.st_mtime_ns:
+            return file if digest == hashlib.file_digest(tokens, "sha256").hexdigest() else None
+        return file

@@ -6,7 +6,6 @@ Every rank makes the uncut model without memory, cuts it, and gives its own stag
 from __future__ import annotations
 
 import inspect
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -15,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import AgreementError, ConfigError, WeightsError
 from pipegrad.partition.cut_model import Cut, Source
@@ -148,11 +148,16 @@ def save_model(config: Config, cut: Cut, folder: Path) -> None:
     """
     tokenizer = tokenizer_file(config)
 
+    def make() -> None:
+        if dist.get_rank() == 0:
+            run_files.make_folder(folder)
+
     def copy() -> None:
         if dist.get_rank() == 0 and tokenizer is not None:
             _copy_tokenizer(tokenizer, folder)
 
     try:
+        agree("the folder of the model", make)
         cut.save_pretrained(folder)
         agree("the tokenizer of the model", copy)
     except (WeightsError, AgreementError, OSError) as error:
@@ -161,10 +166,10 @@ def save_model(config: Config, cut: Cut, folder: Path) -> None:
 
 
 def _copy_tokenizer(tokenizer: Path, folder: Path) -> None:
-    shutil.copyfile(tokenizer, folder / TOKENIZER)
+    run_files.replace(folder / TOKENIZER, run_files.read(tokenizer))
     for name in _BESIDE:
         if tokenizer.name == TOKENIZER and tokenizer.with_name(name).is_file():
-            shutil.copyfile(tokenizer.with_name(name), folder / name)
+            run_files.replace(folder / name, run_files.read(tokenizer.with_name(name)))
     # Without it transformers would take the tokenizer of the model's family.
     if not (folder / _TOKENIZER_CONFIG).exists():
-        (folder / _TOKENIZER_CONFIG).write_text(_PLAIN_TOKENIZER)
+        run_files.replace(folder / _TOKENIZER_CONFIG, _PLAIN_TOKENIZER.encode())

@@ -16,6 +16,7 @@ from typing import Protocol
 
 import torch.distributed as dist
 
+from pipegrad import run_files
 from pipegrad.comm.agreement import once_a_machine
 from pipegrad.comm.failures import failure_of
 from pipegrad.comm.watch.failure_report import FAILED, FailureReport
@@ -92,4 +93,4 @@ def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) 
 
 
 def _write_text(file: Path, text: str) -> None:
-    file.write_text(text, encoding="utf-8", errors="backslashreplace")  # names of files may need it
+    run_files.replace(file, text.encode(errors="backslashreplace"))  # names of files may need it

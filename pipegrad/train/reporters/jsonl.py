@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
+from pipegrad import run_files
 from pipegrad.train.config import Config
 from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.reporters.reporter import Reporter
@@ -17,7 +19,11 @@ class JsonLines(Reporter):
     def open(self, folder: Path, config: Config) -> None:
         # Without a buffer each line is in the file when its step ends. The file of a run that goes
         # on has the rows of the steps before.
-        self._lines = (folder / "metrics.jsonl").open("ab", buffering=0)
+        self._lines = os.fdopen(
+            run_files.open_to_change(folder / "metrics.jsonl", os.O_WRONLY | os.O_APPEND),
+            "ab",
+            buffering=0,
+        )
 
     def report(self, metrics: StepMetrics) -> None:
         line, begin = f"{json.dumps(metrics.known())}\n".encode(), self._lines.tell()

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from rich.console import Console
 
+from pipegrad import run_files
 from pipegrad.errors import in_words
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.lookup import Lookup
@@ -23,7 +24,6 @@ from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
 from pipegrad.train.run.manifest import MANIFEST
-from pipegrad.train.run.run_folder import replace
 from pipegrad.train.summary.explained import rendered_breakdown
 from pipegrad.train.tables import table
 
@@ -69,7 +69,7 @@ class Report:
         Raises:
             OSError: If a reporter cannot write there. No reporter is open then.
         """
-        replace(folder / MANIFEST, f"{json.dumps(manifest, indent=2)}\n".encode())
+        run_files.replace(folder / MANIFEST, f"{json.dumps(manifest, indent=2)}\n".encode())
         with ExitStack() as opened:
             for reporter in self._reporters.values():
                 reporter.first_step = first_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from pathlib import Path
 
 from pipegrad.train.config import Config
@@ -22,7 +23,9 @@ class TensorBoard(Reporter):
     def open(self, folder: Path, config: Config) -> None:
         # TensorBoard hides what an ended process wrote of the steps that are made again.
         purged = self.first_step if self.first_step > 1 else None
-        self._writer = SummaryWriter(str(folder), purge_step=purged)
+        # A name that nobody can guess; see [Note: who may write there].
+        suffix = f".{secrets.token_hex(8)}"
+        self._writer = SummaryWriter(str(folder), purge_step=purged, filename_suffix=suffix)
 
     def report(self, metrics: StepMetrics) -> None:
         for name, value in metrics.known().items():

@@ -9,6 +9,7 @@ import socket
 from datetime import UTC, datetime
 from pathlib import Path
 
+from pipegrad import run_files
 from pipegrad.errors import PipegradError
 
 LOCK = "lock"
@@ -33,13 +34,13 @@ class RunLock:
 
     Raises:
         HeldError: If another process holds it. The message says which.
-        OSError: If there can be no such file.
+        OSError: If there can be no such file, or another user has put something in its place.
     """
 
     def __init__(self, folder: Path) -> None:
         self.notes: tuple[str, ...] = ()
         # A number, and no file object: what forgets this lock does not release it.
-        self._file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
+        self._file = run_files.open_to_change(folder / LOCK, os.O_RDWR)
         try:
             fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from pipegrad import run_files
 from pipegrad.errors import in_words
 from pipegrad.train.config import path_of
 from pipegrad.train.run.launch import process
@@ -24,7 +25,7 @@ def read_manifest(run: Path) -> dict[str, Any] | None:
     """
     path = run / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(run_files.read(path))
         launches = found.get("launches", [])
         if not all(isinstance(launch, dict) for launch in launches):
             raise TypeError("a launch in it is no table")

@@ -8,6 +8,10 @@
 3. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
 4. It is "auto": as 3, with the newest run of ``train.output``; a new run if there is none. A run of
    another ``train.output`` may have such a name, too. Its manifest says so.
+
+In 1 and 4 nobody has named the folder. So the run of another user is not taken. If there are only
+such runs, 4 is refused. A checkpoint that is found in the folder of a run belongs to the owner of
+the folder, to this user, or to root; see [Note: who may write there].
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from pipegrad import run_files
 from pipegrad.train.checkpoint.checksums import METADATA
 from pipegrad.train.checkpoint.folders import checkpoints, step_of
 from pipegrad.train.config import Config, path_of
@@ -53,14 +58,22 @@ def find_origin(config: Config, launch: Sequence[str]) -> Origin:
         config: The configuration.
         launch: The names of this launch.
     """
+    try:
+        return _found(config, launch)
+    except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
+        return Origin(complaint=str(error))
+
+
+def _found(config: Config, launch: Sequence[str]) -> Origin:
     configured = _configured(config)
-    runs = [*_runs(path_of(config.train.output)), configured.folder]
-    own = [run for run in runs if run is not None and is_of_launch(run, launch)]
+    runs = [run for run in _runs(path_of(config.train.output)) if run_files.is_own(run)]
+    runs += [configured.folder] if configured.folder else []
+    own = [run for run in runs if is_of_launch(run, launch)]
     if not own:
         return configured
     run = max(own, key=_age)
     # A run that was ended before its first checkpoint starts again as it was configured.
-    return Origin(run, tuple(checkpoints(run)) or configured.checkpoints)
+    return Origin(run, _checkpoints(run) or configured.checkpoints)
 
 
 def locked_origin(config: Config, launch: Sequence[str]) -> tuple[Origin, RunLock | None]:
@@ -92,29 +105,51 @@ def _configured(config: Config) -> Origin:
         if config.train.resume == AUTO:
             return _newest(path_of(config.train.output))
         return _named(path_of(config.train.resume))
-    except ValueError as error:  # of a manifest
+    except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
         return Origin(complaint=str(error))
 
 
 def _newest(output: Path) -> Origin:
     """Returns the newest run of a ``train.output``."""
-    runs = [run for run in _runs(output) if checkpoints(run) and is_of_output(run, output)]
-    if not runs:
-        return Origin()
-    run = max(runs, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-    return Origin(run, tuple(checkpoints(run)))
+    runs = [run for run in _runs(output) if checkpoints(run)]
+    own = [run for run in runs if run_files.is_own(run) and is_of_output(run, output)]
+    if own:
+        run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
+        return Origin(run, _checkpoints(run))
+    for run in runs:
+        if not run_files.is_own(run) and is_of_output(run, output):
+            raise ValueError(
+                f"{run} is a run of another user: name its folder as train.resume to go on with "
+                f"it, or choose another train.output"
+            )
+    return Origin()
 
 
 def _named(folder: Path) -> Origin:
     """Returns what the folder of a run, or of a checkpoint, has."""
     if not _is_run(folder):
         step = step_of(folder)
-        before = [f for f in checkpoints(folder.parent) if (step_of(f) or 0) < (step or 0)]
+        before = [f for f in _of_owner(folder.parent) if (step_of(f) or 0) < (step or 0)]
         return Origin(None, (folder, *before))
     read_manifest(folder)
-    if not (found := checkpoints(folder)):
+    if not (found := _checkpoints(folder)):
         return Origin(complaint="is the folder of a run that has no whole checkpoint")
-    return Origin(folder, tuple(found))
+    return Origin(folder, found)
+
+
+def _checkpoints(run: Path) -> tuple[Path, ...]:
+    """Returns the checkpoints of a run, the newest first.
+
+    Raises:
+        PlantedError: If another user has put the newest there. Older ones are left out.
+    """
+    for newest in checkpoints(run)[:1]:
+        run_files.refuse_planted(newest)
+    return tuple(_of_owner(run))
+
+
+def _of_owner(run: Path) -> list[Path]:
+    return [folder for folder in checkpoints(run) if not run_files.is_planted(folder)]
 
 
 def _is_run(folder: Path) -> bool:

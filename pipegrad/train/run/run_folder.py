@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError, reason
 from pipegrad.train.checkpoint.folders import put_aside, remove_unfinished
@@ -103,6 +104,7 @@ def continue_run_folder(
     """
     try:
         remove_unfinished(folder)
+        run_files.remove_temporary(folder)
         for later in damaged:
             if later.parent == folder and later.exists():  # another run keeps its own
                 put_aside(later)
@@ -119,35 +121,21 @@ def _move_reports(folder: Path) -> None:
     if reports := sorted(folder.glob("failure*.txt")):
         launches = (read_manifest(folder) or {}).get("launches", [])
         away = folder / f"failures-of-launch-{len(launches)}"
-        away.mkdir(exist_ok=True)
+        run_files.make_folder(away)
         for report in reports:
             report.replace(away / report.name)
 
 
 def cut_rows(path: Path, step: int) -> None:
     """Removes the rows of later steps from a file of metrics, and a row that is not whole."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
     kept = list[bytes]()
-    for line in path.read_bytes().splitlines(keepends=True):
-        with suppress(ValueError, TypeError, KeyError):
+    for line in run_files.read(path).splitlines(keepends=True):
+        with suppress(ValueError, TypeError, KeyError, RecursionError):
             if line.endswith(b"\n") and json.loads(line)["step"] <= step:
                 kept.append(line)
-    replace(path, b"".join(kept))
-
-
-def replace(path: Path, content: bytes) -> None:
-    """Writes a file. It has its old content or the new one, whenever this process is killed."""
-    unfinished = path.with_name(f"{path.name}.tmp")
-    try:
-        with unfinished.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        unfinished.replace(path)
-    except BaseException:
-        unfinished.unlink(missing_ok=True)
-        raise
+    run_files.replace(path, b"".join(kept))
 
 
 def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:
@@ -193,7 +181,7 @@ def _sees(folder: Path, expected: str) -> bool:
 def _digest(folder: Path) -> str:
     with suppress(OSError):
         path = folder / MANIFEST
-        return hashlib.sha256(path.read_bytes()).hexdigest()
+        return hashlib.sha256(run_files.read(path)).hexdigest()
     return ""
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from pipegrad.errors import ConfigError
+from pipegrad.run_files import replace
 from pipegrad.train.checkpoint.folders import (
     checkpoints,
     prune,
@@ -29,7 +30,7 @@ from pipegrad.train.run.launch import launch_of, process
 from pipegrad.train.run.lock import HeldError, RunLock
 from pipegrad.train.run.manifest import with_launch
 from pipegrad.train.run.origin import Origin, find_origin, locked_origin
-from pipegrad.train.run.run_folder import continue_run_folder, cut_rows, make_run_folder, replace
+from pipegrad.train.run.run_folder import continue_run_folder, cut_rows, make_run_folder
 from pipegrad.train.schema import Model, Train
 
 

@@ -122,6 +122,85 @@ def test_a_token_file_that_is_not_whole_is_made_again(
     assert bytes_of(config(tmp_path, "a")) == b"abcd"
 
 
+RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
+    "pointers": lambda record: {**record, "dtype": "O", "numel": 1},
+    "another file": lambda record: {**record, "path": record["path"].replace("cache", "other")},
+    "the same file by another path": lambda record: {**record, "path": f"{record['path']}/."},
+    "wider tokens": lambda record: {**record, "dtype": "uint16", "numel": 4},
+    "no dtype": lambda record: {**record, "dtype": ["u1"]},
+    "more tokens": lambda record: {**record, "numel": 2**62},
+    "fewer tokens": lambda record: {**record, "numel": -8},
+    "a digest that is none": lambda record: {**record, "digest": 3},
+    "a field more": lambda record: {**record, "mode": "w"},
+    "a field less": lambda record: {"path": record["path"]},
+    "a time that is none": lambda record: {**record, "modified_ns": "now", "digest": "0" * 64},
+    "a list": lambda record: [record],
+    "a text": lambda record: "record",
+}
+
+
+@pytest.mark.parametrize("change", RECORDS.values(), ids=RECORDS)
+def test_a_record_that_was_not_written_is_not_believed(
+    tmp_path: Path, change: Callable[[dict[str, Any]], object]
+) -> None:
+    """A record with the dtype "O" ended the process: bytes of the file were taken for pointers."""
+    (tmp_path / "a").write_bytes(b"abcdefgh")
+    (tmp_path / "other").mkdir()
+    read = config(tmp_path, "a")
+    first = write_tokens(read, "data.files", read.data.files, Bytes())
+    (tmp_path / "other" / Path(first.path).name).write_bytes(b"stuvwxyz")
+    [record] = (tmp_path / "cache").glob("*.json")
+    record.write_text(json.dumps(change(json.loads(record.read_text()))))
+    assert write_tokens(read, "data.files", read.data.files, Bytes()) == first
+    assert first.mapped().tobytes() == b"abcdefgh"
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b"9" * 5000, b"\xff", b"{", b""])
+def test_a_record_that_is_no_json_is_made_again(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "a").write_bytes(b"abcd")
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    [record] = (tmp_path / "cache").glob("*.json")
+    record.write_bytes(content)
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+
+
+def test_tokens_that_were_changed_are_made_again_and_a_copy_is_used(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(b"abcd")
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    [path] = (tmp_path / "cache").glob("*.tokens")
+    os.utime(path, ns=(0, 0))
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    assert path.stat().st_mtime_ns == 0
+    path.write_bytes(b"abce")
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+
+
+def test_users_of_one_cache_have_files_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second one got a PermissionError."""
+    (tmp_path / "a").write_bytes(b"abcd")
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    files = set((tmp_path / "cache").iterdir())
+    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
+    for file in files:
+        file.chmod(0)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    assert len(files | set((tmp_path / "cache").iterdir())) == 4
+
+
+@pytest.mark.parametrize("end", ["json", "tokens"])
+def test_a_planted_token_file_is_named(tmp_path: Path, end: str) -> None:
+    (tmp_path / "a").write_bytes(b"abcd")
+    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+    [path] = (tmp_path / "cache").glob(f"*.{end}")
+    path.rename(tmp_path / "elsewhere")
+    path.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=rf"data.cache = .*: .*\.{end} is a symbolic link, expec"):
+        bytes_of(config(tmp_path, "a"))
+
+
 def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes(b"abc")
     (tmp_path / "cache").write_text("a file")

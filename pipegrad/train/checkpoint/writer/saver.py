@@ -17,7 +17,6 @@ and Python waits for its threads at exit, also if the other ranks are gone.
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -32,6 +31,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pipegrad import run_files
 from pipegrad.comm.ending import Ending
 from pipegrad.errors import PlanError, in_words
 from pipegrad.train.checkpoint.checksums import CheckedWriter
@@ -171,7 +171,7 @@ class Saver:
             # Also the disk may be full, so what was written gives its space back. No rank writes
             # any more: torch raises when all ranks have replied.
             if is_first:
-                shutil.rmtree(unfinished(folder), ignore_errors=True)
+                run_files.remove(unfinished(folder))
             raise
         if is_first:
             self._written(folder)

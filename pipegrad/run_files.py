@@ -1,0 +1,334 @@
+"""Run files: opens, makes, replaces and removes files and folders of a run, and follows no link.
+
+[Note: who may write there] The folder of a run may lie where other users can write, and its names
+can be guessed. A link that another user has put there would make a run write, empty or remove what
+the link names, with the rights of who runs it. So what is written here is written to no link, and
+to regular files alone. A file that is replaced is written under a name that nobody can guess, and
+that nobody else may have made.
+
+An entry is refused if it belongs to another user. The owner of the folder that it lies in, and
+root, may change everything there anyway, so theirs are not.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+import shutil
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from io import BufferedReader, BufferedWriter
+from pathlib import Path
+
+from pipegrad.errors import PipegradError
+
+_TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
+_NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFIFO: "a named pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFDIR: "a folder",
+    stat.S_IFREG: "a file",
+}
+
+
+class PlantedError(PipegradError, OSError):
+    """Something is there that no run of this user has made. The message says what, and where."""
+
+
+def opened(path: Path) -> BufferedReader:
+    """Opens a regular file for reading. A link to one is followed: reading changes nothing.
+
+    Raises:
+        PlantedError: If it is of another kind.
+        OSError: If it cannot be opened.
+    """
+    # A named pipe would wait for its writer.
+    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        kind = stat.S_IFMT(os.fstat(number).st_mode)
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if kind != stat.S_IFREG:
+            raise PlantedError(f"{path} is {_KINDS[kind]}, expected a file")
+    except BaseException:
+        os.close(number)
+        raise
+    return os.fdopen(number, "rb")
+
+
+def read(path: Path) -> bytes:
+    """Returns the content of a file.
+
+    Raises:
+        OSError: As `opened` does.
+    """
+    with opened(path) as file:
+        return file.read()
+
+
+def opened_own(path: Path) -> BufferedReader:
+    """Opens a file for reading that this user, root, or the owner of its folder has written.
+
+    Raises:
+        PlantedError: If it is a link, of another kind, or of another user.
+        OSError: If it cannot be opened.
+    """
+    return os.fdopen(_own(path, os.O_RDONLY), "rb")
+
+
+def open_to_change(path: Path, flags: int) -> int:
+    """Opens a file that stays, and makes it if it is not there; returns its number.
+
+    Args:
+        path: Of the file.
+        flags: As those of `os.open`.
+
+    Raises:
+        PlantedError: If it is a link, of another kind or another user, or has another name, too.
+        OSError: If it cannot be opened.
+    """
+    number = _own(path, flags | os.O_CREAT)
+    if os.fstat(number).st_nlink > 1:
+        os.close(number)
+        raise PlantedError(f"{path} has another name, too (a hard link): remove it")
+    return number
+
+
+def created(path: Path) -> BufferedWriter:
+    """Makes a file for writing, in a folder that is no link.
+
+    Raises:
+        PlantedError: If the folder is a link, or of another user.
+        OSError: If it cannot be made, as FileExistsError.
+    """
+    folder = _opened_folder(path.parent)
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
+        return os.fdopen(os.open(path.name, flags, 0o666, dir_fd=folder), "wb")
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def replacing(path: Path, permissions: int = 0o666) -> Iterator[BufferedWriter]:
+    """Makes a file that takes the place of another one, when it is whole and on the disk.
+
+    `path` has its old content or the new one, whenever this process is killed.
+
+    Args:
+        path: Of the file.
+        permissions: Of a new file, less the umask. One that is there keeps its own.
+
+    Raises:
+        PlantedError: If something is there that is no regular file.
+        OSError: If the file cannot be written.
+    """
+    mode = _mode_of(path)
+    unfinished = _temporary(path)
+    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
+    with open(unfinished, "xb", opener=lambda name, _: os.open(name, flags, permissions)) as file:
+        try:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+            unfinished.replace(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+
+
+@contextmanager
+def private_folder(beside: Path) -> Iterator[Path]:
+    """Makes a folder that no other user can enter, for a library that opens files by name.
+
+    Raises:
+        OSError: If it cannot be made.
+    """
+    folder = _temporary(beside)
+    folder.mkdir(0o700)
+    try:
+        yield folder
+    finally:
+        remove(folder)
+
+
+def publish(written: Path, path: Path) -> None:
+    """Gives a file its name, when it is on the disk.
+
+    Raises:
+        OSError: If that fails.
+    """
+    with opened_own(written) as file:
+        os.fsync(file.fileno())
+    written.replace(path)
+
+
+def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
+    """Writes a file, as `replacing` does."""
+    with replacing(path, permissions) as file:
+        file.write(content)
+
+
+def make_folder(path: Path) -> None:
+    """Makes a folder, if it is not there.
+
+    Raises:
+        PlantedError: If it is a link, of another kind, or of another user.
+        OSError: If it cannot be made.
+    """
+    with suppress(FileExistsError):
+        path.mkdir(parents=True)
+    os.close(_opened_folder(path))
+
+
+def empty(folder: Path) -> None:
+    """Removes what is in a folder.
+
+    Raises:
+        PlantedError: If the folder is a link, of another kind, or of another user.
+        OSError: If something cannot be removed.
+    """
+    number = _opened_folder(folder)
+    try:
+        with os.scandir(number) as entries:
+            for entry in entries:
+                if entry.is_dir(follow_symlinks=False):
+                    shutil.rmtree(entry.name, dir_fd=number)
+                else:
+                    os.unlink(entry.name, dir_fd=number)
+    finally:
+        os.close(number)
+
+
+def remove(path: Path) -> None:
+    """Removes a file, a link or a folder, as far as that is possible."""
+    with suppress(OSError):
+        path.unlink()
+    shutil.rmtree(path, ignore_errors=True)  # it refuses links
+
+
+def remove_temporary(folder: Path) -> None:
+    """Removes what a process that was killed has left in a folder, under names of its own."""
+    for path in folder.iterdir():
+        if _TEMPORARY.fullmatch(path.name):
+            remove(path)
+
+
+def refuse_planted(folder: Path) -> None:
+    """Refuses a folder that `make_folder` would refuse.
+
+    Raises:
+        PlantedError: If it is a link, of another kind, or of another user.
+        OSError: If it cannot be read.
+    """
+    os.close(_opened_folder(folder))
+
+
+def is_planted(folder: Path) -> bool:
+    """True if `refuse_planted` refuses a folder."""
+    try:
+        refuse_planted(folder)
+    except PlantedError:
+        return True
+    return False
+
+
+def is_own(folder: Path) -> bool:
+    """True if a folder, and a link that names it, belong to this user or to root."""
+    with suppress(OSError):
+        owners = {folder.stat().st_uid, folder.lstat().st_uid}
+        return owners <= {0, os.geteuid()} or owners == {_owner_of_new(folder)}
+    return False
+
+
+def _temporary(path: Path) -> Path:
+    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
+
+
+def _own(path: Path, flags: int) -> int:
+    """Opens a file; returns its number."""
+    try:
+        number = os.open(path, flags | _NO_LINK, 0o666)
+    except OSError:
+        _refuse_other_kinds(path, stat.S_IFREG)
+        raise
+    return _checked(path, number, expected=stat.S_IFREG)
+
+
+def _opened_folder(path: Path) -> int:
+    """Opens a folder; returns its number."""
+    try:
+        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
+    except OSError:
+        _refuse_other_kinds(path, stat.S_IFDIR)
+        raise
+    return _checked(path, number, expected=stat.S_IFDIR)
+
+
+def _refuse_other_kinds(path: Path, expected: int) -> None:
+    """Says what is there: the system calls a link a loop, and a socket no device."""
+    kind = expected
+    with suppress(OSError):
+        kind = stat.S_IFMT(path.lstat().st_mode)
+    _refuse_kind(path, kind, expected)
+
+
+def _refuse_kind(path: Path, kind: int, expected: int) -> None:
+    if kind != expected:
+        raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
+
+
+def _checked(path: Path, number: int, *, expected: int) -> int:
+    """Returns the number of an open file or folder that may be used; closes all others."""
+    try:
+        found = os.fstat(number)
+        _refuse_kind(path, stat.S_IFMT(found.st_mode), expected)
+        if found.st_uid not in (0, os.geteuid(), path.parent.stat().st_uid) and (
+            found.st_uid != _owner_of_new(path.parent)
+        ):
+            raise PlantedError(f"{path} belongs to another user, {_user(found.st_uid)}: remove it")
+    except BaseException:
+        os.close(number)
+        raise
+    return number
+
+
+def _owner_of_new(folder: Path) -> int | None:
+    """Returns to whom a new file in a folder belongs; None if there can be none."""
+    # Some network file systems give all files, or those of root, to one user.
+    with suppress(OSError), tempfile.TemporaryFile(dir=folder) as file:
+        return os.fstat(file.fileno()).st_uid
+    return None
+
+
+def _user(number: int) -> str:
+    import pwd
+
+    with suppress(KeyError):
+        return pwd.getpwuid(number).pw_name
+    return f"number {number}"
+
+
+def _mode_of(path: Path) -> int | None:
+    """Returns the permissions of a file that is replaced; None if there is none."""
+    try:
+        mode = path.lstat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise PlantedError(f"{path} is {_KINDS[stat.S_IFMT(mode)]}, expected a file or nothing")
+    if not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return stat.S_IMODE(mode) & 0o777

@@ -1,0 +1,310 @@
+"""What another user has put into the folder of a run changes nothing elsewhere."""
+
+from __future__ import annotations
+
+import json
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+
+import pipegrad
+from pipegrad.errors import PipegradError
+from pipegrad.partition.weights.files import INDEX, Weights
+from pipegrad.picture.figure import write_figure
+from pipegrad.picture.html_page import write_html
+from pipegrad.picture.perfetto import write_perfetto
+from pipegrad.run_files import replace
+from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.timeline import Timeline
+from pipegrad.train.checkpoint.checksums import CheckedWriter, DamageError, read_checksums, sealed
+from pipegrad.train.checkpoint.export import write_file
+from pipegrad.train.checkpoint.folders import put_aside
+from pipegrad.train.checkpoint.metadata import CheckpointReader
+from pipegrad.train.config import Config
+from pipegrad.train.models.transformers_model import _copy_tokenizer
+from pipegrad.train.process.last_words import _write_text
+from pipegrad.train.reporters.jsonl import JsonLines
+from pipegrad.train.run.lock import RunLock
+from pipegrad.train.run.manifest import read_manifest
+from pipegrad.train.run.origin import Origin, find_origin
+from pipegrad.train.run.run_folder import continue_run_folder, cut_rows
+from pipegrad.train.schema import Model, Train
+from tests.support.picture.timelines import SMALL
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+CONFIG = Config(model=Model(factory="a:b"))
+TENSORS = {"weight": torch.ones(3)}
+Write = Callable[[Path], object]
+
+
+def save_in(run: Path) -> None:
+    save(dict(TENSORS), storage_writer=CheckedWriter(run / "checkpoint-3", {}), no_dist=True)
+    state = {"weight": torch.zeros(3)}
+    load(state, storage_reader=CheckpointReader(run / "checkpoint-3"), no_dist=True)
+    assert torch.equal(state["weight"], TENSORS["weight"])
+
+
+def go_on(run: Path) -> None:
+    (run / "failure-rank0.txt").write_text("new")
+    (run / "metrics.jsonl").write_text('{"step": 3}\n{"step": 4}\n')
+    continue_run_folder(CONFIG, run, 3, lambda _: replace(run / "manifest.json", b"{}"))
+    assert (run / "metrics.jsonl").read_text() == '{"step": 3}\n'
+
+
+def open_metrics(run: Path) -> None:
+    JsonLines().open(run, CONFIG)
+
+
+def go_on_and_save(run: Path) -> None:
+    go_on(run)
+    save_in(run)
+
+
+def put_9_aside(run: Path) -> None:
+    (run / "checkpoint-9").mkdir()
+    put_aside(run / "checkpoint-9")
+    assert (run / "checkpoint-9.damaged-2").is_dir()
+
+
+def write_failure(run: Path) -> None:
+    _write_text(run / "failure.txt", "failed")
+
+
+def copy_tokenizer(run: Path) -> None:
+    tokenizer = run.with_name("tokenizer.json")
+    tokenizer.write_text("{}")
+    tokenizer.with_name("tokenizer_config.json").write_text("{}")
+    _copy_tokenizer(tokenizer, run)
+
+
+def save_timeline(run: Path) -> None:
+    SMALL.save(run / "timeline.json")
+
+
+def save_costs(run: Path) -> None:
+    Costs(()).save(run / "costs.json")
+
+
+def export(run: Path) -> None:
+    write_file(TENSORS, run / "out", "torch")
+
+
+def draw(write: Callable[[list[Timeline], Path], None], name: str) -> Write:
+    return lambda run: write([SMALL], run / name)
+
+
+NO_FILE, NO_NEW = " is a symbolic link, expected a file: remove it", "expected a file or nothing"
+# Name of a link, who writes there, and what it is refused with; "" if it is in nobody's way.
+LINKS: list[tuple[str, Write, str]] = [
+    ("lock", RunLock, NO_FILE),
+    ("metrics.jsonl", open_metrics, NO_FILE),
+    ("manifest.json.tmp", go_on, ""),
+    ("metrics.jsonl.tmp", go_on, ""),
+    ("failures-of-launch-0", go_on, " is a symbolic link, expected a folder: remove it"),
+    ("checkpoint-3.partial", go_on_and_save, ""),
+    ("checkpoint-3.partial", save_in, " is a symbolic link, expected a folder: remove it"),
+    ("checkpoint-3.old.partial", save_in, ""),
+    ("checkpoint-3", save_in, ""),
+    ("checkpoint-9.damaged", put_9_aside, ""),
+    ("failure.txt", write_failure, NO_NEW),
+    ("tokenizer.json", copy_tokenizer, NO_NEW),
+    ("tokenizer_config.json", copy_tokenizer, NO_NEW),
+    ("timeline.json.partial", save_timeline, ""),
+    ("timeline.json", save_timeline, NO_NEW),
+    ("costs.json", save_costs, NO_NEW),
+    ("out.html", draw(write_html, "out.html"), NO_NEW),
+    ("out.json", draw(write_perfetto, "out.json"), NO_NEW),
+    ("out.svg", draw(write_figure, "out.svg"), NO_NEW),
+    ("out.partial", export, ""),
+    ("out", export, "out is there already: name another file, or remove it"),
+]
+
+
+@pytest.mark.parametrize("target", ["folder", "folder/file", "nowhere"])
+@pytest.mark.parametrize(("name", "write", "says"), LINKS)
+def test_a_link_is_not_followed(
+    tmp_path: Path, name: str, write: Write, says: str, target: str
+) -> None:
+    """A resume removed all files of the folder that ``checkpoint-3.partial`` named."""
+    run = tmp_path / "run"
+    run.mkdir()
+    (tmp_path / "folder").mkdir()
+    for file in ("file", "failure-rank0.txt"):
+        (tmp_path / "folder" / file).write_text("precious")
+    (run / name).symlink_to(tmp_path / target)
+    if says:
+        with pytest.raises((PipegradError, CheckpointException)) as e:
+            write(run)
+        assert says in str(e.value)
+        assert str(run) in str(e.value)
+    else:
+        write(run)
+    files = {path.name: path.read_text() for path in (tmp_path / "folder").iterdir()}
+    assert files == {"file": "precious", "failure-rank0.txt": "precious"}
+    assert not (tmp_path / "nowhere").exists()
+    assert not [path for path in run.iterdir() if ".partial" in path.name and path.name != name]
+
+
+def cut_metrics(run: Path) -> None:
+    continue_run_folder(CONFIG, run, 3, lambda _: None)
+
+
+PIPES: list[tuple[str, Write]] = [
+    ("lock", RunLock),
+    ("metrics.jsonl", open_metrics),
+    ("metrics.jsonl", cut_metrics),
+    ("manifest.json", read_manifest),
+    ("timeline.json", save_timeline),
+    ("timeline.json", lambda run: Timeline.load(run / "timeline.json")),
+    ("costs.json", lambda run: Costs.load(run / "costs.json")),
+    ("checksums.json", read_checksums),
+]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize(("name", "use"), PIPES)
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str, use: Write) -> None:
+    os.mkfifo(tmp_path / name)
+    with pytest.raises((PipegradError, ValueError, OSError), match="is a named pipe, expected a f"):
+        use(tmp_path)
+
+
+def read_index(folder: Path) -> None:
+    Weights(folder)
+
+
+DEEP: dict[str, tuple[Write, str]] = {
+    "checksums.json": (read_checksums, "checksums.json is damaged"),
+    "manifest.json": (read_manifest, "manifest.json is not what a run has written: "),
+    "timeline.json": (lambda run: Timeline.load(run / "timeline.json"), "holds no timeline: it is"),
+    "costs.json": (lambda run: Costs.load(run / "costs.json"), "holds no costs: it is no JSON"),
+    INDEX: (read_index, f"{INDEX} is no index of safetensors files: "),
+}
+
+
+@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"weight_map":%s}' % (b"9" * 5000), b"\xff"])
+@pytest.mark.parametrize(("name", "read", "says"), [(n, *row) for n, row in DEEP.items()])
+def test_what_is_too_deep_or_too_long_is_refused_in_a_line(
+    tmp_path: Path, name: str, read: Write, says: str, content: bytes
+) -> None:
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises((PipegradError, ValueError)) as caught:
+        read(tmp_path)
+    assert says in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.parametrize("value", [b"[" * 10**5, b'{"step": %s}' % (b"9" * 5000), b'{"step": []}'])
+def test_rows_that_no_run_has_written_are_cut_off(tmp_path: Path, value: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + value + b"\n")
+    cut_rows(path, 3)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"pieces": [{"file": [], "offset": 0, "length": 1, "key": "a", "crc32": 0}]},
+        {"pieces": [{"file": "a", "offset": 0.0, "length": 1, "key": "a", "crc32": 0}]},
+        {"pieces": [{"file": "a", "offset": 0, "length": True, "key": "a", "crc32": 0}]},
+        {"pieces": {"file": "a"}},
+        {"run": {"tied": []}},
+        {"run": ["tied"]},
+        {"metadata": None},
+    ],
+)
+def test_checksums_of_other_types_are_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
+    content = {"pipegrad": "1", "run": {}, "metadata": zlib.crc32(b""), "pieces": []}
+    (tmp_path / ".metadata").touch()
+    (tmp_path / "checksums.json").write_text(json.dumps(sealed(content)))
+    assert read_checksums(tmp_path).pieces == []
+    (tmp_path / "checksums.json").write_text(json.dumps(sealed({**content, **changes})))
+    with pytest.raises(DamageError, match=r"^checksums.json is damaged$"):
+        read_checksums(tmp_path)
+
+
+def test_a_file_with_another_name_is_not_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("precious")
+    (tmp_path / "lock").hardlink_to(tmp_path / "file")
+    with pytest.raises(PipegradError, match=r"lock has another name, too \(a hard link\)"):
+        RunLock(tmp_path)
+    save_costs(tmp_path)
+    before = (tmp_path / "costs.json").read_bytes()
+    (tmp_path / "backup").hardlink_to(tmp_path / "costs.json")
+    Costs((), ranks_meet=False).save(tmp_path / "costs.json")
+    assert (tmp_path / "backup").read_bytes() == before
+
+
+def test_a_file_that_is_replaced_keeps_its_permissions(tmp_path: Path) -> None:
+    save_costs(tmp_path)
+    (tmp_path / "costs.json").chmod(0o640)
+    save_costs(tmp_path)
+    assert (tmp_path / "costs.json").stat().st_mode & 0o777 == 0o640
+
+
+def run_in(folder: Path, *steps: int) -> Path:
+    for step in steps:
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+    (folder / "manifest.json").write_text(
+        '{"config": {"train": {"output": "run"}}, "launches": []}'
+    )
+    return folder
+
+
+def found(run: Path, resume: str) -> Origin:
+    train = Train(output=str(run.parent / "run"), resume=resume)
+    return find_origin(Config(model=Model(factory="a:b"), train=train), ())
+
+
+def test_a_checkpoint_that_is_a_link_is_taken_only_by_its_name(tmp_path: Path) -> None:
+    run, elsewhere = run_in(tmp_path / "run", 1, 2), run_in(tmp_path / "elsewhere", 3)
+    (run / "checkpoint-3").symlink_to(elsewhere / "checkpoint-3")
+    link = f"{run / 'checkpoint-3'} is a symbolic link, expected a folder: remove it"
+    assert found(run, "auto").complaint == found(run, str(run)).complaint == link
+    (run / "checkpoint-3" / ".metadata").touch()
+    with pytest.raises(PipegradError, match=r"is a symbolic link, .* or give it as the ch"):
+        pipegrad.load(run)
+    before = (run / "checkpoint-2", run / "checkpoint-1")
+    assert found(run, str(run / "checkpoint-3")) == Origin(None, (run / "checkpoint-3", *before))
+
+
+OTHER = 12345  # a user
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_what_another_user_has_made_is_taken_only_by_its_name(tmp_path: Path) -> None:
+    """``resume = "auto"`` in a folder of all users went on with the weights of one of them."""
+    theirs = run_in(tmp_path / "run-2", 9)
+    os.chown(theirs, OTHER, OTHER)
+    says = f"{theirs} is a run of another user: name its folder as train.resume to go on with it"
+    assert says in found(theirs, "auto").complaint
+    assert found(theirs, str(theirs)) == Origin(theirs, (theirs / "checkpoint-9",))
+    own = run_in(tmp_path / "run", 1, 2)
+    assert found(own, "auto") == Origin(own, (own / "checkpoint-2", own / "checkpoint-1"))
+    # In a folder of their own, all is theirs.
+    for path in (theirs / "lock", own / "lock"):
+        path.touch()
+        os.chown(path, OTHER, OTHER)
+    RunLock(theirs).release()
+    with pytest.raises(PipegradError, match=f"lock belongs to another user, number {OTHER}: rem"):
+        RunLock(own)
+    os.chown(own / "checkpoint-2", OTHER, OTHER)
+    assert "checkpoint-2 belongs to another user, number" in found(own, "auto").complaint
+    (own / "checkpoint-2").rename(own / "checkpoint-3.partial")
+    with pytest.raises(CheckpointException, match=r"3\.partial belongs to another user, number"):
+        save_in(own)
+    assert found(own, str(own)) == Origin(own, (own / "checkpoint-1",))
+    # A link of theirs to a run of this user is theirs.
+    (tmp_path / "run-3").symlink_to(own)
+    os.chown(tmp_path / "run-3", OTHER, OTHER, follow_symlinks=False)
+    assert found(own, "auto").folder == own
