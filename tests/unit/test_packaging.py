@@ -37,7 +37,6 @@ ORDER = [
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
-    "train/checkpoint/metadata.py": "reads what torch has written; makes named classes alone",
     "testing/rank_process.py": "a parent and the ranks that it has started, over a pipe of theirs",
     "testing/ranks.py": "the same",
     "testing/handlers/hash_seeds.py": "a parent and a child, over the child's standard input",
