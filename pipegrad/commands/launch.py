@@ -220,7 +220,8 @@ def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> in
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHER] = str(os.getpid())
-    rank = ("-u", "-m", "pipegrad", *words)
+    # -P: otherwise files of the working directory stand in for pipegrad, torch and the library.
+    rank = ("-P", "-u", "-m", "pipegrad", *words)
     try:
         with _quiet(), _ended_with_terminal():
             elastic_launch(config, sys.executable)(*rank)
