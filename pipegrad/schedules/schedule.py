@@ -13,8 +13,6 @@ from pipegrad.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-# Ranks x microbatches. A schedule is made whole, in memory, so commands refuse larger ones.
-MOST_CELLS = 1_000_000
 
 
 class Action(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from pipegrad.errors import ScheduleError, reason
+from pipegrad.files import parsed_json, read_file
 
 T = TypeVar("T")
 # The first word of what pydantic calls a mistake -> ours, where its own are of Python.
@@ -33,9 +34,16 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
         where = ".".join(map(str, first["loc"])) or what
         kind = first["type"].partition("_")[0]
         complaint = _COMPLAINTS.get(kind, first["msg"].removeprefix("Value error, "))
-        found = "" if kind == "missing" else f", found {first['input']!r:.80}"
+        found = "" if kind == "missing" else f", found {_shown(first['input'])}"
         colon = "" if kind in _COMPLAINTS else ":"
         raise ScheduleError(f"{where}{colon} {complaint.removeprefix('Input ')}{found}") from error
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except (RecursionError, ValueError):  # too deep, or a number of too many digits
+        return f"a {type(value).__name__}"
 
 
 def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
@@ -45,19 +53,19 @@ def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
         ScheduleError: If the file is missing or no JSON, or as `read` does. It names the file.
     """
     try:
-        content = path.read_bytes()
+        content = read_file(path)
     except FileNotFoundError as error:
         raise ScheduleError(f"there is no file {path}") from error
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{str(path)!r} cannot be read: {reason(error)}") from error
     try:
-        return read(json.loads(content))
-    except ScheduleError as error:
-        complaint = str(error)
+        return read(parsed_json(content))
     except json.JSONDecodeError as error:
         complaint = f"line {error.lineno}, column {error.colno} is no JSON"
-    except (UnicodeDecodeError, RecursionError):
+    except UnicodeDecodeError:
         complaint = "it is no JSON"
+    except ValueError as error:  # a ScheduleError, too
+        complaint = str(error)
     raise ScheduleError(
         f"{path} holds no {what}: {complaint if content.strip() else 'it is empty'}"
     )

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import ConfigDict, TypeAdapter
 
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import LARGEST, MOST_NUMBER, check_size
 from pipegrad.simulation.plain_data import loaded, validated
 
 SpanKind = Literal[
@@ -236,16 +237,26 @@ def _check(timeline: Timeline) -> None:
         raise ScheduleError(f"stage_to_rank: expected ranks of {timeline.num_ranks}")
     if len(timeline.memory) not in (0, timeline.num_ranks):
         raise ScheduleError(f"memory: expected points of {timeline.num_ranks} ranks, or of none")
+    if timeline.num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches: {timeline.num_microbatches}, expected at least 1")
+    check_size(len(timeline.stage_to_rank), timeline.num_microbatches)
     begins = (0.0, *timeline.step_ends)
-    if any(not begin <= end < math.inf for begin, end in pairwise(begins)):
+    if any(not begin <= end <= MOST_NUMBER for begin, end in pairwise(begins)):
         raise ScheduleError("step_ends: expected seconds that ascend")
+    points = (point for row in timeline.memory for point in row)
+    if not all(0 <= p.seconds <= MOST_NUMBER and 0 <= p.num_bytes <= MOST_NUMBER for p in points):
+        raise ScheduleError("memory: expected seconds and bytes, each at least 0")
     for number, span in enumerate(timeline.spans):
         if span.rank not in ranks or not -1 <= span.peer < timeline.num_ranks:
             raise ScheduleError(f"spans.{number}: expected ranks of {timeline.num_ranks}")
         if span.stage not in range(-1, len(timeline.stage_to_rank)):
             raise ScheduleError(f"spans.{number}: stage {span.stage} is none of the timeline's")
-        if not -math.inf < span.begin <= span.end < math.inf:
+        if not -MOST_NUMBER <= span.begin <= span.end <= MOST_NUMBER:
             raise ScheduleError(f"spans.{number}: expected a begin and a later end, in seconds")
+        if not -1 <= span.microbatch < timeline.num_microbatches:
+            raise ScheduleError(f"spans.{number}: microbatch {span.microbatch} is none of a step's")
+        if not abs(span.step) <= LARGEST >= abs(span.which):
+            raise ScheduleError(f"spans.{number}: expected integers of 32 bits")
 
 
 def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:

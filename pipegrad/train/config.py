@@ -16,6 +16,8 @@ from pydantic import Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
 from pipegrad.errors import ConfigError
+from pipegrad.files import read_file
+from pipegrad.limits import MOST_CONFIG_BYTES
 from pipegrad.plugins.handler import DEFAULT_HANDLERS
 from pipegrad.plugins.options import closest_first
 from pipegrad.train.schema import (
@@ -163,7 +165,7 @@ def load(
 def _read(path: Path) -> dict[str, Any]:
     try:
         # Editors on Windows may write a byte order mark.
-        return _parsed(path.read_bytes().decode("utf-8-sig"))
+        return _parsed(read_file(path, MOST_CONFIG_BYTES).decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
     except OSError as error:

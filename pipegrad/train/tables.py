@@ -8,6 +8,8 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from pipegrad.printable import printable
+
 _PLAIN_WIDTH = 160  # columns without a terminal
 
 
@@ -23,7 +25,7 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
     """Returns a table whose only line is below its head."""
     text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for column in columns:
-        text_table.add_column(column, overflow="fold")
+        text_table.add_column(printable(column), overflow="fold")
     for row in rows:
-        text_table.add_row(*map(str, row))
+        text_table.add_row(*(printable(str(cell)) for cell in row))
     return text_table

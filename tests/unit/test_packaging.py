@@ -30,7 +30,8 @@ TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 
 # A folder may import from itself and from those above it in this list.
 ORDER = [
-    *("_torch_version", "errors", "comm", "topology", "plugins", "model", "plan", "reduce"),
+    *("_torch_version", "errors", "limits", "files", "printable", "comm", "topology", "plugins"),
+    *("model", "plan", "reduce"),
     *("optimizer", "gradients", "interop", "pipeline", "partition", "observe", "train", "audit"),
     *("commands", "cli", "__main__", "pytest_plugin"),
 ]
@@ -42,7 +43,7 @@ def may_import() -> dict[str, set[str]]:
     """Returns for each part of pipegrad the parts that it may import from."""
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
-    table["schedules"] = {"schedules", "errors", "plugins"}
+    table["schedules"] = {"schedules", *ORDER[1:5], "plugins"}
     table["simulation"] = {*table["schedules"], "simulation"}
     table["picture"] = {*table["simulation"], "picture"}
     for part in ORDER[ORDER.index("pipeline") :]:

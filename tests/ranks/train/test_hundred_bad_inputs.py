@@ -103,7 +103,7 @@ SETTINGS: dict[str | Sequence[str], str] = {
     "parallel.schedule=": "is called ''; known, closest first: 1f1b",
     "parallel.schedule={stages_per_rank=2}": "parallel.schedule.name is missing",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank=-2}": "is -2, expected at l",
-    "parallel.schedule={name='interleaved-1f1b', stages_per_rank='two'}": "TypeError",
+    "parallel.schedule={name='interleaved-1f1b', stages_per_rank='two'}": "is 'two', expected at l",
     "parallel.schedule={name='auto', costs='small.toml'}": (
         "small.toml holds no costs: line 2, column 2 is no JSON"
     ),
