@@ -20,7 +20,7 @@ def read_file(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
     """
     # A pipe that nobody writes to would not even be opened; nor does a device have an end.
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    with open(number, "rb") as file:
+    with os.fdopen(number, "rb") as file:
         mode = os.fstat(number).st_mode
         if stat.S_ISDIR(mode):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def printable(text: str) -> str:
-    """Returns one line without control characters; they are shown as ``\\x1b``, a tab as ``\\t``.
+    r"""Returns one line without control characters; they are shown as ``\x1b``, a tab as ``\t``.
 
     What a file, a plug-in or another rank calls itself may have an escape sequence that clears a
     terminal, a line feed that forges a line, or a mark that turns the direction of writing. An SVG

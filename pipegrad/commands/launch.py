@@ -24,6 +24,7 @@ from pipegrad.commands.options import Whole, usage_errors, wants_traceback
 from pipegrad.commands.rank import LAUNCHER
 from pipegrad.commands.train import train
 from pipegrad.errors import ConfigError, reason
+from pipegrad.printable import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -299,7 +300,7 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
     if isinstance(message, dict):
         message = message.get("message")
     if isinstance(message, str) and message != "<NONE>":
-        return message.partition("\n")[0]
+        return printable(message.partition("\n")[0])
     end = f"exit code {failure.exitcode}"
     if failure.exitcode < 0:
         end = f"killed by {failure.signal_name()}"

@@ -16,7 +16,7 @@ import click
 
 from pipegrad.errors import ConfigError, PipegradError, ScheduleError, in_words, reason, root_of
 from pipegrad.limits import LONG_CELLS, check_size
-from pipegrad.printable import printable, printable_lines
+from pipegrad.printable import printable_lines
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 if TYPE_CHECKING:
@@ -226,5 +226,4 @@ def saving(path: Path, save: Callable[[Path], None]) -> None:
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
     """Prints parts. A part that is text is one line, and is not wrapped."""
     for part in parts:
-        is_text = isinstance(part, str)
-        console.print(printable(part) if isinstance(part, str) else part, soft_wrap=is_text)
+        console.print(part, soft_wrap=isinstance(part, str))

@@ -43,9 +43,7 @@ def pack(timeline: Timeline) -> dict[str, Any]:
         "num_ranks": timeline.num_ranks,
         "stage_to_rank": timeline.stage_to_rank,
         "step_ends": timeline.step_ends,
-        "notes": {
-            printable(name): printable(str(value)) for name, value in timeline.notes.items()
-        },
+        "notes": {printable(name): printable(str(value)) for name, value in timeline.notes.items()},
         "time_unit": time_unit,
         "memory_unit": memory_unit,
         "labels": list(map(printable, labels)),

@@ -258,7 +258,9 @@ def _texts(span: Span, *, several: bool) -> Sequence[str]:
         kind = f"{span.stage}{span.kind}" if several else span.kind
         microbatch = span.microbatch
         return f"{kind}{microbatch}", f"{kind}\n{microbatch}", f"{span.kind}\n{microbatch}"
-    return () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (printable(span.label),)
+    return (
+        () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (printable(span.label),)
+    )
 
 
 def _name_ranks(

@@ -20,6 +20,7 @@ from pipegrad.files import read_file
 from pipegrad.limits import MOST_CONFIG_BYTES
 from pipegrad.plugins.handler import DEFAULT_HANDLERS
 from pipegrad.plugins.options import closest_first
+from pipegrad.plugins.secrets import redacted
 from pipegrad.train.schema import (
     Choice,
     Data,
@@ -97,6 +98,7 @@ class Config(Table):
         value = _as_written(value)
         if isinstance(value, Model):
             value = value.model_dump(exclude_none=True)
+        value = redacted(value, re.findall(r"\w+", key)[-1])
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -13,9 +14,17 @@ from pipegrad.printable import printable
 _PLAIN_WIDTH = 160  # columns without a terminal
 
 
+class _Console(Console):
+    """A console whose texts are lines, without control characters: names in them may have some."""
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
+        texts = [printable(each) if isinstance(each, str) else each for each in objects]
+        super().print(*texts, **options)
+
+
 def make_console(*, quiet: bool = False) -> Console:
-    """Returns a console on the standard output that prints text as it is."""
-    console = Console(highlight=False, markup=False, emoji=False, quiet=quiet)
+    """Returns a console on the standard output. A text is one line, and has no markup."""
+    console = _Console(highlight=False, markup=False, emoji=False, quiet=quiet)
     if not console.is_terminal:
         console.width = _PLAIN_WIDTH
     return console

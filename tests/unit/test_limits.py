@@ -1,4 +1,4 @@
-"""What is too large, no file, or no text for a terminal is refused or shown in one line, at once."""
+"""What is too large or no file is refused in one line, and what is no text is shown as text."""
 
 from __future__ import annotations
 

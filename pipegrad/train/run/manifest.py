@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from pipegrad.errors import in_words
+from pipegrad.files import parsed_json, read_file
 from pipegrad.train.config import path_of
 from pipegrad.train.run.launch import process
 
@@ -24,13 +24,13 @@ def read_manifest(run: Path) -> dict[str, Any] | None:
     """
     path = run / MANIFEST
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        found: Any = parsed_json(read_file(path))
         launches = found.get("launches", [])
         if not all(isinstance(launch, dict) for launch in launches):
             raise TypeError("a launch in it is no table")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not what a run has written: {in_words(error)}: restore it, or remove it "
             f"and name the run's folder as train.resume"

@@ -46,9 +46,7 @@ def start(folder: Path) -> Iterator[Start]:
     """Starts launchers of a job with settings, in the folder; ends them."""
     started: list[Launched] = []
 
-    def begin(
-        settings: str, *words: str, job: str = "small.toml", anew: bool = False
-    ) -> Launched:
+    def begin(settings: str, *words: str, job: str = "small.toml", anew: bool = False) -> Launched:
         changed = [word for setting in settings.split() for word in ("--set", setting)]
         words = ("launch", *words, job, *changed)
         started.append(Launched(folder, pipegrad, *words, anew=anew))
