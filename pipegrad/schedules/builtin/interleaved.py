@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import check_size
 from pipegrad.schedules.builtin.one_f_one_b import turns
-from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator, is_number
 
 
 class InterleavedOneForwardOneBackward(ScheduleGenerator):
@@ -26,7 +26,7 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
     """
 
     def __init__(self, *, stages_per_rank: int = 2) -> None:
-        if not isinstance(stages_per_rank, int) or stages_per_rank < 1:
+        if not is_number(stages_per_rank) or stages_per_rank < 1:
             raise ScheduleError(
                 f"stages_per_rank is {stages_per_rank!r}, expected at least 1, a whole number"
             )

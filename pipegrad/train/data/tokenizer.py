@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from pipegrad.errors import reason
+from pipegrad.files import read_file
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
@@ -88,7 +89,7 @@ class FileTokenizer:
                 cause=error,
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            text = read_file(path).decode("utf-8")
         except FileNotFoundError as error:
             complaint = f"there is no {path}, seen from the working directory"
             config.refuse("data.tokenizer", complaint, cause=error)
