@@ -49,4 +49,6 @@ def parsed_json(content: bytes) -> object:
         parsed: object = json.loads(content)
     except RecursionError as error:
         raise ValueError("its lists and objects are nested too deeply") from error
+    except UnicodeDecodeError as error:  # it would bring the whole content along
+        raise ValueError(f"byte {error.start} is no UTF-8 text") from error
     return parsed

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 
+_LONGEST = 10_000  # a line of a grid may be long
+
+
 def printable(text: str) -> str:
     r"""Returns one line without control characters; they are shown as ``\x1b``, a tab as ``\t``.
 
@@ -15,6 +18,11 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
+def shortened(text: str, most: int = 80) -> str:
+    """Returns the first characters of a text; ``...`` stands for the others."""
+    return text if len(text) <= most else f"{text[:most]}..."
+
+
 def printable_lines(text: str) -> str:
-    """Returns several lines, each as `printable` does."""
-    return "\n".join(map(printable, text.split("\n")))
+    """Returns several lines, each as `printable` does, and not longer than a screen."""
+    return "\n".join(shortened(printable(line), _LONGEST) for line in text.split("\n"))

@@ -34,7 +34,9 @@ def pack(timeline: Timeline) -> dict[str, Any]:
     """
     rows = list(lanes(timeline))
     paths = _critical_paths(timeline)
-    time_unit = _unit(max(span.end for span in timeline.spans), 1e-9)
+    points = (p.seconds for row in timeline.memory for p in row)
+    last = max(timeline.seconds, *(span.end for span in timeline.spans), *points)
+    time_unit = _unit(last, 1e-9)
     memory_unit = _unit(max((p.num_bytes for row in timeline.memory for p in row), default=0), 1)
     labels = {text: n for n, text in enumerate(dict.fromkeys(s.label for s in timeline.spans))}
     return {

@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipegrad.errors import ScheduleError, reason
 from pipegrad.files import parsed_json, read_file
+from pipegrad.printable import printable, shortened
 
 T = TypeVar("T")
 # The first word of what pydantic calls a mistake -> ours, where its own are of Python.
@@ -31,7 +32,7 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
         return adapter.validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or what
+        where = printable(shortened(".".join(map(str, first["loc"])) or what))
         kind = first["type"].partition("_")[0]
         complaint = _COMPLAINTS.get(kind, first["msg"].removeprefix("Value error, "))
         found = "" if kind == "missing" else f", found {_shown(first['input'])}"
@@ -62,8 +63,6 @@ def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
         return read(parsed_json(content))
     except json.JSONDecodeError as error:
         complaint = f"line {error.lineno}, column {error.colno} is no JSON"
-    except UnicodeDecodeError:
-        complaint = "it is no JSON"
     except ValueError as error:  # a ScheduleError, too
         complaint = str(error)
     raise ScheduleError(

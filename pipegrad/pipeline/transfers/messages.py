@@ -6,6 +6,7 @@ bytes: a mark, the kind of value, how many dimensions it has, and its shape.
 
 from __future__ import annotations
 
+import math
 from ctypes import c_int64
 
 import torch
@@ -17,6 +18,7 @@ _WORDS = 16
 HEADER = 8 * _WORDS  # bytes; all dtypes are aligned behind it
 MARK = 0x7069706567726164
 _FAILED = -1
+_MOST_NUMEL = 2**40  # no device has more memory
 # The number of a dtype in a header is its place here.
 _DTYPES = tuple(
     getattr(torch, name)
@@ -52,11 +54,21 @@ def spec_in(head: torch.Tensor, differentiable: bool) -> Spec | None:
     Args:
         head: A message that begins with a header, on the host.
         differentiable: Whether the value has a gradient, which no header says.
+
+    Raises:
+        StepError: If it says what `header` never does.
     """
-    _, kind, dimensions, *shape = head[:HEADER].view(torch.int64).tolist()
-    return (
-        None if kind == _FAILED else Spec(tuple(shape[:dimensions]), _DTYPES[kind], differentiable)
-    )
+    mark, kind, dimensions, *shape = words = head[:HEADER].view(torch.int64).tolist()
+    is_failure = kind == _FAILED
+    is_known = 0 <= kind < len(_DTYPES) and 0 <= dimensions <= len(shape)
+    sizes = tuple(shape[:dimensions]) if is_known else ()
+    if mark != MARK or not (is_failure or is_known) or not _fits(sizes):
+        raise StepError(f"the header of a message was damaged on its way: it is {words}")
+    return None if is_failure else Spec(sizes, _DTYPES[kind], differentiable)
+
+
+def _fits(sizes: tuple[int, ...]) -> bool:
+    return min(sizes, default=0) >= 0 and math.prod(sizes) <= _MOST_NUMEL
 
 
 def begins_with_mark(tensor: torch.Tensor) -> bool:
