@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 _LONGEST = 10_000  # a line of a grid may be long
 
 

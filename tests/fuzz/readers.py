@@ -280,7 +280,16 @@ READERS: dict[str, Reader] = {
     "--set": Reader(
         setting,
         (b"train.steps=10", b"parallel.schedule={name='1f1b'}"),
-        (b"[a]\n[b]\nc=1", b"a=[\n", b"a=" + DEEP[0], b"=", b"=1", b"\0=1", b".".join([b"a"] * 5000) + b"=1", b"a=" + NUMBERS[0]),
+        (
+            b"[a]\n[b]\nc=1",
+            b"a=[\n",
+            b"a=" + DEEP[0],
+            b"=",
+            b"=1",
+            b"\0=1",
+            b".".join([b"a"] * 5000) + b"=1",
+            b"a=" + NUMBERS[0],
+        ),
     ),
     "--set of a job": Reader(
         changed,
@@ -343,10 +352,14 @@ READERS: dict[str, Reader] = {
     ),
     "packed entry": Reader(packed, (pack({"a": torch.arange(4), "b": "text"}).numpy().tobytes(),)),
     "metadata of a checkpoint": Reader(
-        metadata, (checkpoint()[METADATA],), (b"", b".", b"\x80\x02N.", b"cposix\nsystem\n(S'x'\ntR.")
+        metadata,
+        (checkpoint()[METADATA],),
+        (b"", b".", b"\x80\x02N.", b"cposix\nsystem\n(S'x'\ntR."),
     ),
     "checksums": Reader(
-        checksums, (_checksums(),), (*NUMBERS, *NO_TEXT, _checksums(run=[]), _checksums(pieces={})),
+        checksums,
+        (_checksums(),),
+        (*NUMBERS, *NO_TEXT, _checksums(run=[]), _checksums(pieces={})),
         form="json",
     ),  # fmt: skip
     "index of weights": Reader(
@@ -375,6 +388,6 @@ READERS: dict[str, Reader] = {
 }
 
 
-def values_of(data: object) -> Any:  # noqa: ANN401 - JSON
+def values_of(data: object) -> Any:
     """Returns a copy."""
     return json.loads(json.dumps(data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import os
+import re
 import site
 import subprocess
 import sys
@@ -324,7 +325,7 @@ def test_the_wheel_holds_the_typed_packages(wheels: list[Path]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
 
     folders = {name.split("/")[0] for name in names}
-    packages = {"pipegrad", "pipegrad_codecs", "pipegrad_handlers"}
+    packages = {"pipegrad", "pipegrad_codecs", "pipegrad_handlers", "pipegrad_pytest"}
     assert folders == {*packages, wheel.name.split("-py3")[0] + ".dist-info"}
     assert {f"{package}/py.typed" for package in packages} <= set(names)
     page = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "picture/page").iterdir()}
@@ -353,3 +354,13 @@ def test_somebody_elses_handler_is_installed_listed_used_and_uninstalled(
     pip("--python", python, "uninstall", "--yes", "acme-handlers", cwd=tmp_path)
     listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))
     assert listed == {"plugins": ours, "imported": []}
+
+
+def test_actions_are_pinned_by_digest_and_may_only_read() -> None:
+    """Security, F10. A tag can be moved to other code, which would have had all rights."""
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = workflow.read_text()
+        used = re.findall(r"uses: \S+@(\S+)", text)
+        assert used, workflow
+        assert [digest for digest in used if not re.fullmatch("[0-9a-f]{40}", digest)] == []
+        assert "\npermissions:\n  contents: read\n" in text
