@@ -128,8 +128,8 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
         yield Action(int(stage), _COMPUTE[kind], int(microbatch))
     elif kind not in _SKIPPED:
         raise ScheduleError(
-            f"{where}: {shortened(cell)!r} is not understood; expected stage, kind (F, B, I or W) and "
-            f"microbatch, such as 2F0"
+            f"{where}: {shortened(cell)!r} is not understood; expected stage, kind (F, B, I or "
+            f"W) and microbatch, such as 2F0"
         )
 
 

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import save
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard

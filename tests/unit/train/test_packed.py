@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import zipfile
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 from pipegrad.train.checkpoint.checksums import DamageError
 from pipegrad.train.checkpoint.packed import pack, unpack, unpack_entry
 
-STATE = {"a": torch.arange(2**12), "b": [1, "text"]}
+STATE: dict[str, Any] = {"a": torch.arange(2**12), "b": [1, "text"]}
 
 
 def test_a_state_comes_back() -> None:
@@ -31,5 +32,5 @@ def test_what_was_deflated_is_not_inflated() -> None:
             target.writestr(entry.filename, source.read(entry))
     small = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
     assert small.numel() < packed.numel() / 100
-    with pytest.raises(DamageError, match="its 'x' cannot be read: .*are compressed"):
+    with pytest.raises(DamageError, match=r"its 'x' cannot be read: .*are compressed"):
         unpack_entry("x", small)
