@@ -361,7 +361,7 @@ READERS: dict[str, Reader] = {
         (_checksums(),),
         (*NUMBERS, *NO_TEXT, _checksums(run=[]), _checksums(pieces={})),
         form="json",
-    ),  # fmt: skip
+    ),
     "index of weights": Reader(
         partial(weights, INDEX),
         (INDEXED,),

@@ -103,6 +103,12 @@ def test_a_timeline_with_numbers_of_no_run_is_refused(
     assert says in refused("trace", timeline(tmp_path, **changed))
 
 
+def test_microbatches_that_a_file_only_names_cost_nothing(tmp_path: Path) -> None:
+    """Security, F6. 1.7 KB that named the most of them took 20 s."""
+    result = run("trace", timeline(tmp_path, num_microbatches=500_000))
+    assert "step 0 was recorded in part: 4 computes of at least 2,000,000" in result.output
+
+
 @pytest.mark.parametrize(
     "costs",
     [
