@@ -12,6 +12,8 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
+from pipegrad.audit.page import as_html
+from pipegrad.audit.report import Finding, Report
 from pipegrad.cli import main
 from pipegrad.errors import ScheduleError
 from pipegrad.files import parsed_json, read_file
@@ -19,6 +21,7 @@ from pipegrad.picture import write_figure, write_html
 from pipegrad.printable import printable
 from pipegrad.simulation.costs import Costs, LinkCosts, StageCosts
 from pipegrad.simulation.timeline import Timeline
+from tests.support.distributions import write_distribution
 from tests.support.picture.timelines import SMALL
 
 SIZE = ["--ranks", "4", "--microbatches", "8"]
@@ -194,6 +197,28 @@ def test_a_name_of_a_file_or_an_option_neither() -> None:
     assert "ab\\x1b[2J" in refused("trace", "ab\x1b[2J")
     assert "\\x1b" in refused("simulate", "x\x1b", *SIZE)
     assert "\\x1b" in refused("simulate", "1f1b", *SIZE, "--set", "\x1b=1")
+
+
+def test_no_plugin_writes_on_the_terminal_when_it_is_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Security, F7."""
+    source = 'class Sum:\n    """Adds \x1b[2J\u202ex."""\n'
+    points = {"a\x1b[31mb": "evil:Sum"}
+    write_distribution(tmp_path, "evil", entry_points=points, modules={"evil": source})
+    monkeypatch.syspath_prepend(tmp_path)
+    result = run("handlers")
+    assert all(map(str.isprintable, result.output.splitlines()))
+    assert "a\\x1b[31mb" in result.output
+    assert "Adds \\x1b[2J\\u202ex." in result.output
+
+
+def test_no_name_in_a_report_of_an_audit_does() -> None:
+    finding = Finding(FORGED, "mend it", (FORGED,), details=(FORGED,))
+    report = Report((finding,), ("x\x1b",), (), 1, 1, 1.0)
+    assert all(map(str.isprintable, str(report).splitlines()))
+    assert f"parameters: {SHOWN}" in str(report)
+    assert "\x1b" not in as_html(report)
 
 
 def test_pictures_of_such_names_are_whole(tmp_path: Path) -> None:
