@@ -135,7 +135,9 @@ def in_words(error: BaseException) -> str:
         if not frame.filename.startswith("<")
         and not any(part in frame.filename for part in skipped)
     ]
-    return f"{error!r}{locations[-1] if locations else ''}"
+    # The `repr` of this one has all that could not be decoded.
+    said = f"{type(error).__name__}: {error}" if isinstance(error, UnicodeError) else repr(error)
+    return f"{said}{locations[-1] if locations else ''}"
 
 
 def level_of_caller() -> int:

@@ -13,6 +13,7 @@ root, may change everything there anyway, so theirs are not.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import re
 import secrets
@@ -25,6 +26,7 @@ from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
 from pipegrad.errors import PipegradError
+from pipegrad.limits import MOST_JSON_BYTES, MOST_JSON_CONTAINERS
 
 _TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -64,14 +66,39 @@ def opened(path: Path) -> BufferedReader:
     return os.fdopen(number, "rb")
 
 
-def read(path: Path) -> bytes:
+def read(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
     """Returns the content of a file.
 
     Raises:
-        OSError: As `opened` does.
+        OSError: As `opened` does, or if the file is larger.
     """
     with opened(path) as file:
-        return file.read()
+        content = file.read(most_bytes + 1)  # files of /proc have the size 0
+    if len(content) > most_bytes:
+        complaint = f"it has more than {most_bytes:,} bytes, the most that is read"
+        raise OSError(errno.EFBIG, complaint, str(path))
+    return content
+
+
+def parsed_json(content: bytes) -> object:
+    """Returns what JSON says.
+
+    Raises:
+        ValueError: If it is none, or too much or too deep to be read. A JSONDecodeError says where.
+    """
+    num_containers = content.count(b"[") + content.count(b"{")
+    if num_containers > MOST_JSON_CONTAINERS:
+        raise ValueError(
+            f"it has {num_containers:,} lists and objects, expected at most "
+            f"{MOST_JSON_CONTAINERS:,}"
+        )
+    try:
+        parsed: object = json.loads(content)
+    except RecursionError as error:
+        raise ValueError("its lists and objects are nested too deeply") from error
+    except UnicodeDecodeError as error:  # it would bring the whole content along
+        raise ValueError(f"byte {error.start} is no UTF-8 text") from error
+    return parsed
 
 
 def opened_own(path: Path) -> BufferedReader:

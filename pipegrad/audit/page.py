@@ -6,6 +6,7 @@ import html
 from string import Template
 
 from pipegrad.audit.report import Finding, Gradient, Report, listed
+from pipegrad.printable import printable_lines
 
 _PAGE = Template("""<!doctype html>
 <html lang="en">
@@ -38,11 +39,15 @@ $gradients
 """)
 
 
+def _text(text: str) -> str:
+    return html.escape(printable_lines(text))
+
+
 def as_html(report: Report) -> str:
     """Returns a report as a page."""
     worst = sorted(report.gradients, key=lambda one: -one.error / one.allowed)
     return _PAGE.substitute(
-        title=html.escape(report.summary),
+        title=_text(report.summary),
         verdict="right" if report.is_right else "wrong",
         findings="\n".join(map(_finding, report.findings)),
         notes=_list(report.notes),
@@ -59,15 +64,15 @@ def _finding(finding: Finding) -> str:
         "what to do": finding.advice,
     }
     listing = "".join(
-        f"<dt>{name}</dt><dd>{html.escape(value)}</dd>" for name, value in rows.items() if value
+        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in rows.items() if value
     )
-    return f"<section><strong>{html.escape(finding.cause)}</strong><dl>{listing}</dl></section>"
+    return f"<section><strong>{_text(finding.cause)}</strong><dl>{listing}</dl></section>"
 
 
 def _list(notes: tuple[str, ...]) -> str:
     if not notes:
         return ""
-    items = "".join(f"<li>{html.escape(note)}</li>" for note in notes)
+    items = "".join(f"<li>{_text(note)}</li>" for note in notes)
     return f"<h2>Notes</h2><ul>{items}</ul>"
 
 
@@ -84,7 +89,7 @@ def _row(gradient: Gradient) -> str:
     width = 6 * min(1.0, gradient.error / gradient.allowed)  # rem
     mark = "right" if gradient.error <= gradient.allowed else "wrong"
     return (
-        f"<tr class='{mark}'><td>{html.escape(gradient.name)}</td>"
+        f"<tr class='{mark}'><td>{_text(gradient.name)}</td>"
         f"<td>{listed(gradient.ranks)}</td><td class='number'>{gradient.error:.2g}</td>"
         f"<td class='number'>{gradient.allowed:.2g}</td>"
         f"<td><span class='bar' style='width:{width:.2f}rem'></span></td></tr>"

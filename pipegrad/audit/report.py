@@ -7,6 +7,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 
+from pipegrad.printable import printable, printable_lines
+
 _NAMES_SHOWN = 4
 _NUMBERS = re.compile(r"(?<=[\s\[])[-+]?[0-9][-+.e0-9]*(?=[\s,\]:]|$)")  # not those in names
 
@@ -32,15 +34,15 @@ class Finding:
     details: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        lines = [self.cause]
+        lines = [printable_lines(self.cause)]
         if self.ranks:
             lines.append(f"  ranks:      {listed(self.ranks)}")
         if self.names:
-            lines.append(f"  parameters: {shown(self.names)}")
+            lines.append(f"  parameters: {printable(shown(self.names))}")
         if self.details:
-            lines.append(f"  found:      {shown(self.details, '; ', ';')}")
+            lines.append(f"  found:      {printable(shown(self.details, '; ', ';'))}")
         if self.advice:
-            lines.append(f"  what to do: {self.advice}")
+            lines.append(f"  what to do: {printable_lines(self.advice)}")
         return "\n".join(lines)
 
 
@@ -109,7 +111,9 @@ class Report:
             f"{number}. step {finding.step}: " + str(finding).replace("\n", "\n   ")
             for number, finding in enumerate(self.findings, 1)
         ]
-        return "\n".join([self.summary, *numbered, *(f"note: {note}" for note in self.notes)])
+        return "\n".join(
+            [self.summary, *numbered, *(f"note: {printable_lines(note)}" for note in self.notes)]
+        )
 
     def as_json(self) -> str:
         """Returns it as JSON."""

@@ -13,6 +13,7 @@ import click
 from pipegrad import run_files
 from pipegrad.commands.options import Number, Whole, explained, wants_traceback
 from pipegrad.errors import PipegradError, in_words, reason
+from pipegrad.printable import printable_lines
 
 if TYPE_CHECKING:
     from pipegrad.audit.report import Report
@@ -99,7 +100,7 @@ def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | No
             explained(error)
             # Errors of pipegrad are the same on all ranks, or say whose they are.
             rank = "" if isinstance(error, PipegradError) else f"rank {dist.get_rank()}: "
-            message = f"Error: {rank}{in_words(error)}"
+            message = printable_lines(f"Error: {rank}{in_words(error)}")
             once_a_machine(lambda: click.echo(message, err=True))
             raise SystemExit(_CANNOT_RUN) from error
         if dist.get_rank() == 0:
@@ -129,11 +130,11 @@ def _refuse(error: BaseException) -> NoReturn:
     if not isinstance(error, PipegradError | TimeoutError | OSError):
         # Code of the user, on a rank: its traceback is a note.
         where = "".join(map(_of_user, notes[:1]))
-        text = f"{type(error).__name__}: {error}{where}"
+        text = printable_lines(f"{type(error).__name__}: {error}{where}")
         text += "" if wants_traceback() else " (--traceback prints all)"
     click.echo(f"Error: {text}", err=True)
     if isinstance(error, TimeoutError):
-        click.echo("\n".join(notes), err=True)
+        click.echo(printable_lines("\n".join(notes)), err=True)
     raise SystemExit(_CANNOT_RUN) from error
 
 

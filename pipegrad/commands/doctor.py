@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from pipegrad.commands.options import Number, explained, saving
+from pipegrad.commands.options import Number, explained, print_parts, saving
 from pipegrad.errors import PipegradError
 
 if TYPE_CHECKING:
@@ -83,9 +83,7 @@ def _show(found: Examination, *, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(found.to_json(), indent=2))
         return
-    console = make_console()
-    for part in _parts(found):
-        console.print(part, soft_wrap=isinstance(part, str))
+    print_parts(make_console(), _parts(found))
 
 
 def _parts(found: Examination) -> Iterator[RenderableType]:

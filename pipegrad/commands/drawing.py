@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipegrad.errors import reason
+from pipegrad.printable import printable
 
 if TYPE_CHECKING:
     from pipegrad.simulation.timeline import Timeline
@@ -53,7 +54,7 @@ class Drawing:
                 write(timelines, path)
             except (ImportError, OSError, ValueError) as error:
                 raise click.ClickException(f"--{name} {path}: {reason(error)}") from error
-            click.echo(f"wrote {path}", err=True)
+            click.echo(printable(f"wrote {path}"), err=True)
 
 
 def draws(command: Callable[..., None]) -> Callable[..., None]:

@@ -8,6 +8,7 @@ import click
 
 from pipegrad.commands.options import usage_errors
 from pipegrad.errors import ConfigError
+from pipegrad.printable import printable
 
 _SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
 _FORMATS = {
@@ -56,7 +57,8 @@ def export(
             state = converted(state, getattr(torch, dtype))
         write_file(state, path, kind)
     numel = sum({id(tensor): tensor.numel() for tensor in state.values()}.values())
-    click.echo(f"wrote {path}: {len(state)} names, {numel:,} elements, from {folder}")
+    wrote = f"wrote {path}: {len(state)} names, {numel:,} elements, from {folder}"
+    click.echo(printable(wrote))
 
 
 def _format_of(output: Path | None) -> str:

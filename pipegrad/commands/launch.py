@@ -24,6 +24,7 @@ from pipegrad.commands.options import Whole, usage_errors, wants_traceback
 from pipegrad.commands.rank import LAUNCHER
 from pipegrad.commands.train import train
 from pipegrad.errors import ConfigError, reason
+from pipegrad.printable import printable
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -228,7 +229,8 @@ def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> in
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[LAUNCHER] = str(os.getpid())
-    rank = ("-u", "-m", "pipegrad", *words)
+    # -P: otherwise files of the working directory stand in for pipegrad, torch and the library.
+    rank = ("-P", "-u", "-m", "pipegrad", *words)
     try:
         with _quiet(), _ended_with_terminal():
             elastic_launch(config, sys.executable)(*rank)
@@ -306,7 +308,7 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
     if isinstance(message, dict):
         message = message.get("message")
     if isinstance(message, str) and message != "<NONE>":
-        return message.partition("\n")[0]
+        return printable(message.partition("\n")[0])
     end = f"exit code {failure.exitcode}"
     if failure.exitcode < 0:
         end = f"killed by {failure.signal_name()}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -13,7 +14,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 
-from pipegrad.errors import ConfigError, PipegradError, in_words, reason, root_of
+from pipegrad.errors import ConfigError, PipegradError, ScheduleError, in_words, reason, root_of
+from pipegrad.limits import LONG_CELLS, check_size
+from pipegrad.printable import printable_lines
 
 # torch takes seconds to import: a command imports what it needs when it runs.
 if TYPE_CHECKING:
@@ -106,17 +109,17 @@ _SIZED = (
 
 
 def sized(command: Callable[..., None]) -> Callable[..., None]:
-    """Gives a command the size and the options of a schedule; a schedule is made whole."""
+    """Gives a command the size and the options of a schedule; a schedule is made whole.
+
+    If that takes long, a line on the standard error says so.
+    """
 
     @functools.wraps(command)
     def bounded(*arguments: object, ranks: int, microbatches: int, **other: object) -> None:
-        from pipegrad.schedules.schedule import MOST_CELLS
-
-        if ranks * microbatches > MOST_CELLS:
-            raise click.UsageError(
-                f"{microbatches} microbatches on {ranks} ranks: expected at most {MOST_CELLS:,} of "
-                f"both multiplied"
-            )
+        try:
+            check_size(ranks, microbatches)
+        except ScheduleError as error:
+            raise click.UsageError(str(error)) from error
         command(*arguments, ranks=ranks, microbatches=microbatches, **other)
 
     return functools.reduce(lambda decorated, add: add(decorated), reversed(_SIZED), bounded)
@@ -173,12 +176,13 @@ def explained(error: BaseException) -> str:
 
     The message says how to see more if code of the user failed.
     """
+    text = printable_lines(str(error))
     if wants_traceback():
-        click.echo("".join(traceback.format_exception(error)), err=True)
-        return str(error)
+        click.echo(printable_lines("".join(traceback.format_exception(error))), err=True)
+        return text
     root = root_of(error)
     is_of_user = not isinstance(root, PipegradError) and in_words(root) in str(error)
-    return f"{error} (--traceback prints where)" if is_of_user else str(error)
+    return f"{text} (--traceback prints where)" if is_of_user else text
 
 
 @contextmanager
@@ -188,6 +192,23 @@ def usage_errors() -> Iterator[None]:
         yield
     except PipegradError as error:
         raise click.ClickException(explained(error)) from error
+
+
+class Progress:
+    """Says on the standard error what a command is at, if it takes long.
+
+    Args:
+        num_cells: Stages x microbatches x steps.
+    """
+
+    def __init__(self, num_cells: int) -> None:
+        self._num_cells, self._begin = num_cells, time.monotonic()
+
+    def at(self, part: str) -> None:
+        """A part of the work begins."""
+        if self._num_cells > LONG_CELLS:
+            seconds = time.monotonic() - self._begin
+            click.echo(f"{seconds:4.0f} s: {part}, {self._num_cells:,} actions each way", err=True)
 
 
 def saving(path: Path, save: Callable[[Path], None]) -> None:
@@ -203,6 +224,6 @@ def saving(path: Path, save: Callable[[Path], None]) -> None:
 
 
 def print_parts(console: Console, parts: Iterable[RenderableType]) -> None:
-    """Prints parts; a part that is text is not wrapped."""
+    """Prints parts. A part that is text is one line, and is not wrapped."""
     for part in parts:
         console.print(part, soft_wrap=isinstance(part, str))

@@ -13,6 +13,7 @@ import click
 from pipegrad.commands.drawing import Drawing, draws
 from pipegrad.commands.options import AS_JSON, Whole, configured, print_parts, usage_errors
 from pipegrad.errors import reason
+from pipegrad.printable import printable_lines
 
 if TYPE_CHECKING:
     from pipegrad.model.manifest import Manifest
@@ -78,7 +79,7 @@ def plan(
         if rank is not None and as_json:
             click.echo(json.dumps(summarize_rank(job, manifest, rank), indent=2))
         elif rank is not None:
-            click.echo(rank_as_text(job, manifest, rank))
+            click.echo(printable_lines(rank_as_text(job, manifest, rank)))
         elif as_json:
             click.echo(json.dumps(make_summary(job, cut, manifest, costs), indent=2))
         else:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import click
 
-from pipegrad.commands.options import sized, usage_errors
+from pipegrad.commands.options import Progress, sized, usage_errors
 
 
 @click.command()
@@ -34,6 +34,7 @@ def schedule(
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
         generator = registry.resolve({**options, "name": name})
+        Progress(ranks * microbatches).at("makes the schedule")
         made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
         text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
     click.echo(text, nl=False)

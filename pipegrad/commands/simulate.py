@@ -12,7 +12,16 @@ import click
 from click.core import ParameterSource
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import Number, Whole, saving, sized, usage_errors
+from pipegrad.commands.options import (
+    Number,
+    Progress,
+    Whole,
+    print_parts,
+    saving,
+    sized,
+    usage_errors,
+)
+from pipegrad.limits import check_size
 
 # What these need takes time to import, as numbers of torch do: it is imported when a command runs.
 if TYPE_CHECKING:
@@ -91,12 +100,18 @@ def simulate(
     _refuse_both(costs_file)
     with usage_errors():
         options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        check_size(ranks, microbatches, steps)
+        progress = Progress(ranks * microbatches * steps)
+        progress.at("makes the schedule")
         made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
+        check_size(len(made.stage_to_rank), microbatches, steps)
         # Costs of more stages than the schedule has are refused by the simulation.
         own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
         program = lower(made, links=chain_of(own))
+        progress.at("simulates it")
         simulation = simulated(program, costs, num_steps=steps)
         assert simulation.timeline is not None
+        progress.at("looks for what would make it shorter")
         explanation = explain(simulation.timeline, program=program, costs=costs)
         if save:
             saving(save, simulation.timeline.save)
@@ -199,6 +214,4 @@ def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: E
         parts.append(
             "the reductions of the costs are left out: a schedule does not say whose they are"
         )
-    console = make_console()
-    for part in [*parts, *rendered(explained)]:
-        console.print(part, soft_wrap=isinstance(part, str))
+    print_parts(make_console(), [*parts, *rendered(explained)])

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import Whole, usage_errors
+from pipegrad.commands.options import Progress, Whole, print_parts, usage_errors
 from pipegrad.errors import ScheduleError
 
 if TYPE_CHECKING:
@@ -41,6 +41,7 @@ def trace(
 
     with usage_errors():
         timeline = _loaded(run)
+        Progress(len(timeline.stage_to_rank) * timeline.num_microbatches).at("explains a step")
         explanation = explain(timeline, step=step)
         if against and not drawing.is_wanted:
             raise click.UsageError("--against is drawn: say where, as in --html FILE")
@@ -52,9 +53,7 @@ def trace(
     from pipegrad.train.summary.explained import rendered
     from pipegrad.train.tables import make_console
 
-    console = make_console()
-    for part in (_head(timeline), *rendered(explanation)):
-        console.print(part, soft_wrap=isinstance(part, str))
+    print_parts(make_console(), [_head(timeline), *rendered(explanation)])
 
 
 def _loaded(run: Path) -> Timeline:

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from pipegrad.picture.drawable import LARGEST
+from pipegrad.limits import LARGEST
 from pipegrad.picture.lanes import Lane, lanes
+from pipegrad.printable import printable
 from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import BESIDE, KINDS, Timeline
@@ -33,25 +34,27 @@ def pack(timeline: Timeline) -> dict[str, Any]:
     """
     rows = list(lanes(timeline))
     paths = _critical_paths(timeline)
-    time_unit = _unit(max(span.end for span in timeline.spans), 1e-9)
+    points = (p.seconds for row in timeline.memory for p in row)
+    last = max(timeline.seconds, *(span.end for span in timeline.spans), *points)
+    time_unit = _unit(last, 1e-9)
     memory_unit = _unit(max((p.num_bytes for row in timeline.memory for p in row), default=0), 1)
     labels = {text: n for n, text in enumerate(dict.fromkeys(s.label for s in timeline.spans))}
     return {
-        "name": timeline.name,
+        "name": printable(timeline.name),
         "source": timeline.source,
         "num_ranks": timeline.num_ranks,
         "stage_to_rank": timeline.stage_to_rank,
         "step_ends": timeline.step_ends,
-        "notes": {str(name): str(value) for name, value in timeline.notes.items()},
+        "notes": {printable(name): printable(str(value)) for name, value in timeline.notes.items()},
         "time_unit": time_unit,
         "memory_unit": memory_unit,
-        "labels": list(labels),
+        "labels": list(map(printable, labels)),
         "lanes": [[lane.rank, int(lane.is_beside), len(lane.spans)] for lane in rows],
         "spans": _compressed(_span_columns(timeline, rows, time_unit, labels)),
         "memory_counts": [len(points) for points in timeline.memory],
         "memory": _compressed(_memory_columns(timeline, time_unit, memory_unit)),
         "path": _compressed(_path_columns(paths, time_unit)),
-        "path_words": [str(path) for path in paths],
+        "path_words": [printable(str(path)) for path in paths],
     }
 
 

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import LARGEST
 from pipegrad.simulation.timeline import KINDS, Timeline
 
-LARGEST = 2**31 - 1  # the page keeps integers of 32 bits
 _MOST = 2  # timelines in one picture
 
 

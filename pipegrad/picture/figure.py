@@ -15,6 +15,7 @@ from pipegrad.picture.drawable import check
 from pipegrad.picture.lanes import lanes
 from pipegrad.picture.palette import PALETTE, Paint
 from pipegrad.picture.words import sentences, titles
+from pipegrad.printable import printable
 from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str 
         )
     matplotlib = _matplotlib()
     with matplotlib.rc_context(_STYLE), run_files.replacing(path) as file:
-        figure = _drawn(timelines, title)
+        figure = _drawn(timelines, printable(title))
         kind = path.suffix.lower().removeprefix(".")
         figure.savefig(file, format=kind, dpi=200, metadata=_undated(path))
 
@@ -259,7 +260,9 @@ def _texts(span: Span, *, several: bool) -> Sequence[str]:
         kind = f"{span.stage}{span.kind}" if several else span.kind
         microbatch = span.microbatch
         return f"{kind}{microbatch}", f"{kind}\n{microbatch}", f"{span.kind}\n{microbatch}"
-    return () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (span.label,)
+    return (
+        () if PALETTE[span.kind].is_hatched or span.kind == "transfer" else (printable(span.label),)
+    )
 
 
 def _name_ranks(

@@ -14,6 +14,7 @@ from pipegrad.picture.columns import FIELDS, pack
 from pipegrad.picture.drawable import check
 from pipegrad.picture.palette import PALETTE
 from pipegrad.picture.words import sentences, titles
+from pipegrad.printable import printable
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, KINDS, WAITS, Timeline
 
 # One module of JavaScript, in this order; each file says what it has.
@@ -34,7 +35,7 @@ def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = 
         ScheduleError: If a timeline cannot be drawn.
     """
     check(timelines)
-    title = title or " and ".join(titles(timelines))
+    title = printable(title) or " and ".join(titles(timelines))
     data = {
         "title": title,
         "fields": FIELDS,

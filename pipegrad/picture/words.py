@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from pipegrad.printable import printable
 from pipegrad.simulation.explain.words import in_percent, in_time
 from pipegrad.simulation.timeline import COMPUTE, Timeline
 
@@ -12,7 +13,8 @@ _EQUAL = 5e-4  # a difference that rounds to 0.0 %
 
 def title_of(timeline: Timeline) -> str:
     """Returns its name and where it comes from."""
-    return f"{timeline.name} ({timeline.source})" if timeline.name else timeline.source
+    name = printable(timeline.name)
+    return f"{name} ({timeline.source})" if name else timeline.source
 
 
 def titles(timelines: Sequence[Timeline]) -> list[str]:

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from pipegrad import run_files
 from pipegrad.errors import (
     PluginConflictError,
     PluginContractError,
@@ -28,13 +29,16 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
 )
+from pipegrad.limits import MOST_SOURCE_BYTES
 from pipegrad.plugins.options import closest_first, complaints_of
+from pipegrad.plugins.secrets import redacted
 
 # Entry-point groups. They are here, because listing plug-ins needs no torch.
 HANDLERS = "pipegrad.handlers"
 REPORTERS = "pipegrad.reporters"
 CODECS = "pipegrad.codecs"
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
+_OWN_PACKAGES = ("pipegrad", "pipegrad_handlers", "pipegrad_codecs")
 
 T = TypeVar("T")
 
@@ -71,9 +75,9 @@ class Plugin:
         """First line of its docstring, read from its source without an import. "" if unknown."""
         module, _, qualname = self.value.partition(":")
         try:
-            node: ast.AST = ast.parse(Path(_origin(module)).read_text(encoding="utf-8"))
-        except (OSError, SyntaxError, ValueError):
-            return ""
+            node: ast.AST = ast.parse(run_files.read(Path(_origin(module)), MOST_SOURCE_BYTES))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+            return ""  # the last two: nested too deeply for Python's parser
         for name in qualname.split("."):
             inside = (n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == name)
             node = next(inside, ast.Pass())
@@ -190,7 +194,7 @@ class Registry(Generic[T]):
         plugins = _installed_plugins(self.group)
         if not _plugins_disabled():
             return plugins
-        return tuple(p for p in plugins if _normalized(p.distribution) == "pipegrad")
+        return tuple(p for p in plugins if _is_own(p))
 
     def _find(self, target: object) -> tuple[Plugin, type[T]]:
         """Returns the plug-in of `target`, and its class."""
@@ -362,7 +366,7 @@ def _construct(plugin: Plugin, cls: type[T], options: Mapping[str, object]) -> T
         return cls(**options)
     except (Exception, SystemExit) as error:
         raise PluginOptionError(
-            f"plug-in {plugin} cannot be constructed with {dict(options)}: {error!r}"
+            f"plug-in {plugin} cannot be constructed with {redacted(options)}: {error!r}"
         ) from error
 
 
@@ -373,6 +377,12 @@ def _sorted(plugins: Iterable[Plugin]) -> tuple[Plugin, ...]:
 def _normalized(distribution: str) -> str:
     """Returns the name as PEP 503 compares it."""
     return re.sub(r"[-_.]+", "-", distribution).lower()
+
+
+def _is_own(plugin: Plugin) -> bool:
+    # Any distribution may call itself PipeGrad. That would not make its modules ours.
+    package = re.split(r"[.:]", plugin.value)[0]
+    return package in _OWN_PACKAGES and _normalized(plugin.distribution) == "pipegrad"
 
 
 def _plugins_disabled() -> bool:

@@ -1,6 +1,7 @@
 """Schedules as plain data: what every rank computes, in order. Nothing here needs torch."""
 
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import check_size
 from pipegrad.plugins.registry import Registry, ResolvedPlugin
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Link, Program
@@ -53,14 +54,15 @@ def generate(
     """Returns the generator's schedule, checked: it has the requested size and can be run.
 
     Raises:
-        ScheduleError: If the schedule has another size or can never be run, or if the generator is
-            not defined for these numbers.
+        ScheduleError: If the schedule has another size or can never be run, if the generator is
+            not defined for these numbers, or if they are too large; see `limits`.
     """
     if num_ranks < 1 or num_microbatches < 1:
         raise ScheduleError(
             f"a schedule has at least 1 rank and 1 microbatch, not {num_ranks} and "
             f"{num_microbatches}"
         )
+    check_size(num_ranks, num_microbatches)
     # A generator is a plug-in. A schedule of another size would fail much later, in a message that
     # names no plug-in.
     schedule = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)

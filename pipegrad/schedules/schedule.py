@@ -13,8 +13,6 @@ from pipegrad.errors import ScheduleError
 
 Kind = Literal["F", "B", "I", "W"]
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
-# Ranks x microbatches. A schedule is made whole, in memory, so commands refuse larger ones.
-MOST_CELLS = 1_000_000
 
 
 class Action(NamedTuple):
@@ -61,7 +59,7 @@ class Schedule:
     def __post_init__(self) -> None:
         if not isinstance(self.head_w_first, bool):
             raise ScheduleError(f"head_w_first is {self.head_w_first!r}, expected true or false")
-        if not _is_number(self.num_microbatches) or self.num_microbatches < 1:
+        if not is_number(self.num_microbatches) or self.num_microbatches < 1:
             raise ScheduleError(
                 f"num_microbatches is {self.num_microbatches!r}, expected a whole number from 1"
             )
@@ -82,7 +80,7 @@ class Schedule:
     def _check_stages(self) -> None:
         """Refuses stages on unknown ranks, and stages that take a value of a later stage."""
         ranks, stages = range(len(self.actions)), range(len(self.stage_to_rank))
-        if not stages or any(not _is_number(r) or r not in ranks for r in self.stage_to_rank):
+        if not stages or any(not is_number(r) or r not in ranks for r in self.stage_to_rank):
             raise ScheduleError(
                 f"stage_to_rank is {self.stage_to_rank!r}, expected for each stage its rank, one "
                 f"of the {len(ranks)} from 0 on that actions are given for"
@@ -265,10 +263,11 @@ class Schedule:
 def _is_action(cell: object) -> bool:
     if not isinstance(cell, Action):
         return False
-    return _is_number(cell.stage) and cell.kind in _KINDS and _is_number(cell.microbatch)
+    return is_number(cell.stage) and cell.kind in _KINDS and is_number(cell.microbatch)
 
 
-def _is_number(value: object) -> bool:
+def is_number(value: object) -> bool:
+    """Returns whether a value is a whole number."""
     # bool is a subclass of int, and a stage `True` is a mistake.
     return isinstance(value, int) and not isinstance(value, bool)
 

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator
 
 from pipegrad.errors import ScheduleError
+from pipegrad.printable import shortened
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 _COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
@@ -127,8 +128,8 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
         yield Action(int(stage), _COMPUTE[kind], int(microbatch))
     elif kind not in _SKIPPED:
         raise ScheduleError(
-            f"{where}: {cell!r} is not understood; expected stage, kind (F, B, I or W) and "
-            f"microbatch, such as 2F0"
+            f"{where}: {shortened(cell)!r} is not understood; expected stage, kind (F, B, I or "
+            f"W) and microbatch, such as 2F0"
         )
 
 

@@ -25,6 +25,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import LEAST_RATE, MOST_NUMBER
 from pipegrad.schedules.program.program import Channel, Collective, Link
 from pipegrad.schedules.schedule import Kind
 from pipegrad.simulation.plain_data import loaded, validated
@@ -33,17 +34,19 @@ _STRICT = ConfigDict(extra="forbid")
 
 
 def _check_numbers(costs: Any) -> None:  # noqa: ANN401 - any of the classes above
-    """Refuses negative numbers, nan and what is no number."""
+    """Refuses negative numbers, nan, what is no number, and what a sum of them would overflow."""
     for each in fields(costs):
         if each.type not in ("int", "float", "Mapping[str, int]"):
             continue
         value = getattr(costs, each.name)
         for number in value.values() if isinstance(value, Mapping) else [value]:
             is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            # A rate may be without a limit; a time or a size may not.
-            is_rate = each.name.endswith("per_second")
-            if not is_number or not number >= 0 or (number == math.inf and not is_rate):
+            if not is_number or not number >= 0:
                 raise ScheduleError(f"{each.name} is {number!r}, expected a number, at least 0")
+            # A rate may be without a limit; a time or a size may not.
+            if number > MOST_NUMBER and not each.name.endswith("per_second"):
+                found = "inf" if number == math.inf else "too large"
+                raise ScheduleError(f"{each.name} is {found}, expected at most {MOST_NUMBER:.0e}")
 
 
 @dataclass(frozen=True)
@@ -121,10 +124,10 @@ class LinkCosts:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if self.bytes_per_second <= 0:
+        if self.bytes_per_second < LEAST_RATE:
             raise ScheduleError(
                 f"the link from rank {self.source} to rank {self.target} has bytes_per_second "
-                f"{self.bytes_per_second}, expected a number above 0"
+                f"{self.bytes_per_second}, expected a number above 0, at least {LEAST_RATE}"
             )
 
 
@@ -156,9 +159,10 @@ class Network:
 
     def __post_init__(self) -> None:
         _check_numbers(self)
-        if self.nic_bytes_per_second <= 0:
+        if self.nic_bytes_per_second < LEAST_RATE:
             raise ScheduleError(
-                f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0"
+                f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0, "
+                f"at least {LEAST_RATE}"
             )
 
     @cached_property

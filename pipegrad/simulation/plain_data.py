@@ -11,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError, reason
+from pipegrad.printable import printable, shortened
 
 T = TypeVar("T")
 # The first word of what pydantic calls a mistake -> ours, where its own are of Python.
@@ -31,12 +32,19 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
         return adapter.validate_python(data)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or what
+        where = printable(shortened(".".join(map(str, first["loc"])) or what))
         kind = first["type"].partition("_")[0]
         complaint = _COMPLAINTS.get(kind, first["msg"].removeprefix("Value error, "))
-        found = "" if kind == "missing" else f", found {first['input']!r:.80}"
+        found = "" if kind == "missing" else f", found {_shown(first['input'])}"
         colon = "" if kind in _COMPLAINTS else ":"
         raise ScheduleError(f"{where}{colon} {complaint.removeprefix('Input ')}{found}") from error
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{value!r:.80}"
+    except (RecursionError, ValueError):  # too deep, or a number of too many digits
+        return f"a {type(value).__name__}"
 
 
 def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
@@ -52,13 +60,11 @@ def loaded(path: Path, what: str, read: Callable[[Any], T]) -> T:
     except (OSError, ValueError) as error:
         raise ScheduleError(f"{str(path)!r} cannot be read: {reason(error)}") from error
     try:
-        return read(json.loads(content))
-    except ScheduleError as error:
-        complaint = str(error)
+        return read(run_files.parsed_json(content))
     except json.JSONDecodeError as error:
         complaint = f"line {error.lineno}, column {error.colno} is no JSON"
-    except (ValueError, OverflowError, RecursionError):  # no text, or too large or too deep
-        complaint = "it is no JSON"
+    except ValueError as error:  # a ScheduleError, too
+        complaint = str(error)
     raise ScheduleError(
         f"{path} holds no {what}: {complaint if content.strip() else 'it is empty'}"
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from pipegrad.errors import ScheduleError
@@ -137,6 +136,10 @@ class _Run:
         )
         self._memory = Memory(program, costs, records=records)
         self._crossings = self._messages.crossings
+        self._optimizer_seconds = [0.0] * len(self._ranks)
+        if not program.forward_only:
+            for stage, holder in zip(costs.stages, program.schedule.stage_to_rank, strict=True):
+                self._optimizer_seconds[holder] += stage.optimizer_seconds
         self._seconds = [stage.seconds(kind) for stage in costs.stages for kind in KINDS]
         self._step_ends = [0.0] * num_steps
         self._num_ended = [0] * num_steps
@@ -331,15 +334,9 @@ class _Run:
         """Runs the optimizer; then the rank publishes, which are its last items."""
         since = self._slept_since(now, rank)
         self._recording.note(rank.number, "wait for ranks", since, now, rank.step)
-        seconds = sum(self._costs.stages[stage].optimizer_seconds for stage in self._own(rank))
-        if self._program.forward_only:
-            seconds = 0.0
+        seconds = self._optimizer_seconds[rank.number]
         self._recording.note(rank.number, "optimizer", now, now + seconds, rank.step)
         self._events.at(now + seconds, self._go_on, rank)
-
-    def _own(self, rank: _Rank) -> Iterator[int]:
-        ranks = enumerate(self._program.schedule.stage_to_rank)
-        return (stage for stage, holder in ranks if holder == rank.number)
 
     def _end_step(self, now: float, rank: _Rank) -> None:
         step = rank.step

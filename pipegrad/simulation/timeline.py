@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cache
@@ -16,6 +15,7 @@ from pydantic import ConfigDict, TypeAdapter
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import LARGEST, MOST_NUMBER, check_size
 from pipegrad.simulation.plain_data import loaded, validated
 
 SpanKind = Literal[
@@ -233,18 +233,37 @@ def _check(timeline: Timeline) -> None:
         raise ScheduleError(f"num_ranks: {timeline.num_ranks}, expected a stage on each rank")
     if any(rank not in ranks for rank in timeline.stage_to_rank):
         raise ScheduleError(f"stage_to_rank: expected ranks of {timeline.num_ranks}")
+    if timeline.num_microbatches < 1:
+        raise ScheduleError(f"num_microbatches: {timeline.num_microbatches}, expected at least 1")
+    check_size(len(timeline.stage_to_rank), timeline.num_microbatches)
+    begins = (0.0, *timeline.step_ends)
+    if any(not begin <= end <= MOST_NUMBER for begin, end in pairwise(begins)):
+        raise ScheduleError("step_ends: expected seconds that ascend")
+    _check_memory(timeline)
+    for number, span in enumerate(timeline.spans):
+        if complaint := next(_complaints(span, timeline), ""):
+            raise ScheduleError(f"spans.{number}: {complaint}")
+
+
+def _check_memory(timeline: Timeline) -> None:
     if len(timeline.memory) not in (0, timeline.num_ranks):
         raise ScheduleError(f"memory: expected points of {timeline.num_ranks} ranks, or of none")
-    begins = (0.0, *timeline.step_ends)
-    if any(not begin <= end < math.inf for begin, end in pairwise(begins)):
-        raise ScheduleError("step_ends: expected seconds that ascend")
-    for number, span in enumerate(timeline.spans):
-        if span.rank not in ranks or not -1 <= span.peer < timeline.num_ranks:
-            raise ScheduleError(f"spans.{number}: expected ranks of {timeline.num_ranks}")
-        if span.stage not in range(-1, len(timeline.stage_to_rank)):
-            raise ScheduleError(f"spans.{number}: stage {span.stage} is none of the timeline's")
-        if not -math.inf < span.begin <= span.end < math.inf:
-            raise ScheduleError(f"spans.{number}: expected a begin and a later end, in seconds")
+    points = (point for row in timeline.memory for point in row)
+    if not all(0 <= p.seconds <= MOST_NUMBER and 0 <= p.num_bytes <= MOST_NUMBER for p in points):
+        raise ScheduleError("memory: expected seconds and bytes, each at least 0")
+
+
+def _complaints(span: Span, timeline: Timeline) -> Iterator[str]:
+    if not 0 <= span.rank < timeline.num_ranks or not -1 <= span.peer < timeline.num_ranks:
+        yield f"expected ranks of {timeline.num_ranks}"
+    if not -1 <= span.stage < len(timeline.stage_to_rank):
+        yield f"stage {span.stage} is none of the timeline's"
+    if not -MOST_NUMBER <= span.begin <= span.end <= MOST_NUMBER:
+        yield "expected a begin and a later end, in seconds"
+    if not -1 <= span.microbatch < timeline.num_microbatches:
+        yield f"microbatch {span.microbatch} is none of a step's"
+    if not abs(span.step) <= LARGEST >= abs(span.which):
+        yield "expected integers of 32 bits"
 
 
 def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:

@@ -15,9 +15,13 @@ from typing import Any, NoReturn
 from pydantic import Field, PrivateAttr, ValidationError
 from pydantic_core import ErrorDetails
 
-from pipegrad.errors import ConfigError
+from pipegrad import run_files
+from pipegrad.errors import ConfigError, reason
+from pipegrad.limits import MOST_CONFIG_BYTES, MOST_CONFIG_DEPTH
 from pipegrad.plugins.handler import DEFAULT_HANDLERS
 from pipegrad.plugins.options import closest_first
+from pipegrad.plugins.secrets import redacted
+from pipegrad.printable import printable, shortened
 from pipegrad.train.schema import (
     Choice,
     Data,
@@ -95,6 +99,7 @@ class Config(Table):
         value = _as_written(value)
         if isinstance(value, Model):
             value = value.model_dump(exclude_none=True)
+        value = redacted(value, re.findall(r"\w+", key)[-1])
         source = _source(key, self._path, self._sources)
         raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
 
@@ -138,7 +143,7 @@ def load(
     """
     values = _read(path)
     sources: dict[str, str] = {}
-    changes = [(f"--set {setting}", *parsed_setting(setting)) for setting in settings]
+    changes = [(f"--set {_one_line(setting)}", *parsed_setting(setting)) for setting in settings]
     if handlers:
         changes.append(("--handler", ["gradient_handlers"], list(handlers)))
     if schedule is not None:
@@ -163,11 +168,11 @@ def load(
 def _read(path: Path) -> dict[str, Any]:
     try:
         # Editors on Windows may write a byte order mark.
-        return _parsed(path.read_bytes().decode("utf-8-sig"))
+        return _parsed(run_files.read(path, MOST_CONFIG_BYTES).decode("utf-8-sig"))
     except FileNotFoundError as error:
         raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+        raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
     except UnicodeDecodeError as error:
         where = f"byte {error.object[error.start]:#04x} at {error.start}"
         raise ConfigError(f"{path}: is not valid TOML: it is not UTF-8 text: {where}") from error
@@ -181,14 +186,26 @@ def _parsed(text: str) -> dict[str, Any]:
     """Returns the values of a TOML text.
 
     Raises:
-        tomllib.TOMLDecodeError: Also if it is too deep for Python, or has a number too long for it.
+        tomllib.TOMLDecodeError: Also if it is too deep, or has a number too long for Python.
     """
     try:
-        return tomllib.loads(text)
+        values = tomllib.loads(text)
+        _check_depth(values)
+        return values
     except tomllib.TOMLDecodeError:
         raise
     except (RecursionError, ValueError) as error:
         raise tomllib.TOMLDecodeError(str(error)) from error
+
+
+def _check_depth(values: Mapping[str, Any]) -> None:
+    # A dotted key makes a table for each dot, however many there are.
+    layer: list[Any] = [values]
+    for _ in range(MOST_CONFIG_DEPTH):
+        inside = (v.values() if isinstance(v, dict) else v for v in layer)
+        layer = [v for values in inside for v in values if isinstance(v, dict | list)]
+    if layer:
+        raise ValueError(f"tables and lists are more than {MOST_CONFIG_DEPTH} deep")
 
 
 def parsed_setting(setting: str) -> tuple[list[str], Any]:
@@ -200,13 +217,14 @@ def parsed_setting(setting: str) -> tuple[list[str], Any]:
     # Key and value are parsed apart, because a value that is not TOML is taken as a string. The key
     # is parsed as TOML too: its quoted parts may contain dots.
     key, equals, text = setting.partition("=")
-    if not equals:
-        raise ConfigError(f"--set {setting}: expected key=value, as in --set train.steps=10")
+    shown = _one_line(setting)
+    if not equals or "\n" in key or "\r" in key:
+        raise ConfigError(f"--set {shown}: expected key=value, as in --set train.steps=10")
     try:
-        nested: Any = tomllib.loads(f"{key} = 0")
+        nested: Any = _parsed(f"{key} = 0")
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(
-            f"--set {setting}: {key!r} is not a dotted key, as in --set train.steps=10"
+            f"--set {shown}: {_one_line(key)!r} is not a dotted key, as in --set train.steps=10"
         ) from error
     locations = []
     while isinstance(nested, dict):
@@ -217,20 +235,23 @@ def parsed_setting(setting: str) -> tuple[list[str], Any]:
     except tomllib.TOMLDecodeError as error:
         if text.strip().lower() in _NEARLY_TOML:
             raise ConfigError(
-                f"--set {setting}: {text.strip()} is not TOML, and as a word it would count as "
+                f"--set {shown}: {text.strip()} is not TOML, and as a word it would count as "
                 f"true: write true or false, or '\"{text.strip()}\"' for the word"
             ) from error
         if text.lstrip()[:1] in _OPENING:
             raise ConfigError(
-                f"--set {setting}: the value is not TOML ({error}): write words in quotes, as in "
+                f"--set {shown}: the value is not TOML ({error}): write words in quotes, as in "
                 f"--set \"data.files=['a.txt']\""
             ) from error
         return locations, text
     # A line after the value would be lost.
     if len(parsed) > 1:
-        first = setting.partition("\n")[0]
-        raise ConfigError(f"--set {first}: another key follows: repeat --set for several")
+        raise ConfigError(f"--set {shown}: another key follows: repeat --set for several")
     return locations, parsed["value"]
+
+
+def _one_line(text: str) -> str:
+    return printable(shortened(text))
 
 
 def _assign(table: dict[str, Any], locations: Sequence[str], value: object) -> None:
@@ -249,6 +270,7 @@ def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
     locations = list(detail["loc"])
     key = _dotted(locations)
     source = _source(key, path, sources)
+    key = _one_line(key)
     table, field = _field(locations)
     if detail["type"] == "extra_forbidden":
         known = closest_first(str(locations[-1]), table.model_fields)
@@ -313,5 +335,4 @@ def _source(key: str, path: Path, sources: Mapping[str, str]) -> str:
 def _shown(value: object) -> str:
     if value is None:
         return "(default)"
-    text = repr(value)
-    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+    return shortened(repr(value), _SHOWN_CHARACTERS)

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.errors import ConfigError, TopologyError, in_words
+from pipegrad.errors import ConfigError, ScheduleError, TopologyError, in_words
+from pipegrad.limits import check_size
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.optimizer.parts import Part, parts_of
@@ -34,7 +35,6 @@ from pipegrad.plugins.registry import Registry, ResolvedPlugin
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.schedules.measured import MeasuredGenerator
-from pipegrad.schedules.schedule import MOST_CELLS
 from pipegrad.simulation.auto import Auto
 from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
@@ -308,12 +308,10 @@ class Job:
 
     def _schedule(self) -> Schedule:
         microbatches = self.config.parallel.microbatches
-        if microbatches * self.pipeline > MOST_CELLS:
-            self.config.refuse(
-                "parallel.microbatches",
-                f"{microbatches} microbatches on {self.pipeline} pipeline ranks: expected at most "
-                f"{MOST_CELLS:,} of both multiplied",
-            )
+        try:
+            check_size(self.pipeline, microbatches)
+        except ScheduleError as error:
+            self.config.refuse("parallel.microbatches", str(error), cause=error)
         return generate(
             self.generator,
             num_ranks=self.pipeline,

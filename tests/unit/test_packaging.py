@@ -31,9 +31,10 @@ TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 
 # A folder may import from itself and from those above it in this list.
 ORDER = [
-    *("_torch_version", "errors", "run_files", "comm", "topology", "plugins", "model", "plan"),
-    *("reduce", "optimizer", "gradients", "interop", "pipeline", "partition", "observe", "train"),
-    *("audit", "commands", "cli", "__main__", "pytest_plugin"),
+    *("_torch_version", "errors", "limits", "run_files", "printable", "comm", "topology"),
+    *("plugins", "model", "plan", "reduce"),
+    *("optimizer", "gradients", "interop", "pipeline", "partition", "observe", "train", "audit"),
+    *("commands", "cli", "__main__", "pytest_plugin"),
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
@@ -52,8 +53,8 @@ def may_import() -> dict[str, set[str]]:
     """Returns for each part of pipegrad the parts that it may import from."""
     table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
     # Schedules are plain data, and plug-ins. Who runs them knows them.
-    table["schedules"] = {"schedules", "errors", "plugins"}
-    table["simulation"] = {*table["schedules"], "run_files", "simulation"}
+    table["schedules"] = {"schedules", *ORDER[1:5], "plugins"}
+    table["simulation"] = {*table["schedules"], "simulation"}
     table["picture"] = {*table["simulation"], "picture"}
     for part in ORDER[ORDER.index("pipeline") :]:
         table[part] |= table["picture"]
@@ -355,7 +356,7 @@ def test_the_wheel_holds_the_typed_packages(wheels: list[Path]) -> None:
     names = zipfile.ZipFile(wheel).namelist()
 
     folders = {name.split("/")[0] for name in names}
-    packages = {"pipegrad", "pipegrad_codecs", "pipegrad_handlers"}
+    packages = {"pipegrad", "pipegrad_codecs", "pipegrad_handlers", "pipegrad_pytest"}
     assert folders == {*packages, wheel.name.split("-py3")[0] + ".dist-info"}
     assert {f"{package}/py.typed" for package in packages} <= set(names)
     page = {path.relative_to(ROOT).as_posix() for path in (PACKAGE / "picture/page").iterdir()}
@@ -384,3 +385,13 @@ def test_somebody_elses_handler_is_installed_listed_used_and_uninstalled(
     pip("--python", python, "uninstall", "--yes", "acme-handlers", cwd=tmp_path)
     listed = json.loads(run(python, "-I", "-c", LIST, cwd=tmp_path))
     assert listed == {"plugins": ours, "imported": []}
+
+
+def test_actions_are_pinned_by_digest_and_may_only_read() -> None:
+    """Security, F10. A tag can be moved to other code, which would have had all rights."""
+    for workflow in (ROOT / ".github" / "workflows").glob("*.yml"):
+        text = workflow.read_text()
+        used = re.findall(r"uses: \S+@(\S+)", text)
+        assert used, workflow
+        assert [digest for digest in used if not re.fullmatch("[0-9a-f]{40}", digest)] == []
+        assert "\npermissions:\n  contents: read\n" in text

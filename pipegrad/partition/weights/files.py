@@ -17,6 +17,7 @@ import torch
 
 from pipegrad import run_files
 from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.printable import printable
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -100,7 +101,8 @@ class Weights:
     def _lacks(self, name: str, error: Exception) -> WeightsError:
         if isinstance(error, WeightsError):
             return error
-        return WeightsError(f"{self._files[name]} has no tensor {name}, or it is damaged: {error}")
+        found = f"{self._files[name]} has no tensor {name}, or it is damaged: {error}"
+        return WeightsError(printable(found))
 
     def _find_files(self) -> dict[str, Path]:
         """Returns the file of each tensor."""
@@ -166,7 +168,7 @@ def listed(names: Iterable[str]) -> str:
     """Returns names for a message: the first ones, and how many more there are."""
     every = sorted(names)
     more = len(every) - _NAMES_SHOWN
-    return ", ".join(every[:_NAMES_SHOWN]) + (f" and {more} more" if more > 0 else "")
+    return printable(", ".join(every[:_NAMES_SHOWN])) + (f" and {more} more" if more > 0 else "")
 
 
 def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
@@ -174,9 +176,11 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
     try:
         return library.safe_open(path, framework="pt", device="cpu")
     except FileNotFoundError as error:
-        raise WeightsError(f"there is no file {path}, but its index lists it") from error
+        name = printable(str(path))
+        raise WeightsError(f"there is no file {name}, but its index lists it") from error
     except Exception as error:  # a SafetensorError, or an OSError
-        raise WeightsError(f"{path} is not a whole safetensors file: {error}") from error
+        name, found = printable(str(path)), printable(str(error))
+        raise WeightsError(f"{name} is not a whole safetensors file: {found}") from error
 
 
 def _indexed(index: Path) -> dict[str, Path]:

@@ -18,6 +18,7 @@ _MOST_DIMENSIONS = _WORDS - 3
 HEADER = 8 * _WORDS  # bytes; all dtypes are aligned behind it
 MARK = 0x7069706567726164
 _FAILED = -1
+_MOST_NUMEL = 2**40  # no device has more memory
 # The number of a dtype in a header is its place here.
 _DTYPES = tuple(
     getattr(torch, name)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import check_size
 from pipegrad.schedules.builtin.one_f_one_b import turns
-from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator, is_number
 
 
 class InterleavedOneForwardOneBackward(ScheduleGenerator):
@@ -25,16 +26,20 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
     """
 
     def __init__(self, *, stages_per_rank: int = 2) -> None:
-        if stages_per_rank < 1:
-            raise ScheduleError(f"stages_per_rank is {stages_per_rank}, expected at least 1")
+        if not is_number(stages_per_rank) or stages_per_rank < 1:
+            raise ScheduleError(
+                f"stages_per_rank is {stages_per_rank!r}, expected at least 1, a whole number"
+            )
         self.stages_per_rank = stages_per_rank
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule.
 
         Raises:
-            ScheduleError: If the number of microbatches is not a multiple of that of ranks.
+            ScheduleError: If the number of microbatches is not a multiple of that of ranks, or if
+                there would be too many stages.
         """
+        check_size(num_ranks * self.stages_per_rank, num_microbatches)
         if num_microbatches % num_ranks:
             nearest = max(1, round(num_microbatches / num_ranks)) * num_ranks
             raise ScheduleError(

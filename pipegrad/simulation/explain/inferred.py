@@ -8,6 +8,7 @@ from itertools import islice, pairwise
 from operator import attrgetter
 from statistics import median
 
+from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.lower import chain, lower
 from pipegrad.schedules.program.program import Collective, Link, Program
 from pipegrad.schedules.schedule import Action, Schedule
@@ -38,6 +39,12 @@ def program_of(lookup: Lookup, step: int) -> Program:
     for span in sorted(lookup.spans, key=attrgetter("begin", "end")):
         if span.kind in COMPUTE and span.step == step:
             own[span.rank].append(span)
+    # Before anything is made for each microbatch: a file may name many, and have none.
+    least = 2 * len(timeline.stage_to_rank) * timeline.num_microbatches
+    if (num_computes := sum(map(len, own))) < least:
+        raise ScheduleError(
+            f"step {step} was recorded in part: {num_computes:,} computes of at least {least:,}"
+        )
     links = tuple(_links(lookup, step, own))
     feeds = [
         tuple(sorted({link.producer for link in links if stage in link.consumers}))

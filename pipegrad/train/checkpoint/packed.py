@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import zipfile
 from typing import Any
 
 import torch
@@ -33,6 +34,14 @@ def unpack(packed: Tensor) -> dict[str, Any]:
         Exception: If torch cannot read it.
     """
     file = io.BytesIO(packed.numpy().tobytes())
+    # torch would also inflate what was deflated, to a thousand times its size, and read the same
+    # bytes for many entries. It writes neither.
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not is_stored or sum(entry.file_size for entry in entries) > packed.numel():
+        raise ValueError("its entries are compressed, or share bytes: torch writes none so")
+    file.seek(0)
     state: dict[str, Any] = torch.load(file, weights_only=True)
     return state
 

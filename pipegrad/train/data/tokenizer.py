@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from pipegrad import run_files
 from pipegrad.errors import reason
 from pipegrad.train.config import Config, beside, path_of
 
@@ -88,7 +89,7 @@ class FileTokenizer:
                 cause=error,
             )
         try:
-            text = path.read_text(encoding="utf-8")
+            text = run_files.read(path).decode("utf-8")
         except FileNotFoundError as error:
             complaint = f"there is no {path}, seen from the working directory"
             config.refuse("data.tokenizer", complaint, cause=error)

@@ -23,6 +23,7 @@ from pipegrad.comm.watch.failure_report import FAILED, FailureReport
 from pipegrad.comm.watch.launcher import tell_launcher
 from pipegrad.comm.watch.watch import watch
 from pipegrad.errors import PipegradError
+from pipegrad.printable import printable_lines
 
 _LATER_SECONDS = 0.5  # for the rank that prints the report: who ends first makes torchrun end all
 
@@ -76,14 +77,14 @@ def _end(report: FailureReport) -> int:
 
 
 def _print(words: str) -> None:
-    print(f"Error: {words}", file=sys.stderr, flush=True)  # noqa: T201
+    print(f"Error: {printable_lines(words)}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 def _write_traceback(error: BaseException, folder: Path | None, *, shows: bool) -> str:
     """Prints a traceback, writes it into a folder, or both; returns the file, "" without one."""
     text = "".join(traceback.format_exception(error))
     if shows:
-        print(text, file=sys.stderr, flush=True)  # noqa: T201
+        print(printable_lines(text), file=sys.stderr, flush=True)  # noqa: T201
     if folder is not None:
         with suppress(OSError):
             rank = dist.get_rank() if dist.is_initialized() else 0

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from pipegrad import run_files
 from pipegrad.errors import in_words
+from pipegrad.plugins.secrets import redacted
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Timeline
@@ -31,12 +32,15 @@ _KEPT_STEPS = 1000
 
 
 def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the description of a run: versions, configuration, handlers, and the plan."""
+    """Returns the description of a run: versions, configuration, handlers, and the plan.
+
+    It has no secrets; see `redacted`.
+    """
     return {
         "pipegrad": metadata.version("pipegrad"),
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "config": config.model_dump(mode="json"),
+        "config": redacted(config.model_dump(mode="json")),
         **summary,
     }
 
@@ -69,7 +73,9 @@ class Report:
         Raises:
             OSError: If a reporter cannot write there. No reporter is open then.
         """
-        run_files.replace(folder / MANIFEST, f"{json.dumps(manifest, indent=2)}\n".encode())
+        # What redaction does not know as a secret is for nobody else either.
+        content = f"{json.dumps(manifest, indent=2)}\n".encode()
+        run_files.replace(folder / MANIFEST, content, permissions=0o600)
         with ExitStack() as opened:
             for reporter in self._reporters.values():
                 reporter.first_step = first_step

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
@@ -25,13 +24,13 @@ def read_manifest(run: Path) -> dict[str, Any] | None:
     """
     path = run / MANIFEST
     try:
-        found = json.loads(run_files.read(path))
+        found: Any = run_files.parsed_json(run_files.read(path))
         launches = found.get("launches", [])
         if not all(isinstance(launch, dict) for launch in launches):
             raise TypeError("a launch in it is no table")
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(
             f"{path} is not what a run has written: {in_words(error)}: restore it, or remove it "
             f"and name the run's folder as train.resume"

@@ -18,6 +18,7 @@ from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import Placement
 from pipegrad.plugins.registry import ResolvedPlugin
+from pipegrad.plugins.secrets import redacted
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
 from pipegrad.schedules.program.program import Item, Op
 from pipegrad.simulation.choose import merged
@@ -168,7 +169,7 @@ def _identity(resolved: ResolvedPlugin[Any]) -> dict[str, Any]:
         "value": resolved.value,
         "distribution": resolved.distribution,
         "version": resolved.version,
-        "options": dict(resolved.options),
+        "options": redacted(dict(resolved.options)),
     }
 
 

@@ -103,7 +103,7 @@ SETTINGS: dict[str | Sequence[str], str] = {
     "parallel.schedule=": "is called ''; known, closest first: 1f1b",
     "parallel.schedule={stages_per_rank=2}": "parallel.schedule.name is missing",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank=-2}": "is -2, expected at l",
-    "parallel.schedule={name='interleaved-1f1b', stages_per_rank='two'}": "TypeError",
+    "parallel.schedule={name='interleaved-1f1b', stages_per_rank='two'}": "is 'two', expected at l",
     "parallel.schedule={name='auto', costs='small.toml'}": (
         "small.toml holds no costs: line 2, column 2 is no JSON"
     ),
@@ -146,7 +146,7 @@ COMMANDS: dict[Sequence[str], str] = {
     ("train", "a\0b"): r"'a\\x00b' is no path",
     ("train", f"{LONG}.toml"): "cannot be read: File name too long",
     ("train", "small.toml/x.toml"): "small.toml/x.toml: cannot be read: Not a directory",
-    ("train", "/dev/null"): "/dev/null: model is missing",
+    ("train", "/dev/null"): "/dev/null: cannot be read: it is no regular file",
     ("train", "loop.toml"): "loop.toml: cannot be read: Too many levels of symbolic links",
     ("train", "small.toml", "small.toml"): "unexpected extra argument .small.toml",
     ("train", "small.toml", "--stps", "3"): "No such option '?--stps",

@@ -49,9 +49,9 @@ def start(folder: Path) -> Iterator[Start]:
     """Starts launchers of a job with settings, in the folder; ends them."""
     started: list[Launched] = []
 
-    def begin(settings: str, *words: str, anew: bool = False) -> Launched:
+    def begin(settings: str, *words: str, job: str = "small.toml", anew: bool = False) -> Launched:
         changed = [word for setting in settings.split() for word in ("--set", setting)]
-        words = ("launch", *words, "small.toml", *changed)
+        words = ("launch", *words, job, *changed)
         started.append(Launched(folder, pipegrad, *words, anew=anew))
         return started[-1]
 
@@ -74,6 +74,24 @@ def test_a_job_is_trained_and_every_rank_has_its_log(start: Start, folder: Path)
     assert logs.keys() == {"0", "1"}
     assert "step     2  loss " in logs["0"]
     assert num_rows(folder) == [2]
+
+
+def test_no_rank_imports_what_the_working_directory_calls_like_a_library(
+    start: Start, folder: Path
+) -> None:
+    """Security, F5. A pipegrad.py there was run in the place of pipegrad.
+
+    What the configuration names is imported from there all the same.
+    """
+    job = folder / "jobs" / "small.toml"
+    job.parent.mkdir()
+    job.write_text((folder / "small.toml").read_text())
+    for name in ("pipegrad", "torch", "random", "click"):
+        (folder / f"{name}.py").write_text(f"open('ran-{name}', 'w')\n")
+    launched = start("train.steps=1", "-n", "1", job="jobs/small.toml", anew=True)
+    assert (launched.wait(), launched.errors) == (0, "")
+    assert list(folder.glob("ran-*")) == []
+    assert num_rows(folder) == [1]
 
 
 def test_ranks_that_are_started_again_find_each_other_and_one_that_is_killed_is_the_cause(

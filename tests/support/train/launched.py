@@ -184,9 +184,11 @@ def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
 
 
 def _run_python(words: list[str]) -> None:
-    """Runs a module or a script with its words."""
+    """Runs a module or a script with its words; with -P it sees no folder of its own."""
+    is_safe = words[0] == "-P"
+    words = words[is_safe:]
     if words[0] == "-m":
-        sys.argv, sys.path[:0] = words[1:], [str(Path.cwd())]
+        sys.argv, sys.path[:0] = words[1:], [] if is_safe else [str(Path.cwd())]
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv, sys.path[:0] = words, [str(Path(words[0]).resolve().parent)]

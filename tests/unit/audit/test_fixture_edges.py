@@ -6,7 +6,7 @@ import pytest
 
 from pipegrad.audit.report import Report
 from pipegrad.audit.script import Run
-from pipegrad.pytest_plugin import _checked
+from pipegrad_pytest import _checked
 
 RIGHT = Report((), (), (), num_steps=2, num_ranks=4, seconds=1.0)
 

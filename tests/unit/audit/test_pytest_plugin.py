@@ -17,7 +17,7 @@ pytest_plugins = ["pytester"]
 
 RIGHT = Report((), (), (), num_steps=2, num_ranks=4, seconds=1.0)
 WRONG = Report((Finding("the gradient is stale", "call zero_grad"),), (), (), 2, 4, 1.0)
-PLUGIN = "-p", "pipegrad.pytest_plugin"
+PLUGIN = "-p", "pipegrad_pytest"
 
 
 class Ranks:
@@ -88,7 +88,7 @@ def test_an_audit_that_finds_something_or_cannot_be_run_fails_with_what_it_says(
     result = run(pytester, "--pipegrad-audit=a.py:one")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(lines)
-    assert ("pytest_plugin.py:" in result.stdout.str()) == has_traceback
+    assert ("pipegrad_pytest/__init__.py:" in result.stdout.str()) == has_traceback
     assert has_traceback or "Traceback" not in result.stdout.str()
 
 

@@ -200,15 +200,17 @@ def test_other_distributions_can_be_switched_off(
     install: Install, registry: Handlers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     acme(install)
-    install("Pipegrad", entry_points={"ours": "acme:Sum"})
+    # Any distribution may call itself so: Security, F10.
+    install("Pipegrad", entry_points={"ours": "pipegrad_handlers.noop:Noop", "theirs": "acme:Sum"})
     for off in "", "0":
         monkeypatch.setenv(DISABLE_VARIABLE, off)
-        assert [plugin.name for plugin in registry] == ["acme-sum", "ours"]
+        assert [plugin.name for plugin in registry] == ["acme-sum", "ours", "theirs"]
     monkeypatch.setenv(DISABLE_VARIABLE, "1")
-    assert registry.list() == (Plugin("ours", "acme:Sum", "Pipegrad", "1.0"),)
+    assert registry.list() == (Plugin("ours", "pipegrad_handlers.noop:Noop", "Pipegrad", "1.0"),)
     assert registry.resolve("ours").distribution == "Pipegrad"
-    with pytest.raises(PluginNotFoundError, match=f"{DISABLE_VARIABLE} is set"):
-        registry.resolve("acme-sum")
+    for name in "acme-sum", "theirs":
+        with pytest.raises(PluginNotFoundError, match=f"{DISABLE_VARIABLE} is set"):
+            registry.resolve(name)
 
 
 # --- pipegrad's own

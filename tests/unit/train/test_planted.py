@@ -184,8 +184,8 @@ def read_index(folder: Path) -> None:
 DEEP: dict[str, tuple[Write, str]] = {
     "checksums.json": (read_checksums, "checksums.json is damaged"),
     "manifest.json": (read_manifest, "manifest.json is not what a run has written: "),
-    "timeline.json": (lambda run: Timeline.load(run / "timeline.json"), "holds no timeline: it is"),
-    "costs.json": (lambda run: Costs.load(run / "costs.json"), "holds no costs: it is no JSON"),
+    "timeline.json": (lambda run: Timeline.load(run / "timeline.json"), "holds no timeline: "),
+    "costs.json": (lambda run: Costs.load(run / "costs.json"), "holds no costs: "),
     INDEX: (read_index, f"{INDEX} is no index of safetensors files: "),
 }
 

@@ -1,0 +1,40 @@
+"""Limits: how much is taken of what a file, a name or an option asks for. More is refused in words.
+
+They are far above what a pipeline needs, and keep a command within minutes and gigabytes.
+"""
+
+from __future__ import annotations
+
+from pipegrad.errors import ScheduleError
+
+MOST_CELLS = 1_000_000  # stages x microbatches, and x steps where steps are simulated
+MOST_STAGES = 4096  # some of what is made has an entry for each pair of them
+LONG_CELLS = 20_000  # with more of them, a command says what it is at
+MOST_NUMBER = 2**63 - 1  # of bytes, of seconds: products and sums of such numbers stay finite
+LEAST_RATE = 1e-9  # bytes per second
+LARGEST = 2**31 - 1  # the page of a picture keeps integers of 32 bits
+MOST_CONFIG_BYTES = 2**20  # its parser is slow
+MOST_CONFIG_DEPTH = 32  # tables in tables
+MOST_SOURCE_BYTES = 2**24  # of a plug-in, for the first line of its docstring
+MOST_JSON_BYTES = 2**30  # a timeline of MOST_CELLS
+MOST_JSON_CONTAINERS = 10_000_000  # an empty one takes two bytes in a file, and 64 in memory
+
+
+def check_size(num_stages: int, num_microbatches: int, num_steps: int = 1) -> None:
+    """Refuses a schedule that is too large to be made whole, or steps of it.
+
+    Raises:
+        ScheduleError: If it has too many stages, or too many stages x microbatches x steps.
+    """
+    steps = f" in {num_steps:,} steps" if num_steps > 1 else ""
+    if num_stages * num_microbatches * num_steps > MOST_CELLS:
+        raise ScheduleError(
+            f"{_words(num_microbatches)} microbatches on {_words(num_stages)} stages{steps}: "
+            f"expected at most {MOST_CELLS:,} of all multiplied"
+        )
+    if num_stages > MOST_STAGES:
+        raise ScheduleError(f"{num_stages:,} stages: expected at most {MOST_STAGES:,}")
+
+
+def _words(number: int) -> str:
+    return f"{number:,}" if number <= MOST_NUMBER else "far too many"
