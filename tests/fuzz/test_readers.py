@@ -26,7 +26,7 @@ from tests.fuzz.readers import READERS, Reader, values_of
 
 # For each reader.
 SECONDS = 60 * float(os.environ.get("PIPEGRAD_FUZZ_MINUTES", "0")) / len(READERS)
-EXAMPLES = 1000 if SECONDS else 100
+EXAMPLES = 200 if SECONDS else 100
 MOST_SECONDS = 10  # of the processor, for one content
 MOST_BYTES = 3 * 2**30  # of memory, on top of what there is
 PATIENT = settings(
