@@ -7,7 +7,6 @@ is in which file. A tensor is read when it is asked for, and nothing else is rea
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipegrad.errors import ConfigError, WeightsError
+from pipegrad.files import parsed_json, read_file
 from pipegrad.printable import printable
 
 SINGLE = "model.safetensors"
@@ -185,7 +185,8 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
 def _indexed(index: Path) -> dict[str, Path]:
     """Returns the file of each tensor, as the index says."""
     try:
-        entries = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        content: Any = parsed_json(read_file(index))
+        entries = content["weight_map"]
         names = {str(name): str(file) for name, file in entries.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise WeightsError(f"{index} is no index of safetensors files: {error!r}") from error

@@ -202,7 +202,7 @@ def read_checksums(folder: Path) -> Checksums:
         pieces = [Piece(**piece) for piece in content.pop("pieces")]
         checksums = Checksums(**content, pieces=pieces)
         run = dict(checksums.run)
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, RecursionError, TypeError, ValueError) as error:
         raise DamageError(f"{CHECKSUMS} is damaged") from error
     if zlib.crc32((folder / METADATA).read_bytes()) != checksums.metadata:
         raise DamageError(f"the bytes of {METADATA} are not those that were written")

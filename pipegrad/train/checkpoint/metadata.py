@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from pipegrad.interop.private import pickled_in_checkpoints
+from pipegrad.printable import printable, shortened
 from pipegrad.train.checkpoint.checksums import METADATA, DamageError
 
 if TYPE_CHECKING:
@@ -65,8 +66,8 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(dtype, torch.dtype):
             return dtype
         raise DamageError(
-            f"{METADATA} names {module}.{name}, which no checkpoint needs, and to read it would "
-            f"execute it"
+            f"{METADATA} names {printable(shortened(f'{module}.{name}'))}, which no checkpoint needs, and to "
+            f"read it would execute it"
         )
 
 
@@ -103,8 +104,8 @@ def _is_metadata(found: object) -> TypeIs[Metadata]:
     """True if the parts that are used are of the types that they should be."""
     return (
         isinstance(found, Metadata)
-        and _is_dict_of(found.state_dict_metadata, str, object)
-        and _is_dict_of(found.storage_data, MetadataIndex, _STORAGE_INFO)
+        and _is_dict_of(getattr(found, "state_dict_metadata", None), str, object)
+        and _is_dict_of(getattr(found, "storage_data", None), MetadataIndex, _STORAGE_INFO)
     )
 
 
