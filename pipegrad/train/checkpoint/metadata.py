@@ -65,9 +65,9 @@ class _Unpickler(pickle.Unpickler):
         dtype = getattr(torch, name, None) if module == "torch" else None
         if isinstance(dtype, torch.dtype):
             return dtype
+        shown = printable(shortened(f"{module}.{name}"))
         raise DamageError(
-            f"{METADATA} names {printable(shortened(f'{module}.{name}'))}, which no checkpoint needs, and to "
-            f"read it would execute it"
+            f"{METADATA} names {shown}, which no checkpoint needs, and to read it would execute it"
         )
 
 
@@ -84,7 +84,8 @@ def read_pickled_metadata(path: Path) -> Metadata:
         except (DamageError, OSError):
             raise
         except Exception as error:  # whatever pickle says of a damaged file
-            raise DamageError(f"{METADATA} cannot be read: {error!r}") from error
+            said = printable(shortened(repr(error), 200))
+            raise DamageError(f"{METADATA} cannot be read: {said}") from error
     if not _is_metadata(found):
         raise DamageError(f"{METADATA} is not the metadata of a checkpoint")
     others = [
