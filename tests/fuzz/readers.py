@@ -359,15 +359,14 @@ READERS: dict[str, Reader] = {
     "checksums": Reader(
         checksums,
         (_checksums(),),
-        (*NUMBERS, *NO_TEXT, _checksums(run=[]), _checksums(pieces={})),
+        (*JSON, _checksums(run=[]), _checksums(pieces={})),
         form="json",
     ),
     "index of weights": Reader(
         partial(weights, INDEX),
         (INDEXED,),
         (
-            *NUMBERS,
-            *NO_TEXT,
+            *JSON,
             as_bytes({"weight_map": {"a.weight": "../1.safetensors"}}),
             as_bytes({"weight_map": {"nothing": "1.safetensors", "b": "absent"}}),
             as_bytes({"weight_map": {"a.weight": "", "b": "."}}),

@@ -7,7 +7,6 @@ is in which file. A tensor is read when it is asked for, and nothing else is rea
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
@@ -186,7 +185,8 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
 def _indexed(index: Path) -> dict[str, Path]:
     """Returns the file of each tensor, as the index says."""
     try:
-        entries = json.loads(run_files.read(index))["weight_map"]
+        content: Any = run_files.parsed_json(run_files.read(index))
+        entries = content["weight_map"]
         names = {str(name): str(file) for name, file in entries.items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(f"{index} is no index of safetensors files: {error!r}") from error

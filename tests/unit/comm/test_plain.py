@@ -40,7 +40,7 @@ def arrived(value: object) -> Any:
     return plain.loads(plain.dumps(value))
 
 
-@pytest.mark.parametrize("value", VALUES, ids=repr)
+@pytest.mark.parametrize("value", VALUES, ids=range(len(VALUES)))
 def test_a_value_arrives_as_it_left(value: object) -> None:
     found = arrived(value)
     assert (found, type(found), repr(found)) == (value, type(value), repr(value))
