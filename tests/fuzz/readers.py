@@ -20,6 +20,7 @@ import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from pipegrad.comm import plain
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
 from pipegrad.picture import write_html
@@ -121,6 +122,11 @@ def manifest(content: bytes, folder: Path) -> None:
     assert found is not None
     assert isinstance(found["launches"], list)
     assert isinstance(is_of_output(folder, Path("runs/run")), bool)
+
+
+def store_value(content: bytes, _folder: Path) -> None:
+    written_again = plain.dumps(plain.loads(content))
+    assert plain.dumps(plain.loads(written_again)) == written_again
 
 
 def metrics(content: bytes, folder: Path) -> None:
@@ -348,6 +354,22 @@ READERS: dict[str, Reader] = {
                 [0x7069706567726164, 0, 4, *[2**40] * 4],
                 [1, 0, 0],
             )
+        ),
+    ),
+    "value of the store": Reader(
+        store_value,
+        (
+            plain.dumps({"a": [1, -(2**70), 0.5, None, True, "x", b"y"], (2,): {3, 4}}),
+            plain.dumps(Spec((2, 3), torch.float32, differentiable=True)),
+            plain.dumps(torch.arange(6.0).view(2, 3)),
+        ),
+        (
+            b"",
+            b"\x01" + b"l\x01\0\0\0" * 100_000,
+            b"\x01l\xff\xff\xff\xff",
+            b"\x01s\xff\xff\xff\x7f",
+            b"\x01r\x09\0\0\0os.system",
+            b"\x01I\xff\xff\0\0" + b"\xff" * 65535,
         ),
     ),
     "packed entry": Reader(packed, (pack({"a": torch.arange(4), "b": "text"}).numpy().tobytes(),)),
