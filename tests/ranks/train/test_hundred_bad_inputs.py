@@ -146,7 +146,7 @@ COMMANDS: dict[Sequence[str], str] = {
     ("train", "a\0b"): r"'a\\x00b' is no path",
     ("train", f"{LONG}.toml"): "cannot be read: File name too long",
     ("train", "small.toml/x.toml"): "small.toml/x.toml: cannot be read: Not a directory",
-    ("train", "/dev/null"): "/dev/null: cannot be read: it is no regular file",
+    ("train", "/dev/null"): "/dev/null: cannot be read: /dev/null is a device, expected a file",
     ("train", "loop.toml"): "loop.toml: cannot be read: Too many levels of symbolic links",
     ("train", "small.toml", "small.toml"): "unexpected extra argument .small.toml",
     ("train", "small.toml", "--stps", "3"): "No such option '?--stps",
