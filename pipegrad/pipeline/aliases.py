@@ -51,7 +51,10 @@ class Aliases:
         """Lets go of everything of a step."""
         self._module_buffers = set[int]()  # addresses
         self._without_gradient = dict[int, list[nn.Parameter]]()  # by stage
-        self._handed_on = dict[int, list[tuple[weakref.ref[Tensor], int]]]()  # and its version
+        # By stage, what its last forward handed on, and the version of each.
+        self._handed_on: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {
+            stage: [] for stage in self._stages
+        }
 
     def note_forward(self, stage: int) -> None:
         """Notes where a stage's buffers lie, right after its first forward in a step.
@@ -82,13 +85,14 @@ class Aliases:
         Raises:
             StepError: If an output is not a plain tensor, or lies in memory of an earlier output.
         """
-        for reference, version in self._handed_on.get(stage, ()):
+        for reference, version in self._handed_on[stage]:
             earlier = reference()
             if earlier is not None and earlier._version != version:
                 raise StepError(
                     f"a forward of stage {stage} has written into what an earlier forward "
                     f"returned, which may still be on its way: return a clone of it"
                 )
+        self._handed_on[stage] = []
         for i, name in enumerate(self._stages[stage].outputs):
             if type(outputs[i]) is not Tensor and is_arriving(outputs[i]):
                 outputs[i] = outputs[i].clone()  # which waits, and is a plain tensor
@@ -111,9 +115,7 @@ class Aliases:
         """Returns what is handed on of an output, without its graph; see `settled`."""
         value = self.apart(output)
         if value is output and output.requires_grad:
-            known = self._handed_on.setdefault(stage, [])
-            known[:] = [(r, version) for r, version in known if r() is not None]
-            known.append((weakref.ref(output), output._version))
+            self._handed_on[stage] += [(weakref.ref(output), output._version)]
         return value.detach()
 
     def apart(self, tensor: Tensor) -> Tensor:

@@ -135,8 +135,8 @@ class Compute:
     def _forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
         is_first = stage not in self._ran_forward  # in this step
-        shared = self._values.shared_inputs(stage, microbatch) if is_first else ()
-        versions = versions_of(shared)
+        shared = self._values.shared_inputs(stage, microbatch) if is_first else []
+        versions = versions_of(shared) if is_first else []
         if stage in self._recomputes:
             forward = partial(self._stages[stage].forward, values)
             outputs = self._recomputes[stage].first(microbatch, values, forward)
