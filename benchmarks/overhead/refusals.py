@@ -93,7 +93,7 @@ def measured(rounds: int) -> dict[str, float]:
         parameter.live.grad = torch.zeros(SMALL)
         parameter.mark_reduced()
     found["changes"] = best(lambda: watch._look_for_changes(optimizer))
-    loose = LooseLeaves(sync, [])
+    loose = LooseLeaves(sync, {})
     found["loose"] = best(lambda: (setattr(loose, "_num_steps", 2), loose.begin()))
     root = torch.stack([p.sum() for p in stage]).sum()
     found["walk"] = best(lambda: _leaves([root]))

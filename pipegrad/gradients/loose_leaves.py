@@ -9,13 +9,14 @@ declares them: they are found in autograd's graphs, in the steps 1, 2, 4, 8 and 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from pipegrad.errors import StepError
+from pipegrad.model.wrappers import fsdp_modules
 
 if TYPE_CHECKING:
     from pipegrad.gradients.sync import GradientSync
@@ -28,12 +29,13 @@ class LooseLeaves:
 
     Args:
         sync: Knows the parameters that the ranks agreed on.
-        unseen: Stages whose parameters are exchanged while they compute, as FSDP2 does.
+        modules: Stage -> module, for the stages of this rank.
     """
 
-    def __init__(self, sync: GradientSync, unseen: Collection[int]) -> None:
+    def __init__(self, sync: GradientSync, modules: Mapping[int, nn.Module]) -> None:
         self._sync = sync
-        self._unseen = unseen
+        # FSDP2 exchanges parameters while a stage computes.
+        self._unseen = {stage for stage, parts in fsdp_modules(modules).items() if parts}
         self._num_steps = 0
         self._known = weakref.WeakValueDictionary[int, Tensor]()  # by id
         self._seen = dict[int, tuple[weakref.ref[Tensor], int, int]]()  # stage, and how often

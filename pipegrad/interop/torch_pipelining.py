@@ -43,7 +43,7 @@ from pipegrad.interop.torch_schedule import (
     stages_of,
 )
 from pipegrad.model.ties import Tied
-from pipegrad.model.wrappers import fsdp_modules, is_fsdp2
+from pipegrad.model.wrappers import is_fsdp2
 from pipegrad.plan.check_replicas import refuse_loss_parameters
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.topology import Topology
@@ -126,9 +126,7 @@ def attach(
         **options,
     )
     failure = TorchFailure(schedule, sync)
-    modules = {stage.stage_index: stage.submod for stage in stages}
-    sharded = [index for index, parts in fsdp_modules(modules).items() if parts]
-    loose = LooseLeaves(sync, sharded)
+    loose = LooseLeaves(sync, {stage.stage_index: stage.submod for stage in stages})
     for stage in stages:
         _follow_stage(stage, sync, failure, loose)
     _follow_step(schedule, sync, failure, loose)

@@ -28,7 +28,6 @@ from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
-from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.optimizer.main_params import NamedGroupOf
 from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.adapting import Adapting
@@ -227,9 +226,7 @@ class Scheduler:
             sync=self.sync,
             weights=WeightGradients(modules, self.sync),
             sharded=ShardedStages(modules, self.sync),
-            loose=LooseLeaves(
-                self.sync, [stage for stage, parts in fsdp_modules(modules).items() if parts]
-            ),
+            loose=LooseLeaves(self.sync, modules),
             # All ranks make these groups, in this order.
             edges=Edges(program.channels, self.topology, device, skips=program.skips),
             losses=Losses(

@@ -1,7 +1,7 @@
 """Whatever a file says, a reader refuses it in words of ours or reads what is right, and ends soon.
 
 ``scripts/fuzz --minutes 60`` runs this for as long as it is asked to, with contents that are new
-each time; here they are the same in every run, and take some 20 s.
+each time; here they are the same in every run, and take some 10 s.
 """
 
 from __future__ import annotations
