@@ -288,10 +288,6 @@ class FailedSteps:
         """Returns the message of a rank that failed before this rank; None if there is none."""
         return self._notice.cause()
 
-    def final_cause(self) -> str | None:
-        """Returns the message of the first rank that cannot go on, in any step so far."""
-        return self._notice.read_final()
-
 
 @dataclass(frozen=True)
 class Failure:

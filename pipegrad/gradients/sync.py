@@ -298,10 +298,6 @@ class GradientSync:
         """
         return self._step.abort(error, begun=begun, final=final)
 
-    def final_failure(self) -> str | None:
-        """Returns why no rank can go on, in the words of the first one; None if all can."""
-        return self._parts.failures.final_cause()
-
     def drop_gradients(self) -> None:
         """Sets all gradients to None, also those of accumulated steps."""
         self._step.drop_gradients()

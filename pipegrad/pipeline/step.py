@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipegrad.comm.activity import Activity
-from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice, has_lost_connection
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import DriftError, StallError, StepError
 from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
@@ -368,10 +368,7 @@ class StepKind:
         context, executor = self._context, self._executor
         # The notice comes first. Ranks that receive zeros below may fail on them, and must then
         # find the cause there.
-        # Who cannot go on has cut its connections in an earlier step. To meet that is no cause.
-        final = context.sync.final_failure() if has_lost_connection(error) else None
-        told = error if final is None else StepError(f"{FAILED_ELSEWHERE}: {final}")
-        cause = context.notice.fail(told)
+        cause = context.notice.fail(error)
         if not self.program.forward_only:
             context.sync.abort(error, begun=begun, final=executor.is_in_doubt)
         interrupt: BaseException | None = None

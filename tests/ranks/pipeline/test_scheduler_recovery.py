@@ -228,8 +228,10 @@ def test_what_nobody_can_know_is_final(what: str, times: int) -> None:
             assert said.startswith("KeyboardInterrupt")
         else:
             assert "rank 1: KeyboardInterrupt" in training.step(1)
+        # A rank may meet the connection that was cut before it reads that nobody can go on.
+        refusals = ("ReduceError: ", "StepError: ", "StallError: ")
         for seed in (2, 3):
-            assert training.step(seed).startswith(("ReduceError: ", "StepError: "))
+            assert training.step(seed).startswith(refusals)
 
 
 def test_replicas_have_batches_of_their_own_size_and_refuse_together() -> None:
