@@ -17,6 +17,8 @@ if typing.TYPE_CHECKING:
     from pipegrad.audit.audit import Audit as Audit
     from pipegrad.comm.work import LateWork as LateWork
     from pipegrad.comm.work import Work as Work
+    from pipegrad.gradients.bucketer import Bucketer as Bucketer
+    from pipegrad.gradients.ddp_hooks import CommunicationHook as CommunicationHook
     from pipegrad.gradients.grad_scaler import GradScaler as GradScaler
     from pipegrad.gradients.sync import GradientSync as GradientSync
     from pipegrad.interop.torch_pipelining import attach as attach
@@ -41,8 +43,6 @@ if typing.TYPE_CHECKING:
     from pipegrad.plugins.handler import Reduction as Reduction
     from pipegrad.plugins.handler import ReductionStep as ReductionStep
     from pipegrad.plugins.handler import handlers as handlers
-    from pipegrad.reduce.bucketer import Bucketer as Bucketer
-    from pipegrad.reduce.ddp_hooks import CommunicationHook as CommunicationHook
     from pipegrad.simulation.costs import Costs as Costs
     from pipegrad.simulation.simulator import simulate as simulate
     from pipegrad.topology import Topology as Topology
@@ -72,8 +72,8 @@ _HOMES = {
         "FlatBucket GradientHandler OuterStep ParameterRecord Placement Reduction ReductionStep "
         "handlers"
     ),
-    "reduce.bucketer": "Bucketer",
-    "reduce.ddp_hooks": "CommunicationHook",
+    "gradients.bucketer": "Bucketer",
+    "gradients.ddp_hooks": "CommunicationHook",
     "simulation.costs": "Costs",
     "simulation.simulator": "simulate",
     "topology": "Topology",

@@ -1,7 +1,8 @@
-"""What happens in a step?
+"""What happens to a gradient, from autograd to the optimizer and back?
 
-Read `sync` first: it has the verbs and their contracts. `state` has the table of states and verbs.
-`step` has the code of each verb. `negotiate` and `set_up` make the parts. `parameter` is the
-gradient of one parameter. `replicas` and `drift` keep copies equal, `norm` clips, and `non_finite`
-names gradients that are not finite.
+Read `sync` first: it has the verbs and their contracts. `state` has the table of states and verbs,
+`step` the code of each verb. `negotiate` and `set_up` make the parts. `bucket_buffer` is the memory
+of gradients; `reducer` launches collectives in the order of the plan, and `reductions` has one for
+each placement. `main_params` has what optimizers step, and `param_sync` sends it to the ranks that
+hold it. `replicas` and `drift` keep copies equal, `norm` clips.
 """

@@ -16,13 +16,13 @@ from torch import nn
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import PlanError
 from pipegrad.gradients.drift.machine import kind_of_machine
+from pipegrad.gradients.main_params import has_main_shard
 from pipegrad.model.describe import check_stages, describe_rank, device_of
 from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.merge import merge, starts_of
 from pipegrad.model.ties import Tied, declared, link_local, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard
-from pipegrad.optimizer.main_params import has_main_shard
 from pipegrad.plan.build_routes import make_routes
 from pipegrad.plan.check_replicas import (
     refuse_bare_replicas,

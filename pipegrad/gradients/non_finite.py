@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
+from pipegrad.gradients.names import uncut_names
 from pipegrad.model.dtensor import local
 from pipegrad.model.manifest import Manifest
-from pipegrad.optimizer.names import uncut_names
 
 
 @dataclass(frozen=True)

@@ -21,10 +21,10 @@ from torch.optim.optimizer import (
 from torch.utils.hooks import RemovableHandle
 
 from pipegrad.errors import PipegradError, PlanError, StepError, level_of_caller
+from pipegrad.gradients.main_params import MainShard, refuse_unless_elementwise
+from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.manifest import Manifest
-from pipegrad.optimizer.main_params import MainShard, refuse_unless_elementwise
-from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import gradient_route
 from pipegrad.plugins.handler import Placement

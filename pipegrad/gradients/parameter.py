@@ -11,15 +11,15 @@ from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.accumulation_hook import AccumulationHook
+from pipegrad.gradients.bucket_buffer import BucketBuffer
+from pipegrad.gradients.main_params import MainShard
+from pipegrad.gradients.param_sync import ParameterBuffer
 from pipegrad.gradients.parameter_home import ParameterHome
+from pipegrad.gradients.placed_parameter import PlacedParameter
 from pipegrad.model.dtensor import is_dtensor, is_misplaced, local, redistribute_gradient
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
-from pipegrad.optimizer.main_params import MainShard
-from pipegrad.optimizer.param_sync import ParameterBuffer
-from pipegrad.optimizer.placed_parameter import PlacedParameter
 from pipegrad.plugins.handler import ParameterRecord
-from pipegrad.reduce.bucket_buffer import BucketBuffer
 
 OnAccumulated = Callable[["LiveParameter"], None]
 

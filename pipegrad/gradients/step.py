@@ -16,14 +16,14 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.drift.drift import DriftCheck
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
+from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refusal
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.wrappers import reshard
-from pipegrad.optimizer.param_sync import ParameterSync
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import has_result
-from pipegrad.reduce.reducer import Reducer
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule

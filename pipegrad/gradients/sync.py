@@ -30,16 +30,8 @@ from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
 from pipegrad.errors import PlanError, StepError
-from pipegrad.gradients.negotiate import Agreed
-from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
-from pipegrad.gradients.norm import clip_
-from pipegrad.gradients.replicas import make_equal
-from pipegrad.gradients.set_up import set_up
-from pipegrad.gradients.state import State, Statistics
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
-from pipegrad.model.ties import Tied
-from pipegrad.model.wrappers import reshard
-from pipegrad.optimizer.main_params import (
+from pipegrad.gradients.hook_states import Stateful, hook_states, load_hook_states
+from pipegrad.gradients.main_params import (
     GroupOf,
     MainParameter,
     NamedGroupOf,
@@ -47,12 +39,20 @@ from pipegrad.optimizer.main_params import (
     grouped,
     refuse_unless_elementwise,
 )
-from pipegrad.optimizer.named_optimizer import Optimizer, named_optimizer
-from pipegrad.optimizer.names import Locations
-from pipegrad.optimizer.parts import parts_of
+from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer
+from pipegrad.gradients.names import Locations
+from pipegrad.gradients.negotiate import Agreed
+from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
+from pipegrad.gradients.norm import clip_
+from pipegrad.gradients.parts import parts_of
+from pipegrad.gradients.replicas import make_equal
+from pipegrad.gradients.set_up import set_up
+from pipegrad.gradients.state import State, Statistics
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.ties import Tied
+from pipegrad.model.wrappers import reshard
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import HandlerSpec, ParameterRecord
-from pipegrad.reduce.hook_states import Stateful, hook_states, load_hook_states
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.errors import ScheduleError, StepError
+from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.observe.codec_costs import measured_codecs
 from pipegrad.observe.links import Pair, host_name, measure_links, network_of
@@ -26,7 +27,6 @@ from pipegrad.observe.step_costs import (
     host_costs,
     optimizer_costs,
 )
-from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.pipeline.loss.terms import loss_parts

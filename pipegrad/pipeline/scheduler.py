@@ -25,11 +25,11 @@ from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import ScheduleError, StepError, level_of_caller
 from pipegrad.gradients.loose_leaves import LooseLeaves
+from pipegrad.gradients.main_params import NamedGroupOf
+from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
-from pipegrad.optimizer.main_params import NamedGroupOf
-from pipegrad.optimizer.named_optimizer import Optimizer
 from pipegrad.pipeline.adapting import Adapting
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec

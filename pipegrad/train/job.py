@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.errors import ConfigError, ScheduleError, TopologyError, in_words
+from pipegrad.gradients.parts import Part, parts_of
 from pipegrad.limits import check_size
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
-from pipegrad.optimizer.parts import Part, parts_of
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.sequential import only_layers

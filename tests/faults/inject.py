@@ -129,7 +129,7 @@ def install() -> None:
     if _CELL is None or _State.is_installed:
         return
     _State.is_installed = True
-    from pipegrad.optimizer import param_sync
+    from pipegrad.gradients import param_sync
     from pipegrad.pipeline.transfers.transfers import Transfers
     from pipegrad.train.trainer import Trainer
 

@@ -16,7 +16,7 @@ from pipegrad.errors import DriftError
 from pipegrad.gradients.drift.checksum import bytes_of, checksum, full_checksum
 from pipegrad.gradients.drift.copies import Copies, Copy
 from pipegrad.gradients.drift.odd_copies import Facts, OddCopies, find_odd
-from pipegrad.optimizer.meetings import Meetings
+from pipegrad.gradients.meetings import Meetings
 
 T = TypeVar("T")
 

@@ -19,9 +19,9 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from pipegrad.comm.agreement import agree
+from pipegrad.gradients.chunks import Box, Chunk
+from pipegrad.gradients.names import Locations
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.optimizer.chunks import Box, Chunk
-from pipegrad.optimizer.names import Locations
 from pipegrad.plan.routes import meeting_of
 from pipegrad.train.config import Config
 

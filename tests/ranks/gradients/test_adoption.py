@@ -12,12 +12,12 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipegrad import GradientSync, Placement, Topology
+from pipegrad.gradients import bucket_buffer, room
+from pipegrad.gradients.bucket_buffer import FlatBuffer
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.step import Step
 from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.plugins.handler import HandlerSpec
-from pipegrad.reduce import bucket_buffer, room
-from pipegrad.reduce.bucket_buffer import FlatBuffer
 from tests.support.gradients.cases import give, rank, replicated, stage
 from tests.support.gradients.placements import By
 

@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from pipegrad import Bucketer
 from pipegrad.comm import collectives, messages
-from pipegrad.reduce import bucketer as module
-from pipegrad.reduce.bucket_buffer import FlatBuffer
+from pipegrad.gradients import bucketer as module
+from pipegrad.gradients.bucket_buffer import FlatBuffer
 from tests.support.gradients.cases import outcome, rank
 from tests.support.gradients.sums import Calls, inputs, spied
 

@@ -32,12 +32,12 @@ from pipegrad.comm.agreement import store
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import PlanError
+from pipegrad.gradients import pair_exchange
+from pipegrad.gradients.pair_exchange import Rows, rows_of
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import Exchange, GradientHandler
-from pipegrad.reduce import pair_exchange
-from pipegrad.reduce.pair_exchange import Rows, rows_of
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import outcome, rank, stage, tied

@@ -15,10 +15,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 
 from pipegrad import CommunicationHook, Placement, handlers
 from pipegrad.errors import PluginError
+from pipegrad.gradients import power_sgd
+from pipegrad.gradients.ddp_hooks import TorchBucket
+from pipegrad.gradients.reductions import StepBucket
 from pipegrad.plan.buckets import Slot
-from pipegrad.reduce import power_sgd
-from pipegrad.reduce.ddp_hooks import TorchBucket
-from pipegrad.reduce.reductions import StepBucket
 from tests.support.gradients.cases import outcome, rank, stage, step
 from tests.support.gradients.hooks import (
     CAST,

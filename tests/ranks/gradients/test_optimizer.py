@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad import GradientSync
-from pipegrad.optimizer.param_sync import ParameterSync
+from pipegrad.gradients.param_sync import ParameterSync
 from tests.support.gradients.cases import bits, give, outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import (
     OWNER,

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad.errors import ReduceError
-from pipegrad.optimizer import param_sync
-from pipegrad.reduce.reductions import sync_parameters
+from pipegrad.gradients import param_sync
+from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.sharded import Sharded
 from tests.support.gradients.cases import give, grads, outcome, rank, stage

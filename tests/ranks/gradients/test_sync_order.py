@@ -23,9 +23,8 @@ from pipegrad import (
     Work,
 )
 from pipegrad.comm.process_groups import Groups
-from pipegrad.optimizer import param_sync
-from pipegrad.reduce import reductions
-from pipegrad.reduce.reductions import sync_parameters
+from pipegrad.gradients import param_sync, reductions
+from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import (
     DATA,

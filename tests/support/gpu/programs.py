@@ -16,10 +16,10 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
-from pipegrad.optimizer.param_sync import UPDATED
+from pipegrad.gradients.bucket_buffer import WRITTEN, BucketBuffer, FlatBuffer
+from pipegrad.gradients.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plugins.handler import Placement, ReductionStep
-from pipegrad.reduce.bucket_buffer import WRITTEN, BucketBuffer, FlatBuffer
 from pipegrad.testing import OrderChecker
 
 NUMEL = 4096

@@ -24,6 +24,7 @@ from pipegrad.comm import messages
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
+from pipegrad.gradients.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.observe import links
 from pipegrad.observe.clocks import read_clock
 from pipegrad.observe.links import measure_links
@@ -34,7 +35,6 @@ from pipegrad.pipeline.transfers import transfers as transfers_module
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.messages import begins_with_mark, spec_in
 from pipegrad.plugins.handler import HandlerSpec
-from pipegrad.reduce.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
 from pipegrad.train.checkpoint.writer import staging as checkpoint

@@ -14,7 +14,7 @@ from torch.cuda import _gpu_trace
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.errors import OrderError
-from pipegrad.reduce.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
+from pipegrad.gradients.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from pipegrad.testing.ordering import cuda_trace
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind

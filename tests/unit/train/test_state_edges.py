@@ -17,8 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from pipegrad import ParameterRecord, Topology
 from pipegrad.errors import ConfigError
-from pipegrad.optimizer.main_params import MainParameter
-from pipegrad.optimizer.named_optimizer import NamedState
+from pipegrad.gradients.main_params import MainParameter
+from pipegrad.gradients.named_optimizer import NamedState
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.shards import Shard
 from pipegrad.train.config import Config

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from pipegrad.reduce import room
-from pipegrad.reduce.room import Room
+from pipegrad.gradients import room
+from pipegrad.gradients.room import Room
 
 
 class Clock:

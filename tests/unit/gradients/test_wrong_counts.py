@@ -10,9 +10,9 @@ import torch
 
 from pipegrad.comm.work import Done
 from pipegrad.errors import ReduceError, StepError
+from pipegrad.gradients import pair_exchange
+from pipegrad.gradients.pair_exchange import PairSum, Rows
 from pipegrad.observe.links import Wires
-from pipegrad.reduce import pair_exchange
-from pipegrad.reduce.pair_exchange import PairSum, Rows
 
 
 def sending(*numbers: int) -> Any:

@@ -24,9 +24,9 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
 )
+from pipegrad.gradients.power_sgd import PowerSGD
 from pipegrad.plugins.handler import FlatBucket, ReductionStep
 from pipegrad.plugins.options import closest_first, complaints_of
-from pipegrad.reduce.power_sgd import PowerSGD
 
 HookSpec = str | Mapping[str, object]
 """A name, ``module:attr``, or a table of ``name`` and options."""

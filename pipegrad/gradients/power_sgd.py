@@ -19,7 +19,7 @@ from pipegrad.errors import PluginOptionError
 from pipegrad.plugins.options import complaints_of
 
 if TYPE_CHECKING:
-    from pipegrad.reduce.ddp_hooks import TorchBucket
+    from pipegrad.gradients.ddp_hooks import TorchBucket
 
 _EPSILON = "orthogonalization_epsilon"
 _DEFAULTS = {_EPSILON: 1e-8}  # torch's 0 makes NaN of a gradient that is zero

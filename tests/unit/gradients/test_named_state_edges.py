@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipegrad import ParameterRecord
-from pipegrad.optimizer.main_params import MainParameter
-from pipegrad.optimizer.named_optimizer import NamedState
+from pipegrad.gradients.main_params import MainParameter
+from pipegrad.gradients.named_optimizer import NamedState
 
 
 @pytest.mark.parametrize("copied", [True, False])

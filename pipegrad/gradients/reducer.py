@@ -20,13 +20,13 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
+from pipegrad.gradients.bucket_buffer import BucketBuffer, FlatBuffer
+from pipegrad.gradients.pair_exchange import PairSum, rows_of
+from pipegrad.gradients.reductions import StepBucket
+from pipegrad.gradients.room import Room
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
 from pipegrad.plugins.handler import GradientHandler, Placement, sums_plainly
-from pipegrad.reduce.bucket_buffer import BucketBuffer, FlatBuffer
-from pipegrad.reduce.pair_exchange import PairSum, rows_of
-from pipegrad.reduce.reductions import StepBucket
-from pipegrad.reduce.room import Room
 
 _POLL_SECONDS = 0.2
 _REFUSED_SECONDS = 5.0  # after a verb was refused on another rank, which may call it again

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from pipegrad.comm.failures import FailedSteps
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.watch.watch import Bounded
+from pipegrad.gradients.reducer import Reducer
 from pipegrad.model.dtensor import local
 from pipegrad.plan.meetings import Meeting
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import OuterStep
-from pipegrad.reduce.reducer import Reducer
 
 
 class Meetings:

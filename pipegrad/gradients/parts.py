@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 
 from pipegrad.errors import PlanError
-from pipegrad.optimizer.main_params import refuse_unless_elementwise
+from pipegrad.gradients.main_params import refuse_unless_elementwise
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from pipegrad.errors import StepError
-from pipegrad.optimizer.main_params import MainShard
-from pipegrad.optimizer.param_sync import ParameterBuffer
+from pipegrad.gradients.main_params import MainShard
+from pipegrad.gradients.param_sync import ParameterBuffer
 from pipegrad.plugins.handler import Placement
 
 

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import PlanError
-from pipegrad.reduce.bucket_buffer import FlatBuffer
+from pipegrad.gradients.bucket_buffer import FlatBuffer
 
 Callback = Callable[[torch.Tensor], object]
 

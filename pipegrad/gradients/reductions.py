@@ -13,9 +13,9 @@ import torch.distributed as dist
 from pipegrad.comm import collectives
 from pipegrad.comm.shard_sums import WideSum
 from pipegrad.comm.work import Done, Work
+from pipegrad.gradients.pair_exchange import PairSum
 from pipegrad.plan.buckets import Slot
 from pipegrad.plugins.handler import Placement, ReductionStep
-from pipegrad.reduce.pair_exchange import PairSum
 
 
 class StepBucket:

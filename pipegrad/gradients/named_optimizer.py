@@ -10,16 +10,16 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError
-from pipegrad.optimizer.chunks import Chunk
-from pipegrad.optimizer.joined_optimizer import JoinedOptimizer
-from pipegrad.optimizer.main_params import (
+from pipegrad.gradients.chunks import Chunk
+from pipegrad.gradients.joined_optimizer import JoinedOptimizer
+from pipegrad.gradients.main_params import (
     MainParameter,
     NamedGroupOf,
     group_keys,
     grouped,
 )
-from pipegrad.optimizer.names import uncut_names
-from pipegrad.optimizer.parts import Part
+from pipegrad.gradients.names import uncut_names
+from pipegrad.gradients.parts import Part
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from pipegrad import ParameterRecord
-from pipegrad.optimizer.main_params import MainParameter
-from pipegrad.optimizer.named_optimizer import NamedState
+from pipegrad.gradients.main_params import MainParameter
+from pipegrad.gradients.named_optimizer import NamedState
 
 
 @pytest.mark.parametrize(

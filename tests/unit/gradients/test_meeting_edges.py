@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipegrad.optimizer.meetings import _saved
+from pipegrad.gradients.meetings import _saved
 
 
 def test_saved_tensors_do_not_follow_the_ones_that_train_on() -> None:

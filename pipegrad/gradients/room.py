@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping
 
 from pipegrad.comm.comm_stream import Ticket
-from pipegrad.reduce.bucket_buffer import BucketBuffer
+from pipegrad.gradients.bucket_buffer import BucketBuffer
 
 _MAX_LEAVING = 2  # buckets whose parts are not taken yet, before new memory waits for theirs
 _PATIENCE_SECONDS = 1.0  # in each step, for that

@@ -17,13 +17,13 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
-from pipegrad.optimizer.main_params import MainShard
-from pipegrad.optimizer.meetings import Meetings
+from pipegrad.gradients.main_params import MainShard
+from pipegrad.gradients.meetings import Meetings
+from pipegrad.gradients.reducer import Reducer
+from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.publishes import Publish
-from pipegrad.reduce.reducer import Reducer
-from pipegrad.reduce.reductions import sync_parameters
 
 UPDATED = sync_points.Record(
     "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"

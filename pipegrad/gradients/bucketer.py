@@ -17,9 +17,9 @@ from pipegrad.comm.comm_stream import CommStream, Ticket
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PlanError, ReduceError, StepError
+from pipegrad.gradients.bucket_buffer import FlatBuffer
+from pipegrad.gradients.staging import Callback, Calls, Key, Staging, check
 from pipegrad.plugins.handler import BUCKET_BYTES
-from pipegrad.reduce.bucket_buffer import FlatBuffer
-from pipegrad.reduce.staging import Callback, Calls, Key, Staging, check
 
 RESULT = sync_points.Record(
     "bucketer.result", "fresh memory may still be in use on the launching stream"
