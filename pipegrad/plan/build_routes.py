@@ -12,7 +12,6 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.plan.check_routes import check_routes
 from pipegrad.plan.routes import Divisors, Route, Routes, gradient_route
 from pipegrad.plugins.handler import (
-    PAIR_EXCHANGES,
     Exchange,
     GradientHandler,
     ParameterRecord,
@@ -229,7 +228,7 @@ def _check_numbers(name: str, reduction: Reduction) -> None:
             f"{_subject(name, reduction)}, exchange {reduction.exchange!r}: expected one of "
             f"{_EXCHANGES}"
         )
-    is_pair = reduction.exchange in PAIR_EXCHANGES and len(reduction.ranks) > 1
+    is_pair = reduction.exchange == "asymmetric" and len(reduction.ranks) > 1
     if is_pair and (len(reduction.ranks) != 2 or reduction.placement is not Placement.REPLICATE):
         raise PlanError(
             f"{_subject(name, reduction)}, placement {reduction.placement.value!r}, exchange "

@@ -42,7 +42,7 @@ pytestmark = pytest.mark.ranks(4)
 INNER = {"name": "data-parallel", "axis": "dp"}
 SHARDED = {"name": "sharded", "axis": "dp"}
 OWNED = {"name": "pipeline-shared", "placement": "owner"}
-PAIRWISE = {"name": "pipeline-shared", "exchange": "pairwise"}
+PAIR = {"name": "pipeline-shared", "exchange": "asymmetric"}
 
 # Two stages by two replicas.
 FLAT = {
@@ -54,7 +54,7 @@ FLAT = {
         is_published_by_hand=True, beside=[OWNED]
     ),
     "a pair exchange, small buckets, one comm stream": Run(
-        beside=[PAIRWISE], options={"bucket_bytes": 128, "comm_streams": 1}
+        beside=[PAIR], options={"bucket_bytes": 128, "comm_streams": 1}
     ),
     "gradients in bf16 on the wire": Run(steps=2, options={"reduce_dtype": torch.bfloat16}),
     "never in this run": Run(steps=3, every=4),
