@@ -13,8 +13,7 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.gradients.bucket_buffer import BucketBuffer
-from pipegrad.gradients.drift.copies import Copies
-from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.drift import Copies, DriftCheck
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
 from pipegrad.gradients.meetings import Meetings
 from pipegrad.gradients.negotiate import Agreed
@@ -126,10 +125,8 @@ def set_up(
         meetings,
         groups=groups,
         ranks=sorted(topology.ranks),
-        device=device,
         agree_seconds=agree_seconds,
         every=agreed.options.check_every,
-        repairs=agreed.options.repair,
         is_exact=agreed.rounds_alike,
     )
     step = Step(

@@ -13,7 +13,7 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
-from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.param_sync import ParameterSync

@@ -251,9 +251,8 @@ class GradientSync:
         4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
         parameter by cheap checksums, and the master copies that are equal on several ranks. If the
         machines of all ranks are of one kind, one bit that differs is an error. Machines of two
-        kinds may round differently, so there a few roundings for each step are allowed. With
-        `repair`, copies that differ are set right, with a warning on the lowest rank, and the step
-        goes on. Steps that only accumulate do not count.
+        kinds may round differently, so there a few roundings for each step are allowed. Steps that
+        only accumulate do not count.
 
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
@@ -270,7 +269,7 @@ class GradientSync:
                 collectives block the host, otherwise after the timeout of their backend.
             StepError: If a stage is not final, a gradient changed after it was final, or the
                 divisor was given twice, never, or inside `accumulate`.
-            DriftError: On all ranks, if copies have drifted apart and `repair` is off.
+            DriftError: On all ranks, if copies have drifted apart.
         """
         with self.bounded("finish()"):
             if self._step.finish(divisor):
@@ -707,14 +706,13 @@ class GradientSync:
         """Raises an error on every rank if copies of a parameter differ in a single bit.
 
         It compares parameters, also frozen ones, and master copies that are equal on several ranks.
-        It compares neither buffers nor the optimizer's state. With the option `repair`, copies that
-        differ get the values of most of them, or of the lowest rank, and a warning says which.
+        It compares neither buffers nor the optimizer's state.
 
         Sync: sends a few integers for each parameter, and one flag. Every rank must call it,
         outside of a step.
 
         Raises:
-            DriftError: If copies differ, and `repair` is off. It names parameters and ranks.
+            DriftError: If copies differ. It names parameters and ranks.
         """
         self._step.check("check_replicas")
         self.publish_if_due()
@@ -771,7 +769,6 @@ class GradientSync:
         parts = self._parts
         return replace(
             self._step.statistics,
-            repaired=parts.drift.num_repaired,
             meetings=parts.meetings.number,
             met_bytes=parts.meetings.met_bytes,
         )
