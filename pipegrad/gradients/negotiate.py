@@ -25,14 +25,14 @@ from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.merge import merge, starts_of
 from pipegrad.model.ties import Tied, declared, link_local, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard
-from pipegrad.plan.build_routes import make_routes
-from pipegrad.plan.check_replicas import (
+from pipegrad.plan.check import (
     refuse_bare_replicas,
     refuse_different_buffers,
     refuse_suspected_replicas,
 )
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plan.routes import make_routes
 from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.topology import Topology
@@ -201,12 +201,8 @@ class Agreed:
 
     def _routes_as_text(self) -> dict[tuple[int, str], str]:
         """Returns the routes of all ranks, computed here, as text by rank and key."""
-        routes, divisors, _ = make_routes(
-            self.manifest,
-            self.topology,
-            list(self.plugins.items()),
-            self.options.allow_unsynced,
-        )
+        handlers = list(self.plugins.items())
+        routes, divisors, _ = make_routes(self.manifest, self.topology, handlers)
         return {
             (rank, key): "; ".join(
                 f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route

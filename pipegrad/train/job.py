@@ -26,7 +26,7 @@ from pipegrad.partition.sequential import only_layers
 from pipegrad.pipeline.coding.choice import CodecChoice, choice_of
 from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import TOKEN_MEAN
-from pipegrad.plan.check_replicas import refuse_bare_replicas
+from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plugins.handler import GradientHandler, handlers
