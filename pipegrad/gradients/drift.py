@@ -1,4 +1,8 @@
-"""Drift: compares the copies of each parameter, on demand and in a few steps of every run."""
+"""Drift: makes the copies of each parameter equal, and compares them.
+
+They are made equal at the start, and after a checkpoint was loaded. They are compared on demand,
+and in a few steps of every run.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +14,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
 from pipegrad.gradients.checksum import checksum, full_checksum
 from pipegrad.gradients.meetings import Meetings
-from pipegrad.gradients.replicas import Lookup
 from pipegrad.model.dtensor import local
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plugins.handler import Placement
 
+Lookup = Callable[[str], nn.Parameter]
 Sums = Callable[[torch.Tensor], torch.Tensor]  # `checksum` or `full_checksum`
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
@@ -35,6 +40,40 @@ _WHY = (
     "one rank, or behind publish(); or a bit has flipped in memory."
 )
 _GONE = "none that differs still, so they are written while they are compared"
+
+
+def make_equal(
+    packs: Sequence[Bucket], lookup: Lookup, groups: Groups, device: torch.device
+) -> None:
+    """Copies every parameter from the lowest rank that holds it to all replicas.
+
+    Args:
+        packs: This rank's parameters by route, in the order of all ranks.
+        lookup: Key -> live parameter.
+        groups: The communicators; those of comm stream 0 are used.
+        device: Of the parameters.
+
+    Sync: on the current stream. One broadcast for each reduction of a pack, of a flat copy.
+    """
+    # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
+    # reduction already has the values of the owners before it, so all ranks end with the same bits.
+    for pack in packs:
+        flat = _gather(pack, lookup, device)
+        for step in pack.route:
+            # Bytes can be sent on every backend. Some backends lack other dtypes.
+            dist.broadcast(flat.view(torch.uint8), src=step.owner, group=groups.of(step.ranks, 0))
+        with torch.no_grad():
+            for slot in pack.slots:
+                local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+        del flat  # otherwise two copies would exist at a time
+
+
+def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
+    flat = torch.zeros(pack.payload_numel, dtype=pack.dtype, device=device)
+    for slot in pack.slots:
+        view = flat.as_strided(slot.shape, slot.stride, slot.offset)
+        view.copy_(local(lookup(slot.key)).detach())
+    return flat
 
 
 def is_compared(number: int, every: int) -> bool:

@@ -13,7 +13,7 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.gradients.bucket_buffer import BucketBuffer
-from pipegrad.gradients.drift import Copies, DriftCheck
+from pipegrad.gradients.drift import Copies, DriftCheck, Lookup
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
 from pipegrad.gradients.meetings import Meetings
 from pipegrad.gradients.negotiate import Agreed
@@ -22,7 +22,6 @@ from pipegrad.gradients.optimizer_watch import steps_alike
 from pipegrad.gradients.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.reducer import Reducer
-from pipegrad.gradients.replicas import Lookup
 from pipegrad.gradients.step import Step
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.ties import named

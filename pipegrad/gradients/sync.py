@@ -30,6 +30,7 @@ from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
 from pipegrad.errors import PlanError, StepError
+from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.hook_states import Stateful, hook_states, load_hook_states
 from pipegrad.gradients.main_params import (
     GroupOf,
@@ -39,13 +40,11 @@ from pipegrad.gradients.main_params import (
     grouped,
     refuse_unless_elementwise,
 )
-from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer
+from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer, parts_of
 from pipegrad.gradients.names import Locations
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
 from pipegrad.gradients.norm import clip_
-from pipegrad.gradients.parts import parts_of
-from pipegrad.gradients.replicas import make_equal
 from pipegrad.gradients.set_up import set_up
 from pipegrad.gradients.state import State, Statistics
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.errors import ConfigError, ScheduleError, TopologyError, in_words
-from pipegrad.gradients.parts import Part, parts_of
+from pipegrad.gradients.named_optimizer import Part, parts_of
 from pipegrad.limits import check_size
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
