@@ -73,7 +73,6 @@ class GradientOptions:
 
         Args:
             options: Name -> value.
-            taker: The class or function that takes them, for the message.
 
         Raises:
             PlanError: If a name is unknown. It lists the known names, the closest first.
