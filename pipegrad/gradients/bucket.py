@@ -107,8 +107,7 @@ class GradientBucket:
     Args:
         parameters: By slot.
         buffer: The memory.
-        divisor: All gradients are divided by this, besides the divisor of each step.
-        mean: They are also divided by this before they are sent.
+        mean: Besides their divisors, they are divided by this before they are sent.
         may_leave_early: Whether a gradient may be final before its stage's backward ends.
         on: Called back; a weak reference.
 
@@ -123,7 +122,6 @@ class GradientBucket:
         parameters: Sequence[LiveParameter],
         buffer: BucketBuffer,
         *,
-        divisor: float,
         mean: int,
         may_leave_early: bool,
     ) -> None:
@@ -135,7 +133,7 @@ class GradientBucket:
         self.state = BucketState.RESTS
         self._device = buffer.device
         self._on: Callable[[], OnBucket | None] = lambda: None
-        self._own_divisor = divisor
+        self._own_divisor = buffer.bucket.divisor
         self._mean = mean
         self._divisor = 1.0
         number = len(parameters)

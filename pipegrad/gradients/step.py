@@ -15,7 +15,7 @@ from pipegrad.comm.failures import FailedSteps
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.bucket import BucketState, GradientBucket
-from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch

@@ -30,6 +30,7 @@ from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
 from pipegrad.errors import PlanError, StepError
+from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.hook_states import Stateful, hook_states, load_hook_states
 from pipegrad.gradients.main_params import (
     GroupOf,
@@ -39,13 +40,11 @@ from pipegrad.gradients.main_params import (
     grouped,
     refuse_unless_elementwise,
 )
-from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer
+from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer, parts_of
 from pipegrad.gradients.names import Locations
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
 from pipegrad.gradients.norm import clip_
-from pipegrad.gradients.parts import parts_of
-from pipegrad.gradients.replicas import make_equal
 from pipegrad.gradients.set_up import set_up
 from pipegrad.gradients.state import State, Statistics
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
@@ -255,9 +254,8 @@ class GradientSync:
         4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
         parameter by cheap checksums, and the master copies that are equal on several ranks. If the
         machines of all ranks are of one kind, one bit that differs is an error. Machines of two
-        kinds may round differently, so there a few roundings for each step are allowed. With
-        `repair`, copies that differ are set right, with a warning on the lowest rank, and the step
-        goes on. Steps that only accumulate do not count.
+        kinds may round differently, so there a few roundings for each step are allowed. Steps that
+        only accumulate do not count.
 
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
@@ -274,7 +272,7 @@ class GradientSync:
                 collectives block the host, otherwise after the timeout of their backend.
             StepError: If a stage is not final, a gradient changed after it was final, or the
                 divisor was given twice, never, or inside `accumulate`.
-            DriftError: On all ranks, if copies have drifted apart and `repair` is off.
+            DriftError: On all ranks, if copies have drifted apart.
         """
         with self.bounded("finish()"):
             if self._step.finish(divisor):
@@ -710,14 +708,13 @@ class GradientSync:
         """Raises an error on every rank if copies of a parameter differ in a single bit.
 
         It compares parameters, also frozen ones, and master copies that are equal on several ranks.
-        It compares neither buffers nor the optimizer's state. With the option `repair`, copies that
-        differ get the values of most of them, or of the lowest rank, and a warning says which.
+        It compares neither buffers nor the optimizer's state.
 
         Sync: sends a few integers for each parameter, and one flag. Every rank must call it,
         outside of a step.
 
         Raises:
-            DriftError: If copies differ, and `repair` is off. It names parameters and ranks.
+            DriftError: If copies differ. It names parameters and ranks.
         """
         self._step.check("check_replicas")
         self.publish_if_due()
@@ -774,7 +771,6 @@ class GradientSync:
         parts = self._parts
         return replace(
             self._step.statistics,
-            repaired=parts.drift.num_repaired,
             meetings=parts.meetings.number,
             met_bytes=parts.meetings.met_bytes,
         )
