@@ -17,7 +17,6 @@ from typing import Any, NoReturn, Protocol
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import sync_points
 from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import (
     PluginLoadError,
@@ -230,8 +229,7 @@ class TorchBucket:
 
 
 def _started(hook_state: HookState, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as HookState
-    with sync_points.in_use.trusting():
-        future = hook_state.start(bucket)
+    future = hook_state.start(bucket)
     if not hasattr(future, "wait"):
         raise TypeError(f"a communication hook returned {future!r}, expected a Future")
     return future
