@@ -652,8 +652,6 @@ class GradientSync:
                 stateful.load_state_dict({})
             if self.plan.meets:  # some replicas may have got their own parameters already
                 self._synchronize()
-            if isinstance(error, PlanError):
-                raise
             raise PlanError(str(error)) from error
         if was_apart and not meetings.is_apart:  # meetings begin anew, with equal replicas
             self._synchronize()

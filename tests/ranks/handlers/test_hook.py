@@ -228,6 +228,9 @@ def test_what_is_owed_to_a_gradient_that_is_none_stays_owed() -> None:
         owed.append(all_owed[slot.offset : slot.offset + slot.numel].clone())
     assert owed[2].abs().max() > 0.1
     assert error(owed[3], owed[2]) <= rounding(200)
+    step(sync, module)  # nobody has anything, so the hook does not run
+    kept = sync.state_dict()["handlers"]["data-parallel"]["buckets"][0, (0, 1)]
+    assert kept["iter"] == 4
     sync.close()
 
 
@@ -287,6 +290,12 @@ DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on fr
             {},
             lambda state: {**state, "plan": "another"},
             "PlanError: rank 1: PlanError: w",
+        ),
+        (
+            POWER_SGD,
+            {},
+            lambda state: {**state, "handlers": {"nobody": {}}},
+            "PlanError: rank 1: PlanError: what is to be loaded was kept by handlers ['nobody']",
         ),
     ],
 )
@@ -353,6 +362,7 @@ def test_a_hook_that_fails_ends_the_step_in_words(name: str, says: str) -> None:
     ("hook", "says"),
     [
         ("bf16_compres_hook", "known, closest first: bf16_compress_hook, fp16_compress_hook"),
+        ("powerSGD", "closest first: powerSGD_hook, allreduce_hook, batched_"),
         ({"matrix_approximation_rank": 1}, "lacks 'name'"),
         ({"name": "powerSGD_hook", "rank": 1}, "has no option 'rank'; allowed, closest first"),
         ({"name": "bf16_compress_hook", "by": 1}, "has no option 'by'"),
