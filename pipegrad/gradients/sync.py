@@ -29,9 +29,8 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
-from pipegrad.errors import PlanError, StepError
+from pipegrad.errors import AgreementError, PlanError, StepError, in_words
 from pipegrad.gradients.drift import make_equal
-from pipegrad.gradients.hook_states import Stateful, hook_states, load_hook_states
 from pipegrad.gradients.main_params import (
     GroupOf,
     MainParameter,
@@ -51,11 +50,12 @@ from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.plan import Plan
-from pipegrad.plugins.handler import HandlerSpec, ParameterRecord
+from pipegrad.plugins.handler import GradientHandler, HandlerSpec, ParameterRecord
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
     from pipegrad.gradients.grad_scaler import GradScaler
+    from pipegrad.gradients.meetings import Meetings
     from pipegrad.gradients.parameter import LiveParameter
 
 
@@ -624,7 +624,9 @@ class GradientSync:
                 "state_dict() before the step of the optimizer was published, so replicas may have "
                 "to meet first: call wait_parameters() before, on all ranks"
             )
-        return hook_states(self._stateful(), self.plan.digest)
+        states = {name: of.state_dict() for name, of in self._stateful().items()}
+        states = {name: state for name, state in states.items() if state}
+        return {"plan": self.plan.digest, "handlers": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; other handlers start anew.
@@ -643,24 +645,50 @@ class GradientSync:
         meetings = self._parts.meetings
         was_apart = meetings.is_apart
         try:
-            load_hook_states(
-                state,
-                self._stateful(),
-                self.plan.digest,
-                launching=self.plan.launching,
-                ranks=sorted(self.topology.ranks),
-            )
-        except PlanError:
+            self._load_states(state)
+        except (PlanError, AgreementError) as error:
+            # Ranks with and without a loaded state would compute different means. So all start
+            # anew.
+            for stateful in self._stateful().values():
+                stateful.load_state_dict({})
             if self.plan.meets:  # some replicas may have got their own parameters already
                 self._synchronize()
-            raise
+            raise PlanError(str(error)) from error
         if was_apart and not meetings.is_apart:  # meetings begin anew, with equal replicas
             self._synchronize()
         if meetings.is_apart:
             self._parameter_sync.send_copied()
             self.wait_parameters()
 
-    def _stateful(self) -> dict[str, Stateful]:
+    def _load_states(self, state: Mapping[str, Any]) -> None:
+        stateful, saved = self._stateful(), dict(state.get("handlers", {}))
+
+        def load() -> dict[str, str]:
+            if state and state.get("plan") != self.plan.digest:
+                raise PlanError(
+                    "what handlers kept is of another plan: of another model, other handlers, "
+                    "buckets or ranks; it fits into its own plan alone"
+                )
+            if unknown := sorted(saved.keys() - stateful.keys()):
+                raise PlanError(
+                    f"what is to be loaded was kept by handlers {unknown}, not in use here"
+                )
+            for name, handler in stateful.items():
+                try:
+                    handler.load_state_dict(saved.get(name, {}))
+                except Exception as error:
+                    raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
+            # Handlers that launch nothing on this rank have no state here.
+            launching = self.plan.launching
+            return {name: "what it kept" if saved.get(name) else "nothing" for name in launching}
+
+        ranks = sorted(self.topology.ranks)
+        replies = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
+        for name in stateful:
+            sources = {rank: reply[name] for rank, reply in replies.items() if name in reply}
+            same(f"what handler {name!r} goes on from", sources)
+
+    def _stateful(self) -> dict[str, GradientHandler | Meetings]:
         """Returns what has the state of each handler, by its name."""
         return {
             name: self._parts.meetings if name == self.plan.meeting_handler else resolved.plugin

@@ -1,4 +1,7 @@
-"""The contract of gradient handlers: what they are given, return and may override."""
+"""The contract of gradient handlers: what they are given, return and may override.
+
+Handlers whose options name functions check them by `complaints_of` and `closest_first`.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ import torch.distributed as dist
 
 from pipegrad.comm.work import Work
 from pipegrad.plugins.constructed import Constructed
+from pipegrad.plugins.options import closest_first as closest_first  # noqa: PLC0414 - public
+from pipegrad.plugins.options import complaints_of as complaints_of  # noqa: PLC0414 - public
 from pipegrad.plugins.registry import HANDLERS, Registry
 from pipegrad.topology import Topology
 
@@ -286,7 +291,7 @@ class FlatBucket(Protocol):
 
 
 class Averaging(Protocol):
-    """Averages instead of an all-reduce, as `pipegrad.CommunicationHook` does.
+    """Averages instead of an all-reduce, as `CommunicationHook` of the built-in handlers does.
 
     Its methods are those of a handler.
     """
