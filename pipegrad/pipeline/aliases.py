@@ -15,7 +15,7 @@ only if the address is taken, gradients only if they overlap: in most models not
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,13 +64,12 @@ class Aliases:
         """
         self._unread.append(stage)
 
-    def note_backward(self, stage: int) -> None:
+    def note_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Notes which parameters have no gradient, right before a stage's first backward.
 
         Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
         gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
         """
-        parameters = self._stages[stage].module.parameters()
         missing = [p for p in parameters if p.grad is None and p.requires_grad]
         self._without_gradient[stage] = [p for p in missing if not self._sharded.reduces(stage, p)]
 
