@@ -138,7 +138,7 @@ class Aliases:
         # new gradients in each backward; see `note_backward` for the others.
         missing = self._without_gradient[stage]
         owners = [*values, *missing, *self._sharded.gathered(stage)]
-        memory = dict[int, list[Tensor]]()  # by the address of a storage
+        memory, shared = dict[int, list[Tensor]](), False  # by the address of a storage
         for owner in owners:
             if (gradient := owner.grad) is None:
                 continue
@@ -150,13 +150,14 @@ class Aliases:
             address = gradient.untyped_storage().data_ptr()
             if address in memory:
                 memory[address].append(owner)
+                shared = True
             else:
                 memory[address] = [owner]
-        for address, sharing in memory.items():
-            if address in self.lent:
-                _clone_gradients(sharing)
-            elif len(sharing) > 1:
-                _clone_gradients(_overlapping(sharing))
+                shared |= address in self.lent
+        if shared:
+            for address, sharing in memory.items():
+                lent = address in self.lent
+                _clone_gradients(sharing if lent else _overlapping(sharing))
         if missing:
             self._without_gradient[stage] = [p for p in missing if p.grad is None]
 
