@@ -46,8 +46,8 @@ def load_hook_states(
         state: The saved state of this rank.
         handlers: As in `hook_states`.
         digest: Of the plan.
-        launching: Handlers that launch collectives on this rank, or whose parameters meet. Others
-            have no state here.
+        launching: Handlers that launch collectives on this rank, or join replicas. Others have no
+            state here.
         ranks: All ranks that call this, ascending.
     """
     hook_state = dict(state.get("handlers", {}))

@@ -23,8 +23,6 @@ class Statistics:
         exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
             before it for parameters.
         repaired: Copies of parameters that were set right so far, on all ranks.
-        meetings: How often replicas that train alone have met so far.
-        met_bytes: Bytes of parameters that this rank has averaged with other replicas so far.
     """
 
     steps: int = 0
@@ -35,8 +33,6 @@ class Statistics:
     published_bytes: int = 0
     exposed_seconds: float = 0.0
     repaired: int = 0
-    meetings: int = 0
-    met_bytes: int = 0
 
 
 class State(Enum):

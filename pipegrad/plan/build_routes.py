@@ -10,7 +10,7 @@ from typing import get_args
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.check_routes import check_routes
-from pipegrad.plan.routes import Divisors, Route, Routes, gradient_route
+from pipegrad.plan.routes import Divisors, Route, Routes
 from pipegrad.plugins.handler import (
     PAIR_EXCHANGES,
     Exchange,
@@ -23,16 +23,9 @@ from pipegrad.plugins.handler import (
 from pipegrad.topology import Topology
 
 # OWNER comes first: behind it only the owner takes part. WHOLE and SHARD come before REPLICATE:
-# then each rank replicates only its part, which is less to send. MEET sends no gradient. It is
-# last, so what was stepped after all others meets.
+# then each rank replicates only its part, which is less to send.
 _EXCHANGES = get_args(Exchange)
-_ORDER = (
-    Placement.OWNER,
-    Placement.WHOLE,
-    Placement.SHARD,
-    Placement.REPLICATE,
-    Placement.MEET,
-)
+_ORDER = (Placement.OWNER, Placement.WHOLE, Placement.SHARD, Placement.REPLICATE)
 
 
 def make_routes(
@@ -94,8 +87,6 @@ def _named_reductions(
             _check_numbers(name, reduction)
             if handler.hook is not None:
                 _check_hooked(name, reduction)
-            if handler.outer is not None or reduction.placement is Placement.MEET:
-                _check_outer(name, handler, reduction)
             named.append((name, reduction))
     return named
 
@@ -248,22 +239,6 @@ def _check_hooked(name: str, reduction: Reduction) -> None:
         )
 
 
-def _check_outer(name: str, handler: GradientHandler, reduction: Reduction) -> None:
-    kind = reduction.op, reduction.placement, reduction.exchange, reduction.divisor
-    if handler.outer is None:
-        raise PlanError(
-            f"{_subject(name, reduction)} with placement 'meet', but the handler has no outer "
-            f"step: set self.outer = pipegrad.OuterStep(every=...) in its __init__"
-        )
-    if kind != ("mean", Placement.MEET, "all-reduce", 1.0):
-        raise PlanError(
-            f"handler {name!r} has an outer step, for parameters that meet, and reduces "
-            f"{reduction.record.key!r} by {reduction.placement.value}-{reduction.op}, "
-            f"{reduction.exchange}, divisor {reduction.divisor:g}: expected meet-mean, all-reduce, "
-            f"divisor 1"
-        )
-
-
 def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Route:
     """Orders a route by placement; with the same placement, reductions across stages are last."""
     # A reduction across stages must wait for other stages, reductions inside a stage need not. With
@@ -283,12 +258,11 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
         )
     across = {step: step.spans(topology.pipeline) or step.spans("ranks") for step in steps}
     order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
-    sent = gradient_route(tuple(order))
-    for step in sent[:-1]:
+    for step in order[:-1]:
         # An exchange ends late, by its receive. A later reduction would need its sum earlier.
         if step.is_pair:
             raise PlanError(
-                f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {sent[-1]}: "
+                f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
                 f"an exchange must come last; give it the exchange 'all-reduce'"
             )
     return tuple(order)

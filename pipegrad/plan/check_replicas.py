@@ -77,6 +77,8 @@ def refuse_bare_replicas(
     routes: Mapping[str, Route],
     divisors: Mapping[str, float],
     allow_unsynced: Sequence[str],
+    *,
+    independent_axes: Sequence[str],
 ) -> None:
     """Refuses trained parameters that are not averaged over ranks that see different data.
 
@@ -90,11 +92,12 @@ def refuse_bare_replicas(
         routes: Of that rank.
         divisors: Key -> divisor of its gradient.
         allow_unsynced: Shell-style patterns of keys or names that need no reduction.
+        independent_axes: Dimensions along which replicas train alone.
 
     Raises:
         PlanError: If there are such parameters. It names one, and the handler to add.
     """
-    along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
+    along = {a: set(view.ranks_along(a)) for a in view.data_axes if a not in independent_axes}
 
     def is_bare(record: ParameterRecord) -> bool:
         reduced = [set(step.ranks) for step in routes.get(record.key, ())]

@@ -5,7 +5,7 @@ Each check finds a mistake that would otherwise hang a job, or silently give wro
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
@@ -14,14 +14,10 @@ from pipegrad.model.wrappers import FSDP2
 from pipegrad.plan.routes import (
     Route,
     Routes,
-    gradient_route,
-    is_counted,
-    meeting_of,
     shared_routes,
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import Placement, ReductionStep
 from pipegrad.topology import Topology
 
 
@@ -36,7 +32,6 @@ def check_routes(
     _check_members(routes)
     _check_copies(manifest, topology, routes)
     _check_regions(routes)
-    _check_meetings(topology, routes)
     _check_wrappers(manifest, topology, routes)
     _check_shards(manifest, topology, routes)
     _check_left_out(manifest, topology, routes, allow_unsynced)
@@ -68,7 +63,7 @@ def _check_regions(routes: Routes) -> None:
         for key, route in by_key.items():
             for number, step in enumerate(route[: steps_taken(route, rank)]):
                 for member in step.ranks if rank == step.owner else step.ranks[:1]:
-                    if _part(routes[member][key], number, member) != _part(route, number, rank):
+                    if part_of(routes[member][key], number, member) != part_of(route, number, rank):
                         raise PlanError(
                             f"{key!r}: before {step} over ranks {list(step.ranks)}, rank {rank} "
                             f"and rank {member} are left with different parts of it: number the "
@@ -76,56 +71,7 @@ def _check_regions(routes: Routes) -> None:
                         )
 
 
-def _check_meetings(topology: Topology, routes: Routes) -> None:
-    """All meetings must be between the same replicas, which share no gradient."""
-    meetings = [step for step in _all_steps(routes) if step.placement is Placement.MEET]
-    met = dict.fromkeys((step.axes, step.handler) for step in meetings)
-    if not met:
-        return
-    (axes, handler), *others = met
-    names = tuple(axes.split("+"))
-    if others or not set(names) <= set(topology.data_axes):
-        found = " and ".join(f"along {of!r} by handler {by!r}" for of, by in met)
-        raise PlanError(
-            f"parameters meet {found}: expected one handler, and one or several whole dimensions "
-            f"of {list(topology.data_axes)}, along which ranks see different data, the same for "
-            f"all parameters"
-        )
-    replica = {rank: topology.at(rank).coordinate(names) for rank in topology.ranks}
-    for step in _all_steps(routes):
-        if step.placement is not Placement.MEET and len({replica[r] for r in step.ranks}) > 1:
-            raise PlanError(
-                f"handler {step.handler!r} reduces gradients by {step} over ranks "
-                f"{list(step.ranks)}, of replicas that train alone along {axes!r} and meet by "
-                f"handler {handler!r}: drop one of them, or give each an axis of its own"
-            )
-    for rank, by_key in routes.items():
-        for key, route in by_key.items():
-            meeting = meeting_of(route)
-            if meeting is None:
-                continue
-            for member in meeting.ranks if rank == meeting.owner else meeting.ranks[:1]:
-                if _met_part(routes[member][key], member) != _met_part(route, rank):
-                    raise PlanError(
-                        f"{key!r}: rank {rank} and rank {member} meet with different parts of it: "
-                        f"number the ranks so that they ascend along every dimension of the mesh"
-                    )
-
-
-def _met_part(route: Route, rank: int) -> tuple[list[int | bool], bool]:
-    """Returns which part of a parameter a rank has in a meeting, and whether it averages it."""
-    sent = gradient_route(route)
-    return _part(sent, len(sent), rank), is_counted(sent, rank)
-
-
-def _all_steps(routes: Routes) -> Iterator[ReductionStep]:
-    """Yields each step once, in the order of ranks."""
-    steps = (s for by_key in routes.values() for route in by_key.values() for s in route)
-    # By identity: comparing steps of thousands of ranks takes long.
-    yield from {id(step): step for step in steps}.values()
-
-
-def _part(route: Route, num_steps: int, rank: int) -> list[int | bool]:
+def part_of(route: Route, num_steps: int, rank: int) -> list[int | bool]:
     """Returns which part of a gradient a rank has after `num_steps` reductions."""
     return [
         h.ranks.index(rank) if h.placement.scatters else rank == h.owner

@@ -21,17 +21,7 @@ def steps_taken(route: Route, rank: int) -> int:
     for index, step in enumerate(route):
         if step.placement is Placement.OWNER and rank != step.owner:
             return index + 1
-    return len(gradient_route(route))
-
-
-def gradient_route(route: Route) -> Route:
-    """Returns the steps that send gradients: all but a meeting, which is the last step."""
-    return tuple(step for step in route if step.placement is not Placement.MEET)
-
-
-def meeting_of(route: Route) -> ReductionStep | None:
-    """Returns the step of a route along which parameters meet; None if there is none."""
-    return next((step for step in route if step.placement is Placement.MEET), None)
+    return len(route)
 
 
 def has_result(route: Route, rank: int) -> bool:
@@ -43,10 +33,8 @@ def has_result(route: Route, rank: int) -> bool:
 
 def is_counted(route: Route, rank: int) -> bool:
     """Whether the result on `rank` counts in a norm. Equal results count once, on the owner."""
-    # With SHARD and WHOLE no two ranks have the same element. Ranks that meet have different
-    # gradients, and each of them counts in its own replica.
-    steps = (step for step in gradient_route(route) if not step.placement.scatters)
-    return all(rank == step.owner for step in steps)
+    # With SHARD and WHOLE no two ranks have the same element.
+    return all(rank == step.owner for step in route if not step.placement.scatters)
 
 
 def signature(route: Route) -> tuple[tuple[str, ...], ...]:

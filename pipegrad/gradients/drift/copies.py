@@ -71,8 +71,7 @@ class Copies:
         for pack in packs:
             everywhere = tuple(dict.fromkeys(step.ranks for step in pack.route))
             # With SHARD each rank has another part of a master copy. With OWNER one rank has it.
-            whole = (Placement.REPLICATE, Placement.MEET)
-            mains = (s.ranks for s in pack.route if s.placement in whole)
+            mains = (s.ranks for s in pack.route if s.placement is Placement.REPLICATE)
             replicated = tuple(dict.fromkeys(mains))
             for slot in pack.slots:
                 self._all.append(Copy(slot.key, is_main=False, groups=everywhere))

@@ -16,7 +16,6 @@ from pipegrad.errors import DriftError
 from pipegrad.gradients.drift.checksum import bytes_of, checksum, full_checksum
 from pipegrad.gradients.drift.copies import Copies, Copy
 from pipegrad.gradients.drift.odd_copies import Facts, OddCopies, find_odd
-from pipegrad.gradients.meetings import Meetings
 
 T = TypeVar("T")
 
@@ -49,8 +48,6 @@ class DriftCheck:
 
     Args:
         copies: All copies of this rank.
-        copies_of_replica: Those inside of one replica.
-        meetings: Between two meetings replicas differ, so only copies inside of one are compared.
         groups: The communicators; those of comm stream 0 are used.
         ranks: All ranks.
         device: Of this rank.
@@ -66,8 +63,6 @@ class DriftCheck:
     def __init__(
         self,
         copies: Copies,
-        copies_of_replica: Copies,
-        meetings: Meetings,
         *,
         groups: Groups,
         ranks: Sequence[int],
@@ -77,10 +72,7 @@ class DriftCheck:
         repairs: bool,
         is_exact: bool,
     ) -> None:
-        self._all_copies = copies
-        self._copies_of_replica = copies_of_replica
-        self._meetings = meetings
-        self._last_meeting = 0  # that was seen
+        self._copies = copies
         self._groups = groups
         self._ranks = ranks
         self._device = device
@@ -117,22 +109,7 @@ class DriftCheck:
         self._last_step = step
         self._num_steps += 1
         is_wanted, self._is_wanted = self._is_wanted, False
-        has_met = self._has_met()
-        return is_wanted or has_met or is_compared(self._num_steps, self._every)
-
-    def _has_met(self) -> bool:
-        """Whether replicas have met since the last step, and are to be compared."""
-        number, every = self._meetings.number, self._meetings.every
-        if self._meetings.is_apart or number == self._last_meeting:
-            return False
-        self._last_meeting = number
-        # As often as other copies, with the first meetings: 1, 2, 4, 8 and so on.
-        rarest = -(-self._every // every)
-        return self._every > 0 and (number & (number - 1) == 0 or number % rarest == 0)
-
-    @property
-    def _copies(self) -> Copies:
-        return self._copies_of_replica if self._meetings.is_apart else self._all_copies
+        return is_wanted or is_compared(self._num_steps, self._every)
 
     def look(self) -> None:
         """Compares copies in a step; repairs those that differ, or raises an error on all ranks.
