@@ -153,8 +153,9 @@ class Meetings(OuterOptimizer):
         Sync: on the current stream. The host waits if collectives block it.
 
         Raises:
-            DriftError: If the anchors of the replicas differ.
+            DriftError: On all ranks, if the anchors of the replicas differ.
         """
+        self._compare()
         stepped = self._stepped()
         self._last = self._sync.statistics().steps
         self.number += 1
@@ -235,27 +236,31 @@ class Meetings(OuterOptimizer):
         stepped = self._stepped()
         return [k for k, a in self._anchors.items() if is_apart or stepped[k].dtype != a.dtype]
 
+    def _compare(self) -> None:
+        """Refuses anchors that differ between replicas: they would never be equal again."""
+        topology, axes = self._sync.topology, self._sync.plan.independent_axes
+        sums = self._sync.gather(_checksum(self._anchors.values(), self._sync.device)).flatten()
+        of_rank = dict(zip(sorted(topology.ranks), sums.tolist(), strict=True))
+        odd = [r for r, x in of_rank.items() if x != of_rank[topology.at(r).ranks_along(axes)[0]]]
+        if odd:
+            raise DriftError(
+                f"ranks {odd} have other parameters of the last meeting than the first replica: a "
+                f"bit has flipped in memory, or something has written them; go on from a checkpoint"
+            )
+
     def _average(self, tensors: Mapping[str, Tensor]) -> None:
         """Averages some parameters of one dtype over replicas, and makes the outer step."""
         anchors = [self._anchors[key] for key in tensors]
         # The way that each replica went is sent, not where it is: it is smaller, so the sum loses
-        # fewer of its bits. The last element shows whether anchors are equal everywhere.
+        # fewer of its bits.
         ways = [(a - t).reshape(-1) for a, t in zip(anchors, tensors.values(), strict=True)]
-        # Sums of whole numbers below 2^24 are exact in fp32. An odd modulus sees each bit.
-        size = len(self._ranks)
-        check = _checksum(anchors, (2**24 // size - 1) | 1).to(ways[0].dtype).reshape(1)
-        flat = torch.cat([*ways, check])
+        flat = torch.cat(ways)
         dist.all_reduce(flat, group=self._sync.group(self._ranks))
-        if flat[-1] != size * check[0]:
-            raise DriftError(
-                f"replicas on ranks {list(self._ranks)} have different parameters of the last "
-                f"meeting, among {sorted(tensors)[:3]}: go on from a checkpoint"
-            )
-        means = flat[:-1].div_(size).split([a.numel() for a in anchors])
+        means = flat.div_(len(self._ranks)).split([way.numel() for way in ways])
         for (key, tensor), anchor, mean in zip(tensors.items(), anchors, means, strict=True):
             self._move(key, anchor, mean.view(anchor.shape))
             tensor.copy_(anchor)
-        self.met_bytes += flat[:-1].nbytes
+        self.met_bytes += flat.nbytes
 
     def _move(self, key: str, anchor: Tensor, gradient: Tensor) -> None:
         """Moves an anchor as `torch.optim.SGD` with ``nesterov=True`` does."""
@@ -304,11 +309,13 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def _checksum(tensors: Sequence[Tensor], modulus: int) -> Tensor:
-    """Returns a whole number below `modulus` that another bit in the tensors changes."""
-    parts = [torch.view_as_real(t) if t.is_complex() else t for t in tensors]
-    sums = [t.view(torch.int64 if t.dtype.itemsize == 8 else torch.int32).sum() for t in parts]
-    return torch.stack(sums).sum() % modulus
+def _checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
+    """Returns the sum of the bits of some tensors as whole numbers, ``(1,)``."""
+    total = torch.zeros(1, dtype=torch.int64, device=device)
+    for tensor in tensors:
+        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        total += real.view(torch.int64 if real.dtype.itemsize == 8 else torch.int32).sum()
+    return total
 
 
 def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
