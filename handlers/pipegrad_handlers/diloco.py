@@ -193,9 +193,8 @@ class Meetings(OuterOptimizer):
         Raises:
             ValueError: If it is not such a state, or was saved with another outer step.
         """
-        # Also if another rank refuses its state: by this number all ranks count alike.
-        self.number = 0
         if not state:
+            self.number = 0
             return
         # With another `every` the run would not end with a meeting, because its steps before count.
         if state["outer"] != self._options:
@@ -213,6 +212,7 @@ class Meetings(OuterOptimizer):
         for key, tensor in stepped.items() if not is_apart else ():
             if self._averages(key):
                 self._anchors[key].copy_(tensor)
+        self._momenta.clear()
         for saved, held in ((state["momenta"], self._momenta), (state["anchors"], self._anchors)):
             held.update({k: v.to(stepped[k].device, copy=True) for k, v in saved.items()})
         self._last = self._sync.statistics().steps - int(state["num_steps"])
