@@ -1,13 +1,13 @@
 """Flat buffers that several streams write and a comm stream reads, and their views.
 
-Steps 1 to 5 of the journey of a gradient (docs/internals.md) write here, steps 6 and 7 read.
+Steps 1 to 5 of the journey of a gradient (docs/internals.md) write here, steps 6 and 7 read. What
+happens to the gradients themselves is in bucket.py.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 from itertools import pairwise
 
 import torch
@@ -52,61 +52,45 @@ class FlatBuffer:
 
     def __init__(self, buffer: torch.Tensor) -> None:
         self.buffer = buffer
-        self._device = buffer.device
+        self.device = buffer.device
         self._home = sync_points.in_use.current(buffer.device)
         self._free = ALLOCATED(buffer.device)
 
     def acquire(self, site: sync_points.Wait) -> None:
         """Makes the current stream wait until the buffer may be written to."""
-        site(self._free, self._device)
+        site(self._free, self.device)
 
     def written(self, site: sync_points.Record) -> torch.Event | None:
         """Returns the event for which a reader must wait, recorded after a write."""
-        return site(self._device)
+        return site(self.device)
 
     def release(self, site: sync_points.Record) -> None:
         """Makes the next writers wait for everything on the current stream until now."""
-        self._free = site(self._device)
+        self._free = site(self.device)
 
     def return_home(self, site: sync_points.Wait) -> None:
         """Makes the stream on which the buffer was allocated wait, like a writer."""
         # torch's allocator gives freed memory back to the stream of its allocation, without a wait
         # for the other streams that have used it.
-        site(self._free, self._device, self._home)
-
-
-@dataclass(frozen=True)
-class GradientReady:
-    """The record of a final gradient in its slot; see step 4 of the journey of a gradient.
-
-    Attributes:
-        key: The parameter.
-        contributed: Whether this rank computed a gradient; otherwise the slot holds zeros.
-        event: Recorded on the producer's stream right after the last write; None on CPU.
-    """
-
-    key: str
-    contributed: bool
-    event: torch.Event | None
+        site(self._free, self.device, self._home)
 
 
 class BucketBuffer:
-    """The memory of one bucket, views of its slots, and a record of each gradient in it.
+    """The memory of one bucket: a slot for each gradient, and a flag for each slot.
 
-    The memory is flat, ``(numel,)`` of the wire dtype: first the slots, then a flag for each slot.
-    Without SHARD or WHOLE it stays. With them it is made at the first write of a step, and goes
-    when this rank's part was taken out of it; see [Note: shards]. The part goes with the last
-    gradient that is in it.
+    The memory is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. Without
+    SHARD or WHOLE it stays. With them it is made at the first write of a step, and goes when this
+    rank's part was taken out of it; see [Note: shards]. The part goes with the last gradient that
+    is in it.
 
     Args:
         bucket: The bucket.
         device: Of the memory.
         rank: This rank, which has one part after a reduction with SHARD or WHOLE.
-        divisor: Each gradient is divided by this as it is filled, besides its own divisor.
 
     Attributes:
         bucket: The bucket.
-        views: Key -> its slot. Empty while there is no memory.
+        slots: Views, in the order of the bucket. Empty while there is no memory.
         payload: The part of the slots that this rank has after the reductions so far.
         scatters_at: The number of this rank's first reduction with SHARD or WHOLE; None if there is
             none.
@@ -114,11 +98,9 @@ class BucketBuffer:
         on_making: Called right before memory is made that goes again.
     """
 
-    def __init__(
-        self, bucket: Bucket, device: torch.device, *, rank: int = 0, divisor: float = 1.0
-    ) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device, *, rank: int = 0) -> None:
         self.bucket = bucket
-        self.views: dict[str, torch.Tensor] = {}
+        self.slots: list[torch.Tensor] = []
         self.is_taken = False
         self.on_making: Callable[[], object] | None = None
         taken = bucket.route[: steps_taken(bucket.route, rank)]
@@ -126,22 +108,16 @@ class BucketBuffer:
         # The element of the payload at which the part begins that is taken out.
         taken_to = None if self.scatters_at is None else self.scatters_at + 1
         self._part_start = 0 if taken_to is None else bucket.region(rank, taken_to).start
-        self._device = device
+        self.device = device
         self._home = sync_points.in_use.current(device)  # where the present step has begun
         self._rank = rank
-        self._divisor = divisor
         self._memory: FlatBuffer | None = None
         self._making = threading.Lock()  # threads of autograd may write first
         self._part: torch.Tensor | None = None  # until the gradients of this step have it
-        self._slot_index = {slot.key: index for index, slot in enumerate(bucket.slots)}
-        self._ready: dict[str, GradientReady] = {}
-        self._undivided: dict[str, float] = {}
+        self._divisor = 1.0
+        self._divided: Collection[int] = ()
+        self._event: torch.Event | None = None
         self._was_zero: bool | None = None
-
-    @property
-    def keys(self) -> Sequence[str]:
-        """The parameters, in the order of their slots."""
-        return list(self._slot_index)
 
     @property
     def goes(self) -> bool:
@@ -149,12 +125,20 @@ class BucketBuffer:
         return self.scatters_at is not None
 
     @property
+    def address(self) -> int | None:
+        """Where the memory begins; None while there is none."""
+        return None if self._memory is None else self._memory.buffer.data_ptr()
+
+    @property
     def buffer(self) -> torch.Tensor:
         """All slots and flags, flat."""
-        return self._made().buffer
+        return self.made().buffer
 
-    def reset(self, keys: Sequence[str]) -> None:
-        """Drops all records, and zeroes the slots of `keys`.
+    def reset(self, zeroed: Sequence[int] = ()) -> None:
+        """Begins a step, and zeroes some slots.
+
+        Args:
+            zeroed: Numbers of slots to which others add without autograd.
 
         Sync: writes on the current stream, after the last reader of the memory. Later writers wait
         for this.
@@ -162,93 +146,98 @@ class BucketBuffer:
         # Step 1 of the journey of a gradient. The collective of the last step may still read on its
         # comm stream. Others write to the slots on streams that know nothing of this one, so an
         # event is recorded for them.
-        self._ready.clear()
-        self._undivided.clear()
         self.is_taken = False
         self._part = None  # after a failed step, nobody has taken it
-        self._home = sync_points.in_use.current(self._device)
-        if self.goes and self._memory is None and not keys:
+        self._home = sync_points.in_use.current(self.device)
+        if self.goes and self._memory is None and not zeroed:
             return
-        memory = self._made()
+        memory = self.made()
         memory.acquire(RESET_FREE)
-        if len(keys) == len(self.bucket.slots):
+        if len(zeroed) == len(self.slots):
             memory.buffer.zero_()
         else:
-            for key in keys:
-                self.views[key].zero_()
+            for number in zeroed:
+                self.slots[number].zero_()
         self._locate(memory.buffer)
         self._flags.fill_(1)
         memory.release(RESET)
 
-    def adopt(self, key: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Copies the first gradient of a step into its slot; returns the slot.
+    def claim(self) -> list[torch.Tensor]:
+        """Returns the slots, for a caller that overwrites some of them.
 
-        Sync: writes on the current stream, which must be the producer's.
+        Sync: the current stream may write to them then.
         """
-        slot = self.claim(key)
-        write(slot, gradient)
-        return slot
-
-    def claim(self, key: str) -> torch.Tensor:
-        """Returns a slot for a caller that overwrites it.
-
-        Sync: the current stream may write then.
-        """
-        self._made().acquire(ADOPT_FREE)
-        return self.views[key]
+        self.made().acquire(ADOPT_FREE)
+        return self.slots
 
     def fill(
-        self,
-        key: str,
-        gradient: torch.Tensor | None,
-        *,
-        contributed: bool,
-        divisor: float = 1.0,
-    ) -> bool:
-        """Writes a gradient into its slot, unless it is there; returns whether the bucket is full.
+        self, gradients: list[torch.Tensor], slots: Sequence[int], absent: Sequence[int]
+    ) -> None:
+        """Writes the gradients that are not in the bucket yet. They are not divided.
 
         Args:
-            key: The parameter.
-            gradient: None if this rank has none; then the slot is zeroed.
-            contributed: False if no write was seen. The flag is then computed from the slot.
-            divisor: The gradient must be divided by this. It is, in the same pass. If it is in its
-                slot already, `divide` does it.
+            gradients: In any memory.
+            slots: The number of the slot of each.
+            absent: Slots without a gradient on this rank: they are zeroed, and so are their flags.
 
-        Sync: writes on the current stream, which must be the producer's. No write and no copy if
-        `gradient` is already the slot's view.
+        Sync: writes on the current stream, which must be after all producers.
         """
-        # A kernel that writes to the address of a slot changes no version counter. So without a
-        # known write, the device looks for values that are not zero, and the host need not wait.
-        memory, divisor = self._made(), divisor * self._divisor
-        slot = self.views[key]
-        if gradient is not slot or not contributed:
-            memory.acquire(FILL_FREE)
-        if gradient is None:
-            slot.zero_()
-        elif gradient is not slot:
-            write(slot, gradient, divisor)
-        elif divisor != 1:
-            self._undivided[key] = divisor
-        if not contributed:
-            flag = self._flags[self._slot_index[key]]
-            flag.zero_() if gradient is None else flag.copy_(slot.any())
-        # One event for each gradient: tied stages and autograd may write from different streams, so
-        # no single event comes after all writes. A launch waits for all of them.
-        self._ready[key] = GradientReady(key, contributed, memory.written(WRITTEN))
-        return len(self._ready) == len(self.bucket.slots)
+        memory = self.made()
+        memory.acquire(FILL_FREE)
+        copy_(gradients, [self.slots[number] for number in slots])
+        if len(absent) == len(self.slots):
+            memory.buffer.zero_()
+        else:
+            for number in absent:
+                self.slots[number].zero_()
+                self._flags[number].zero_()
+
+    def flag_values(self, slots: Sequence[int]) -> None:
+        """Sets the flags of slots to which somebody may have added: whether a value is not zero.
+
+        Sync: as `fill`, behind it. The host does not wait.
+        """
+        for number in slots:
+            self._flags[number].copy_(self.slots[number].any())
+
+    def complete(self, divisor: float, divided: Collection[int] = ()) -> None:
+        """Ends the writes of a step: the bucket may leave.
+
+        Args:
+            divisor: All gradients must still be divided by this; `divide` does so.
+            divided: Numbers of the slots that are divided already.
+
+        Sync: the current stream must be after all writes.
+        """
+        # One event for the whole bucket: whoever completes it has made the current stream wait for
+        # all other streams that wrote.
+        self._divisor, self._divided = divisor, divided
+        self._event = self.made().written(WRITTEN)
+
+    def producers(self) -> list[torch.Event]:
+        """Returns the event that a launch must wait for, if there is one."""
+        # On CPU there is none: a task is submitted only after the writes of all threads.
+        return [] if self._event is None else [self._event]
 
     def divide(self) -> None:
-        """Divides the gradients that `fill` did not write; call it once, before any reduction.
+        """Divides the gradients, but those that are divided; call it once, before any reduction.
 
         Sync: on the current stream, after all producers.
         """
-        divisors = set(self._undivided.values())
-        if len(divisors) == 1 and len(self._undivided) == len(self.bucket.slots):
-            self.payload.div_(divisors.pop())
-        else:
-            for key, divisor in self._undivided.items():
-                self.views[key].div_(divisor)
-        self._undivided.clear()
+        if self._divisor == 1:
+            return
+        if not self._divided:
+            self.payload.div_(self._divisor)
+            return
+        # What lies between two slots that are divided is one piece, with its gaps, which are zero.
+        begin = 0
+        for number in sorted(self._divided):
+            slot = self.bucket.slots[number]
+            if begin < slot.offset:
+                self.payload[begin : slot.offset].div_(self._divisor)
+            begin = slot.offset + slot.numel
+        if begin < len(self.payload):
+            self.payload[begin:].div_(self._divisor)
 
     def end_reduction(self, step: int, divisor: int) -> None:
         """Notes that a reduction is done, and divides what this rank has then.
@@ -294,7 +283,7 @@ class BucketBuffer:
         """
         if self._memory is not None and self.is_taken:
             self._memory.return_home(GONE)
-            self._memory, self.views = None, {}
+            self._memory, self.slots = None, []
 
     def end_step(self) -> None:
         """Ends a step, whose results are in place. A part belongs to the gradients in it now.
@@ -330,39 +319,27 @@ class BucketBuffer:
             )
         return self._was_zero
 
-    @property
-    def missing(self) -> list[str]:
-        """The slots without a call of `fill` since `reset`."""
-        return [key for key in self._slot_index if key not in self._ready]
+    def contributed(self) -> list[bool]:
+        """Returns for each slot whether any rank has a gradient. Blocks the host."""
+        return [flag != 0 for flag in self._flags.tolist()]
 
-    def producers(self) -> list[torch.Event]:
-        """Returns the events that a launch must wait for."""
-        # On CPU there are none: a task is submitted only after the writes of all threads.
-        return [ready.event for ready in self._ready.values() if ready.event is not None]
-
-    def anybody_contributed(self, key: str) -> bool:
-        """Whether any rank contributed. Blocks the host only if this rank did not contribute."""
-        if self._ready[key].contributed:
-            return True
-        return bool(self._flags[self._slot_index[key]].item())
-
-    def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
+    def shard(self, number: int, begin: int, end: int) -> torch.Tensor:
         """Returns the elements ``begin:end`` of a slot, flat, in the order of memory.
 
         They must be in this rank's shard, and the step may not have ended.
         """
         assert self._part is not None
-        start = self.bucket.slots[self._slot_index[key]].offset - self._part_start
+        start = self.bucket.slots[number].offset - self._part_start
         return self._part[start + begin : start + end]
 
-    def result(self, key: str) -> torch.Tensor:
+    def result(self, number: int) -> torch.Tensor:
         """Returns the slot of a gradient that this rank has whole, after all reductions.
 
         The step may not have ended.
         """
         if self._part is None:
-            return self.views[key]
-        slot = self.bucket.slots[self._slot_index[key]]
+            return self.slots[number]
+        slot = self.bucket.slots[number]
         offset = slot.offset - self._part_start
         return self._part.as_strided(slot.shape, slot.stride, offset).data
 
@@ -378,14 +355,14 @@ class BucketBuffer:
 
     def nothing(self) -> torch.Tensor:
         """Returns no elements, of the wire dtype, on the device."""
-        return torch.empty(0, dtype=self.bucket.wire_dtype, device=self._device)
+        return torch.empty(0, dtype=self.bucket.wire_dtype, device=self.device)
 
     def _locate(self, flat: torch.Tensor) -> None:
         """Uses the payload and the flags in `flat` from now on; there are none if it is empty."""
         end = max(len(flat) - len(self.bucket.slots), 0)
         self.payload, self._flags = flat[:end], flat[end:]
 
-    def _made(self) -> FlatBuffer:
+    def made(self) -> FlatBuffer:
         """Returns the memory, which is made if there is none.
 
         Sync: zeroes the gaps between slots on the current stream, if it is made.
@@ -395,7 +372,7 @@ class BucketBuffer:
                 if self.goes and self.on_making is not None:
                     self.on_making()
                 bucket = self.bucket
-                flat = torch.empty(bucket.numel, dtype=bucket.wire_dtype, device=self._device)
+                flat = torch.empty(bucket.numel, dtype=bucket.wire_dtype, device=self.device)
                 # Nobody writes into the gaps, but handlers and hooks read all of the payload.
                 ends = [(s.offset, s.offset + s.numel) for s in bucket.slots]
                 for (_, end), (begin, _) in pairwise([*ends, (bucket.payload_numel, 0)]):
@@ -405,10 +382,10 @@ class BucketBuffer:
                 self._flags.fill_(1)
                 # Views share the version counter of their base, but `.data` has its own counter.
                 # So it can be seen which slot was written.
-                self.views = {
-                    slot.key: flat.as_strided(slot.shape, slot.stride, slot.offset).data
+                self.slots = [
+                    flat.as_strided(slot.shape, slot.stride, slot.offset).data
                     for slot in bucket.slots
-                }
+                ]
                 self._memory = FlatBuffer(flat)
             return self._memory
 
@@ -429,3 +406,16 @@ def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> N
         if divisor != 1:
             # A division in the narrower dtype would round once more.
             slot.div_(divisor)
+
+
+def copy_(gradients: list[torch.Tensor], slots: list[torch.Tensor]) -> None:
+    """Overwrites slots with gradients, which are not divided: all at once, but sparse ones.
+
+    Sync: on the current stream.
+    """
+    with torch.no_grad():
+        if any(gradient.layout != torch.strided for gradient in gradients):
+            for gradient, slot in zip(gradients, slots, strict=True):
+                write(slot, gradient)
+        elif gradients:
+            torch._foreach_copy_(slots, gradients)

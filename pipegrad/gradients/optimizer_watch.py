@@ -44,6 +44,7 @@ class OptimizerWatch:
         alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
         on_refusal: A bound method; called with the error if an optimizer is refused.
         on_step: A bound method; called after each step of an optimizer that was adopted.
+        find_changed: A bound method; returns a parameter whose gradient has changed since a step.
 
     Attributes:
         has_gradients: Whether a step has finished, and nothing was stepped with its gradients.
@@ -58,6 +59,7 @@ class OptimizerWatch:
         alike: bool,
         on_refusal: Callable[[PipegradError], object],
         on_step: Callable[[], object],
+        find_changed: Callable[[], str | None],
     ) -> None:
         self.has_gradients = False
         self.scaler: Callable[[], GradScaler | None] = lambda: None
@@ -65,6 +67,7 @@ class OptimizerWatch:
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
         self._on_step = weakref.WeakMethod(on_step)
+        self._find_changed = weakref.WeakMethod(find_changed)
         self._placed = [p.placed for p in parameters if p.placed.main_shard]
         self._has_replaced = any(p.placed.is_replaced for p in parameters)
         self._adopted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
@@ -133,11 +136,11 @@ class OptimizerWatch:
         if not (optimizer in self._adopted or any(self._stepped_by(optimizer))):
             return
         self._looks = False  # an optimizer that steps may write gradients itself
-        changed = next((p for p in self._live.values() if p.is_result_changed), None)
+        changed = None if (find := self._find_changed()) is None else find()
         if changed is not None:
             self._has_warned = True
             warnings.warn(
-                f"the gradient of {changed.record.key!r} was changed between finish() and "
+                f"the gradient of {changed!r} was changed between finish() and "
                 f"optimizer.step(). torch's clip_grad_norm_ knows only the norm of this rank's "
                 f"gradients: call sync.clip_grad_norm_(), which has that of all ranks. What "
                 f"changes each element alike on all ranks is right",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -40,7 +40,7 @@ COLLECTIVE = sync_points.WaitWork(
 
 
 class Reducer:
-    """Takes final gradients, and launches collectives in the order of the plan.
+    """Takes complete buckets, and launches collectives in the order of the plan.
 
     Args:
         plan: This rank's buckets and collectives.
@@ -71,11 +71,10 @@ class Reducer:
         self._handlers = handlers
         self._rank = plan.rank
         self._device = device
-        self.buffers = {bucket.index: self._bucket_buffer(bucket) for bucket in plan.buckets}
+        self.buffers = {b.index: BucketBuffer(b, device, rank=plan.rank) for b in plan.buckets}
         self.room = Room(self.buffers, is_patient=is_patient)
         for buffer in self.buffers.values():
             buffer.on_making = self.room.make
-        self.buffer_of = {s.key: self.buffers[b.index] for b in plan.buckets for s in b.slots}
         self._queues = [
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
@@ -127,22 +126,22 @@ class Reducer:
     @property
     def has_failed(self) -> bool:
         """Whether a collective failed on this rank, or was perhaps never launched."""
-        with self._lock:  # threads of autograd may be in `announce`
+        with self._lock:  # threads of autograd may be in `leave`
             return self._is_in_doubt or any(
                 comm_stream.error is not None for comm_stream in self.comm_streams
             )
 
     def give_up(self) -> None:
-        """Launches the remaining collectives of a failed step, so that it ends on all ranks.
+        """Notes that the step has failed on this rank; call it before the buckets leave as zeros.
 
-        Slots without a gradient are zeroed. No rank reads the results. See [Note: failed steps].
+        No rank reads the results. See [Note: failed steps].
         """
         self._has_given_up = True
-        for buffer in self.buffers.values():
-            for key in buffer.missing:
-                self.announce(key, None, contributed=False)
-        # Late work is submitted here: other ranks need it in their `finish`, and this rank may
-        # never call `finish` for this step.
+
+    def run_late(self) -> None:
+        """Submits what was put off."""
+        # Other ranks need it in their `finish`, and this rank may never call `finish` for a step
+        # that has failed.
         for comm_stream in self.comm_streams:
             comm_stream.submit(comm_stream.run_late, ())
 
@@ -151,27 +150,25 @@ class Reducer:
         for launch in self._expecting:
             self.comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
 
-    def announce(
-        self,
-        key: str,
-        gradient: torch.Tensor | None,
-        *,
-        contributed: bool,
-        divisor: float = 1.0,
-    ) -> None:
-        """Takes a final gradient, which must be divided, and launches the collectives due now.
+    def leave(self, bucket: int, fill: Callable[[], None]) -> None:
+        """Fills a bucket that is complete, and launches the collectives due now.
 
-        Sync: the slot is written and its event recorded on the current stream; collectives run on
-        the comm streams. May be called from autograd's threads.
+        Args:
+            bucket: Its number.
+            fill: Writes what is left of it. It is not called for a bucket that has left.
+
+        Sync: `fill` runs on the current stream, collectives on the comm streams. May be called from
+        autograd's threads.
         """
         with self._lock:
-            buffer = self.buffer_of[key]
+            if bucket in self._complete:
+                return
             self._is_in_doubt = True
             try:
-                if buffer.fill(key, gradient, contributed=contributed, divisor=divisor):
-                    self._complete.add(buffer.bucket.index)
-                    for comm_stream in range(len(self.comm_streams)):
-                        self._launch_due(comm_stream)
+                fill()
+                self._complete.add(bucket)
+                for comm_stream in range(len(self.comm_streams)):
+                    self._launch_due(comm_stream)
             except Exception:
                 self._is_in_doubt = False
                 raise
@@ -195,9 +192,9 @@ class Reducer:
             if launch.step == buffer.scatters_at:
                 self.room.launched(launch.bucket, ticket)
 
-    def _bucket_buffer(self, bucket: Bucket) -> BucketBuffer:
-        divisor = len(bucket.route[0].ranks) if self._divides_first(bucket) else 1
-        return BucketBuffer(bucket, self._device, rank=self._rank, divisor=divisor)
+    def mean_of(self, bucket: Bucket) -> int:
+        """Returns by what gradients are divided before the first reduction; 1 for nothing."""
+        return len(bucket.route[0].ranks) if self._divides_first(bucket) else 1
 
     def _divides_first(self, bucket: Bucket) -> bool:
         """Whether gradients are divided for the mean of the first reduction as they are filled.

@@ -12,9 +12,11 @@ from torch import nn
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
-from pipegrad.gradients.bucket_buffer import BucketBuffer
+from pipegrad.gradients.bucket import GradientBucket
+from pipegrad.gradients.careful import CarefulBucket
 from pipegrad.gradients.drift.copies import Copies
 from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import GlobalNorm
@@ -24,6 +26,8 @@ from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.replicas import Lookup
 from pipegrad.gradients.step import Step
+from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.ties import named
 from pipegrad.model.wrappers import unwrapped
@@ -82,7 +86,6 @@ def set_up(
         agreed,
         modules,
         trees,
-        buffers=reducer.buffer_of,
         parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
     )
     lookup = partial(_lookup, parameters)
@@ -115,10 +118,14 @@ def set_up(
         repairs=agreed.options.repair,
         is_exact=agreed.rounds_alike,
     )
+    reduced, local = _gradients(agreed, parameters, reducer)
     step = Step(
         plan,
         parameters,
         trees,
+        buckets=reduced,
+        local=local,
+        accessor=agreed.accessor,
         reducer=reducer,
         parameter_sync=parameter_sync,
         failures=failures,
@@ -176,7 +183,6 @@ def live_parameters(
     modules: Mapping[int, nn.Module],
     trees: Mapping[int, ModuleTree],
     *,
-    buffers: Mapping[str, BucketBuffer],
     parameter_buffers: Mapping[str, ParameterBuffer],
 ) -> dict[str, LiveParameter]:
     """Returns this rank's parameters by key, with their main shards.
@@ -185,13 +191,12 @@ def live_parameters(
         agreed: The agreed model and plan.
         modules: This rank's stages.
         trees: Find the parameters, by stage.
-        buffers: Key -> the buffer of its gradient's bucket.
         parameter_buffers: Key -> the memory of the parameter, if a parameter sync may write to it.
     """
     # A tied parameter that several stages of this rank hold is one LiveParameter: `link_local` has
     # made it one object. It is final when all of these stages are.
     manifest, plan = agreed.manifest, agreed.plan
-    divisors = dict(plan.divisors)
+    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
     homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
     main_shards = _main_shards(agreed)
     with_result = {main_range.key for main_range in plan.main_ranges}
@@ -202,16 +207,43 @@ def live_parameters(
             record,
             local,
             agreed.accessor,
-            buffers.get(record.key),
+            is_reduced=record.key in reduced,
             has_result=record.key in with_result,
             parameter_buffer=parameter_buffers.get(record.key),
             main_shard=main_shards.get(record.key),
-            divisor=divisors.get(record.key, 1.0),
-            # DistributedDataParallel reduces gradients until the end of the whole backward. Before
-            # that they are not final.
-            may_leave_early=manifest.reduced_by_ddp.isdisjoint(local),
         )
     return parameters
+
+
+def _gradients(
+    agreed: Agreed, parameters: Mapping[str, LiveParameter], reducer: Reducer
+) -> tuple[dict[int, GradientBucket], LocalGradients]:
+    """Returns the gradients of each bucket by its number, and those that nobody reduces."""
+    plan, accessor = agreed.plan, agreed.accessor
+    divisors = dict(plan.divisors)
+    buckets: dict[int, GradientBucket] = {}
+    for bucket in plan.buckets:
+        held = [parameters[slot.key] for slot in bucket.slots]
+        # What is rare is decided here, once; see careful.py.
+        is_rare = (
+            not isinstance(accessor, GradAttribute)
+            or bucket.dtype != bucket.wire_dtype
+            or any(is_dtensor(p.live) for p in held)
+        )
+        make = partial(CarefulBucket, accessor) if is_rare else GradientBucket
+        buckets[bucket.index] = make(
+            held,
+            reducer.buffers[bucket.index],
+            divisor=divisors.get(held[0].record.key, 1.0),
+            mean=reducer.mean_of(bucket),
+            # DistributedDataParallel reduces gradients until the end of the whole backward. Before
+            # that they are not final.
+            may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(held[0].stages),
+        )
+    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+    alone = [p for k, p in parameters.items() if k not in reduced and p.record.requires_grad]
+    own = [divisors.get(p.record.key, 1.0) for p in alone]
+    return buckets, LocalGradients(alone, accessor, own)
 
 
 def _main_shards(agreed: Agreed) -> dict[str, MainShard]:

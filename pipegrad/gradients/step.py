@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -13,13 +14,16 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
+from pipegrad.gradients.bucket import BucketState, GradientBucket
 from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refusal
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.plan import Plan
@@ -35,6 +39,9 @@ class Step:
     Args:
         plan: Of this rank.
         parameters: Of this rank, by key.
+        buckets: Of this rank, by number.
+        local: The gradients that nobody reduces.
+        accessor: Where gradients live.
         trees: Find the parameters, by stage.
         reducer: Launches collectives, and waits for them.
         parameter_sync: Sends parameters after the optimizer's step.
@@ -59,6 +66,9 @@ class Step:
         parameters: Mapping[str, LiveParameter],
         trees: Mapping[int, ModuleTree],
         *,
+        buckets: Mapping[int, GradientBucket],
+        local: LocalGradients,
+        accessor: GradientAccessor,
         reducer: Reducer,
         parameter_sync: ParameterSync,
         failures: FailedSteps,
@@ -83,20 +93,27 @@ class Step:
         self._wrapped = wrapped
         self._keeps_state = keeps_state
         self._keeps_equal = keeps_equal
-        # Backward completes the last parameter of a stage first. Gradients are sent in that order.
-        self._last_backwards: set[int] = set()  # stages whose next backward is the last
-        self._by_stage: dict[int, list[LiveParameter]] = {stage: [] for stage in sorted(trees)}
-        for parameter in reversed(list(parameters.values())):
-            parameter.connect(self._on_accumulated)
-            for stage in sorted(parameter.stages):
-                self._by_stage[stage].append(parameter)
+        self._buckets = buckets
+        self._placed = [p for p in parameters.values() if p.placed.is_updated_elsewhere]
+        self._local = local
+        self._everything: list[GradientBucket | LocalGradients] = [*buckets.values(), local]
+        self._is_plain = isinstance(accessor, GradAttribute)
+        for bucket in buckets.values():
+            bucket.connect(self)
+        # Backward completes the last parameter of a stage first. Buckets leave in that order.
+        self._by_stage = {
+            stage: [b for b in buckets.values() if stage in b.stages] for stage in sorted(trees)
+        }
         # A stage's forward may write none of these: what it writes reaches no other rank.
-        self._unwritten = {s: [p for p in ps if p.is_elsewhere] for s, ps in self._by_stage.items()}
+        self._unwritten = {
+            stage: [p for p in parameters.values() if p.is_elsewhere and stage in p.stages]
+            for stage in self._by_stage
+        }
         self._versions: dict[int, list[int]] = {}  # by stage, when it may compute
-        self._by_id = {id(p.live): p for p in parameters.values()}
         self._only_accumulates = False  # whether the present step began inside `accumulate`
         self._divides_late = False  # whether `finish` is given the divisor
         self._final_stages: set[int] = set()
+        self._waiting: set[int] = set()  # stages that are not final in this step
         self._late_error: StepError | None = None
         self._last_together = 0  # the last step of which all ranks have met at its end
         self.watch = OptimizerWatch(
@@ -105,7 +122,10 @@ class Step:
             alike=alike,
             on_refusal=self._refused,
             on_step=self.publish_stepped,
+            find_changed=self.changed_result,
         )
+        self._locate()
+        self._follow()
 
     @property
     def is_open(self) -> bool:
@@ -143,6 +163,8 @@ class Step:
     def prepare(self, divisor: float | None) -> None:
         """Readies the buckets, or continues a step that only accumulated."""
         self.refuse_closed()
+        if self.state is State.OPEN and any(b.has_final for b in self._buckets.values()):
+            self.state = State.LEAVING
         # In LEAVING this verb begins no step, and other ranks are in the present one.
         with self._failures.refusing(begins=self.state is not State.LEAVING):
             self._prepare(divisor)
@@ -165,31 +187,21 @@ class Step:
         self._refresh(continues=continues)
         self._divides_late = divisor is None
         if self._divides_late and not continues:
-            for parameter in self._parameters.values():
-                parameter.refuse_values()
+            for gradients in self._everything:
+                gradients.refuse_values()
         self._failures.begin()
         self._late_error = self._late_error if continues else None
-        known = 1.0 if divisor is None else divisor
-        zeroed = {
-            key: p for key, p in self._parameters.items() if p.open(known, continuing=continues)
-        }
-        # Step 1 of the journey of a gradient. Only slots to which others add are zeroed.
-        for buffer in self._reducer.buffers.values():
-            buffer.reset([key for key in buffer.keys if key in zeroed])
-        for parameter in zeroed.values():
-            parameter.use_view()
-        for parameter in self._parameters.values():
-            parameter.watch()
+        # Step 1 of the journey of a gradient.
+        for gradients in self._everything:
+            gradients.begin(1.0 if divisor is None else divisor, continuing=continues)
         self._reducer.begin()
         if not self.is_accumulating:
             # Receives of partial sums are posted before the first backward: a rank that is ahead
             # sends without waiting for this one.
             self._reducer.expect()
-        self._last_backwards.clear()
         self._final_stages.clear()
+        self._waiting = set(self._by_stage)
         self._note_versions(*self._by_stage)
-        self._by_id = {id(p.live): p for p in self._parameters.values()}
-        self.watch.follow(self._by_id)
         self.watch.expect(has_gradients=False)
         self._only_accumulates = self.is_accumulating
         self._go("prepare")
@@ -209,34 +221,43 @@ class Step:
         self._check_stage("stage_last_backward", stage)
         self._refuse_written(stage)
         if not self.is_accumulating:
-            self._last_backwards.add(stage)
-            for parameter in self._by_stage[stage]:
-                parameter.resume()
+            for bucket in self._by_stage[stage]:
+                bucket.announce(stage)
 
     def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Marks some gradients of a stage as final."""
         self._check_stage("parameters_final", stage)
         if self.is_accumulating:
             return
+        by_bucket: dict[int, list[int]] = {}
         for tensor in parameters:
-            parameter = self._by_id.get(id(tensor))
+            parameter, bucket, number = self._by_id.get(id(tensor), (None, None, 0))
             if parameter is None or stage not in parameter.stages:
                 raise StepError(
                     f"a parameter of shape {tuple(tensor.shape)} is none of those of stage "
                     f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
                 )
-            self._finalize_for(stage, parameter)
+            if bucket is not None:
+                by_bucket.setdefault(bucket, []).append(number)
+        for bucket, numbers in by_bucket.items():
+            self._buckets[bucket].parameters_final(stage, numbers)
 
     def adopt(self, stage: int) -> None:
         """Moves gradients of a stage that were made without autograd into their slots."""
-        for parameter in self._by_stage[stage] if self.is_open else ():
-            if not parameter.final:
-                parameter.adopt()
+        for bucket in self._by_stage[stage] if self.is_open else ():
+            bucket.adopt()
 
     def claim(self, tensor: nn.Parameter) -> torch.Tensor | None:
         """Returns memory for the first gradient of a parameter; None if it may not be written."""
-        parameter = self._by_id.get(id(tensor))
-        return parameter.claim() if parameter is not None and self.is_open else None
+        parameter, bucket, number = self._by_id.get(id(tensor), (None, None, 0))
+        if parameter is None or not self.is_open or not parameter.record.requires_grad:
+            return None
+        gradients = self._local if bucket is None else self._buckets[bucket]
+        return gradients.claim(number)
+
+    def slot_addresses(self) -> set[int]:
+        """Returns where the memory of the buckets begins."""
+        return {b.address for b in self._reducer.buffers.values() if b.address is not None}
 
     def stage_final(self, stage: int) -> None:
         """Marks all gradients of a stage as final; launches complete buckets, in order."""
@@ -248,9 +269,10 @@ class Step:
             raise StepError(f"stage {stage} is final already: call stage_final() once a step")
         self._go("stage_final")
         self._final_stages.add(stage)
-        self._last_backwards.discard(stage)
-        for parameter in self._by_stage[stage]:
-            self._finalize_for(stage, parameter)
+        self._waiting.discard(stage)
+        for bucket in self._by_stage[stage]:
+            if bucket.stage_is_final(stage):
+                self.complete(bucket)
 
     def finish(self, divisor: torch.Tensor | None) -> bool:
         """Waits until every gradient is in place; returns whether copies must be compared."""
@@ -265,8 +287,8 @@ class Step:
             return False
         self.check("finish")
         with self._failures.refusing(begins=False):
-            unfinished = sorted({s for p in self._parameters.values() for s in p.waiting})
-            if unfinished:
+            if self._waiting:
+                unfinished = sorted(self._waiting)
                 raise StepError(f"finish() before stage_final() of stages {unfinished}")
             if self._divides_late != (divisor is not None):
                 raise StepError(
@@ -274,8 +296,10 @@ class Step:
                     "was None in prepare(), and only then"
                 )
         try:
-            if self._late_error is not None:
-                raise self._late_error
+            late = (b.late() for b in self._buckets.values())
+            if (error := self._late_error or next(filter(None, late), None)) is not None:
+                raise error
+            self._local.settle()
             exposed_seconds = self._reducer.wait()
             compares = self._keeps_equal and self._drift.count(self._failures.step)
             if self._is_together(compares=compares):
@@ -287,38 +311,22 @@ class Step:
             self.abort(error)
             raise
         scaler = self.watch.scaler()
-        if divisor is not None and scaler is None:
-            self._divide(divisor)
-        self._put_in_place(exposed_seconds)
+        divides = divisor if scaler is None else None
+        if divides is not None:
+            # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
+            # once, whoever holds its gradients.
+            rank, buffers = self._plan.rank, self._reducer.buffers.values()
+            divide_([b.payload for b in buffers if has_result(b.bucket.route, rank)], divides)
+        self._put_in_place(exposed_seconds, divides)
         if divisor is not None and scaler is not None:
             scaler.divide_by(divisor)
         return compares
 
-    def _divide(self, divisor: torch.Tensor) -> None:
-        """Divides what this rank has of all gradients, before it is put in place."""
-        # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
-        # once, whoever holds its gradients.
-        rank, buffers = self._plan.rank, self._reducer.buffers.values()
-        results = [b.payload for b in buffers if has_result(b.bucket.route, rank)]
-        self._part_unreduced()
-        unreduced = [p.gradient for p in self._parameters.values() if p.buffer is None]
-        divide_([*results, *(g for g in unreduced if g is not None)], divisor)
-
-    def _part_unreduced(self) -> None:
-        """Copies gradients that nobody reduces and that share memory, before each is divided."""
-        # Autograd may give two parameters, such as the terms of a sum, views of one gradient.
-        taken = set[int]()
-        for parameter in self._parameters.values():
-            if parameter.buffer is None:
-                parameter.keep_apart(taken)
-
-    def _put_in_place(self, exposed_seconds: float) -> None:
+    def _put_in_place(self, exposed_seconds: float, divisor: torch.Tensor | None) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
-        parameters = self._parameters.values()
-        early = sum(parameter.left_early for parameter in parameters)
-        if any(p.buffer is None and p.pending_divisor != 1 for p in parameters):
-            self._part_unreduced()
-        copies = sum(parameter.finish() for parameter in parameters)
+        early = sum(bucket.num_early for bucket in self._buckets.values())
+        copies = sum(bucket.finish() for bucket in self._buckets.values())
+        self._local.finish(divisor)
         for buffer in self._reducer.buffers.values():
             buffer.end_step()
         self._reducer.room.free()
@@ -388,8 +396,8 @@ class Step:
         """Sets all gradients to None, also those of accumulated steps."""
         self._go("drop_gradients")
         self.watch.expect(has_gradients=False)
-        for parameter in self._parameters.values():
-            parameter.drop()
+        for gradients in self._everything:
+            gradients.drop()
 
     @outside_of_graphs
     def publish_stepped(self) -> None:
@@ -401,8 +409,8 @@ class Step:
         """Refuses all verbs from now on, and removes all hooks."""
         self._go("close")
         self.watch.remove()
-        for parameter in self._parameters.values():
-            parameter.unwatch()
+        for gradients in self._everything:
+            gradients.unfollow()
 
     # Inside.
 
@@ -436,60 +444,86 @@ class Step:
 
     def _refresh(self, *, continues: bool) -> None:
         """Looks up all parameters for this step, and refuses changes that would make it wrong."""
-        for tree in self._trees.values():
-            tree.check()
-        for buffer in self._reducer.buffers.values():
-            buffer.look_again()
-        for parameter in self._parameters.values():
-            parameter.refresh(continuing=continues)
+        replaced = [tree for tree in self._trees.values() if not tree.check()]
+        if replaced or not self._is_as_agreed():
+            before = self._live
+            for parameter in self._parameters.values():
+                parameter.look_up()
+            self._locate()
+            if not all(map(is_, before, self._live)):
+                self._follow()
+        for parameter in self._placed:
+            parameter.placed.check(parameter.live)
+        for gradients in reversed(self._everything):
+            gradients.check(continuing=continues)
 
-    def _on_accumulated(self, parameter: LiveParameter) -> None:
-        """Called by autograd, perhaps in its own threads, after each accumulation."""
-        if not self.is_open:
+    def _is_as_agreed(self) -> bool:
+        """Whether all parameters are the tensors of the last step, with the agreed properties."""
+        # This is done for each parameter in each step, so in the fewest bytecodes.
+        found = [table.get(name) for table, name in self._tables]
+        live = self._live
+        return (
+            self._is_plain
+            and all(map(is_, found, self._held))
+            and [p.requires_grad for p in live] == self._agreed[0]
+            and [p.dtype for p in live] == self._agreed[1]
+            and [p.grad_dtype for p in live] == self._agreed[2]
+            and [p.shape for p in live] == self._agreed[3]
+        )
+
+    def _locate(self) -> None:
+        """Remembers where all parameters are, and what was agreed on them."""
+        parameters = self._parameters.values()
+        homes = [(p, tree, name) for p in parameters for tree, name in p.homes]
+        self._tables = [tree.owner(name) for _, tree, name in homes]
+        self._held = [p.live for p, *_ in homes]
+        live = self._live = [p.live for p in parameters]
+        self._agreed = (
+            [p.requires_grad for p in live],
+            [p.dtype for p in live],
+            [p.grad_dtype for p in live],
+            [p.shape for p in live],
+        )
+
+    def _follow(self) -> None:
+        """Uses the present tensors of the parameters from now on."""
+        # (parameter, number of its bucket, its number there)
+        by_id: dict[int, tuple[LiveParameter, int | None, int]] = {
+            id(p.live): (p, None, 0) for p in self._parameters.values()
+        }
+        everything: list[tuple[int | None, GradientBucket | LocalGradients]]
+        everything = [*self._buckets.items(), (None, self._local)]
+        for index, gradients in everything:
+            gradients.follow()
+            by_id |= {id(p.live): (p, index, i) for i, p in enumerate(gradients.parameters)}
+        self._by_id = by_id
+        self.watch.follow({id(p.live): p for p in self._parameters.values()})
+
+    def complete(self, bucket: GradientBucket) -> None:
+        """Sends a bucket whose gradients are all final. Autograd's threads may call it."""
+        if not self.is_open or bucket.state is not BucketState.OPEN:
             return
-        # Steps 2 and 3 of the journey of a gradient. Before the last backward of a stage, more
-        # accumulations will follow.
-        if not parameter.waiting <= self._last_backwards:
-            parameter.adopt()
-            parameter.pause()
-            return
-        is_complete = parameter.completes()
-        if parameter.final:
-            self._late_error = StepError(
-                f"autograd added to the gradient of {parameter.record.key!r} after it was final; "
-                f"a module that runs backward inside backward must do so in every step, and where "
-                f"a stage has several backwards (an auxiliary loss, say) stage_last_backward() is "
-                f"called before the very last one, or not at all"
-            )
-        elif is_complete:
-            self._finalize(parameter)
-        else:
-            parameter.adopt()
-
-    def _finalize_for(self, stage: int, parameter: LiveParameter) -> None:
-        """Finalizes a parameter after `stage`, if no other local stage will add to it."""
-        if parameter.stage_is_done(stage):
-            self._finalize(parameter)
-
-    def _finalize(self, parameter: LiveParameter) -> None:
-        if self.state is State.OPEN:
-            self.state = State.LEAVING
+        self.state = State.LEAVING
         if self._late_error is not None:
             # `finish` posts it, and only then launches what is left: no rank ends this step before.
             return
         try:
-            gradient = parameter.close()
+            self._reducer.leave(bucket.buffer.bucket.index, bucket.fill)
         except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._late_error = error
-            return
-        if parameter.buffer is not None:
-            self._reducer.announce(
-                parameter.record.key,
-                gradient,
-                contributed=parameter.contributed,
-                divisor=parameter.pending_divisor,
-            )
-            parameter.leave()
+
+    def late(self, error: StepError) -> None:
+        """Makes `finish` fail."""
+        self._late_error = self._late_error or error
+
+    def note_results(self) -> None:
+        """Takes the gradients as they are now for those of the step."""
+        for gradients in self._everything:
+            gradients.note_results()
+
+    def changed_result(self) -> str | None:
+        """Returns a parameter whose result was changed since the end of the step."""
+        return next(filter(None, (each.changed_result() for each in self._everything)), None)
 
     def _give_up(self, *, begun: bool) -> None:
         """Launches the remaining collectives of a failed step, also those of `prepare`."""
@@ -497,10 +531,13 @@ class Step:
             if self._parameter_sync.is_taken:
                 self._parameter_sync.publish_if_due()
             self._reducer.begin()
-            for buffer in self._reducer.buffers.values():
-                buffer.reset(())
+            for bucket in self._buckets.values():
+                bucket.buffer.reset()
             self._reducer.expect()
         self._reducer.give_up()
+        for index, bucket in self._buckets.items():
+            self._reducer.leave(index, bucket.give_up)
+        self._reducer.run_late()
 
     def _refused(self, error: PipegradError) -> None:
         """Posts that an optimizer was refused on this rank, for ranks without an optimizer step."""

@@ -239,6 +239,10 @@ class GradientSync:
         """
         self._step.adopt(stage)
 
+    def slot_addresses(self) -> set[int]:
+        """Returns where the memory of the buckets begins: no gradient there is in use elsewhere."""
+        return self._step.slot_addresses()
+
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
         """Marks all parameters of `stage` as final; launches complete buckets, in order.
@@ -354,8 +358,7 @@ class GradientSync:
 
     def note_results(self) -> None:
         """Takes the gradients as they are now for those of the step: pipegrad has scaled them."""
-        for parameter in self._parameters.values():
-            parameter.mark_reduced()
+        self._step.note_results()
 
     @outside_of_graphs
     def non_finite(self) -> tuple[NonFinite, ...]:

@@ -20,12 +20,23 @@ class ModuleTree:
         self._owners: dict[str, tuple[nn.Module, str]] = {}
         self._children: dict[tuple[int, str], tuple[nn.Module, nn.Module]] = {}
 
-    def check(self) -> None:
-        """Drops all remembered modules if one was replaced. Call it before a series of look-ups."""
+    def check(self) -> bool:
+        """Drops all remembered modules if one was replaced; returns whether none was.
+
+        Call it before a series of look-ups.
+        """
         for (_, name), (parent, child) in self._children.items():
             if parent._modules.get(name) is not child:
                 self._owners, self._children = {}, {}
-                return
+                return False
+        return True
+
+    def owner(self, full: str) -> tuple[dict[str, nn.Parameter | None], str]:
+        """Returns the table of parameters that has this one, and its name there."""
+        if full not in self._owners:
+            self._owners[full] = self._find(full)
+        owner, name = self._owners[full]
+        return owner._parameters, name
 
     def parameter(self, full: str) -> nn.Parameter:
         """Returns the parameter that has this name now.

@@ -15,7 +15,7 @@ only if the address is taken: in most models nothing is copied.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,17 +34,23 @@ class Aliases:
         stages: The stages of this rank.
         sharded: The stages whose parameters FSDP2 swaps.
         lent: Addresses of the receive buffers that stages read now: a view, which changes.
+        slot_addresses: Returns where the memory of the buckets begins.
 
     Attributes:
         lent: The same view.
     """
 
     def __init__(
-        self, stages: Mapping[int, Stage], sharded: ShardedStages, lent: Collection[int]
+        self,
+        stages: Mapping[int, Stage],
+        sharded: ShardedStages,
+        lent: Collection[int],
+        slot_addresses: Callable[[], Collection[int]],
     ) -> None:
         self._stages = stages
         self._sharded = sharded
         self.lent = lent
+        self._slot_addresses = slot_addresses
         self.forget()
 
     def forget(self) -> None:
@@ -143,6 +149,7 @@ class Aliases:
         # FSDP2 gives its gathered parameters new gradients in each backward; see `note_backward`
         # for the others.
         if candidates := [*self._without_gradient[stage], *self._sharded.gathered(stage)]:
+            slots = self._slot_addresses()
             for parameter in candidates:
                 if parameter.grad is None:
                     continue
@@ -150,6 +157,8 @@ class Aliases:
                     parameter.grad = parameter.grad.clone()
                     continue
                 address = local(parameter.grad).untyped_storage().data_ptr()
+                if address in slots:  # all slots of a bucket have this address
+                    continue
                 if address in taken:
                     parameter.grad = parameter.grad.clone()
                 taken.add(address)

@@ -168,6 +168,7 @@ class Kind:
         gradients_of: Manifest | None = None,
         *,
         sum_dtype: torch.dtype | None = None,
+        divisor: float = 1.0,
     ) -> None:
         entry_dtype = gradients_of and gradients_of.entries(record.key)[0].gradient_dtype
         self.record = record
@@ -175,6 +176,7 @@ class Kind:
         self.dtype = entry_dtype or record.dtype
         self.wire_dtype = wire_dtype or self.dtype
         self.sum_dtype = torch.promote_types(self.wire_dtype, sum_dtype or self.wire_dtype)
+        self.divisor = divisor
         self.ready = max(ticks[stage] for stage in record.holders)
 
     @property
@@ -184,7 +186,8 @@ class Kind:
         # by their stages. The dtype of the parameter counts only if parameters are sent.
         has_sync = any(step.syncs_parameters for step in self.route)
         dtypes = (str(self.dtype), str(self.wire_dtype), str(self.record.dtype) if has_sync else "")
-        return (self.ready, self.record.holders, signature(self.route), dtypes)
+        divisor = "" if self.divisor == 1 else str(self.divisor)
+        return (self.ready, self.record.holders, signature(self.route), dtypes, divisor)
 
 
 def in_few_words(keys: Sequence[str]) -> str:

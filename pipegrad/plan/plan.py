@@ -264,6 +264,7 @@ def _plan_shared(
             options.reduce_dtype,
             manifest,
             sum_dtype=options.sum_dtype,
+            divisor=divisors.get(record.key, 1.0),
         )
         for record, route in agreed
         if record.requires_grad and route

@@ -1,0 +1,235 @@
+"""Gradients that no other rank has: they stay where autograd adds to them, and are divided."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.utils.weak import TensorWeakRef
+
+from pipegrad.gradients.bucket import Hook, refuse_value
+from pipegrad.gradients.careful import show_result
+from pipegrad.gradients.norm import divide_
+from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.model.dtensor import is_dtensor, is_misplaced, redistribute_gradient
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+
+
+class LocalGradients:
+    """The gradients of this rank that nobody reduces.
+
+    Args:
+        parameters: That are trained.
+        accessor: Where their gradients live.
+        divisors: Each gradient is divided by this, besides the divisor of each step.
+    """
+
+    def __init__(
+        self,
+        parameters: Sequence[LiveParameter],
+        accessor: GradientAccessor,
+        divisors: Sequence[float],
+    ) -> None:
+        self.parameters = parameters
+        self._accessor = accessor
+        self._own_divisors = divisors
+        self._main_shards = [p.placed.main_shard for p in parameters]
+        self._is_attribute = isinstance(accessor, GradAttribute)
+        self._is_open = False
+        self._before: list[torch.Tensor | None] | None = None
+        self._divisor = 1.0
+        # References to the results of the last step, and their versions. Weak references: a
+        # gradient that the user drops must be freed before the next step.
+        self._results: list[TensorWeakRef | None] = []
+        self._result_versions: list[int] = []
+        self._kept: set[int] = (
+            set()
+        )  # gradients that were there: they are where the user wants them
+        self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
+        self._accessor_results: dict[int, TensorWeakRef] = {}
+        self.follow()
+
+    def follow(self) -> None:
+        """Takes the present tensors of the parameters. An accessor needs a hook on each."""
+        self._live = [p.live for p in self.parameters]
+        # Only DTensors, and gradients elsewhere, are read by the accessor.
+        self._is_plain = self._is_attribute and not any(map(is_dtensor, self._live))
+        self._hooks = [] if self._is_attribute else [Hook(tensor) for tensor in self._live]
+        for number, hook in enumerate(self._hooks):
+            hook.run(_accumulating(number, weakref.ref(self)))
+
+    def unfollow(self) -> None:
+        """Removes all hooks."""
+        self._hooks = []
+
+    def accumulated(self, number: int) -> None:
+        """Called by a hook: the accessor moves a gradient."""
+        if self._is_open:
+            self._accessor.accumulated(self._live[number])
+
+    def _read_all(self) -> list[torch.Tensor | None]:
+        if self._is_plain:
+            return [tensor.grad for tensor in self._live]
+        return [
+            tensor.grad if is_misplaced(tensor) else self._accessor.read(tensor)
+            for tensor in self._live
+        ]
+
+    def check(self, *, continuing: bool) -> None:
+        """Looks what is there of earlier steps; see `GradientBucket.check`."""
+        present = self._read_all()
+        self._before = present if any(g is not None for g in present) else None
+        if continuing:
+            return
+        self._adds = {
+            number
+            for number, last in enumerate(self._results)
+            if last is not None and (result := self._result(number, present)) is not None
+            if result is last()
+        }
+        for number, last in self._accessor_results.items():
+            if present[number] is not None and present[number] is last():
+                present[number] = None
+
+    def _result(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        main_shard = self._main_shards[number]
+        return gradients[number] if main_shard is None else main_shard.tensor.grad
+
+    def refuse_values(self) -> None:
+        """Refuses gradients that this step would divide once more."""
+        for number, gradient in enumerate(self._before or ()):
+            if gradient is not None:
+                refuse_value(self.parameters[number].record.key, gradient)
+
+    def begin(self, divisor: float, *, continuing: bool) -> None:
+        """Starts a step, or continues it; see `GradientBucket.begin`.
+
+        Sync: on the current stream. It may scale gradients of earlier steps.
+        """
+        if not continuing:
+            for number, last in self._accessor_results.items():
+                gradient = self._accessor.read(self._live[number])
+                if gradient is not None and gradient is last():
+                    self._accessor.write(self._live[number], None)
+            self._accessor_results.clear()
+        self._kept = set()
+        for number, gradient in enumerate(self._before or ()):
+            if gradient is None:
+                continue
+            self._kept.add(number)
+            own = self._own_divisors[number]
+            # A result was divided. One that the user has set is not divided by the step's divisor.
+            before = own * self._divisor if continuing else 1.0 if number in self._adds else own
+            if before != divisor * own:
+                with torch.no_grad():
+                    gradient.mul_(divisor * own / before)
+        self._before, self._results, self._divisor, self._is_open = None, [], divisor, True
+
+    def claim(self, number: int) -> torch.Tensor | None:
+        """Returns new memory for a caller that writes a first gradient; None if it may not."""
+        tensor = self._live[number]
+        if not self._is_plain or not self._is_open or tensor.grad is not None:
+            return None
+        return torch.empty_like(tensor, dtype=self._accessor.dtype(tensor))
+
+    def settle(self) -> None:
+        """Moves what was computed without hooks, at the end of a step."""
+        for tensor in self._live if not self._is_plain else ():
+            if tensor.grad is not None and not self._is_attribute:
+                self._accessor.accumulated(tensor)
+            if is_misplaced(tensor):
+                redistribute_gradient(tensor)
+
+    def finish(self, divisor: torch.Tensor | None) -> None:
+        """Divides the gradients, and gives them to what is stepped.
+
+        Args:
+            divisor: That of the whole step, if it is known only at its end.
+
+        Sync: on the current stream.
+        """
+        self._is_open = False
+        gradients = self._read_all()
+        by = [self._divisor * own for own in self._own_divisors]
+        if divisor is not None or any(factor != 1 for factor in by):
+            self._part(gradients)
+            if divisor is not None:
+                divide_([g for g in gradients if g is not None], divisor)
+            for factor in {*by} - {1.0}:
+                some = [g for g, f in zip(gradients, by, strict=True) if f == factor]
+                _divide([g for g in some if g is not None], factor)
+        for number, main_shard in enumerate(self._main_shards):
+            if main_shard is not None:
+                adds = number in self._adds
+                main_shard.take(gradients[number], adds=adds)
+                if adds and main_shard.tensor.grad is not None and not self._is_attribute:
+                    shown = main_shard.tensor.grad.detach()
+                    tensor = self._live[number]
+                    self._accessor.write(tensor, shown.to(self._accessor.dtype(tensor)))
+                show_result(self._accessor, self._live[number], self._accessor_results, number)
+        self.note_results()
+
+    def _part(self, gradients: list[torch.Tensor | None]) -> None:
+        """Copies gradients that share memory, before each is divided."""
+        # Autograd may give two parameters, such as the terms of a sum, views of one gradient.
+        taken = set[int]()
+        for number, gradient in enumerate(gradients):
+            if gradient is None or gradient.layout != torch.strided:
+                continue
+            address = gradient.untyped_storage().data_ptr()
+            if address in taken and number not in self._kept:
+                copied = gradients[number] = gradient.clone()
+                self._accessor.write(self._live[number], copied)
+            taken.add(address)
+
+    def note_results(self) -> None:
+        """Takes the gradients as they are now for those of the step."""
+        present = self._read_all()
+        gradients = [self._result(number, present) for number in range(len(present))]
+        self._results = [None if g is None else TensorWeakRef(g) for g in gradients]
+        self._result_versions = [-1 if g is None else g._version for g in gradients]
+
+    def result(self, number: int) -> torch.Tensor | None:
+        """Returns what this rank's optimizer steps with."""
+        return self.parameters[number].main_gradient
+
+    def changed_result(self) -> str | None:
+        """Returns a parameter whose result somebody has written since, or replaced."""
+        for number, last in enumerate(self._results):
+            gradient = self.result(number)
+            if gradient is None or last is None:
+                continue
+            if gradient is not last() or gradient._version != self._result_versions[number]:
+                return self.parameters[number].record.key
+        return None
+
+    def drop(self) -> None:
+        """Sets all gradients to None, after a failed step: they may not be complete."""
+        self._is_open, self._results = False, []
+        for number, tensor in enumerate(self._live):
+            self._accessor.write(tensor, None)
+            tensor.grad = None
+            if (main_shard := self._main_shards[number]) is not None:
+                main_shard.take(None)
+
+
+def _divide(gradients: Sequence[torch.Tensor], by: float) -> None:
+    dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
+    with torch.no_grad():
+        if dense:
+            torch._foreach_div_(dense, by)
+        for gradient in gradients:
+            if gradient.layout != torch.strided:
+                gradient.div_(by)
+
+
+def _accumulating(
+    number: int, called: weakref.ref[LocalGradients]
+) -> Callable[[nn.Parameter], None]:
+    def accumulate(_: nn.Parameter) -> None:
+        if (gradients := called()) is not None:
+            gradients.accumulated(number)
+
+    return accumulate
