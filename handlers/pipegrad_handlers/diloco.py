@@ -18,8 +18,8 @@ from pipegrad import (
     Placement,
     Reduction,
     Topology,
+    errors,
 )
-from pipegrad.errors import DriftError
 
 if TYPE_CHECKING:
     from pipegrad import GradientSync
@@ -243,7 +243,7 @@ class Meetings(OuterOptimizer):
         of_rank = dict(zip(sorted(topology.ranks), sums.tolist(), strict=True))
         odd = [r for r, x in of_rank.items() if x != of_rank[topology.at(r).ranks_along(axes)[0]]]
         if odd:
-            raise DriftError(
+            raise errors.DriftError(
                 f"ranks {odd} have other parameters of the last meeting than the first replica: a "
                 f"bit has flipped in memory, or something has written them; go on from a checkpoint"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from fnmatch import fnmatchcase
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -17,9 +17,6 @@ from pipegrad.comm.work import Work
 from pipegrad.plugins.constructed import Constructed
 from pipegrad.plugins.registry import HANDLERS, Registry
 from pipegrad.topology import Topology
-
-if TYPE_CHECKING:
-    from pipegrad.gradients.sync import GradientSync
 
 DEFAULT_HANDLERS = ("pipeline-shared", "data-parallel")
 # Usual names of embeddings and heads. Muon is meant for the matrices between them.
@@ -341,11 +338,14 @@ class GradientHandler(Constructed, ABC):
         """
         return ()
 
-    def outer_optimizer(self, sync: GradientSync) -> OuterOptimizer:
+    def outer_optimizer(self, sync: Any) -> OuterOptimizer:  # noqa: ANN401 - it imports this
         """Returns what joins the replicas along `independent_axes`; called once for each sync.
 
         Every rank calls it, after the ranks have agreed on a plan. It must send nothing. If it
         raises an error, all ranks do.
+
+        Args:
+            sync: The `GradientSync`. It is a weak reference.
         """
         raise NotImplementedError("it has independent_axes() and no outer_optimizer()")
 
