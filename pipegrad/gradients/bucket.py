@@ -41,19 +41,6 @@ from pipegrad.model.dtensor import local
 LARGE_NUMEL = 16384
 _NEVER = 1 << 40  # no bucket has as many parameters
 
-WROTE = sync_points.Record(
-    "bucket.wrote", "what another stream has written must be copied, and not be overwritten"
-)
-GATHER = sync_points.Wait(
-    "bucket.gather", "gradients of other streams are copied into the bucket on this one"
-)
-COPIED = sync_points.Record(
-    "bucket.copied", "a gradient that was copied is freed on the stream that has made it"
-)
-FREED = sync_points.Wait(
-    "bucket.freed", "its stream takes the memory of a freed gradient again at once"
-)
-
 
 class BucketState(Enum):
     """The states of a bucket."""
@@ -176,7 +163,6 @@ class GradientBucket:
         self._absent: Collection[int] = ()
         self._cleared: set[int] = set()  # results that were zeroed in place
         self._before: list[torch.Tensor | None] | None = None
-        self._streams: dict[torch.Stream, torch.Event | None] = {}
         self._has_streams = False
         self._versions: list[int] = []  # of the slots, when they were final
         self._results: Sequence[torch.Tensor | TensorWeakRef | None] = ()
@@ -307,7 +293,6 @@ class GradientBucket:
         self._num_named = self.num_early = 0
         self._divided = set()
         self._absent = ()
-        self._streams.clear()
 
     def _zeroed(self, *, continuing: bool) -> Sequence[int]:
         """Returns the slots to which somebody adds without autograd."""
@@ -347,7 +332,7 @@ class GradientBucket:
         """
         if self.state is not BucketState.OPEN:
             return  # `late` compares
-        self._note_stream()
+        self.buffer.note_stream()
         self._fired[number] = 1
         if not self._is_last:
             if self._is_large[number]:
@@ -384,7 +369,7 @@ class GradientBucket:
         """
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return
-        self._note_stream()
+        self.buffer.note_stream()
         for number in numbers:
             if self._final[number] != 2:
                 self._num_named += 1
@@ -403,19 +388,13 @@ class GradientBucket:
         self.waiting.discard(stage)
         if self.state is not BucketState.OPEN:
             return False
-        self._note_stream(at_once=True)
+        self.buffer.note_stream(at_once=True)
         self._update_last()
         return not self.waiting
 
     def _complete(self) -> None:
         if (on := self._on()) is not None:
             on.complete(self)
-
-    def _note_stream(self, *, at_once: bool = False) -> None:
-        """Notes that gradients were written on the current stream."""
-        stream = sync_points.in_use.current(self._device) if self._has_streams else None
-        if stream is not None and (at_once or stream not in self._streams):
-            self._streams[stream] = WROTE(self._device, stream) if at_once else None
 
     def _adopt(self, number: int) -> None:
         """Moves a new gradient into its slot; autograd adds the next ones to it.
@@ -437,11 +416,21 @@ class GradientBucket:
 
         Sync: as `_adopt`.
         """
-        if self.state is BucketState.OPEN:
-            self._note_stream()
-            for number, final in enumerate(self._final):
-                if not final:
-                    self._adopt(number)
+        if self.state is not BucketState.OPEN:
+            return
+        slots = self.buffer.slots
+        fresh = [
+            (number, gradient)
+            for number, gradient in enumerate(self._read_all())
+            if gradient is not None and not (slots and gradient is slots[number])
+            if not (self._final[number] or gradient.requires_grad)
+        ]
+        if fresh:
+            self.buffer.note_stream()
+            with self.buffer.filling():
+                self.buffer.fill([g for _, g in fresh], [i for i, _ in fresh], ())
+            for number, _ in fresh:
+                self._live[number].grad = self.buffer.slots[number]
 
     def claim(self, number: int) -> torch.Tensor | None:
         """Returns a slot for a caller that writes the first gradient; None if it may not.
@@ -480,7 +469,6 @@ class GradientBucket:
         Sync: on the current stream, behind all streams that wrote.
         """
         self._rest()
-        others = self._gather()
         self.buffer.made()
         slots, present = self.buffer.slots, self._read_all()
         gradients, numbers, absent = list[torch.Tensor](), list[int](), list[int]()
@@ -492,12 +480,12 @@ class GradientBucket:
                 gradients.append(gradient)
                 numbers.append(number)
         self._refuse_gone(absent)
-        self.buffer.fill(gradients, numbers, absent)
-        del gradients, present
+        with self.buffer.filling():
+            self.buffer.fill(gradients, numbers, absent)
         live, goes = self._live, self.buffer.goes
         for number in range(len(live)) if goes else numbers:
             live[number].grad = None if goes else slots[number]
-        self._end_fill(absent, others)
+        self._end_fill(absent)
 
     def _rest(self) -> None:
         """Stops all hooks, and counts."""
@@ -516,21 +504,8 @@ class GradientBucket:
                     f"step, zero it"
                 )
 
-    def _gather(self) -> list[torch.Stream]:
-        """Makes the current stream wait for all others that wrote; returns these."""
-        current = sync_points.in_use.current(self._device) if self._has_streams else None
-        others = [stream for stream in self._streams if stream != current]
-        for stream in others:
-            event = self._streams[stream] or WROTE(self._device, stream)
-            GATHER(event, self._device)
-        return others
-
-    def _end_fill(self, absent: Sequence[int], others: Sequence[torch.Stream]) -> None:
+    def _end_fill(self, absent: Sequence[int]) -> None:
         self.state, self._absent = BucketState.FINAL, frozenset(absent)
-        if others:
-            copied = COPIED(self._device)
-            for stream in others:
-                FREED(copied, self._device, stream)
         self._versions = [slot._version for slot in self.buffer.slots]
         self.buffer.complete(self._divisor * self._mean, self._divided)
 
@@ -539,7 +514,8 @@ class GradientBucket:
         for hook in self._hooks:
             hook.rest()
         self.state = BucketState.FINAL
-        self.buffer.fill([], (), range(len(self.parameters)))
+        with self.buffer.filling():
+            self.buffer.fill([], (), range(len(self.parameters)))
         self.buffer.complete(1.0)
 
     def late(self) -> StepError | None:

@@ -7,7 +7,8 @@ happens to the gradients themselves is in bucket.py.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 
 import torch
@@ -27,6 +28,14 @@ ADOPT_FREE = sync_points.Wait(
 FILL_FREE = sync_points.Wait("buffer.fill-free", "the zeroing may still run on another stream")
 WRITTEN = sync_points.Record(
     "buffer.written", "a collective must not read before the producer wrote"
+)
+WROTE = sync_points.Record(
+    "buffer.wrote", "what another stream has written must be read, and not be overwritten"
+)
+GATHER = sync_points.Wait("buffer.gather", "gradients of other streams are copied on this one")
+COPIED = sync_points.Record("buffer.copied", "a gradient that was copied is freed at once")
+FREED = sync_points.Wait(
+    "buffer.freed", "the stream that has made a gradient takes its memory again at once"
 )
 PART_FREE = sync_points.Wait(
     "buffer.part-free", "fresh memory may still be in use on the stream where a step begins"
@@ -117,6 +126,8 @@ class BucketBuffer:
         self._divisor = 1.0
         self._divided: Collection[int] = ()
         self._event: torch.Event | None = None
+        # Streams that wrote into slots, or made gradients, and an event behind what they wrote.
+        self._streams: dict[torch.Stream, torch.Event | None] = {}
         self._was_zero: bool | None = None
 
     @property
@@ -147,6 +158,7 @@ class BucketBuffer:
         # comm stream. Others write to the slots on streams that know nothing of this one, so an
         # event is recorded for them.
         self.is_taken = False
+        self._streams.clear()
         self._part = None  # after a failed step, nobody has taken it
         self._home = sync_points.in_use.current(self.device)
         if self.goes and self._memory is None and not zeroed:
@@ -170,23 +182,51 @@ class BucketBuffer:
         self.made().acquire(ADOPT_FREE)
         return self.slots
 
+    def note_stream(self, *, at_once: bool = False) -> None:
+        """Notes that gradients were made, or slots written, on the current stream.
+
+        Args:
+            at_once: Whether this stream writes nothing more. Otherwise the event is recorded when
+                the bucket is filled, one for all gradients of the stream.
+        """
+        stream = sync_points.in_use.current(self.device)
+        if stream is not None and (at_once or stream not in self._streams):
+            self._streams[stream] = WROTE(self.device, stream) if at_once else None
+
+    @contextmanager
+    def filling(self) -> Iterator[None]:
+        """Orders what is written inside behind all streams that wrote.
+
+        Sync: the current stream waits for them, and they for it: what they have made may be freed.
+        """
+        current = sync_points.in_use.current(self.device)
+        others = [stream for stream in self._streams if stream != current]
+        for stream in others:
+            GATHER(self._streams[stream] or WROTE(self.device, stream), self.device)
+        self.made().acquire(FILL_FREE)
+        yield
+        if others:
+            copied = COPIED(self.device)
+            for stream in others:
+                FREED(copied, self.device, stream)
+
     def fill(
         self, gradients: list[torch.Tensor], slots: Sequence[int], absent: Sequence[int]
     ) -> None:
-        """Writes the gradients that are not in the bucket yet. They are not divided.
+        """Writes the gradients that are not in the bucket yet, inside of `filling`.
+
+        They are not divided.
 
         Args:
             gradients: In any memory.
             slots: The number of the slot of each.
             absent: Slots without a gradient on this rank: they are zeroed, and so are their flags.
 
-        Sync: writes on the current stream, which must be after all producers.
+        Sync: writes on the current stream.
         """
-        memory = self.made()
-        memory.acquire(FILL_FREE)
         copy_(gradients, [self.slots[number] for number in slots])
         if len(absent) == len(self.slots):
-            memory.buffer.zero_()
+            self.buffer.zero_()
         else:
             for number in absent:
                 self.slots[number].zero_()

@@ -121,6 +121,14 @@ class CarefulBucket(GradientBucket):
                 write(slot, gradient)
                 self._set(number, slot)
 
+    def adopt(self) -> None:
+        """Moves all new gradients into their slots."""
+        if self.state is BucketState.OPEN:
+            self.buffer.note_stream()
+            for number, final in enumerate(self._final):
+                if not final:
+                    self._adopt(number)
+
     def _take(self, number: int) -> None:
         """Leaves a final gradient to `fill`."""
 
@@ -132,7 +140,6 @@ class CarefulBucket(GradientBucket):
     def fill(self) -> None:
         """Moves all gradients into their slots, divided if they are written."""
         self._rest()
-        others = self._gather()
         for number, tensor in enumerate(self._live):
             if tensor.grad is not None and not self._is_attribute:
                 self._accessor.accumulated(tensor)  # torch's split backwards call no hooks
@@ -142,19 +149,20 @@ class CarefulBucket(GradientBucket):
         present, divisor = self._read_all(), self._divisor * self._mean
         absent = [number for number, gradient in enumerate(present) if gradient is None]
         self._refuse_gone(absent)
-        self.buffer.fill([], (), absent)
         untouched = [i for i, g in enumerate(present) if self._is_untouched(i, g)]
-        for number, gradient in enumerate(present):
-            if gradient is not None and not self._is_slot(number, gradient):
-                write(self.buffer.slots[number], gradient, divisor)
-                self._divided.add(number)
-        self.buffer.flag_values(untouched)
+        with self.buffer.filling():
+            self.buffer.fill([], (), absent)
+            for number, gradient in enumerate(present):
+                if gradient is not None and not self._is_slot(number, gradient):
+                    write(self.buffer.slots[number], gradient, divisor)
+                    self._divided.add(number)
+            self.buffer.flag_values(untouched)
         for number, gradient in enumerate(present):
             if self._is_sharded or self.buffer.goes:
                 self._set(number, None)
             elif gradient is not None and self._can_share and number in self._divided:
                 self._set(number, self.buffer.slots[number])
-        self._end_fill([*absent, *untouched], others)
+        self._end_fill([*absent, *untouched])
         self._final_writes = [
             -1 if g is None else self._writes(i, g) for i, g in enumerate(self._read_all())
         ]

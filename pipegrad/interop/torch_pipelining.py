@@ -208,6 +208,8 @@ def _follow_stage(
             sync.stage_last_backward(index)
         _look(loose, stage, bwd_chunk_id, loss)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
+        # Two gradients may be views of one tensor, and the next backward would add to both.
+        sync.adopt(index)
 
     weights = stage.backward_weight_one_chunk
 
@@ -215,8 +217,7 @@ def _follow_stage(
     def adopted_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
         # torch sets the first gradients of weights itself, and no hook sees them.
         weights(*args, **kwargs)
-        if stage.has_backward and not sync.is_closed:
-            sync.adopt(index)
+        sync.adopt(index)
 
     versions = dict[int, list[int]]()
     forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
+from types import FrameType
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -12,10 +13,8 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipegrad import GradientSync, Placement, Topology
-from pipegrad.gradients import bucket_buffer, room
+from pipegrad.gradients import bucket, bucket_buffer, room
 from pipegrad.gradients.bucket_buffer import FlatBuffer
-from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.gradients.step import Step
 from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.plugins.handler import HandlerSpec
 from tests.support.gradients.cases import give, rank, replicated, stage
@@ -24,7 +23,7 @@ from tests.support.gradients.placements import By
 pytestmark = pytest.mark.ranks(2)
 NAMES = tuple("abcdefgh")
 NUMEL = 64
-PASSES = ("zero_", "copy_", "add_", "div_", "div.out", "mul_")
+PASSES = ("zero_", "copy_", "_foreach_copy_", "add_", "div_", "div.out", "mul_")
 
 
 class Passes(TorchDispatchMode):
@@ -36,7 +35,9 @@ class Passes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = str(func).removeprefix("aten.").removesuffix(".Tensor").removesuffix(".default")
-        if name in PASSES and max(t.numel() for t in args if isinstance(t, torch.Tensor)) >= NUMEL:
+        given = [t for arg in args for t in (arg if isinstance(arg, list) else [arg])]
+        sizes = [t.numel() for t in given if isinstance(t, torch.Tensor)]
+        if name in PASSES and max(sizes, default=0) >= NUMEL:
             self.counts[name] += 1
         return func(*args, **(kwargs or {}))
 
@@ -56,22 +57,33 @@ def backward(sync: GradientSync, module: nn.Module, microbatches: int, *, early:
 
 
 @pytest.mark.parametrize(
-    ("handler", "microbatches", "early", "passes"),
+    ("handler", "large", "microbatches", "early", "passes"),
     [
-        # One pass a gradient: it is divided while it is written to its slot.
-        ("data-parallel", 1, True, {"div.out": 8}),
+        # Small gradients are copied by one operator, and divided on the comm stream by another.
+        ("data-parallel", False, 1, True, {"_foreach_copy_": 1}),
+        ("data-parallel", False, 3, True, {"_foreach_copy_": 1, "add_": 16}),
+        ("sharded", False, 3, False, {"_foreach_copy_": 1, "add_": 16}),
+        # A large one is copied by its hook, and divided in the same pass.
+        ("data-parallel", True, 1, True, {"div.out": 8}),
         # Final only behind its backward: the bucket is divided on the comm stream.
-        ("data-parallel", 1, False, {"copy_": 8}),
-        ("data-parallel", 3, True, {"copy_": 8, "add_": 16}),
+        ("data-parallel", True, 1, False, {"copy_": 8}),
+        ("data-parallel", True, 3, True, {"copy_": 8, "add_": 16}),
         # The mean is taken of the shard, on the comm stream.
-        ("sharded", 1, True, {"copy_": 8}),
-        ("sharded", 1, False, {"copy_": 8}),
-        ("sharded", 3, True, {"copy_": 8, "add_": 16}),
+        ("sharded", True, 1, True, {"copy_": 8}),
+        ("sharded", True, 1, False, {"copy_": 8}),
+        ("sharded", True, 3, True, {"copy_": 8, "add_": 16}),
     ],
 )
-def test_no_gradient_is_zeroed_and_each_is_written_once(
-    handler: str, microbatches: int, early: bool, passes: dict[str, int]
+def test_no_gradient_is_zeroed_and_each_is_written_once(  # noqa: PLR0917
+    handler: str,
+    large: bool,
+    microbatches: int,
+    early: bool,
+    passes: dict[str, int],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    if large:
+        monkeypatch.setattr(bucket, "LARGE_NUMEL", NUMEL)
     module = model()
     sync = replicated(module, handlers=[handler])
     sync.optimizer_parameters()
@@ -131,29 +143,48 @@ def test_views_of_one_gradient_are_divided_once() -> None:
     sync.close()
 
 
-@pytest.mark.parametrize(("pipeline", "num_calls"), [(1, 2 * len(NAMES)), (2, 0)])
-def test_hooks_rest_between_the_first_and_the_last_backward(pipeline: int, num_calls: int) -> None:
-    module, calls, call = model(), Counter[str](), Step._on_accumulated
+class Calls:
+    """Counts the calls of pipegrad's hooks: those that Python makes for each parameter."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[str]()
+
+    def __enter__(self) -> Calls:
+        sys.setprofile(self._count)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.setprofile(None)
+
+    def _count(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_filename == bucket.__file__:
+            self.counts[frame.f_code.co_name] += 1
+
+
+@pytest.mark.parametrize(("pipeline", "reduced"), [(1, True), (2, False)])
+def test_a_small_gradient_has_one_call_in_the_last_backward_and_none_before(
+    pipeline: int, reduced: bool
+) -> None:
+    module, microbatches = model(), 4
     for parameter in module.parameters():  # stages that look alike may be tied
         nn.init.constant_(parameter, rank() + 1.0)
-
-    def count(step: Step, parameter: LiveParameter) -> None:
-        calls[parameter.record.key] += 1
-        call(step, parameter)
-
     topology = Topology.create(pipeline=pipeline)
     (here,) = topology.local_stages
-    with mock.patch.object(Step, "_on_accumulated", count):
-        sync = GradientSync({here: module}, topology, handlers=["data-parallel"])
-        sync.prepare(divisor=4)
-        for number in range(4):
-            if number == 3:
+    sync = GradientSync({here: module}, topology, handlers=["data-parallel"])
+    for _ in range(2):
+        module.zero_grad()
+        sync.prepare(divisor=microbatches)
+        for number in range(microbatches):
+            if number == microbatches - 1:
                 sync.stage_last_backward(here)
-            give(module, **dict.fromkeys(NAMES, 2.0))
+            with Calls() as calls:
+                give(module, **dict.fromkeys(NAMES, 2.0))
+            hooks = {name: calls.counts[name] for name in ("watch", "count")}
+            # The witness looks once; after that it counts, too.
+            last = reduced and number == microbatches - 1
+            assert hooks == {"watch": int(reduced and not number), "count": len(NAMES) * last}
         sync.stage_final(here)
         sync.finish()
-    assert calls.total() == num_calls
-    assert len(set(calls.values())) <= 1  # alike for all parameters
     assert all(p.grad is not None and (p.grad == 2.0).all() for p in module.parameters())
     sync.close()
 

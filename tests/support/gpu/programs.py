@@ -43,6 +43,7 @@ SHARDED = replace(
     slots=(Slot("a", 0, (LARGE,), (1,)),),
     payload_numel=LARGE,
 )
+UNREDUCED = replace(SHARDED, route=())
 
 
 class Where(Protocol):
@@ -102,13 +103,21 @@ def two_steps(
     for given, result in zip(gradients, results, strict=True):
         with where.on("zeroing"):
             _pause(where, slow, "zeroing")
-            bucket.reset(() if adopts else "abc")
-        for key, gradient in zip("abc", [*given, None], strict=True):
-            with where.on(f"producer of {key}"):
+            bucket.reset(() if adopts else range(3))
+        for number, gradient in enumerate(given):
+            with where.on(f"producer of {'ab'[number]}"):
                 sync_points.in_use.wait(made, where.device)
-                _pause(where, slow, f"producer of {key}")
-                own = bucket.adopt(key, gradient) if adopts and gradient is not None else gradient
-                bucket.fill(key, own, contributed=own is not None)
+                _pause(where, slow, f"producer of {'ab'[number]}")
+                gradient.add_(0)
+                bucket.note_stream()
+                if adopts:
+                    bucket.claim()[number].copy_(gradient)
+        with where.on("filler"):
+            sync_points.in_use.wait(made, where.device)
+            _pause(where, slow, "filler")
+            with bucket.filling():
+                bucket.fill([] if adopts else given, () if adopts else (0, 1), (2,))
+            bucket.complete(1.0)
         tickets.append(comm_stream.submit(reduce, bucket.producers()))
         tickets[-1].wait(10)
         _pause(where, slow, "reader")
@@ -146,7 +155,8 @@ def taken(where: Where, slow: Slow) -> list[list[float]]:
     made = _recorded(where)
     with where.on("producer of a"):
         sync_points.in_use.wait(made, where.device)
-        bucket.fill("a", bucket.adopt("a", gradient), contributed=True)
+        bucket.claim()[0].copy_(gradient)
+        bucket.complete(1.0)
     _pause(where, slow, "reader")
     last.copy_(old.pop()[:NUMEL])
 
@@ -158,10 +168,40 @@ def taken(where: Where, slow: Slow) -> list[list[float]]:
     bucket.let_go()
     others = [_full(where, -1, LARGE) for _ in range(4)]
     ticket.wait(10)
-    result.copy_(bucket.shard("a", 0, NUMEL))
+    result.copy_(bucket.shard(0, 0, NUMEL))
     comm_stream.close()
     where.synchronize()
     return [_values(last), _values(result), *map(_values, others)]
+
+
+def freed(where: Where, slow: Slow) -> list[list[float]]:
+    """A gradient is copied on another stream than the one that made it, and freed at once."""
+    result, bucket = _full(where, 0, LARGE), BucketBuffer(UNREDUCED, where.device)
+    bucket.reset()
+    made = _recorded(where)
+    with where.on("producer"):
+        sync_points.in_use.wait(made, where.device)
+        gradients = [_full(where, 3, LARGE)]
+        bucket.note_stream()
+    filler = CommStream("filler", where.device, threaded=False)
+
+    def fill() -> None:
+        _pause(where, slow, "filler")
+        with bucket.filling():
+            bucket.fill(gradients, (0,), ())
+        bucket.complete(1.0)
+
+    filler.submit(fill, [made])
+    gradients.clear()
+    with where.on("producer"):
+        others = [_full(where, -1, LARGE) for _ in range(4)]
+        last = _recorded(where)
+    for event in (*bucket.producers(), last):
+        sync_points.in_use.wait(event, where.device)
+    result.copy_(bucket.slots[0])
+    filler.close()
+    where.synchronize()
+    return [_values(result), *map(_values, others)]
 
 
 def held(where: Where, slow: Slow, *, drop: bool = False) -> list[list[float]]:
@@ -237,6 +277,7 @@ EXPECTED: dict[Program, Any] = {
     two_steps: _RESULTS,
     in_a_thread: _RESULTS,
     adopted: _RESULTS,
+    freed: [[3.0], *[[-1.0]] * 4],
     taken: [[7.0], [3.0], *[[-1.0]] * 4],
     held: [[1.0], *[[-1.0]] * 4],
     given_up: [[0.0], *[[-1.0]] * 4],
@@ -259,12 +300,16 @@ TWINS: dict[str, Twin] = {
     "buffer.reset": Twin(two_steps, _LATE_ZEROES),
     "buffer.adopt-free": Twin(adopted, {"reader": 1}),
     "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
-    "buffer.written": Twin(two_steps, {"producer of a": 1}),
+    "buffer.written": Twin(two_steps, {"filler": 1}),
+    "buffer.wrote": Twin(two_steps, {"producer of a": 1}),
+    "buffer.gather": Twin(two_steps, {"producer of a": 1}),
+    "buffer.copied": Twin(freed, {"filler": 1}),
+    "buffer.freed": Twin(freed, {"filler": 1}),
     "buffer.released": Twin(two_steps, {"reader": 1}),
     "buffer.part-free": Twin(taken, {"reader": 1}),
     "buffer.part-taken": Twin(taken, {"comm_stream": 1}),
     "buffer.gone": Twin(taken, {"comm_stream": 1}),
-    "comm-stream.producers": Twin(two_steps, {"producer of a": 1}),
+    "comm-stream.producers": Twin(two_steps, {"filler": 1}),
     "comm-stream.task-done": Twin(two_steps, {"comm_stream": 1}),
     "comm-stream.host": Twin(in_a_thread, {"comm_stream": 1}),
     "comm-stream.result": Twin(two_steps, {"comm_stream": 1}),
