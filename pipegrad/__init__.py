@@ -18,7 +18,6 @@ if typing.TYPE_CHECKING:
     from pipegrad.comm.work import LateWork as LateWork
     from pipegrad.comm.work import Work as Work
     from pipegrad.gradients.bucketer import Bucketer as Bucketer
-    from pipegrad.gradients.ddp_hooks import CommunicationHook as CommunicationHook
     from pipegrad.gradients.grad_scaler import GradScaler as GradScaler
     from pipegrad.gradients.sync import GradientSync as GradientSync
     from pipegrad.interop.torch_pipelining import attach as attach
@@ -73,7 +72,6 @@ _HOMES = {
         "ReductionStep handlers"
     ),
     "gradients.bucketer": "Bucketer",
-    "gradients.ddp_hooks": "CommunicationHook",
     "simulation.costs": "Costs",
     "simulation.simulator": "simulate",
     "topology": "Topology",

@@ -119,16 +119,13 @@ def reason(error: BaseException) -> str:
 def in_words(error: BaseException) -> str:
     """Returns the message of an error; for other libraries' errors also the place of its origin.
 
-    The place is the innermost line outside of torch, pipegrad and importlib.
+    The place is the innermost line outside of torch, pipegrad, its built-in plug-ins and importlib.
     """
     if isinstance(error, PipegradError):
         return str(error)
     # Lines of these packages do not help: a user looks for the own line that went wrong.
-    skipped = (
-        f"{os.sep}torch{os.sep}",
-        f"{Path(__file__).parent}{os.sep}",
-        f"{os.sep}importlib{os.sep}",
-    )
+    packages = ("torch", "importlib", "pipegrad_handlers", "pipegrad_codecs")
+    skipped = (f"{Path(__file__).parent}{os.sep}", *(f"{os.sep}{p}{os.sep}" for p in packages))
     locations = [
         f" ({Path(frame.filename).name}:{frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)

@@ -63,7 +63,6 @@ WAYS = {
     "blocking": Way(["noop"], blocking=True),
     "REPLICATE": Way(["pipeline-shared"]),
     "OWNER": Way([{"name": "pipeline-shared", "placement": "owner"}]),
-    "pairwise": Way([{"name": "pipeline-shared", "exchange": "pairwise"}]),
     "asymmetric": Way([{"name": "pipeline-shared", "exchange": "asymmetric"}]),
 }
 

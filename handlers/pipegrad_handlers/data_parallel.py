@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipegrad import CommunicationHook, GradientHandler, ParameterRecord, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
+from pipegrad_handlers.communication_hook import CommunicationHook
 
 
 class DataParallel(GradientHandler):
@@ -17,7 +18,7 @@ class DataParallel(GradientHandler):
             it is an outer dimension, over which shards are averaged.
         hook: How gradients are sent: a communication hook of torch's DistributedDataParallel. It is
             a name, ``"bf16_compress_hook"``, or a table of name and options, ``{name =
-            "powerSGD_hook", matrix_approximation_rank = 2}``. See `pipegrad.CommunicationHook`.
+            "powerSGD_hook", matrix_approximation_rank = 2}``. See `CommunicationHook`.
     """
 
     def __init__(

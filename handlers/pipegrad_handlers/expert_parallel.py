@@ -5,14 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pipegrad import (
-    CommunicationHook,
-    GradientHandler,
-    ParameterRecord,
-    Placement,
-    Reduction,
-    Topology,
-)
+from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad_handlers.communication_hook import CommunicationHook
 from pipegrad_handlers.patterns import Patterns
 
 _PLACEMENTS = {"replicate": Placement.REPLICATE, "shard": Placement.SHARD}

@@ -23,12 +23,11 @@ class PipelineShared(GradientHandler):
             are final, and the updated parameter comes back during the next step's first forwards.
             The optimizer must then be made by ``sync.optimizer``.
         exchange: With ``replicate``, how two ranks exchange their parts. ``all-reduce`` runs when
-            both are final. ``pairwise`` sends one message in each direction: that of the later
-            stage while the pipeline drains, that of the first stage while it fills again. It needs
-            the memory of the gradient once more on each rank, and twice on the lower rank.
-            ``asymmetric`` is like ``pairwise``, but the lower rank sends back only the rows that it
-            used. Use it for an embedding that is tied to the head. Ties of more than two ranks
-            always use ``all-reduce``.
+            both are final. ``asymmetric`` sends one message in each direction: the whole gradient
+            of the later stage while the pipeline drains, the rows that the first stage used while
+            it fills again. Use it for an embedding that is tied to the head. It needs the memory of
+            the gradient once more on the lower rank. Ties of more than two ranks always use
+            ``all-reduce``.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class PipelineShared(GradientHandler):
         return [self._sum(p, topology.ranks_of(p.holders)) for p in parameters if p.shared]
 
     def _sum(self, record: ParameterRecord, ranks: tuple[int, ...]) -> Reduction:
-        # The two-way exchanges are messages between two ranks. A tie of more ranks needs a
-        # collective.
+        # An exchange is messages between two ranks. A tie of more ranks needs a collective.
         exchange = self._exchange if len(ranks) == 2 else "all-reduce"
         return Reduction(record, ranks, "sum", self._placement, exchange=exchange)

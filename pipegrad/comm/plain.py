@@ -35,7 +35,6 @@ _RECORDS = {
     "audit.compare.judge": ("Verdict",),
     "comm.agreement": ("_Failure",),
     "comm.watch.rank_state": ("RankState", "Wait"),
-    "gradients.drift.odd_copies": ("Facts",),
     "model.dtensor": ("Layout", "Shard"),
     "model.manifest": ("ParameterEntry", "RankManifest"),
     "observe.clocks": ("Reading",),

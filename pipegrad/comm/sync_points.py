@@ -67,10 +67,6 @@ class Backend:
         """Waits for `work`: blocks the host, or makes the current stream wait."""
         work.wait()
 
-    def trusting(self) -> contextlib.AbstractContextManager[object]:
-        """Runs code that waits for its own collectives, through its future: torch's hooks."""
-        return contextlib.nullcontext()
-
     # The next two are for a checker: it must learn of the order that a queue or a future makes
     # between two threads. torch itself needs nothing there.
     def hand_over(self) -> object:

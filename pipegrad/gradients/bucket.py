@@ -39,6 +39,7 @@ from pipegrad.model.dtensor import local
 # From this size on, a copy in the hook is quicker than one with the rest of the bucket: measured by
 # benchmarks/host.
 LARGE_NUMEL = 16384
+NOTHING = {type(None)}
 _NEVER = 1 << 40  # no bucket has as many parameters
 
 
@@ -107,8 +108,7 @@ class GradientBucket:
     Args:
         parameters: By slot.
         buffer: The memory.
-        divisor: All gradients are divided by this, besides the divisor of each step.
-        mean: They are also divided by this before they are sent.
+        mean: Besides their divisors, they are divided by this before they are sent.
         may_leave_early: Whether a gradient may be final before its stage's backward ends.
         on: Called back; a weak reference.
 
@@ -123,7 +123,6 @@ class GradientBucket:
         parameters: Sequence[LiveParameter],
         buffer: BucketBuffer,
         *,
-        divisor: float,
         mean: int,
         may_leave_early: bool,
     ) -> None:
@@ -135,7 +134,7 @@ class GradientBucket:
         self.state = BucketState.RESTS
         self._device = buffer.device
         self._on: Callable[[], OnBucket | None] = lambda: None
-        self._own_divisor = divisor
+        self._own_divisor = buffer.bucket.divisor
         self._mean = mean
         self._divisor = 1.0
         number = len(parameters)
@@ -177,13 +176,14 @@ class GradientBucket:
         """Takes the present tensors of the parameters, and puts a hook on each."""
         self._live = [p.live for p in self.parameters]
         self._hooks = [Hook(tensor) for tensor in self._live]
+        self._tables = [hook.hooks for hook in self._hooks]  # empty while all hooks rest
         this = weakref.ref(self)
         self._watch = [_watching(i, this) for i in range(len(self._live))]
         self._count = [_counting(i, self._final, self._left, this) for i in range(len(self._live))]
 
     def unfollow(self) -> None:
         """Removes all hooks."""
-        self._hooks = []
+        self._hooks, self._tables = [], []
 
     # How gradients are read and set. CarefulBucket does both in another way.
 
@@ -213,7 +213,7 @@ class GradientBucket:
         """
         self.buffer.look_again()
         present = self._read_all()
-        has_any = any(gradient is not None for gradient in present)
+        has_any = set(map(type, present)) != NOTHING
         self._before = present if has_any else None
         if continuing:
             return
@@ -305,10 +305,10 @@ class GradientBucket:
         everything = range(len(self._hooks))
         watched: Collection[int] = everything
         if not self._has_streams:
-            for hook in self._hooks:
-                hook.rest()
-            users = [i for i, hook in enumerate(self._hooks) if hook.hooks]
-            watched = self._watched.union(users)
+            watched = self._watched
+            self._rest()
+            if any(self._tables):
+                watched = watched.union(i for i, table in enumerate(self._tables) if table)
         for number in watched:
             self._hooks[number].run(self._watch[number])
 
@@ -318,7 +318,8 @@ class GradientBucket:
         self._update_last()
 
     def _update_last(self) -> None:
-        is_last = self.state is BucketState.OPEN and self.waiting <= self._announced
+        is_open = self.state is BucketState.OPEN and bool(self.waiting)
+        is_last = is_open and self.waiting <= self._announced
         if is_last and not self._is_last:
             for number, hook in enumerate(self._hooks):
                 watches = self._is_large[number] or self._has_streams
@@ -419,17 +420,18 @@ class GradientBucket:
         if self.state is not BucketState.OPEN:
             return
         slots = self.buffer.slots
+        present = self._read_all()
         fresh = [
-            (number, gradient)
-            for number, gradient in enumerate(self._read_all())
+            number
+            for number, gradient in enumerate(present)
             if gradient is not None and not (slots and gradient is slots[number])
             if not (self._final[number] or gradient.requires_grad)
         ]
         if fresh:
             self.buffer.note_stream()
             with self.buffer.filling():
-                self.buffer.fill([g for _, g in fresh], [i for i, _ in fresh], ())
-            for number, _ in fresh:
+                self.buffer.fill([g for i in fresh if (g := present[i]) is not None], fresh, ())
+            for number in fresh:
                 self._live[number].grad = self.buffer.slots[number]
 
     def claim(self, number: int) -> torch.Tensor | None:
@@ -488,11 +490,9 @@ class GradientBucket:
         self._end_fill(absent)
 
     def _rest(self) -> None:
-        """Stops all hooks, and counts."""
-        for hook in self._hooks:
-            hook.rest()
-        is_known = bool(self._accumulates_once)
-        self.num_early = sum(final == 2 or (final == 1 and is_known) for final in self._final)
+        if any(self._tables):
+            for hook in self._hooks:
+                hook.rest()
 
     def _refuse_gone(self, absent: Sequence[int]) -> None:
         for number in absent:
@@ -506,13 +506,14 @@ class GradientBucket:
 
     def _end_fill(self, absent: Sequence[int]) -> None:
         self.state, self._absent = BucketState.FINAL, frozenset(absent)
+        by_hook = self._final.count(1) if self._accumulates_once else 0
+        self.num_early = self._final.count(2) + by_hook
         self._versions = [slot._version for slot in self.buffer.slots]
         self.buffer.complete(self._divisor * self._mean, self._divided)
 
     def give_up(self) -> None:
         """Fills the bucket with zeros, for other ranks that wait for it after a failed step."""
-        for hook in self._hooks:
-            hook.rest()
+        self._rest()
         self.state = BucketState.FINAL
         with self.buffer.filling():
             self.buffer.fill([], (), range(len(self.parameters)))
@@ -643,8 +644,7 @@ class GradientBucket:
     def drop(self) -> None:
         """Sets all gradients to None, after a failed step: they may not be complete."""
         self.state, self._results = BucketState.RESTS, ()
-        for hook in self._hooks:
-            hook.rest()
+        self._rest()
         for number, main_shard in enumerate(self._main_shards):
             self._set(number, None)
             if main_shard is not None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,9 +19,16 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PlanError, ReduceError, StepError
 from pipegrad.gradients.bucket_buffer import FlatBuffer
-from pipegrad.gradients.staging import Callback, Calls, Key, Staging, check
 from pipegrad.plugins.handler import BUCKET_BYTES
 
+Callback = Callable[[torch.Tensor], object]
+
+FILL_FREE = sync_points.Wait(
+    "staging.fill-free", "it may be zeroed, or read, on another stream still"
+)
+WRITTEN = sync_points.Record(
+    "staging.written", "a collective must not read before inputs are copied"
+)
 RESULT = sync_points.Record(
     "bucketer.result", "fresh memory may still be in use on the launching stream"
 )
@@ -38,19 +46,78 @@ IN_FLIGHT = 2  # with more buckets in flight, a call waits for the oldest
 _POLL_SECONDS = 60.0
 
 
-@dataclass(frozen=True)
-class _InFlight:
-    """A bucket that was sent: its calls, its memory, and that of the sum, which may be the same.
+class _Key(NamedTuple):
+    """The properties that inputs must share to lie in one bucket.
 
-    A bucket without elements has no ticket: nothing was sent.
+    Two groups with the same ranks are different: they have different communicators.
     """
 
-    key: Key
-    room: int
-    calls: Calls
-    held: FlatBuffer | None
-    result: FlatBuffer
-    ticket: Ticket | None
+    kind: str  # reduce_scatter or all_reduce
+    num_rows: int  # tensors in an input: one for each rank, or with an all-reduce 1
+    dtype: torch.dtype
+    device: torch.device
+    group: dist.ProcessGroup
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the sum is in the memory of the inputs."""
+        return self.kind == "all_reduce"
+
+    def room(self, capacity_bytes: int) -> int:
+        """Returns the number of elements in each row, if all rows together fill the capacity."""
+        return capacity_bytes // (self.num_rows * self.dtype.itemsize)
+
+    def fresh(self, numel: int) -> FlatBuffer:
+        """Returns new memory."""
+        return FlatBuffer(torch.empty(numel, dtype=self.dtype, device=self.device))
+
+
+@dataclass(eq=False)
+class _Bucket:
+    """The inputs of many sums, copied side by side for one collective, and then their sums."""
+
+    # Row j of the matrix holds the inputs for rank j, side by side. So a row is a shard of one
+    # reduce-scatter, however many inputs it holds.
+
+    key: _Key
+    flat: FlatBuffer | None  # memory of num_rows * room elements
+    room: int  # elements of a row that fit
+    result: FlatBuffer  # with an all-reduce the same memory
+    numel: int = 0  # elements of a row that are filled
+    written: list[torch.Event | None] = field(default_factory=list)  # for which a reader must wait
+    calls: list[tuple[int, torch.Size, Callback]] = field(default_factory=list)  # by offset
+    ticket: Ticket | None = None  # of the collective; a bucket without elements has none
+
+    def rows(self) -> torch.Tensor:
+        """The inputs that were added, ``(num_rows, numel)``."""
+        assert self.flat is not None
+        return self.flat.buffer.view(self.key.num_rows, self.room)[:, : self.numel]
+
+    def add(self, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
+        """Copies one tensor to the end of each row.
+
+        Sync: writes on the current stream, after the buffer's last use.
+        """
+        # The inputs are copied at once, so the caller may change or free them after the call.
+        assert self.flat is not None
+        begin, shape = self.numel, inputs[0].shape
+        self.numel += shape.numel()
+        slots = self.rows()[:, begin:].view(len(inputs), *shape)
+        self.flat.acquire(FILL_FREE)
+        with torch.no_grad():
+            torch.stack(tuple(inputs), out=slots)
+        self.written.append(self.flat.written(WRITTEN))
+        self.calls.append((begin, shape, callback))
+
+    def call_back(self) -> list[Exception]:
+        """Calls each callback with its part of the sum; returns the errors of callbacks."""
+        errors = []
+        for offset, shape, callback in self.calls:
+            try:
+                callback(self.result.buffer[offset : offset + shape.numel()].view(shape))
+            except Exception as error:  # noqa: BLE001 - `flush` raises it after all callbacks
+                errors.append(error)
+        return errors
 
 
 class Bucketer:
@@ -89,8 +156,8 @@ class Bucketer:
 
     def __init__(self, *, capacity_bytes: int = BUCKET_BYTES) -> None:
         self.capacity_bytes = capacity_bytes
-        self._open: dict[Key, Staging] = {}
-        self._in_flight: deque[_InFlight] = deque()
+        self._open: dict[_Key, _Bucket] = {}
+        self._in_flight: deque[_Bucket] = deque()
         self._pool: defaultdict[tuple[object, ...], list[FlatBuffer]] = defaultdict(list)
         self._pool_capacity_bytes = capacity_bytes
         self._comm_streams: dict[tuple[torch.device, bool], CommStream] = {}
@@ -105,11 +172,10 @@ class Bucketer:
     @property
     def allocated_bytes(self) -> int:
         """Bytes of staging, and of results before their callbacks; 0 after `release`."""
-        tensors = [flat.buffer for pooled in self._pool.values() for flat in pooled]
-        tensors += [staging.flat.buffer for staging in self._open.values()]
-        for flight in self._in_flight:
-            tensors += [flat.buffer for flat in (flight.held, flight.result) if flat]
-        storages = [tensor.untyped_storage() for tensor in tensors]
+        flats = [flat for pooled in self._pool.values() for flat in pooled]
+        for bucket in (*self._open.values(), *self._in_flight):
+            flats += [flat for flat in (bucket.flat, bucket.result) if flat]
+        storages = [flat.buffer.untyped_storage() for flat in flats]
         return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
     @outside_of_graphs
@@ -176,7 +242,7 @@ class Bucketer:
         while self._open or self._in_flight:
             with torch.inference_mode(mode=False):  # as in `_add`
                 for key in list(self._open):
-                    self._leave(self._open.pop(key))
+                    self._send(self._open.pop(key))
             self._finish(at_most=0)
         errors, self._errors = self._errors, []
         if errors:
@@ -244,88 +310,83 @@ class Bucketer:
                 f"{kind}() in a callback that poll() runs: other ranks run it at other times, and "
                 f"would send in another order. Leave callbacks that add inputs to flush()"
             )
-        key = check(kind, inputs, group, callback)
+        key = _checked(kind, inputs, group, callback)
         with torch.inference_mode(mode=False):  # its tensors cannot be written outside of it
             self._stage(key, inputs, callback)
         self._finish(at_most=IN_FLIGHT)
 
-    def _stage(self, key: Key, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
+    def _stage(self, key: _Key, inputs: Sequence[torch.Tensor], callback: Callback) -> None:
         """Adds the inputs of a call to a bucket; sends full buckets."""
         numel, room = inputs[0].numel(), key.room(self.capacity_bytes)
         if numel > room:
-            single = self._begin(key, numel)
+            single = self._empty(key, numel)
             single.add(inputs, callback)
-            self._leave(single)
-        else:
-            staging = self._open.get(key)
-            if staging is not None and staging.numel + numel > min(room, staging.room):
-                self._leave(self._open.pop(key))
-                staging = None
-            if staging is None:
-                staging = self._open[key] = self._begin(key, room)
-            staging.add(inputs, callback)
-            if staging.numel == min(room, staging.room):
-                self._leave(self._open.pop(key))
+            self._send(single)
+            return
+        bucket = self._open.get(key)
+        if bucket and bucket.numel + numel > min(room, bucket.room):
+            self._send(self._open.pop(key))
+        bucket = self._open.get(key) or self._empty(key, room)
+        self._open[key] = bucket
+        bucket.add(inputs, callback)
+        if bucket.numel == min(room, bucket.room):
+            self._send(self._open.pop(key))
 
-    def _begin(self, key: Key, room: int) -> Staging:
+    def _empty(self, key: _Key, room: int) -> _Bucket:
         """Returns an empty bucket, if possible in the memory of an earlier one."""
         if self._pool_capacity_bytes != self.capacity_bytes:
             self._pool.clear()
             self._pool_capacity_bytes = self.capacity_bytes
         numel = key.num_rows * room
         pooled = self._pool[numel, key.dtype, key.device]
-        fresh = key.in_place or not pooled
-        return Staging(key, _fresh(numel, key) if fresh else pooled.pop())
+        flat = key.fresh(numel) if key.in_place or not pooled else pooled.pop()
+        return _Bucket(key, flat, room, flat)
 
-    def _leave(self, staging: Staging) -> None:
+    def _send(self, bucket: _Bucket) -> None:
         """Sends a bucket, after all buckets that were sent before."""
-        key, flat, events = staging.key, staging.flat, list(staging.written)
-        result, ticket = flat, None
-        if staging.numel:
+        key, events = bucket.key, list(bucket.written)
+        if bucket.numel:
             # The allocator gave the result's memory to the current stream, whose earlier kernels
             # may still use it. So the comm stream waits for this stream, too.
             if not key.in_place:
-                result = _fresh(staging.numel, key)
-                events.append(result.written(RESULT))
-            threaded = messages.blocks_host(key.group, key.device)
-            if (key.device, threaded) not in self._comm_streams:
-                comm_stream = CommStream("pipegrad bucketer", key.device, threaded=threaded)
-                self._comm_streams[key.device, threaded] = comm_stream
+                bucket.result = key.fresh(bucket.numel)
+                events.append(bucket.result.written(RESULT))
+            kind = key.device, messages.blocks_host(key.group, key.device)
+            if kind not in self._comm_streams:
+                stream = CommStream("pipegrad bucketer", key.device, threaded=kind[1])
+                self._comm_streams[kind] = stream
             if self._ending is None:
                 self._ending = Ending(self, threads=self._comm_streams.values(), used=self._used)
             if messages.backend_of(key.group, key.device) == "gloo":
                 self._used.add(key.group)
-            task = partial(_reduce, key, result.buffer[: staging.numel], staging.rows)
-            ticket = self._comm_streams[key.device, threaded].submit(
-                task, [e for e in events if e is not None]
-            )
-        flight = _InFlight(key, staging.room, staging.calls, HELD(flat), result, ticket)
-        self._in_flight.append(flight)
+            task = partial(_reduce, key, bucket.result.buffer[: bucket.numel], bucket.rows())
+            after = [event for event in events if event is not None]
+            bucket.ticket = self._comm_streams[kind].submit(task, after)
+        bucket.flat = HELD(bucket.flat)
+        self._in_flight.append(bucket)
 
     def _finish(self, at_most: int, *, seconds: float = math.inf) -> None:
-        """Waits for the oldest buckets and runs their callbacks.
+        """Waits for the oldest buckets and runs their callbacks, until few are in flight.
 
-        Args:
-            at_most: It returns when at most this many buckets are in flight.
-            seconds: How long to wait for each. It returns if a bucket takes longer.
+        It also returns if a bucket takes longer than `seconds`.
         """
         if self._in_callback:
             return
         self._in_callback = True
         try:
             while len(self._in_flight) > at_most:
-                if not self._wait(self._in_flight[0], seconds):
+                if not self._wait(self._in_flight[0].ticket, seconds):
                     return
-                flight = self._in_flight.popleft()
-                self._errors += flight.calls.call_back(flight.result.buffer)
-                self._reclaim(flight)
+                bucket = self._in_flight.popleft()
+                self._errors += bucket.call_back()
+                self._reclaim(bucket)
         finally:
             self._in_callback = False
 
-    def _wait(self, flight: _InFlight, seconds: float) -> bool:
+    def _wait(self, ticket: Ticket | None, seconds: float) -> bool:
         """Makes the current stream wait for a bucket; returns whether it has ended in time."""
         try:
-            while flight.ticket is not None and not flight.ticket.wait(min(seconds, _POLL_SECONDS)):
+            while ticket is not None and not ticket.wait(min(seconds, _POLL_SECONDS)):
                 if seconds < _POLL_SECONDS:
                     return False  # without a limit, the timeout of the group ends the wait
             return True
@@ -334,14 +395,14 @@ class Bucketer:
             _note(error, self._errors)
             raise
 
-    def _reclaim(self, flight: _InFlight) -> None:
+    def _reclaim(self, bucket: _Bucket) -> None:
         """Returns the memory of a bucket to the pool, or to the stream of its allocation."""
-        key, flat = flight.key, flight.held
-        for buffer in dict.fromkeys((flat, flight.result)):
+        key, flat = bucket.key, bucket.flat
+        for buffer in dict.fromkeys((flat, bucket.result)):
             if buffer is not None:
                 buffer.release(RELEASED)
                 buffer.return_home(HOME)
-        if flat and not key.in_place and flight.room == key.room(self.capacity_bytes):
+        if flat and not key.in_place and bucket.room == key.room(self.capacity_bytes):
             self._pool[flat.buffer.numel(), key.dtype, key.device].append(flat)
 
     def _check_usable(self) -> None:
@@ -355,11 +416,41 @@ class Bucketer:
             raise PlanError(f"capacity_bytes is {capacity_bytes!r}, expected an int from 0 on")
 
 
-def _fresh(numel: int, key: Key) -> FlatBuffer:
-    return FlatBuffer(torch.empty(numel, dtype=key.dtype, device=key.device))
+def _checked(
+    kind: str,
+    inputs: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    callback: Callback,
+) -> _Key:
+    """Returns the key of inputs, after a check that they can be summed. Changes nothing.
+
+    Raises:
+        PlanError: If they cannot be summed, or this rank is not in the group.
+    """
+    group = dist.group.WORLD if group is None else group
+    if group is None or dist.get_rank(group) < 0:
+        raise PlanError(f"{kind}: this rank is not in the group, only its ranks call")
+    expected = 1 if kind == "all_reduce" else dist.get_world_size(group)
+    if len(inputs) != expected:
+        raise PlanError(
+            f"{kind}: {len(inputs)} inputs, expected {expected}: one for each of the ranks "
+            f"{dist.get_process_group_ranks(group)}"
+        )
+    traits = {(tuple(x.shape), x.dtype, x.device, x.layout): None for x in inputs}
+    if len(traits) > 1:
+        listing = "; ".join(" ".join(map(str, each)) for each in traits)
+        raise PlanError(f"{kind}: expected inputs of one shape, dtype and device, found {listing}")
+    (_, dtype, device, layout), *_ = traits
+    if layout is not torch.strided:
+        raise PlanError(f"{kind}: inputs are {layout}, expected torch.strided: use to_dense()")
+    if dtype is torch.bool:
+        raise PlanError(f"{kind}: inputs are {dtype}, which has no sum: use an integer dtype")
+    if not callable(callback):
+        raise PlanError(f"{kind}: callback is {callback!r}, expected a function of the sum")
+    return _Key(kind, len(inputs), dtype, device, group)
 
 
-def _reduce(key: Key, result: torch.Tensor, rows: torch.Tensor) -> None:
+def _reduce(key: _Key, result: torch.Tensor, rows: torch.Tensor) -> None:
     """Runs a collective. On a comm stream."""
     try:
         if key.in_place:

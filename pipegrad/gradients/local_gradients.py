@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.weak import TensorWeakRef
 
-from pipegrad.gradients.bucket import Hook, refuse_value
+from pipegrad.gradients.bucket import NOTHING, Hook, refuse_value
 from pipegrad.gradients.careful import show_result
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.parameter import LiveParameter
@@ -41,8 +41,10 @@ class LocalGradients:
         self._before: list[torch.Tensor | None] | None = None
         self._divisor = 1.0
         # References to the results of the last step, and their versions. Weak references: a
-        # gradient that the user drops must be freed before the next step.
-        self._results: list[TensorWeakRef | None] = []
+        # gradient that the user drops must be freed before the next step. Where a result and what
+        # the user sets are treated alike, an id will do: it is cheaper, and used once more later.
+        self._are_alike = not any(self._main_shards) and {*divisors} <= {1.0}
+        self._results: list[TensorWeakRef | int | None] = []
         self._result_versions: list[int] = []
         self._kept: set[int] = (
             set()
@@ -80,15 +82,15 @@ class LocalGradients:
     def check(self, *, continuing: bool) -> None:
         """Looks what is there of earlier steps; see `GradientBucket.check`."""
         present = self._read_all()
-        self._before = present if any(g is not None for g in present) else None
+        self._before = present if set(map(type, present)) != NOTHING else None
         if continuing:
             return
-        self._adds = {
-            number
-            for number, last in enumerate(self._results)
-            if last is not None and (result := self._result(number, present)) is not None
-            if result is last()
-        }
+        if not self._are_alike:
+            self._adds = {
+                number
+                for number in range(len(self._results))
+                if self._is_last(number, self._result(number, present))
+            }
         for number, last in self._accessor_results.items():
             if present[number] is not None and present[number] is last():
                 present[number] = None
@@ -96,6 +98,13 @@ class LocalGradients:
     def _result(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         main_shard = self._main_shards[number]
         return gradients[number] if main_shard is None else main_shard.tensor.grad
+
+    def _is_last(self, number: int, gradient: torch.Tensor | None) -> bool:
+        """Whether a gradient is the result of the last step."""
+        last = self._results[number]
+        if gradient is None or last is None:
+            return False
+        return id(gradient) == last if isinstance(last, int) else gradient is last()
 
     def refuse_values(self) -> None:
         """Refuses gradients that this step would divide once more."""
@@ -152,14 +161,15 @@ class LocalGradients:
         """
         self._is_open = False
         gradients = self._read_all()
-        by = [self._divisor * own for own in self._own_divisors]
-        if divisor is not None or any(factor != 1 for factor in by):
+        by = {own: self._divisor * own for own in {*self._own_divisors}}
+        if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)
             if divisor is not None:
                 divide_([g for g in gradients if g is not None], divisor)
-            for factor in {*by} - {1.0}:
-                some = [g for g, f in zip(gradients, by, strict=True) if f == factor]
-                _divide([g for g in some if g is not None], factor)
+            for own, factor in by.items():
+                some = zip(gradients, self._own_divisors, strict=True)
+                if factor != 1:
+                    _divide([g for g, o in some if g is not None and o == own], factor)
         for number, main_shard in enumerate(self._main_shards):
             if main_shard is not None:
                 adds = number in self._adds
@@ -187,8 +197,11 @@ class LocalGradients:
     def note_results(self) -> None:
         """Takes the gradients as they are now for those of the step."""
         present = self._read_all()
-        gradients = [self._result(number, present) for number in range(len(present))]
-        self._results = [None if g is None else TensorWeakRef(g) for g in gradients]
+        gradients = present
+        if any(self._main_shards):
+            gradients = [self._result(number, present) for number in range(len(present))]
+        make = id if self._are_alike else TensorWeakRef
+        self._results = [None if g is None else make(g) for g in gradients]
         self._result_versions = [-1 if g is None else g._version for g in gradients]
 
     def result(self, number: int) -> torch.Tensor | None:
@@ -201,7 +214,8 @@ class LocalGradients:
             gradient = self.result(number)
             if gradient is None or last is None:
                 continue
-            if gradient is not last() or gradient._version != self._result_versions[number]:
+            is_same = gradient._version == self._result_versions[number]
+            if not (is_same and self._is_last(number, gradient)):
                 return self.parameters[number].record.key
         return None
 

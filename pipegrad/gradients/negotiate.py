@@ -5,9 +5,12 @@ See "Set-up" in docs/internals.md.
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +18,6 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import PlanError
-from pipegrad.gradients.drift.machine import kind_of_machine
 from pipegrad.gradients.main_params import has_main_shard
 from pipegrad.model.describe import check_stages, describe_rank, device_of
 from pipegrad.model.gradient_storage import GradientAccessor
@@ -23,19 +25,20 @@ from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.merge import merge, starts_of
 from pipegrad.model.ties import Tied, declared, link_local, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard
-from pipegrad.plan.build_routes import make_routes
-from pipegrad.plan.check_replicas import (
+from pipegrad.plan.check import (
     refuse_bare_replicas,
     refuse_different_buffers,
     refuse_suspected_replicas,
 )
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plan.routes import make_routes
 from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.topology import Topology
 
 _instances = count()
+_CPUINFO = Path("/proc/cpuinfo")
 
 
 def refuse_main_shards(
@@ -205,12 +208,8 @@ class Agreed:
 
     def _routes_as_text(self) -> dict[tuple[int, str], str]:
         """Returns the routes of all ranks, computed here, as text by rank and key."""
-        routes, divisors, _ = make_routes(
-            self.manifest,
-            self.topology,
-            list(self.plugins.items()),
-            self.options.allow_unsynced,
-        )
+        handlers = list(self.plugins.items())
+        routes, divisors, _ = make_routes(self.manifest, self.topology, handlers)
         return {
             (rank, key): "; ".join(
                 f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
@@ -230,3 +229,27 @@ class Agreed:
     def plugins(self) -> dict[str, GradientHandler]:
         """The handler instances, by name."""
         return {name: resolved.plugin for name, resolved in self.handlers.items()}
+
+
+def kind_of_machine(device: torch.device) -> str:
+    """Returns a text that is equal on ranks that round alike: device, threads, version of torch.
+
+    Args:
+        device: Of the rank's parameters.
+    """
+    version = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {version}"
+    # torch takes other instructions on other processors. Where a thread's part of a tensor ends,
+    # it takes instructions that may round in another way.
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, {version}"
+
+
+def _processor() -> str:
+    with suppress(OSError):  # only Linux has this file
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,13 +1,13 @@
 """Pair exchange: two ranks sum a gradient with one message in each direction.
 
 The second rank sends its whole part when it is final, while the first rank still computes. The
-first rank sends its part when that is final: the whole part, or only the rows that are not zero.
-Both ranks add the same two terms, so both have the bits of an all-reduce.
+first rank sends the rows of its part that are not zero, when they are final. Both ranks add the
+same two terms, so both have the bits of an all-reduce.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +26,7 @@ from pipegrad.comm.messages import (
     receive,
     send,
 )
-from pipegrad.comm.work import Done, LateWork, Work
+from pipegrad.comm.work import LateWork, Work
 from pipegrad.errors import ReduceError
 from pipegrad.plan.buckets import Bucket
 
@@ -76,8 +76,7 @@ class PairSum:
     """The exchange of one bucket between two ranks, in each step. Runs on a comm stream.
 
     Args:
-        rows: The rows of the buffer, if the first rank sends only rows that are not zero; otherwise
-            empty.
+        rows: The rows of the buffer.
         back: The communicator for messages of the first rank. The other communicator has a receive
             that was posted early. It would block these messages on a backend without tags.
     """
@@ -86,8 +85,6 @@ class PairSum:
         self._buffer: torch.Tensor
         self._rows = rows
         self._back = back
-        self._scratch: torch.Tensor | None = None  # for the whole part of the first rank
-        self._receiving: Work | None = None
         self._sending: list[tuple[torch.Tensor, Work]] = []
 
     def place(self, buffer: torch.Tensor) -> None:
@@ -101,9 +98,8 @@ class PairSum:
             arriving: On the first rank, the posted receive of the second rank's part.
             group: Of the two ranks.
 
-        Sync: the first rank sends a copy, and both ranks go on meanwhile. On the second rank, the
-        work is a `LateWork`. If only rows are sent, the host needs their number: that blocks the
-        host, on devices too.
+        Sync: the work is a `LateWork`. The host needs the number of rows: its wait blocks the host,
+        on devices too.
         """
         # The second rank (a later stage) is final first. The first rank answers at the end of its
         # step. If the second rank waited here, all later collectives of its comm stream would wait
@@ -111,15 +107,10 @@ class PairSum:
         if not can_send(group, self._buffer.device):
             work: Work = dist.all_reduce(self._buffer, group=group, async_op=True)
             return work
-        if dist.get_rank(group) == 0:
-            if self._rows:  # the host waits for the number of rows: late, unless in a thread
-                return LateWork(partial(self._send_and_add, arriving, group), in_threads=False)
-            self._send_and_add(arriving, group)
-            return Done()
+        if dist.get_rank(group) == 0:  # the host waits for the number of rows, unless in a thread
+            return LateWork(partial(self._send_and_add, arriving, group), in_threads=False)
         collectives.reduce_chain(self._buffer, None, group)
-        if not self._rows:
-            self._receiving = receive(self._whole(), 0, self._back, BACK)
-        return LateWork(self._add_rows if self._rows else self._add_all)
+        return LateWork(self._add_rows)
 
     def settle(self) -> None:
         """Waits until the last messages of this rank were sent."""
@@ -128,35 +119,23 @@ class PairSum:
         self._sending.clear()
 
     def _send_and_add(self, arriving: Arriving | None, group: dist.ProcessGroup) -> None:
-        """Sends the first rank's part, then adds the second rank's part."""
-        # The message is a copy of the part before the sum, since the sum overwrites the part. The
-        # copy of the last step must have been sent before its memory is used again.
+        """Sends the first rank's rows that have a bit that is not zero, then adds the other part.
+
+        Other rows would change nothing.
+        """
         self.settle()
-        if self._rows:
-            self._send_rows()
-        else:
-            self._send(self._whole().copy_(self._buffer), BACK)
-        collectives.reduce_chain(self._buffer, arriving, group)
-
-    def _add_all(self) -> None:
-        """Adds the first rank's part to the second rank's part."""
-        assert self._receiving is not None
-        RECEIVED(self._receiving)
-        real(self._buffer).add_(real(self._whole()))
-
-    def _send_rows(self) -> None:
-        """Sends the rows that have a bit that is not zero. Other rows would change nothing."""
         flat = real(self._buffer)
         parts = [rows.of(flat) for rows in self._rows]
         touched = [part.view(torch.uint8).any(dim=1).nonzero().flatten() for part in parts]
         counts = [len(numbers) for numbers in touched]
-        message = _Message(self._rows, counts, flat)
+        content, message = _message(self._rows, counts, flat)
         for part, numbers, (to_numbers, to_values) in zip(parts, touched, message, strict=True):
             to_numbers.copy_(numbers)
             torch.index_select(part, 0, numbers, out=to_values)
         # The receiver needs the counts first: they say how long the message is.
-        self._send(torch.tensor(counts, device=self._buffer.device), COUNTS)
-        self._send(message.content, BACK)
+        self._send(torch.tensor(counts, device=flat.device), COUNTS)
+        self._send(content, BACK)
+        collectives.reduce_chain(self._buffer, arriving, group)
 
     def _add_rows(self) -> None:
         """Adds the first rank's rows to those of the second rank's part."""
@@ -167,8 +146,8 @@ class PairSum:
         # They say how much memory the message needs.
         if any(n not in range(r.num_rows + 1) for n, r in zip(numbers_of, self._rows, strict=True)):
             raise ReduceError(f"another rank sends {numbers_of} rows, more than there are")
-        message = _Message(self._rows, numbers_of, flat)
-        RECEIVED(receive(message.content, 0, self._back, BACK))
+        content, message = _message(self._rows, numbers_of, flat)
+        RECEIVED(receive(content, 0, self._back, BACK))
         sums = []
         for rows, (numbers, values) in zip(self._rows, message, strict=True):
             part = rows.of(flat)
@@ -183,35 +162,25 @@ class PairSum:
     def _send(self, tensor: torch.Tensor, tag: int) -> None:
         self._sending.append((tensor, send(tensor, 1, self._back, tag)))
 
-    def _whole(self) -> torch.Tensor:
-        if self._scratch is None:
-            self._scratch = torch.empty_like(self._buffer)
-        return self._scratch
 
+def _message(
+    rows: Sequence[Rows], counts: Sequence[int], like: torch.Tensor
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Returns one tensor of bytes for some of the rows: the values of all, then their numbers.
 
-class _Message:
-    """Rows that are not zero, in one tensor of bytes: the values of all, then their numbers.
+    And views of it: numbers ``(count,)`` and values ``(count, width)`` for each entry of `rows`.
 
     Args:
         rows: All rows of the buffer.
         counts: For each entry of `rows`, the number of rows in the message.
         like: A tensor with the dtype and device of the values.
     """
-
-    def __init__(self, rows: Sequence[Rows], counts: Sequence[int], like: torch.Tensor) -> None:
-        self._counts = counts
-        self._widths = [each.width for each in rows]
-        numel = sum(n * width for n, width in zip(counts, self._widths, strict=True))
-        aligned = -(-numel * like.itemsize // _ALIGN_BYTES) * _ALIGN_BYTES
-        nbytes = aligned + sum(counts) * torch.int32.itemsize
-        self.content = torch.empty(nbytes, dtype=torch.uint8, device=like.device)
-        self._values = self.content[: numel * like.itemsize].view(like.dtype)
-        self._numbers = self.content[aligned:].view(torch.int32)
-
-    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yields numbers ``(count,)`` and values ``(count, width)`` for each entry of `rows`."""
-        numbers = self._numbers.split(list(self._counts))
-        sizes = [n * width for n, width in zip(self._counts, self._widths, strict=True)]
-        values = self._values.split(sizes)
-        for index, width in enumerate(self._widths):
-            yield numbers[index], values[index].view(-1, width)
+    sizes = [count * each.width for count, each in zip(counts, rows, strict=True)]
+    nbytes = sum(sizes) * like.itemsize
+    aligned = -(-nbytes // _ALIGN_BYTES) * _ALIGN_BYTES
+    num_bytes = aligned + sum(counts) * torch.int32.itemsize
+    content = torch.empty(num_bytes, dtype=torch.uint8, device=like.device)
+    values = content[:nbytes].view(like.dtype).split(sizes)
+    numbers = content[aligned:].view(torch.int32).split(list(counts))
+    views = zip(numbers, values, rows, strict=True)
+    return content, [(n, v.view(-1, each.width)) for n, v, each in views]

@@ -21,8 +21,7 @@ from pipegrad.gradients.main_params import MainShard
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.plan.buckets import Bucket
-from pipegrad.plan.plan import Plan
-from pipegrad.plan.publishes import Publish
+from pipegrad.plan.plan import Plan, Publish
 
 UPDATED = sync_points.Record(
     "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"
@@ -220,7 +219,7 @@ class ParameterSync:
         Sync: as `publish`.
         """
         # All ranks submit their part of one list, in the same order: see
-        # [Note: order of publishes] in plan/publishes.py. The comm streams wait for this event,
+        # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
         # since the optimizer may still write on the current stream.
         self.is_due = self._is_idle = False
         self.is_moving = self._plan.syncs_parameters

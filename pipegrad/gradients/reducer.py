@@ -231,9 +231,8 @@ class Reducer:
         step, pair_sum = bucket.route[launch.step], None
         if step.is_pair:
             region = bucket.region(self._rank, launch.step)
-            rows = rows_of(bucket, region) if step.exchange == "asymmetric" else ()
             back = self._groups.of(step.ranks, second_communicator(launch.comm_stream))
-            pair_sum = PairSum(rows, back=back)
+            pair_sum = PairSum(rows_of(bucket, region), back=back)
         return StepBucket(
             part,
             len(bucket.slots),

@@ -14,8 +14,7 @@ from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.gradients.bucket import GradientBucket
 from pipegrad.gradients.careful import CarefulBucket
-from pipegrad.gradients.drift.copies import Copies
-from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.drift import DriftCheck, Lookup
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
 from pipegrad.gradients.negotiate import Agreed
@@ -24,7 +23,6 @@ from pipegrad.gradients.optimizer_watch import steps_alike
 from pipegrad.gradients.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.reducer import Reducer
-from pipegrad.gradients.replicas import Lookup
 from pipegrad.gradients.step import Step
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.gradient_storage import GradAttribute
@@ -100,22 +98,16 @@ def set_up(
         is_needed=agreed.needs_parameter_sync,
         device=device,
     )
-    copies = Copies(
-        plan.packs,
-        lookup=lookup,
-        main_of=partial(_master_copy, parameters),
-        with_main=_with_master_copies(agreed),
-        groups=groups,
-        device=device,
-    )
     drift = DriftCheck(
-        copies,
+        plan.packs,
+        lookup,
+        partial(_master_copy, parameters),
+        _with_master_copies(agreed),
         groups=groups,
         ranks=sorted(topology.ranks),
         device=device,
         agree_seconds=agree_seconds,
         every=agreed.options.check_every,
-        repairs=agreed.options.repair,
         is_exact=agreed.rounds_alike,
     )
     reduced, local = _gradients(agreed, parameters, reducer)
@@ -234,7 +226,6 @@ def _gradients(
         buckets[bucket.index] = make(
             held,
             reducer.buffers[bucket.index],
-            divisor=divisors.get(held[0].record.key, 1.0),
             mean=reducer.mean_of(bucket),
             # DistributedDataParallel reduces gradients until the end of the whole backward. Before
             # that they are not final.

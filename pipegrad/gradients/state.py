@@ -22,7 +22,6 @@ class Statistics:
         published_bytes: Bytes of its parameter sync, to this rank and from it.
         exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
             before it for parameters.
-        repaired: Copies of parameters that were set right so far, on all ranks.
     """
 
     steps: int = 0
@@ -32,7 +31,6 @@ class Statistics:
     early: int = 0
     published_bytes: int = 0
     exposed_seconds: float = 0.0
-    repaired: int = 0
 
 
 class State(Enum):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from operator import is_
+from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +15,7 @@ from pipegrad.comm.failures import FailedSteps
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.bucket import BucketState, GradientBucket
-from pipegrad.gradients.drift.drift import DriftCheck
+from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
@@ -31,6 +31,8 @@ from pipegrad.plan.routes import has_result
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+_TRAITS = tuple(map(attrgetter, ("requires_grad", "dtype", "grad_dtype", "shape")))
 
 
 class Step:
@@ -459,16 +461,16 @@ class Step:
 
     def _is_as_agreed(self) -> bool:
         """Whether all parameters are the tensors of the last step, with the agreed properties."""
-        # This is done for each parameter in each step, so in the fewest bytecodes.
+        # This is done for each parameter in each step, so without bytecode for each. No list of
+        # shapes is made: it would be garbage that Python counts, and looks through.
         found = [table.get(name) for table, name in self._tables]
-        live = self._live
         return (
             self._is_plain
             and all(map(is_, found, self._held))
-            and [p.requires_grad for p in live] == self._agreed[0]
-            and [p.dtype for p in live] == self._agreed[1]
-            and [p.grad_dtype for p in live] == self._agreed[2]
-            and [p.shape for p in live] == self._agreed[3]
+            and all(
+                all(map(eq, map(get, self._live), agreed))
+                for get, agreed in zip(_TRAITS, self._agreed, strict=True)
+            )
         )
 
     def _locate(self) -> None:
@@ -477,13 +479,8 @@ class Step:
         homes = [(p, tree, name) for p in parameters for tree, name in p.homes]
         self._tables = [tree.owner(name) for _, tree, name in homes]
         self._held = [p.live for p, *_ in homes]
-        live = self._live = [p.live for p in parameters]
-        self._agreed = (
-            [p.requires_grad for p in live],
-            [p.dtype for p in live],
-            [p.grad_dtype for p in live],
-            [p.shape for p in live],
-        )
+        self._live = [p.live for p in parameters]
+        self._agreed = [list(map(get, self._live)) for get in _TRAITS]
 
     def _follow(self) -> None:
         """Uses the present tensors of the parameters from now on."""

@@ -19,7 +19,6 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,8 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
-from pipegrad.errors import PlanError, StepError, in_words
-from pipegrad.gradients.hook_states import Stateful, hook_states, load_hook_states
+from pipegrad.errors import AgreementError, PlanError, StepError, in_words
+from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.main_params import (
     GroupOf,
     MainParameter,
@@ -41,20 +40,23 @@ from pipegrad.gradients.main_params import (
     grouped,
     refuse_unless_elementwise,
 )
-from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer
+from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer, parts_of
 from pipegrad.gradients.names import Locations
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
 from pipegrad.gradients.norm import clip_
-from pipegrad.gradients.parts import parts_of
-from pipegrad.gradients.replicas import make_equal
 from pipegrad.gradients.set_up import set_up
 from pipegrad.gradients.state import State, Statistics
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.plan import Plan
-from pipegrad.plugins.handler import HandlerSpec, OuterOptimizer, ParameterRecord
+from pipegrad.plugins.handler import (
+    GradientHandler,
+    HandlerSpec,
+    OuterOptimizer,
+    ParameterRecord,
+)
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
@@ -259,9 +261,8 @@ class GradientSync:
         4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
         parameter by cheap checksums, and the master copies that are equal on several ranks. If the
         machines of all ranks are of one kind, one bit that differs is an error. Machines of two
-        kinds may round differently, so there a few roundings for each step are allowed. With
-        `repair`, copies that differ are set right, with a warning on the lowest rank, and the step
-        goes on. Steps that only accumulate do not count.
+        kinds may round differently, so there a few roundings for each step are allowed. Steps that
+        only accumulate do not count.
 
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
@@ -278,7 +279,7 @@ class GradientSync:
                 collectives block the host, otherwise after the timeout of their backend.
             StepError: If a stage is not final, a gradient changed after it was final, or the
                 divisor was given twice, never, or inside `accumulate`.
-            DriftError: On all ranks, if copies have drifted apart and `repair` is off.
+            DriftError: On all ranks, if copies have drifted apart.
         """
         with self.bounded("finish()"):
             if self._step.finish(divisor):
@@ -627,7 +628,9 @@ class GradientSync:
                 "state_dict() before the step of the optimizer was published, so the outer "
                 "optimizer has not stepped: call wait_parameters() before, on all ranks"
             )
-        return hook_states(self._stateful(), self.plan.digest)
+        states = {name: of.state_dict() for name, of in self._stateful().items()}
+        states = {name: state for name, state in states.items() if state}
+        return {"plan": self.plan.digest, "handlers": states} if states else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of this rank; other handlers start anew.
@@ -644,17 +647,15 @@ class GradientSync:
         """
         self._step.check("load_state_dict")
         try:
-            load_hook_states(
-                state,
-                self._stateful(),
-                self.plan.digest,
-                launching=self.plan.launching,
-                ranks=sorted(self.topology.ranks),
-            )
-        except PlanError:
+            self._load_states(state)
+        except (PlanError, AgreementError) as error:
+            # Ranks with and without a loaded state would compute different means. So all start
+            # anew.
+            for stateful in self._stateful().values():
+                stateful.load_state_dict({})
             if self.outer_optimizer is not None:  # some replicas may have their own parameters
                 self._synchronize()
-            raise
+            raise PlanError(str(error)) from error
         if self.outer_optimizer is None:
             return
         if self.plan.independent_by in state.get("handlers", {}):
@@ -711,12 +712,40 @@ class GradientSync:
                 parts.failures.post(error, begins=False, final=True)
                 raise
 
-    def _stateful(self) -> dict[str, Stateful]:
+    def _load_states(self, state: Mapping[str, Any]) -> None:
+        stateful, saved = self._stateful(), dict(state.get("handlers", {}))
+
+        def load() -> dict[str, str]:
+            if state and state.get("plan") != self.plan.digest:
+                raise PlanError(
+                    "what handlers kept is of another plan: of another model, other handlers, "
+                    "buckets or ranks; it fits into its own plan alone"
+                )
+            if unknown := sorted(saved.keys() - stateful.keys()):
+                raise PlanError(
+                    f"what is to be loaded was kept by handlers {unknown}, not in use here"
+                )
+            for name, handler in stateful.items():
+                try:
+                    handler.load_state_dict(saved.get(name, {}))
+                except Exception as error:
+                    raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
+            # Handlers that launch nothing on this rank, and join no replicas, have no state here.
+            launching = self.plan.launching
+            return {name: "what it kept" if saved.get(name) else "nothing" for name in launching}
+
+        ranks = sorted(self.topology.ranks)
+        replies = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
+        for name in stateful:
+            sources = {rank: reply[name] for rank, reply in replies.items() if name in reply}
+            same(f"what handler {name!r} goes on from", sources)
+
+    def _stateful(self) -> dict[str, GradientHandler | OuterOptimizer]:
         """Returns what has the state of each handler, by its name."""
-        every: dict[str, Stateful] = {n: resolved.plugin for n, resolved in self.handlers.items()}
-        if self.outer_optimizer is not None:
-            every[self.plan.independent_by] = self.outer_optimizer
-        return every
+        handlers = {name: resolved.plugin for name, resolved in self.handlers.items()}
+        if self.outer_optimizer is None:
+            return {**handlers}
+        return {**handlers, self.plan.independent_by: self.outer_optimizer}
 
     @outside_of_graphs
     def synchronize_parameters(self) -> None:
@@ -761,14 +790,13 @@ class GradientSync:
         """Raises an error on every rank if copies of a parameter differ in a single bit.
 
         It compares parameters, also frozen ones, and master copies that are equal on several ranks.
-        It compares neither buffers nor the optimizer's state. With the option `repair`, copies that
-        differ get the values of most of them, or of the lowest rank, and a warning says which.
+        It compares neither buffers nor the optimizer's state.
 
         Sync: sends a few integers for each parameter, and one flag. Every rank must call it,
         outside of a step.
 
         Raises:
-            DriftError: If copies differ, and `repair` is off. It names parameters and ranks.
+            DriftError: If copies differ. It names parameters and ranks.
         """
         self._step.check("check_replicas")
         self.publish_if_due()
@@ -830,7 +858,7 @@ class GradientSync:
 
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
-        return replace(self._step.statistics, repaired=self._parts.drift.num_repaired)
+        return self._step.statistics
 
     def close(self) -> None:
         """Ends threads and destroys the process groups of comm streams. Every rank must call it.

@@ -44,7 +44,7 @@ from pipegrad.interop.torch_schedule import (
 )
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import is_fsdp2
-from pipegrad.plan.check_replicas import refuse_loss_parameters
+from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.topology import Topology
 

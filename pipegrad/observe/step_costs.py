@@ -12,9 +12,8 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import ScheduleError
-from pipegrad.gradients.joined_optimizer import parts_in
 from pipegrad.gradients.main_params import MainParameter
-from pipegrad.gradients.named_optimizer import Optimizer
+from pipegrad.gradients.named_optimizer import Optimizer, parts_in
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plugins.handler import Placement, ReductionStep
 from pipegrad.simulation.costs import CollectiveCosts, HostCosts

@@ -22,7 +22,7 @@ from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.loss.terms import MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
-from pipegrad.plan.check_replicas import refuse_loss_parameters
+from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plan.plan import Plan
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator

@@ -1,6 +1,6 @@
 """Who reduces what, and when?
 
-Pure: nothing here communicates. `build_routes` makes the route of each parameter from the results
-of the handlers. `check_routes` and `check_replicas` refuse wrong routes. `buckets` groups
-parameters of the same route. `plan` orders the collectives, in the same way on all ranks.
+Pure: nothing here communicates. `routes` makes the route of each parameter from the results of the
+handlers. `check` refuses wrong routes. `buckets` groups parameters of the same route. `plan` orders
+the collectives, in the same way on all ranks.
 """

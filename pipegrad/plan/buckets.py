@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.owners import Owners
 from pipegrad.plan.routes import Route, signature
 from pipegrad.plugins.handler import ParameterRecord, Placement, ReductionStep
 
@@ -59,6 +58,7 @@ class Bucket:
             Only with SHARD is it a multiple of the number of ranks.
         whole_numels: With WHOLE, the elements of each rank of that reduction, by its order of
             ranks. No slot crosses from one rank to the next.
+        divisor: Its gradients are divided by this, besides the divisor of each step.
     """
 
     index: int
@@ -72,6 +72,7 @@ class Bucket:
     slots: tuple[Slot, ...]
     payload_numel: int
     whole_numels: tuple[int, ...] = ()
+    divisor: float = 1.0
 
     @property
     def names(self) -> str:
@@ -156,38 +157,32 @@ def _piece(slot: Slot, region: range) -> Slot:
 # docs/internals.md.
 
 
-class Kind:
-    """The properties of a parameter that decide its bucket, and when the bucket is ready."""
+def empty_bucket(
+    record: ParameterRecord,
+    route: Route,
+    ticks: Sequence[int],
+    *,
+    dtype: torch.dtype | None = None,
+    wire_dtype: torch.dtype | None = None,
+    sum_dtype: torch.dtype | None = None,
+    divisor: float = 1.0,
+) -> Bucket:
+    """Returns a bucket of the kind of a parameter, without slots. Its dtype is the default."""
+    dtype = dtype or record.dtype
+    wire = wire_dtype or dtype
+    wide = torch.promote_types(wire, sum_dtype or wire)
+    ready = max(ticks[stage] for stage in record.holders)
+    holders, sent = record.holders, record.dtype
+    return Bucket(0, ready, holders, dtype, wire, wide, sent, route, (), 0, divisor=divisor)
 
-    def __init__(
-        self,
-        record: ParameterRecord,
-        route: Route,
-        ticks: Sequence[int],
-        wire_dtype: torch.dtype | None = None,
-        gradients_of: Manifest | None = None,
-        *,
-        sum_dtype: torch.dtype | None = None,
-        divisor: float = 1.0,
-    ) -> None:
-        entry_dtype = gradients_of and gradients_of.entries(record.key)[0].gradient_dtype
-        self.record = record
-        self.route = route
-        self.dtype = entry_dtype or record.dtype
-        self.wire_dtype = wire_dtype or self.dtype
-        self.sum_dtype = torch.promote_types(self.wire_dtype, sum_dtype or self.wire_dtype)
-        self.divisor = divisor
-        self.ready = max(ticks[stage] for stage in record.holders)
 
-    @property
-    def key(self) -> tuple[object, ...]:
-        """Equal for parameters that may share a bucket. It contains no rank."""
-        # Buckets must be equal on all ranks. So the route counts by its mesh axes, and the holders
-        # by their stages. The dtype of the parameter counts only if parameters are sent.
-        has_sync = any(step.syncs_parameters for step in self.route)
-        dtypes = (str(self.dtype), str(self.wire_dtype), str(self.record.dtype) if has_sync else "")
-        divisor = "" if self.divisor == 1 else str(self.divisor)
-        return (self.ready, self.record.holders, signature(self.route), dtypes, divisor)
+def _kind(bucket: Bucket) -> tuple[object, ...]:
+    """Returns what is equal for parameters that may share a bucket. It contains no rank."""
+    # Buckets must be equal on all ranks. So the route counts by its mesh axes, and the holders by
+    # their stages. The dtype of the parameter counts only if parameters are sent.
+    sent = str(bucket.parameter_dtype) if bucket.syncs_parameters else ""
+    dtypes = (str(bucket.dtype), str(bucket.wire_dtype), sent)
+    return (bucket.ready, bucket.holders, signature(bucket.route), dtypes, bucket.divisor)
 
 
 def in_few_words(keys: Sequence[str]) -> str:
@@ -195,24 +190,59 @@ def in_few_words(keys: Sequence[str]) -> str:
     return f"{len(keys)} parameters, {keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
 
 
-def make_buckets(manifest: Manifest, kinds: Iterable[Kind], capacity_bytes: int) -> list[Bucket]:
-    """Returns buckets of parameters of one kind, in reverse position, numbered by readiness."""
+def make_buckets(
+    manifest: Manifest, kinds: Iterable[tuple[ParameterRecord, Bucket]], capacity_bytes: int
+) -> list[Bucket]:
+    """Returns buckets of parameters of one kind, in reverse position, numbered by readiness.
+
+    Args:
+        manifest: The agreed model.
+        kinds: Each parameter, with its `empty_bucket`.
+        capacity_bytes: Bytes on the wire at which a bucket is closed.
+    """
     # Backward completes gradients in the reverse order of the model. With buckets in this order,
     # the first bucket is complete early, and its collective runs beside the rest of the backward.
-    families: dict[tuple[object, ...], list[Kind]] = {}
-    for kind in sorted(kinds, key=lambda k: (k.record.position, k.record.key), reverse=True):
-        families.setdefault(kind.key, []).append(kind)
-    cuts = [cut for family in families.values() for cut in _cut(family, capacity_bytes)]
+    families: dict[tuple[object, ...], tuple[Bucket, list[ParameterRecord]]] = {}
+    for record, kind in sorted(kinds, key=lambda x: (x[0].position, x[0].key), reverse=True):
+        families.setdefault(_kind(kind), (kind, []))[1].append(record)
+    cuts = [(kind, cut) for kind, r in families.values() for cut in _cut(kind, r, capacity_bytes)]
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
-    cuts.sort(key=lambda cut: (cut[0].ready, -cut[-1].record.position, str(cut[0].key)))
+    cuts.sort(key=lambda x: (x[0].ready, -x[1][-1].position, str(_kind(x[0]))))
     owners = Owners()
     return [
-        _whole_bucket(index, cut, manifest, owners)
-        if _whole_step(cut[0].route)
-        else _bucket(index, cut, manifest)
-        for index, cut in enumerate(cuts)
+        _filled(replace(kind, index=index), cut, manifest, owners)
+        for index, (kind, cut) in enumerate(cuts)
     ]
+
+
+def step_cost(shape: Sequence[int]) -> int:
+    """Returns what a step of a matrix costs, in any unit: as an iteration of Newton-Schulz.
+
+    More than two dimensions count as one matrix, with the rows of the first.
+    """
+    rows, numel = shape[0] if shape else 1, math.prod(shape)
+    return numel * min(rows, numel // rows) if rows else 0
+
+
+class Owners:
+    """Chooses owners for one bucket after the other, and remembers what each rank has so far."""
+
+    def __init__(self) -> None:
+        self._costs: dict[tuple[int, ...], list[int]] = {}
+
+    def choose(self, ranks: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[int]:
+        """Returns the index of the owner of each parameter of a bucket, among `ranks`.
+
+        The costliest one goes first, to the rank whose steps cost least so far.
+        """
+        # Balance inside a bucket also matters: the rank that owns most of it receives most.
+        costs = self._costs.setdefault(ranks, [0] * len(ranks))
+        owners = [0] * len(shapes)
+        for index in sorted(range(len(shapes)), key=lambda i: (-step_cost(shapes[i]), i)):
+            owners[index] = min(range(len(ranks)), key=lambda rank: (costs[rank], rank))
+            costs[owners[index]] += step_cost(shapes[index])
+        return owners
 
 
 def _whole_step(route: Route) -> ReductionStep | None:
@@ -220,22 +250,24 @@ def _whole_step(route: Route) -> ReductionStep | None:
     return next((step for step in route if step.placement is Placement.WHOLE), None)
 
 
-def _cut(family: Iterable[Kind], capacity_bytes: int) -> Iterable[list[Kind]]:
+def _cut(
+    kind: Bucket, records: Iterable[ParameterRecord], capacity_bytes: int
+) -> Iterable[list[ParameterRecord]]:
     """Yields runs of at most `capacity_bytes`. A larger gradient is a run by itself.
 
     With WHOLE, a run has a parameter for each rank, even if it is larger then.
     """
     # If fewer ranks owned a bucket, all the others would send to these few at once.
-    cut: list[Kind] = []
+    whole = _whole_step(kind.route)
+    least = 1 if whole is None else len(whole.ranks)
+    cut: list[ParameterRecord] = []
     filled = 0
-    for kind in family:
-        nbytes = _aligned(kind.record.numel, kind.wire_dtype) * kind.wire_dtype.itemsize
-        whole = _whole_step(kind.route)
-        least = 1 if whole is None else len(whole.ranks)
+    for record in records:
+        nbytes = _aligned(record.numel, kind.wire_dtype) * kind.wire_dtype.itemsize
         if len(cut) >= least and filled + nbytes > capacity_bytes:
             yield cut
             cut, filled = [], 0
-        cut.append(kind)
+        cut.append(record)
         filled += nbytes
     yield cut
 
@@ -245,40 +277,25 @@ def _aligned(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
     return -(-numel // step) * step
 
 
-def _bucket(index: int, cut: Sequence[Kind], manifest: Manifest) -> Bucket:
-    first, slots, offset = cut[0], [], 0
-    for kind in cut:
-        record = kind.record
+def _filled(
+    kind: Bucket, cut: Sequence[ParameterRecord], manifest: Manifest, owners: Owners
+) -> Bucket:
+    """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
+    if step := _whole_step(kind.route):
+        chosen = owners.choose(step.ranks, [record.shape for record in cut])
+        numels = [0] * len(step.ranks)
+        for record, owner in zip(cut, chosen, strict=True):
+            numels[owner] += _aligned(record.numel, kind.wire_dtype)
+        cut = [cut[i] for i in sorted(range(len(cut)), key=lambda i: chosen[i])]
+        kind = replace(kind, whole_numels=tuple(numels))
+    slots, offset = [], 0
+    for record in cut:
         slots.append(Slot(record.key, offset, record.shape, _common_stride(manifest, record)))
         offset += _aligned(record.numel, kind.wire_dtype)
-    return Bucket(
-        index=index,
-        ready=first.ready,
-        holders=first.record.holders,
-        dtype=first.dtype,
-        wire_dtype=first.wire_dtype,
-        sum_dtype=first.sum_dtype,
-        parameter_dtype=first.record.dtype,
-        route=first.route,
-        slots=tuple(slots),
-        payload_numel=_padded(offset, len(slots), first),
-    )
+    return replace(kind, slots=tuple(slots), payload_numel=_padded(offset, len(slots), kind))
 
 
-def _whole_bucket(index: int, cut: Sequence[Kind], manifest: Manifest, owners: Owners) -> Bucket:
-    """Returns a bucket in which the slots of each rank lie together."""
-    step = _whole_step(cut[0].route)
-    assert step is not None
-    chosen = owners.choose(step.ranks, [kind.record.shape for kind in cut])
-    order = sorted(range(len(cut)), key=lambda i: chosen[i])
-    numels = [0] * len(step.ranks)
-    for kind, owner in zip(cut, chosen, strict=True):
-        numels[owner] += _aligned(kind.record.numel, kind.wire_dtype)
-    bucket = _bucket(index, [cut[i] for i in order], manifest)
-    return replace(bucket, whole_numels=tuple(numels))
-
-
-def _padded(numel: int, num_flags: int, kind: Kind) -> int:
+def _padded(numel: int, num_flags: int, kind: Bucket) -> int:
     """Returns the number of elements of a payload, so that all shards have the same size."""
     # The flags are written right behind a shard, over a shard of another rank; see [Note: shards].
     # So no shard may be smaller than the flags.

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.check_routes import part_of
-from pipegrad.plan.routes import Route, Routes, is_counted
+from pipegrad.plan.routes import Route, Routes, is_counted, part_of
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.topology import Topology
 

@@ -44,8 +44,6 @@ class GradientOptions:
             waits for ever.
         check_every: Steps between comparisons of the copies of each parameter; the first ones are
             in steps 2, 4, 8 and so on. 0: never.
-        repair: Whether copies that differ get the values of most of them, or of the lowest rank,
-            and the run goes on. Otherwise they are an error.
     """
 
     bucket_bytes: int = BUCKET_BYTES
@@ -58,7 +56,6 @@ class GradientOptions:
     shared_ticks: Sequence[int] | None = None
     step_timeout_seconds: float = STEP_SECONDS
     check_every: int = CHECK_EVERY
-    repair: bool = False
 
     def __post_init__(self) -> None:
         for name in ("allow_unsynced", "stage_ticks", "shared_ticks"):
@@ -76,7 +73,6 @@ class GradientOptions:
 
         Args:
             options: Name -> value.
-            taker: The class or function that takes them, for the message.
 
         Raises:
             PlanError: If a name is unknown. It lists the known names, the closest first.
@@ -102,11 +98,8 @@ class GradientOptions:
         seconds: Any = self.step_timeout_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise PlanError(f"step_timeout_seconds is {seconds!r}, expected a number above 0")
-        if self.check_every < 0 or type(self.repair) is not bool:
-            raise PlanError(
-                f"check_every={self.check_every} must be at least 0 and repair={self.repair!r} "
-                f"True or False"
-            )
+        if self.check_every < 0:
+            raise PlanError(f"check_every={self.check_every} must be at least 0")
         for name in ("reduce_dtype", "sum_dtype", "master_dtype"):
             dtype = getattr(self, name)
             # torch adds no numbers of eight bits.

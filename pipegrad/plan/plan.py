@@ -8,27 +8,20 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import (
-    Bucket,
-    Kind,
-    in_few_words,
-    localised,
-    make_buckets,
-)
-from pipegrad.plan.build_routes import make_routes
-from pipegrad.plan.check_sums import check_sums
+from pipegrad.plan.buckets import Bucket, empty_bucket, in_few_words, localised, make_buckets
+from pipegrad.plan.check import check_routes, check_sums
 from pipegrad.plan.independent import independent_axes
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
-from pipegrad.plan.publishes import Publish, make_publishes
 from pipegrad.plan.routes import (
     Divisors,
     Route,
     Routes,
     has_result,
+    make_routes,
     shared_routes,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
 from pipegrad.topology import Topology
 
 
@@ -47,6 +40,26 @@ class Launch:
     step: int
     ready: int
     comm_stream: int
+
+
+@dataclass(frozen=True)
+class Publish:
+    """One parameter sync, backwards along a reduction, on the bucket's comm stream.
+
+    Attributes:
+        bucket: Index of the bucket.
+        step: The number of that reduction in the bucket's route.
+        comm_stream: The number of its comm stream.
+        use: Sort key: the first stage, over all ranks, that waits for it. If an earlier sync of the
+            same bucket has a later first use, the key is that later use.
+        readers: Stages of this rank that receive parameters by it; none on an owner.
+    """
+
+    bucket: int
+    step: int
+    comm_stream: int
+    use: int
+    readers: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -103,21 +116,19 @@ class Plan:
     matrices: frozenset[str] = frozenset()
 
     @cached_property
+    def _bucket(self) -> dict[int, Bucket]:
+        return {bucket.index: bucket for bucket in self.buckets}
+
+    @cached_property
     def reduced_bytes(self) -> int:
         """Bytes that this rank's collectives reduce in one step."""
-        buckets = {bucket.index: bucket for bucket in self.buckets}
-        return sum(
-            buckets[launch.bucket].nbytes(launch.step, self.rank) for launch in self.launches
-        )
+        return sum(self._bucket[x.bucket].nbytes(x.step, self.rank) for x in self.launches)
 
     @cached_property
     def published_bytes(self) -> int:
         """Bytes of parameters that this rank sends or receives in the parameter sync of a step."""
-        buckets = {bucket.index: bucket for bucket in self.buckets}
-        return sum(
-            buckets[publish.bucket].parameter_nbytes(publish.step, self.rank)
-            for publish in self.publishes
-        )
+        syncs = self.publishes
+        return sum(self._bucket[x.bucket].parameter_nbytes(x.step, self.rank) for x in syncs)
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
@@ -128,9 +139,9 @@ class Plan:
     @property
     def launching(self) -> frozenset[str]:
         """Names of the handlers that launch a collective on this rank, or join replicas."""
-        routes = {bucket.index: bucket.route for bucket in self.buckets}
+        steps = (self._bucket[x.bucket].route[x.step] for x in self.launches)
         joining = {self.independent_by} if self.independent_by else set[str]()
-        return frozenset({routes[x.bucket][x.step].handler for x in self.launches} | joining)
+        return frozenset({step.handler for step in steps} | joining)
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -160,9 +171,8 @@ class Plan:
             lines.append(f"divided by {divisor:g} before they leave: {in_few_words(keys)}")
         if self.launches:
             lines.append("launch  bucket  stream  ready  MiB        reduction")
-        buckets = {bucket.index: bucket for bucket in self.buckets}
         for number, launch in enumerate(self.launches):
-            bucket = buckets[launch.bucket]
+            bucket = self._bucket[launch.bucket]
             step, nbytes = bucket.route[launch.step], bucket.nbytes(launch.step, self.rank)
             lines.append(
                 f"{number:<8}{bucket.index:<8}{launch.comm_stream:<8}{launch.ready:<7}"
@@ -171,11 +181,9 @@ class Plan:
         if self.publishes:
             lines.append("publish bucket  stream  for stages        MiB        movement")
         for number, publish in enumerate(self.publishes):
-            bucket = buckets[publish.bucket]
-            step, nbytes = (
-                bucket.route[publish.step],
-                bucket.parameter_nbytes(publish.step, self.rank),
-            )
+            bucket = self._bucket[publish.bucket]
+            step = bucket.route[publish.step]
+            nbytes = bucket.parameter_nbytes(publish.step, self.rank)
             readers = ", ".join(map(str, publish.readers)) or "others"
             lines.append(
                 f"{number:<8}{publish.bucket:<8}{publish.comm_stream:<8}{readers:<18}"
@@ -248,8 +256,8 @@ def _plan_shared(
     """Makes the routes and buckets of all ranks."""
     # Every rank computes this from the same manifest, and gets the same result. So bucket numbers
     # and communicators need no further message; `digest` is compared as a check.
-    allowed = options.allow_unsynced
-    routes, divisors, matrices = make_routes(manifest, topology, handlers, allowed)
+    routes, divisors, matrices = make_routes(manifest, topology, handlers)
+    check_routes(manifest, topology, routes, options.allow_unsynced)
     independent = independent_axes(manifest, topology, handlers, routes)
     shared = shared_routes(routes)
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
@@ -257,23 +265,26 @@ def _plan_shared(
     records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
     agreed = [(records[key], route) for key, route in shared.items()]
     gradients = [
-        Kind(
+        (
             record,
-            route,
-            several if topology.crosses(record.holders) else alone,
-            options.reduce_dtype,
-            manifest,
-            sum_dtype=options.sum_dtype,
-            divisor=divisors.get(record.key, 1.0),
+            empty_bucket(
+                record,
+                route,
+                several if topology.crosses(record.holders) else alone,
+                dtype=manifest.entries(record.key)[0].gradient_dtype,
+                wire_dtype=options.reduce_dtype,
+                sum_dtype=options.sum_dtype,
+                divisor=divisors.get(record.key, 1.0),
+            ),
         )
         for record, route in agreed
         if record.requires_grad and route
     ]
     buckets = tuple(make_buckets(manifest, gradients, options.bucket_bytes))
     check_sums(buckets, dict(handlers))
-    kinds = [Kind(*pair, alone) for pair in agreed]
-    packs = tuple(make_buckets(manifest, kinds, options.bucket_bytes))
-    # `make_routes` has checked that the mesh and a parameter's route on one rank decide its routes
+    parameters = [(record, empty_bucket(record, route, alone)) for record, route in agreed]
+    packs = tuple(make_buckets(manifest, parameters, options.bucket_bytes))
+    # `check_routes` has checked that the mesh and a parameter's route on one rank decide its routes
     # on all ranks.
     decided = (topology.axes, topology.ranks, shared, buckets, packs, divisors, independent)
     return _Shared(
@@ -301,7 +312,7 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
         rank=rank,
         buckets=buckets,
         launches=_launches(buckets, rank, options.comm_streams),
-        publishes=make_publishes(buckets, view, shared.routes, options.comm_streams),
+        publishes=_publishes(buckets, view, shared.routes, options.comm_streams),
         main_ranges=tuple(_main_ranges(trained, buckets, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
         syncs_parameters=any(bucket.syncs_parameters for bucket in shared.buckets),
@@ -324,6 +335,53 @@ def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[
         for step in range(steps_taken(bucket.route, rank))
     ]
     return tuple(sorted(launches, key=lambda x: (x.ready, x.step, x.bucket)))
+
+
+def _publishes(
+    buckets: Iterable[Bucket], view: Topology, routes: Routes, comm_streams: int
+) -> tuple[Publish, ...]:
+    """Orders the parameter syncs of a rank by first use. See [Note: order of publishes]."""
+    publishes = []
+    for bucket in buckets:
+        for number, step in enumerate(bucket.route[: steps_taken(bucket.route, view.rank)]):
+            if step.syncs_parameters:
+                use = _use(bucket, number, view, routes)
+                readers = _readers(bucket, step, [view.rank], view)
+                publishes.append(
+                    Publish(bucket.index, number, bucket.index % comm_streams, use, readers)
+                )
+    return tuple(sorted(publishes, key=lambda x: (x.use, -x.step, x.bucket)))
+
+
+def _use(bucket: Bucket, number: int, view: Topology, routes: Routes) -> int:
+    """Returns the sort key of a parameter sync; see `Publish.use`."""
+    # The syncs of later reductions in the route come first: this sync sends their result. So its
+    # key may not be smaller than theirs, on any member.
+    step = bucket.route[number]
+    before = [
+        _use(on_rank, later, view.at(rank), routes)
+        for rank in step.ranks
+        for on_rank in localised([bucket], routes[rank])
+        for later in range(number + 1, steps_taken(on_rank.route, rank))
+        if on_rank.route[later].syncs_parameters
+    ]
+    return max(min(_readers(bucket, step, step.ranks, view)), *before, 0)
+
+
+def _readers(
+    bucket: Bucket, step: ReductionStep, ranks: Sequence[int], view: Topology
+) -> tuple[int, ...]:
+    """Returns the stages on `ranks` that receive parameters by the sync along a reduction."""
+    owner = step.owner if step.placement is Placement.OWNER else None
+    locations = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
+    return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
+
+
+# [Note: order of publishes] All parameter syncs are launched at one point, after the optimizer's
+# step, and none of them waits for a compute of another rank. So they end if all ranks sort them by
+# the same key. The key is the first use: stages whose forwards come first wait least. Along the
+# route of a bucket, the syncs run backwards: the owner gathers shards first, and then sends the
+# whole parameters on. See step 9 of the journey of a gradient.
 
 
 def _main_ranges(

@@ -1,10 +1,22 @@
-"""Routes: the reductions of each gradient, in order, and the ranks that have results. Pure."""
+"""Routes: the reductions of each gradient, in order, from what the handlers return. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import get_args
 
-from pipegrad.plugins.handler import Placement, ReductionStep
+from pipegrad.errors import PlanError, in_words
+from pipegrad.model.manifest import Manifest
+from pipegrad.plugins.handler import (
+    Exchange,
+    GradientHandler,
+    Placement,
+    Reduction,
+    ReductionStep,
+)
+from pipegrad.topology import Topology
 
 Route = tuple[ReductionStep, ...]
 
@@ -37,6 +49,15 @@ def is_counted(route: Route, rank: int) -> bool:
     return all(rank == step.owner for step in route if not step.placement.scatters)
 
 
+def part_of(route: Route, num_steps: int, rank: int) -> list[int | bool]:
+    """Returns which part of a gradient `rank` has after `num_steps` reductions of a route."""
+    return [
+        h.ranks.index(rank) if h.placement.scatters else rank == h.owner
+        for h in route[:num_steps]
+        if h.syncs_parameters
+    ]
+
+
 def signature(route: Route) -> tuple[tuple[str, ...], ...]:
     """Returns a route without its ranks: the same on every copy of it."""
     return tuple(step.signature for step in route)
@@ -50,3 +71,210 @@ def shared_routes(routes: Routes) -> dict[str, Route]:
         for key, route in by_key.items():
             shared.setdefault(key, route)
     return shared
+
+
+NamedReductions = Sequence[tuple[str, Reduction]]
+"""Reductions of one rank, each with the name of its handler."""
+
+# OWNER comes first: behind it only the owner takes part. WHOLE and SHARD come before REPLICATE:
+# then each rank replicates only its part, which is less to send.
+_ORDER = (Placement.OWNER, Placement.WHOLE, Placement.SHARD, Placement.REPLICATE)
+
+
+def make_routes(
+    manifest: Manifest, topology: Topology, handlers: Sequence[tuple[str, GradientHandler]]
+) -> tuple[Routes, Divisors, frozenset[str]]:
+    """Returns the routes of all ranks, which are not compared yet, the divisors, and matrices.
+
+    Matrices are the keys that a handler reduces with WHOLE, also over a single rank.
+
+    Raises:
+        PlanError: If a handler fails, or what it returns is wrong on any rank.
+    """
+    # Handlers are pure. So every rank can compute the routes of all ranks, and compare them before
+    # anything is sent.
+    for name, handler in handlers:
+        try:
+            handler.check(manifest.parameters, topology)
+        except (Exception, SystemExit) as error:
+            raise PlanError(f"handler {name!r}: check() failed: {in_words(error)}") from error
+    known = frozenset(topology.ranks)
+    reductions = {
+        rank: [
+            (name, reduction)
+            for name, handler in handlers
+            for reduction in _reductions(name, handler, manifest, topology.at(rank), known)
+        ]
+        for rank in sorted(topology.ranks)
+    }
+    steps: dict[tuple[object, ...], ReductionStep] = {}
+    routes = {r: _routes(manifest, topology.at(r), reductions[r], steps) for r in reductions}
+    whole = (r for on_rank in reductions.values() for _, r in on_rank)
+    matrices = frozenset(r.record.key for r in whole if r.placement is Placement.WHOLE)
+    return routes, _divisors(manifest, topology, reductions), matrices
+
+
+def _reductions(
+    name: str,
+    handler: GradientHandler,
+    manifest: Manifest,
+    topology: Topology,
+    known: frozenset[int],
+) -> list[Reduction]:
+    """Returns a handler's reductions on one rank, of the `known` ranks."""
+    rank, records = topology.rank, manifest.records(topology)
+    try:
+        reductions = list(handler.reductions(records, topology))
+    except (Exception, SystemExit) as error:
+        raise PlanError(
+            f"handler {name!r}: reductions() of rank {rank} failed: {in_words(error)}"
+        ) from error
+    held = {record.key: record for record in records}
+    # The parameters of a rank share a few groups, and a group may have thousands of ranks.
+    checked = set[int]()
+    for reduction in reductions:
+        if not isinstance(reduction, Reduction):
+            raise PlanError(
+                f"handler {name!r}: reductions() of rank {rank} gave {reduction!r}, expected "
+                f"Reductions"
+            )
+    for reduction in reductions:
+        if held.get(reduction.record.key) != reduction.record:
+            raise PlanError(f"{_subject(name, reduction)} on rank {rank}, which does not hold it")
+        if id(reduction.ranks) not in checked:
+            _check_ranks(name, reduction, rank, known)
+            checked.add(id(reduction.ranks))
+        for fault in _faults(name, handler, reduction):
+            raise PlanError(fault)
+    return reductions
+
+
+def _subject(name: str, reduction: Reduction) -> str:
+    key, ranks = reduction.record.key, list(reduction.ranks)
+    return f"handler {name!r} reduces {key!r} over ranks {ranks}"
+
+
+def _check_ranks(name: str, reduction: Reduction, rank: int, known: frozenset[int]) -> None:
+    ranks = set(reduction.ranks)
+    if rank not in ranks or len(ranks) < len(reduction.ranks):
+        raise PlanError(
+            f"{_subject(name, reduction)}: expected each rank once, and rank {rank} among them"
+        )
+    if not ranks <= known:
+        raise PlanError(
+            f"{_subject(name, reduction)}, but the topology has only ranks {sorted(known)}"
+        )
+
+
+def _faults(name: str, handler: GradientHandler, reduction: Reduction) -> Iterator[str]:
+    """Yields what is wrong with a reduction beside its ranks."""
+    op, placement, exchange = reduction.op, reduction.placement, reduction.exchange
+    if op not in ("sum", "mean"):
+        yield f"{_subject(name, reduction)} by {op!r}: expected 'sum' or 'mean'"
+    if not 0 < reduction.divisor < math.inf:
+        yield (
+            f"{_subject(name, reduction)} with divisor {reduction.divisor!r}: expected a positive "
+            f"number"
+        )
+    if exchange not in get_args(Exchange):
+        yield (
+            f"{_subject(name, reduction)}, exchange {exchange!r}: expected one of "
+            f"{get_args(Exchange)}"
+        )
+    is_pair = exchange == "asymmetric" and len(reduction.ranks) > 1
+    if is_pair and (len(reduction.ranks) != 2 or placement is not Placement.REPLICATE):
+        yield (
+            f"{_subject(name, reduction)}, placement {placement.value!r}, exchange "
+            f"{exchange!r}: that is for the gradients of two ranks, placed by 'replicate'; give "
+            f"others the exchange 'all-reduce'"
+        )
+    kind = op, placement, exchange
+    if handler.hook is not None and kind != ("mean", Placement.REPLICATE, "all-reduce"):
+        yield (
+            f"handler {name!r} has a communication hook, which leaves a mean on every rank, and "
+            f"reduces {reduction.record.key!r} by {placement.value}-{op}, {exchange}: expected "
+            f"replicate-mean, all-reduce; drop its hook"
+        )
+
+
+def _routes(
+    manifest: Manifest,
+    topology: Topology,
+    reductions: NamedReductions,
+    made: dict[tuple[object, ...], ReductionStep],
+) -> dict[str, Route]:
+    """Returns key -> route on one rank, without reductions over this rank alone.
+
+    `made` has the steps of all ranks, each once. Thousands of ranks share a step, and comparing an
+    object with itself is fast.
+    """
+    steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
+    own: dict[tuple[object, ...], ReductionStep] = {}
+    for name, reduction in reductions:
+        op, placement, exchange = reduction.op, reduction.placement, reduction.exchange
+        if len(reduction.ranks) > 1:
+            known = (name, op, placement, exchange, id(reduction.ranks))
+            if known not in own:
+                ranks = tuple(sorted(reduction.ranks))
+                step = ReductionStep(topology.axes_of(ranks), ranks, op, placement, name, exchange)
+                own[known] = made.setdefault((*known[:-1], ranks), step)
+            steps[reduction.record.key].append(own[known])
+    routes: dict[tuple[int, ...], Route] = {}
+    for key, route in steps.items():
+        of_steps = tuple(map(id, route))
+        if of_steps not in routes:
+            routes[of_steps] = _ordered(key, route, topology)
+    return {key: routes[tuple(map(id, route))] for key, route in steps.items() if route}
+
+
+def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Route:
+    """Orders a route by placement; with the same placement, reductions across stages are last."""
+    # A reduction across stages must wait for other stages, reductions inside a stage need not. With
+    # this order the wait is as late as possible.
+    for ranks, times in Counter(step.ranks for step in steps).items():
+        if times > 1:
+            names = [h.handler for h in steps if h.ranks == ranks]
+            raise PlanError(
+                f"{key!r} is reduced twice over ranks {list(ranks)}, by handlers {names}: drop one"
+            )
+    scattering = [step for step in steps if step.placement.scatters]
+    if len(scattering) > 1 and any(step.placement is Placement.WHOLE for step in scattering):
+        raise PlanError(
+            f"{key!r} is reduced by {' and '.join(map(str, scattering))}, handlers "
+            f"{[step.handler for step in scattering]}: after 'whole' one rank has all of it, so "
+            f"nothing else can be divided; give the others the placement 'replicate'"
+        )
+    across = {step: step.spans(topology.pipeline) or step.spans("ranks") for step in steps}
+    order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
+    for step in order[:-1]:
+        # An exchange ends late, by its receive. A later reduction would need its sum earlier.
+        if step.is_pair:
+            raise PlanError(
+                f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
+                f"an exchange must come last; give it the exchange 'all-reduce'"
+            )
+    return tuple(order)
+
+
+def _divisors(
+    manifest: Manifest, topology: Topology, reductions: Mapping[int, NamedReductions]
+) -> Divisors:
+    """Returns the divisors of gradients."""
+    # All copies of a parameter must have the same divisor. Otherwise a sum over ranks would weight
+    # their gradients differently.
+    agreed: dict[str, tuple[float, int]] = {}
+    for rank, on_rank in reductions.items():
+        divisors = dict.fromkeys((r.key for r in manifest.records(topology.at(rank))), 1.0)
+        for _, reduction in on_rank:
+            divisors[reduction.record.key] *= reduction.divisor
+        for key, divisor in divisors.items():
+            expected, other = agreed.setdefault(key, (divisor, rank))
+            if divisor != expected:
+                both = [*on_rank, *reductions[other]]
+                names = {n for n, r in both if r.record.key == key and r.divisor != 1}
+                raise PlanError(
+                    f"the gradient of {key!r} is divided by {divisor:g} on rank {rank}, but by "
+                    f"{expected:g} on rank {other}: handlers {sorted(names)} must give one divisor "
+                    f"on all ranks that hold it"
+                )
+    return {key: divisor for key, (divisor, _) in agreed.items() if divisor != 1}

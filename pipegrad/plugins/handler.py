@@ -1,4 +1,7 @@
-"""The contract of gradient handlers: what they are given, return and may override."""
+"""The contract of gradient handlers: what they are given, return and may override.
+
+Handlers whose options name functions check them by `complaints_of` and `closest_first`.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,8 @@ import torch.distributed as dist
 
 from pipegrad.comm.work import Work
 from pipegrad.plugins.constructed import Constructed
+from pipegrad.plugins.options import closest_first as closest_first  # noqa: PLC0414 - public
+from pipegrad.plugins.options import complaints_of as complaints_of  # noqa: PLC0414 - public
 from pipegrad.plugins.registry import HANDLERS, Registry
 from pipegrad.topology import Topology
 
@@ -24,8 +29,7 @@ EMBEDDINGS_AND_HEADS = ("*embed*", "*lm_head*", "head.*", "*.head.*", "output.*"
 BUCKET_BYTES = 25 * 2**20  # a bucket is closed at this size, as in DistributedDataParallel
 
 Op = Literal["sum", "mean"]
-Exchange = Literal["all-reduce", "pairwise", "asymmetric"]
-PAIR_EXCHANGES: tuple[Exchange, ...] = ("pairwise", "asymmetric")
+Exchange = Literal["all-reduce", "asymmetric"]
 
 
 class Placement(Enum):
@@ -123,10 +127,9 @@ class Reduction:
         placement: Where the result lives.
         divisor: Each rank's gradient is divided by this before it is sent, besides the division of
             a mean. It also counts for a reduction over a single rank.
-        exchange: How to sum with REPLICATE over two ranks. ``pairwise``: one message in each
-            direction; the higher rank sends as soon as its gradient is final. ``asymmetric``: the
-            same, but the lower rank sends only rows of its gradient that are not zero. The result
-            has the same bits in all cases.
+        exchange: How to sum with REPLICATE over two ranks. ``asymmetric``: one message in each
+            direction. The higher rank sends as soon as its gradient is final. The lower rank sends
+            only rows of its gradient that are not zero. The result has the bits of an all-reduce.
     """
 
     record: ParameterRecord
@@ -191,7 +194,7 @@ class ReductionStep:
     @property
     def is_pair(self) -> bool:
         """Whether two ranks exchange their parts by messages: see `Reduction.exchange`."""
-        return self.exchange in PAIR_EXCHANGES
+        return self.exchange == "asymmetric"
 
     def spans(self, axis: str) -> bool:
         """Whether it spans this mesh dimension. False for ``"ranks[..]"``, where it is unknown."""
@@ -245,7 +248,7 @@ class FlatBucket(Protocol):
 
 
 class Averaging(Protocol):
-    """Averages instead of an all-reduce, as `pipegrad.CommunicationHook` does.
+    """Averages instead of an all-reduce, as `CommunicationHook` of the built-in handlers does.
 
     Its methods are those of a handler.
     """

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.errors import ConfigError, ScheduleError, TopologyError, in_words
-from pipegrad.gradients.parts import Part, parts_of
+from pipegrad.gradients.named_optimizer import Part, parts_of
 from pipegrad.limits import check_size
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
@@ -26,7 +26,7 @@ from pipegrad.partition.sequential import only_layers
 from pipegrad.pipeline.coding.choice import CodecChoice, choice_of
 from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import TOKEN_MEAN
-from pipegrad.plan.check_replicas import refuse_bare_replicas
+from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plugins.handler import GradientHandler, handlers

@@ -32,7 +32,6 @@ class StepMetrics:
         peak_memory_bytes: The most memory that a rank has taken so far: of the device; or of the
             process, if it trains on CPU or the device does not count.
         skipped: Steps of this run so far whose update was left out, as gradients were not finite.
-        repaired: Copies of parameters that were set right so far, on all ranks.
         note: What was unusual about this step; None if nothing was.
         held_out_loss: Mean over the held-out batches, after the update; None if not measured.
         perplexity: Its exponential, if it is the default loss; None if not measured.
@@ -52,7 +51,6 @@ class StepMetrics:
     elapsed_seconds: float
     peak_memory_bytes: int
     skipped: int = 0
-    repaired: int = 0
     note: str | None = None
     held_out_loss: float | None = None
     perplexity: float | None = None

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
-from pipegrad.gradients.joined_optimizer import JoinedOptimizer, parts_in
+from pipegrad.gradients.named_optimizer import JoinedOptimizer, parts_in
 from pipegrad.plugins.options import closest_first, complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named

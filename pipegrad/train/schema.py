@@ -139,11 +139,6 @@ class Gradients(Table):
         description="steps between comparisons of the copies of each parameter; the first ones are "
         "in steps 2, 4, 8 and so on; 0: never",
     )
-    repair: bool = Field(
-        default=False,
-        description="true: copies that differ get the values of most of them, or of the lowest "
-        "rank, and the run goes on; false: they end the run",
-    )
 
 
 class Model(Table):

@@ -214,7 +214,6 @@ class Trainer:
             elapsed_seconds=max(elapsed),
             peak_memory_bytes=int(max(memory)),
             skipped=self._update.skipped,
-            repaired=statistics.repaired,
             note=update.note or self._chosen_codecs(),
         )
 

@@ -61,14 +61,14 @@ whole         interleaved 1x3 bf16-fp32 again AdamW clip 1 2 one   publish+eval 
 whole         zb-h1       1x2 bf16-fp32 again SGD   clip 2 4 small forget       wait  zero
 whole         zb-h1-head  2x1 bf16      keep  SGD   clip 2 4 one   publish+eval wait  none
 whole         zbv         1x2 bf16      keep  AdamW clip 1 4 one   publish      wait  zero
-pairwise      gpipe       4x1 fp32-bf16 keep  AdamW clip 1 2 one   eval         wait  zero
-pairwise      1f1b        1x2 fp32-bf16 again SGD   clip 2 4 one   publish+eval close zero
-pairwise      1f1b        4x1 fp32      keep  SGD   clip 2 4 small publish      close none
-pairwise      eager       2x1 bf16      again SGD   free 1 2 small forget       wait  none
-pairwise      interleaved 2x1 bf16-fp32 keep  AdamW clip 2 2 one   eval         wait  zero
-pairwise      zb-h1-head  2x1 fp32-bf16 again AdamW clip 2 4 small read         close zero
-pairwise      zb-h1-head  2x2 bf16      again AdamW clip 2 4 one   publish      close none
-pairwise      zbv         4x1 fp32      again AdamW clip 2 2 small publish+eval close none
+asymmetric    gpipe       4x1 fp32-bf16 keep  AdamW clip 1 2 one   eval         wait  zero
+asymmetric    1f1b        1x2 fp32-bf16 again SGD   clip 2 4 one   publish+eval close zero
+asymmetric    1f1b        4x1 fp32      keep  SGD   clip 2 4 small publish      close none
+asymmetric    eager       2x1 bf16      again SGD   free 1 2 small forget       wait  none
+asymmetric    interleaved 2x1 bf16-fp32 keep  AdamW clip 2 2 one   eval         wait  zero
+asymmetric    zb-h1-head  2x1 fp32-bf16 again AdamW clip 2 4 small read         close zero
+asymmetric    zb-h1-head  2x2 bf16      again AdamW clip 2 4 one   publish      close none
+asymmetric    zbv         4x1 fp32      again AdamW clip 2 2 small publish+eval close none
 asym+sharded  1f1b        2x2 fp32      again SGD   free 2 2 small publish      close none
 asym+sharded  interleaved 2x2 fp32-bf16 keep  SGD   clip 1 4 one   read         wait  zero
 asym+sharded  zb-h1       2x2 fp32      keep  SGD   clip 2 4 one   forget       wait  none
@@ -83,7 +83,7 @@ sharded       zbv         1x3 fp32      keep  AdamW free 1 4 small forget       
 owner         zb-h1-head  2x1 fp32      again AdamW clip 2 4 small publish      close none
 owner+sharded interleaved 2x2 fp32      keep  SGD   clip 1 4 small publish+eval wait  none
 whole         1f1b        2x2 fp32      again AdamW clip 1 4 small publish      wait  none
-pairwise      zb-h1       2x2 fp32      keep  SGD   free 1 2 one   publish      wait  zero
+asymmetric    zb-h1       2x2 fp32      keep  SGD   free 1 2 one   publish      wait  zero
 asym+sharded  1f1b        2x2 fp32      keep  AdamW clip 1 2 one   publish      wait  none
 """
 # Chains of owners over three ranks and four, and shards over three ranks of what is tied. Meshes of

@@ -11,7 +11,7 @@ import contextlib
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Self, cast
+from typing import Self, TypeVar, cast
 from unittest import mock
 
 import torch
@@ -31,6 +31,8 @@ from pipegrad.testing.ordering.trace import (
     called_by_python,
     spans,
 )
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,10 @@ class OrderChecker(CheckedBackend):
     Make and end the objects to check inside of the ``with`` block, because comm streams keep the
     streams that they were made with. The checker sees operators of torch. It does not see code that
     bypasses torch's dispatcher (Triton kernels, replayed CUDA graphs). A collective ends when its
-    Work is waited for. Some are assumed to end when they are called: collectives of communication
-    hooks, and those that neither run in comm streams nor belong to pipegrad's pipeline. With
-    `foreign` the latter end when they are waited for, too, if Python code has called them.
+    Work is waited for. In a comm stream it is also assumed to end when the future of its Work is
+    taken. Collectives that neither run in comm streams nor belong to pipegrad's pipeline are
+    assumed to end when they are called. With `foreign` they end when they are waited for, too, if
+    Python code has called them.
 
     Args:
         virtual_streams: True if CPU tensors live on virtual streams. With False the order on CPU is
@@ -105,9 +108,10 @@ class OrderChecker(CheckedBackend):
 
     def __enter__(self) -> Self:
         self._exit.enter_context(sync_points.using(self))
-        # `wait` is replaced on the class, because torch itself and hooks call it too.
-        waits = mock.patch.object(dist.Work, "wait", self._noting_wait(dist.Work.wait))
-        self._exit.enter_context(waits)
+        # They are replaced on the class, because torch itself and hooks call them too.
+        for name in ("wait", "get_future"):
+            noted = self._noting(getattr(dist.Work, name), foreign=name == "wait")
+            self._exit.enter_context(mock.patch.object(dist.Work, name, noted))
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
             self._exit.enter_context(cuda_trace.following(self))
@@ -140,29 +144,27 @@ class OrderChecker(CheckedBackend):
         finally:
             self._local.transfer = None
 
-    def _noting_wait(self, wait: Callable[..., bool]) -> Callable[..., bool]:
-        """Returns `dist.Work.wait` with a note: the calling strand is after the collective."""
+    def _noting(self, method: Callable[..., T], *, foreign: bool) -> Callable[..., T]:
+        """Returns a method of `dist.Work` with a note: the calling strand is after the collective.
 
-        def noted(work: dist.Work, *args: object, **kwargs: object) -> bool:
-            result = wait(work, *args, **kwargs)
+        Args:
+            method: The method.
+            foreign: Whether it also ends collectives outside of comm streams.
+        """
+
+        def noted(work: dist.Work, *args: object, **kwargs: object) -> T:
+            result = method(work, *args, **kwargs)
             with self._locked():
                 # A Work of a comm stream ends on that stream, others on the strand that waits. An
                 # unknown Work orders nothing.
-                _, home, clock = self._flights.pop(id(work), (work, None, {}))
-                strand = self.on_now if self._virtual else self._thread
-                self._order.join(home or strand, clock)
+                _, home, clock = self._flights.get(id(work), (work, None, {}))
+                if home is not None or foreign:
+                    self._flights.pop(id(work), None)
+                    strand = self.on_now if self._virtual else self._thread
+                    self._order.join(home or strand, clock)
             return result
 
         return noted
-
-    @contextlib.contextmanager
-    def trusting(self) -> Iterator[None]:
-        """Assumes that collectives which are started inside end when they are called."""
-        before, self._local.in_comm_stream = getattr(self._local, "in_comm_stream", False), False
-        try:
-            yield
-        finally:
-            self._local.in_comm_stream = before
 
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:

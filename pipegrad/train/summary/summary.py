@@ -1,6 +1,6 @@
 """Summary: stages, ties, routes and the plans of one replica, as plain data that fits into JSON.
 
-A summary has the ranks of one replica alone. `make_routes` has checked that other replicas do the
+A summary has the ranks of one replica alone. `check_routes` has checked that other replicas do the
 same, so their sums are multiples.
 """
 

@@ -28,7 +28,7 @@ from pipegrad.comm.failures import FailureNotice
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import give, grads, outcome, rank, stage, step, tied
 
-WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "pairwise"}, {"placement": "owner"})
+WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "asymmetric"}, {"placement": "owner"})
 
 
 def pair(module: nn.Module, *, accessor: Any = None, **options: Any) -> GradientSync:

@@ -38,6 +38,9 @@ WAITED: dict[tuple[str, tuple[int, ...]], list[int]] = {
     ("sum", (1,)): [],  # a group runs one behind the other
     ("sum", (0,)): [5],
     ("sum", ()): [4, 5],
+    ("future", (0, 1)): [],
+    ("future", (0,)): [5],
+    ("future", ()): [4, 5],
     ("message", (0, 1)): [],
     ("message", (1,)): [4],
     ("message", (0,)): [5],
@@ -56,7 +59,8 @@ def left_to_luck(kind: str, waited: Sequence[int]) -> list[int]:
         def start() -> None:
             works.extend(started(kind, tensor) for tensor in tensors)
             for number in waited:
-                works[number].wait()
+                work = works[number]
+                (work.get_future() if kind == "future" else work).wait()
 
         comm_stream.submit(start, [made]).wait(10)  # type: ignore[list-item]
         for tensor in tensors:
@@ -68,7 +72,7 @@ def left_to_luck(kind: str, waited: Sequence[int]) -> list[int]:
 
 
 def started(kind: str, tensor: torch.Tensor) -> Any:
-    if kind == "sum":
+    if kind != "message":
         return dist.all_reduce(tensor, async_op=True)
     exchange = dist.irecv if dist.get_rank() else dist.isend
     return exchange(tensor, 1 - dist.get_rank())

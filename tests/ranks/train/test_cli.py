@@ -89,7 +89,6 @@ def test_metrics_are_a_line_a_step(folder: Path) -> None:
         "elapsed_seconds",
         "peak_memory_bytes",
         "skipped",
-        "repaired",
     ]
     for row in rows:
         assert row["tokens_per_second"] == pytest.approx(8 * 16 / row["step_seconds"])

@@ -54,7 +54,7 @@ FILES: dict[str, tuple[bytes | str, str]] = {
 OUT_OF_RANGE = """
 train=3 parallel.microbatches=true train.steps=1.5 train.steps=0 gradients.clip_norm=-1
 gradients.clip_norm=nan train.precision=fp8 gradients.non_finite=ignore gradients.check_every=-1
-gradients.repair=majority gradients.reduce_dtype=int8 gradient_handlers=noop train.steps.x=3
+gradients.reduce_dtype=int8 gradient_handlers=noop train.steps.x=3
 train.seed=2147483648 train.seed=-1 train.steps=1e3 train.steps=1__0 train.log_every=0
 train.save_every=0 train.trace=1 data.batch_size=0 data.sequence_length=0
 gradients.bucket_bytes=-1 gradients.bucket_bytes=1.5e6 gradients.comm_streams=0

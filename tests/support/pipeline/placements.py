@@ -36,7 +36,7 @@ HANDLERS: dict[str, list[Any]] = {
     "owner": [{"name": "pipeline-shared", "placement": "owner"}, "data-parallel"],
     "owner+sharded": [{"name": "pipeline-shared", "placement": "owner"}, "sharded"],
     "whole": [{"name": "pipeline-shared", "placement": "owner"}, By("dp", WHOLE, "mean")],
-    "pairwise": [{"name": "pipeline-shared", "exchange": "pairwise"}, "data-parallel"],
+    "asymmetric": [{"name": "pipeline-shared", "exchange": "asymmetric"}, "data-parallel"],
     "asym+sharded": [{"name": "pipeline-shared", "exchange": "asymmetric"}, "sharded"],
     "noop": ["noop"],
 }
@@ -62,7 +62,7 @@ FACTORS: dict[str, tuple[str, ...]] = {
         "owner",
         "owner+sharded",
         "whole",
-        "pairwise",
+        "asymmetric",
         "asym+sharded",
     ),
     "schedule": tuple(SCHEDULES),
@@ -135,7 +135,7 @@ class Case(OnMesh):
     @property
     def is_placed(self) -> bool:
         """Whether its ranks are enough for all that its handlers can do."""
-        meets = self.handlers.startswith(("owner", "pairwise", "asym"))
+        meets = self.handlers.startswith(("owner", "asym"))
         return (self.pipeline > 1 or not meets) and (self.data > 1 or not self.is_sharded)
 
     @property

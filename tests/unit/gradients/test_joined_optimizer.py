@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
 from pipegrad.errors import PlanError
-from pipegrad.gradients.joined_optimizer import JoinedOptimizer, parts_in
+from pipegrad.gradients.named_optimizer import JoinedOptimizer, parts_in
 
 
 def parameters() -> list[nn.Parameter]:

@@ -8,7 +8,7 @@ import torch
 
 from pipegrad import ParameterRecord, Placement, Topology
 from pipegrad.errors import PlanError
-from pipegrad.gradients.parts import parts_of
+from pipegrad.gradients.named_optimizer import parts_of
 from pipegrad_handlers.owned import Owned
 
 Kind = Callable[..., torch.optim.Optimizer]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.owners import Owners, step_cost
+from pipegrad.plan.buckets import Owners, step_cost
 from tests.support.gradients.placements import SHARD, WHOLE, By
 from tests.support.gradients.plans import entry, grid, plans
 

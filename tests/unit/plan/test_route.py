@@ -12,8 +12,8 @@ from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Top
 from pipegrad.errors import PlanError
 from pipegrad.model.dtensor import Layout, Shard
 from pipegrad.model.manifest import Manifest, ParameterEntry
-from pipegrad.plan.build_routes import make_routes
-from pipegrad.plan.routes import Routes, shared_routes, steps_taken
+from pipegrad.plan.check import check_routes
+from pipegrad.plan.routes import Routes, make_routes, shared_routes, steps_taken
 from pipegrad.plugins.handler import ReductionStep
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -34,7 +34,9 @@ def routes(
     topology: Topology = GRID,
     allow_unsynced: Sequence[str] = (),
 ) -> Routes:
-    return make_routes(model, topology, handlers, allow_unsynced)[0]
+    found, *_ = make_routes(model, topology, handlers)
+    check_routes(model, topology, found, allow_unsynced)
+    return found
 
 
 def reduction_step(
@@ -88,12 +90,12 @@ def test_routes_are_ordered_by_placement_and_across_stages_last() -> None:
         ("shared", PipelineShared()),
     ]
     for order in (handlers, handlers[::-1]):
-        found, *_ = make_routes(model, cube, order, ())
+        found = routes(*order, model=model, topology=cube)
         assert [str(h) for h in found[5]["0.emb"]] == [
             "owner-sum(cp)", "shard-sum(dp)", "replicate-sum(tp)", "replicate-sum(pp)",
         ]  # fmt: skip
     late = [("shared", Say(over("pp", OWNER))), ("own", Say(over("dp", OWNER)))]
-    found, *_ = make_routes(model, cube, late, ())
+    found = routes(*late, model=model, topology=cube)
     assert [h.axes for h in found[0]["0.emb"]] == ["dp", "pp"]
 
 
@@ -101,11 +103,11 @@ def test_an_axis_whose_name_is_part_of_another_is_another_axis() -> None:
     """The dimension "p" is not in the reduction over "replicas", though the letter is."""
     axes = (("p", 2), ("replicas", 2))
     mesh = Topology.build(axes=axes, pipeline="p", data="replicas")
-    found, *_ = make_routes(manifest(["emb"], ["head"]), mesh, [SHARED, DATA], ())
+    found = routes(SHARED, DATA, model=manifest(["emb"], ["head"]), topology=mesh)
     assert [str(h) for h in found[0]["0.emb"]] == ["replicate-mean(replicas)", "replicate-sum(p)"]
     mesh = Topology.build(axes=(("pp", 2), ("p", 2)), data="p")
     wrapped = manifest(["emb"], ["head"], wrappers=((0, "DistributedDataParallel"),))
-    assert list(make_routes(wrapped, mesh, [SHARED], ())[0][0]) == ["0.emb"]
+    assert list(routes(SHARED, model=wrapped, topology=mesh)[0]) == ["0.emb"]
     assert reduction_step("pp[0,3]+dp", (0, 1, 6, 7), "sum", "x").spans("pp")
     assert not reduction_step("ranks[0, 3]", (0, 3), "sum", "x").spans("dp")
 
@@ -221,10 +223,10 @@ def test_a_dtensor_is_not_reduced_over_its_own_ranks_again(axis: str, way_out: s
     ]
     model = Manifest(((cut,),), (), shards=tuple(shards))
     with pytest.raises(PlanError) as caught:
-        make_routes(model, mesh, [say(over(axis))], ())
+        routes(say(over(axis)), model=model, topology=mesh)
     assert str(caught.value).endswith(f"it would be reduced twice; {way_out}")
     other = {"dp": "tp", "tp": "dp"}[axis]
-    assert make_routes(model, mesh, [say(over(other))], ())
+    assert routes(say(over(other)), model=model, topology=mesh)
 
 
 # --- ties that nobody reduces
@@ -271,7 +273,7 @@ def test_a_frozen_tie_must_be_covered_too() -> None:
     frozen = ParameterEntry("emb", (), (2,), (1,), torch.float32, torch.float32, False)
     model = Manifest(((frozen,), (frozen,)), (((0, "emb"), (1, "emb")),))
     line = Topology.build(axes=(("pp", 2), ("dp", 1)))
-    assert list(make_routes(model, line, [SHARED], ())[0][1]) == ["0.emb"]
+    assert list(routes(SHARED, model=model, topology=line)[1]) == ["0.emb"]
 
 
 # --- stages that reduce by themselves

@@ -12,8 +12,8 @@ from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
 from pipegrad import ParameterRecord
 from pipegrad.errors import ConfigError
-from pipegrad.gradients.joined_optimizer import JoinedOptimizer
 from pipegrad.gradients.main_params import MainParameter, group_keys, grouped
+from pipegrad.gradients.named_optimizer import JoinedOptimizer
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import group_of, make_learning_rate, make_optimizer, state_numels
 from pipegrad.train.schema import Named

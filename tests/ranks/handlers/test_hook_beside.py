@@ -120,6 +120,21 @@ def test_rows_are_averaged_like_anything_else(hook: object) -> None:
 
 
 @pytest.mark.ranks(4)
+def test_ranks_of_a_frozen_stage_go_on_beside_ranks_with_a_state() -> None:
+    at = mesh(pp=2, dp=2)
+    module = stage(w=(16, 16)).requires_grad_(0 in at.local_stages)
+    sync = GradientSync(dict.fromkeys(at.local_stages, module), at, handlers=[hooked(ONE)])
+    for _ in range(3):
+        step(sync, module, **({"w": 1.0 + rank()} if 0 in at.local_stages else {}))
+        module.zero_grad()
+    state = sync.state_dict()
+    assert gathered(bool(state)) == [True, True, False, False]
+    sync.load_state_dict(state)
+    assert sync.state_dict().keys() == state.keys()
+    sync.close()
+
+
+@pytest.mark.ranks(4)
 def test_what_follows_a_hook_waits_for_it() -> None:
     """A tie over two stages of two replicas: comm streams as on devices give the same bits."""
     chosen: Any = ["pipeline-shared", hooked(POWER_SGD)]

@@ -10,59 +10,30 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from pipegrad.comm import sync_points
-from pipegrad.comm.work import LateWork, Work
-from pipegrad.errors import (
-    PluginLoadError,
-    PluginNotFoundError,
-    PluginOptionError,
-)
-from pipegrad.gradients.power_sgd import PowerSGD
-from pipegrad.plugins.handler import FlatBucket, ReductionStep
-from pipegrad.plugins.options import closest_first, complaints_of
+from pipegrad import FlatBucket, LateWork, ReductionStep, Work, errors
+from pipegrad.plugins.handler import closest_first, complaints_of
+from pipegrad_handlers.power_sgd import PowerSGD
 
-HookSpec = str | Mapping[str, object]
-"""A name, ``module:attr``, or a table of ``name`` and options."""
-
-_TORCHS = "torch.distributed.algorithms.ddp_comm_hooks"
-_HOOKS = {
-    "allreduce_hook": f"{_TORCHS}.default_hooks:allreduce_hook",
-    "bf16_compress_hook": f"{_TORCHS}.default_hooks:bf16_compress_hook",
-    "fp16_compress_hook": f"{_TORCHS}.default_hooks:fp16_compress_hook",
-}
-_POWER_SGD = {"powerSGD_hook": False, "batched_powerSGD_hook": True}
-_WRAPPERS = {
-    "bf16_compress_wrapper": f"{_TORCHS}.default_hooks:bf16_compress_wrapper",
-    "fp16_compress_wrapper": f"{_TORCHS}.default_hooks:fp16_compress_wrapper",
-}
-
-Key = tuple[int, tuple[int, ...]]  # bucket and ranks
 Function = Callable[..., Any]
+_Key = tuple[int, tuple[int, ...]]  # bucket and ranks
 
-
-class HookState(Protocol):
-    """A hook for one bucket, with its state from step to step."""
-
-    sums_flags_first: bool
-
-    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - a user's hook may return anything
-        """Returns the future of the mean."""
-
-    def end(self, bucket: TorchBucket) -> None:
-        """Called when the mean is in the bucket."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the state; {} if there is none."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with a result of `state_dict`."""
+_HOOKS: dict[str, Function] = {
+    "allreduce_hook": default_hooks.allreduce_hook,
+    "bf16_compress_hook": default_hooks.bf16_compress_hook,
+    "fp16_compress_hook": default_hooks.fp16_compress_hook,
+}
+_POWER_SGD = ("powerSGD_hook", "batched_powerSGD_hook")
+_WRAPPERS: dict[str, Function] = {
+    "bf16_compress_wrapper": default_hooks.bf16_compress_wrapper,
+    "fp16_compress_wrapper": default_hooks.fp16_compress_wrapper,
+}
 
 
 class CommunicationHook:
@@ -83,31 +54,31 @@ class CommunicationHook:
     does not see what the hook computes in torch's own threads.
 
     Args:
-        spec: The hook.
+        spec: A name, ``module:attr``, or a table of ``name`` and options.
 
     Raises:
         PluginError: If there is no such hook, or it has no such options.
     """
 
-    def __init__(self, spec: HookSpec) -> None:
+    def __init__(self, spec: str | Mapping[str, object]) -> None:
         if not isinstance(spec, str | Mapping):
-            raise PluginOptionError(f"the hook {spec!r} should be a name or a table")
+            raise errors.PluginOptionError(f"the hook {spec!r} should be a name or a table")
         self._table: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
         options = dict(self._table)
         if not isinstance(name := options.pop("name", None), str):
-            raise PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
+            raise errors.PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
         wrapper = options.pop("wrapper", None)
         wrap = None if wrapper is None else _resolve("wrapper", wrapper, _WRAPPERS)
-        self._make: Callable[[dist.ProcessGroup], HookState]
+        self._make: Callable[[dist.ProcessGroup], _Plain | PowerSGD]
         if name in _POWER_SGD:
-            batched = _POWER_SGD[name]
-            self._make = partial(PowerSGD, options=options, batched=batched, wrapper=wrap)
             PowerSGD.check(name, options)
+            batched = name == "batched_powerSGD_hook"
+            self._make = partial(PowerSGD, options=options, batched=batched, wrapper=wrap)
         else:
-            function = _resolve("hook", name, {**_HOOKS, **dict.fromkeys(_POWER_SGD, "")})
+            function = _resolve("hook", name, _HOOKS, *_POWER_SGD)
             self._make = _plain(name, function, options, wrap)
-        self._running: dict[Key, tuple[dist.ProcessGroup, HookState]] = {}
-        self._loaded: dict[Key, Mapping[str, Any]] = {}
+        self._hooks: dict[_Key, tuple[dist.ProcessGroup, _Plain | PowerSGD]] = {}
+        self._loaded: dict[_Key, Mapping[str, Any]] = {}
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
@@ -119,22 +90,17 @@ class CommunicationHook:
         """
         # A hook's callbacks may start collectives in threads of the backend. The comm stream waits
         # for the work before its next task, so they meet no other collective of this group.
-        hook_state = self._of((bucket.index, reduction.ranks), group)
-        torch_bucket = TorchBucket(bucket)
+        hook = self._of((bucket.index, reduction.ranks), group)
         bucket.is_mean = True
-        flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
-        if hook_state.sums_flags_first:
-            # The host reads the flags, so it waits: late, unless in a thread.
-            return LateWork(_FlagsFirst(flags, torch_bucket, hook_state).wait, in_threads=False)
-        return _Hooked(flags, _started(hook_state, torch_bucket), torch_bucket, hook_state)
+        running = _Running(hook, TorchBucket(bucket), group)
+        # If the host reads the flags, it waits: late, unless in a thread.
+        return LateWork(running.wait, in_threads=False) if hook.sums_flags_first else running
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the states of the hooks of this rank's buckets; {} if there are none."""
-        buckets = {key: dict(state) for key, state in self._loaded.items()}
-        buckets.update(
-            (key, hook_state.state_dict()) for key, (_, hook_state) in self._running.items()
-        )
-        buckets = {key: state for key, state in buckets.items() if state}
+        states = {key: dict(state) for key, state in self._loaded.items()}
+        states |= {key: hook.state_dict() for key, (_, hook) in self._hooks.items()}
+        buckets = {key: state for key, state in states.items() if state}
         return {"hook": dict(self._table), "buckets": buckets} if buckets else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -148,22 +114,22 @@ class CommunicationHook:
                 f"what is to be loaded was kept by the hook {state.get('hook')}, this one is "
                 f"{self._table!r}: load it with the same hook and options"
             )
-        self._running.clear()
+        self._hooks.clear()
         self._loaded = dict(state.get("buckets", {}))
 
-    def _of(self, key: Key, group: dist.ProcessGroup) -> HookState:
-        if key not in self._running:
-            hook_state = self._make(group)
+    def _of(self, key: _Key, group: dist.ProcessGroup) -> _Plain | PowerSGD:
+        """Returns the hook of a bucket, with its state."""
+        if key not in self._hooks:
+            self._hooks[key] = group, self._make(group)
             if key in self._loaded:
-                hook_state.load_state_dict(self._loaded.pop(key))
-            self._running[key] = group, hook_state
-        own_group, hook_state = self._running[key]
-        if own_group is not group:
+                self._hooks[key][1].load_state_dict(self._loaded.pop(key))
+        first_group, hook = self._hooks[key]
+        if first_group is not group:
             raise ValueError(
                 "a handler with a communication hook belongs to one GradientSync, and was given to "
                 "two: give each an instance of its own, or a table of name and options"
             )
-        return hook_state
+        return hook
 
 
 class TorchBucket:
@@ -229,47 +195,34 @@ class TorchBucket:
             payload.copy_(result.reshape(-1))
 
 
-def _started(hook_state: HookState, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as HookState
-    with sync_points.in_use.trusting():
-        future = hook_state.start(bucket)
-    if not hasattr(future, "wait"):
-        raise TypeError(f"a communication hook returned {future!r}, expected a Future")
-    return future
+class _Running:
+    """A hook at work. After `wait`, the mean and the summed flags are in the bucket."""
 
-
-@dataclass(frozen=True)
-class _Hooked:
-    """A running hook. After `wait`, the mean and the summed flags are in the bucket."""
-
-    flags: Work
-    future: Any
-    bucket: TorchBucket
-    hook_state: HookState
+    def __init__(
+        self, hook: _Plain | PowerSGD, bucket: TorchBucket, group: dist.ProcessGroup
+    ) -> None:
+        self._hook, self._bucket = hook, bucket
+        self._flags: Work = dist.all_reduce(bucket.flat.flags, group=group, async_op=True)
+        self._future = None if hook.sums_flags_first else self._start()
 
     def wait(self) -> None:
-        self.flags.wait()
-        self.bucket.take(self.future.wait())
-        self.hook_state.end(self.bucket)
+        self._flags.wait()
+        if self._future is None:
+            if not bool(self._bucket.flat.flags.any()):
+                return
+            self._future = self._start()
+        self._bucket.take(self._future.wait())
+        self._hook.end(self._bucket)
 
-
-@dataclass(frozen=True)
-class _FlagsFirst:
-    """A hook that starts after its flags were summed, and only if one of them is not zero."""
-
-    flags: Work
-    bucket: TorchBucket
-    hook_state: HookState
-
-    def wait(self) -> None:
-        self.flags.wait()
-        if bool(self.bucket.flat.flags.any()):
-            _Hooked(
-                self.flags, _started(self.hook_state, self.bucket), self.bucket, self.hook_state
-            ).wait()
+    def _start(self) -> Any:  # noqa: ANN401 - a user's hook may return anything
+        future = self._hook.start(self._bucket)
+        if not hasattr(future, "wait"):
+            raise TypeError(f"a communication hook returned {future!r}, expected a Future")
+        return future
 
 
 class _Plain:
-    """A hook without a state, or with a state of the user."""
+    """A hook of one bucket, without a state, or with a state of the user."""
 
     sums_flags_first = False
 
@@ -277,33 +230,32 @@ class _Plain:
         self, group: dist.ProcessGroup, *, function: Function, state: Function | None
     ) -> None:
         self._function = function
-        self._own: Any = None if state is None else state(process_group=group)
-        self._state = group if state is None else self._own
+        self._state: Any = group if state is None else state(process_group=group)
+        self._saves = state is not None and hasattr(self._state, "state_dict")
 
-    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - as HookState
+    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - a user's hook may return anything
         return self._function(self._state, bucket)
 
     def end(self, bucket: TorchBucket) -> None:
         """Does nothing."""
 
     def state_dict(self) -> dict[str, Any]:
-        return dict(self._own.state_dict()) if hasattr(self._own, "state_dict") else {}
+        return dict(self._state.state_dict()) if self._saves else {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        if self._own is not None:
-            self._own.load_state_dict(state)
+        self._state.load_state_dict(state)
 
 
 def _plain(
     name: str, function: Function, options: dict[str, Any], wrap: Function | None
-) -> Callable[[dist.ProcessGroup], HookState]:
+) -> Callable[[dist.ProcessGroup], _Plain]:
     """Returns a function that makes the hook of a bucket, after a check of its options."""
     state, takes, positional = None, function, _first_two(function)
     if (factory := options.pop("state", None)) is not None:
         state = _resolve("state of a hook", factory, {})
         takes, positional = state, ["process_group"]
     if complaints := complaints_of(takes, options, given=positional):
-        raise PluginOptionError(f"hook {name!r} {complaints}")
+        raise errors.PluginOptionError(f"hook {name!r} {complaints}")
     if state is None:
         function = partial(function, **options)
     else:
@@ -319,20 +271,23 @@ def _first_two(function: Function) -> list[str]:
         return []
 
 
-def _resolve(kind: str, name: object, known: Mapping[str, str]) -> Function:
-    """Returns a function by name or as ``module:attr``."""
-    if not isinstance(name, str) or not (name in known or ":" in name):
-        raise PluginNotFoundError(
+def _resolve(kind: str, name: object, known: Mapping[str, Function], *others: str) -> Function:
+    """Returns a function by name or as ``module:attr``; `others` are names for the message."""
+    if isinstance(name, str) and name in known:
+        return known[name]
+    if not isinstance(name, str) or ":" not in name:
+        raise errors.PluginNotFoundError(
             f"no {kind} is called {name!r}; known, closest first: "
-            f"{closest_first(str(name), known)}; or give it as 'module:attr'"
+            f"{closest_first(str(name), [*known, *others])}; or give it as 'module:attr'"
         )
-    value = known.get(name, name)
     try:
-        function: Any = pkgutil.resolve_name(value)
+        function: Any = pkgutil.resolve_name(name)
     except Exception as error:
-        raise PluginLoadError(f"the {kind} {name!r} cannot be imported: {error!r}") from error
+        raise errors.PluginLoadError(
+            f"the {kind} {name!r} cannot be imported: {error!r}"
+        ) from error
     if not callable(function):
-        raise PluginLoadError(f"the {kind} {name!r} is {function!r}, expected a function")
+        raise errors.PluginLoadError(f"the {kind} {name!r} is {function!r}, expected a function")
     return function  # type: ignore[no-any-return]  # of any class, but callable
 
 

@@ -13,12 +13,12 @@ import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from pipegrad import CommunicationHook, Placement, handlers
+from pipegrad import Placement, handlers
 from pipegrad.errors import PluginError
-from pipegrad.gradients import power_sgd
-from pipegrad.gradients.ddp_hooks import TorchBucket
 from pipegrad.gradients.reductions import StepBucket
 from pipegrad.plan.buckets import Slot
+from pipegrad_handlers import power_sgd
+from pipegrad_handlers.communication_hook import CommunicationHook, TorchBucket
 from tests.support.gradients.cases import outcome, rank, stage, step
 from tests.support.gradients.hooks import (
     CAST,
@@ -228,6 +228,9 @@ def test_what_is_owed_to_a_gradient_that_is_none_stays_owed() -> None:
         owed.append(all_owed[slot.offset : slot.offset + slot.numel].clone())
     assert owed[2].abs().max() > 0.1
     assert error(owed[3], owed[2]) <= rounding(200)
+    step(sync, module)  # nobody has anything, so the hook does not run
+    kept = sync.state_dict()["handlers"]["data-parallel"]["buckets"][0, (0, 1)]
+    assert kept["iter"] == 4
     sync.close()
 
 
@@ -288,6 +291,12 @@ DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on fr
             lambda state: {**state, "plan": "another"},
             "PlanError: rank 1: PlanError: w",
         ),
+        (
+            POWER_SGD,
+            {},
+            lambda state: {**state, "handlers": {"nobody": {}}},
+            "PlanError: rank 1: PlanError: what is to be loaded was kept by handlers ['nobody']",
+        ),
     ],
 )
 def test_what_was_kept_of_something_else_or_differs_is_refused(
@@ -299,6 +308,7 @@ def test_what_was_kept_of_something_else_or_differs_is_refused(
     sync = averaged(model(), hook, **options)
     said = outcome(lambda: sync.load_state_dict(change(state) if rank() else state))
     assert said.startswith(refused)
+    assert ".py:" not in said  # which line of pipegrad says so is of no use
     assert sync.state_dict() == {}
     if change is not dict:
         sync.load_state_dict(state)  # ranks still are in one place
@@ -352,6 +362,7 @@ def test_a_hook_that_fails_ends_the_step_in_words(name: str, says: str) -> None:
     ("hook", "says"),
     [
         ("bf16_compres_hook", "known, closest first: bf16_compress_hook, fp16_compress_hook"),
+        ("powerSGD", "closest first: powerSGD_hook, allreduce_hook, batched_"),
         ({"matrix_approximation_rank": 1}, "lacks 'name'"),
         ({"name": "powerSGD_hook", "rank": 1}, "has no option 'rank'; allowed, closest first"),
         ({"name": "bf16_compress_hook", "by": 1}, "has no option 'by'"),

@@ -15,11 +15,11 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 
-from pipegrad.errors import PluginOptionError
-from pipegrad.plugins.options import complaints_of
+from pipegrad import errors
+from pipegrad.plugins.handler import complaints_of
 
 if TYPE_CHECKING:
-    from pipegrad.gradients.ddp_hooks import TorchBucket
+    from pipegrad_handlers.communication_hook import TorchBucket
 
 _EPSILON = "orthogonalization_epsilon"
 _DEFAULTS = {_EPSILON: 1e-8}  # torch's 0 makes NaN of a gradient that is zero
@@ -87,17 +87,17 @@ class PowerSGD:
             PluginOptionError: If there are such options. It names them.
         """
         if complaints := complaints_of(PowerSGDState, options, given=("process_group",)):
-            raise PluginOptionError(f"hook {name!r} {complaints}")
+            raise errors.PluginOptionError(f"hook {name!r} {complaints}")
         defaults = inspect.signature(PowerSGDState).parameters
         for option, value in options.items():
             kind = type(defaults[option].default)  # bool or int
             good = type(value) is kind or (option in _FLOATS and type(value) is float)
             if not good or value < (option == "matrix_approximation_rank"):
-                raise PluginOptionError(f"hook {name!r} cannot have {option} = {value!r}")
+                raise errors.PluginOptionError(f"hook {name!r} cannot have {option} = {value!r}")
         try:
             _state(None, options)
         except Exception as error:
-            raise PluginOptionError(f"hook {name!r}: {error}") from error
+            raise errors.PluginOptionError(f"hook {name!r}: {error}") from error
 
     def start(self, bucket: TorchBucket) -> torch.futures.Future[torch.Tensor]:
         """Returns the future of the mean."""

@@ -1,0 +1,436 @@
+"""Refuses plans that contradict each other, the stages, or the model. Pure.
+
+Each check finds a mistake that would otherwise hang a job, or silently give wrong gradients. Copies
+that no handler keeps equal are such a mistake. Along dimensions of the same data, such as tensor
+parallelism, copies are recognised by their initial values. Along data-parallel dimensions, all
+parameters are copies.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from torch import nn
+
+from pipegrad.errors import PlanError
+from pipegrad.model.manifest import Manifest
+from pipegrad.model.suspects import Location
+from pipegrad.model.ties import matches_any
+from pipegrad.model.wrappers import FSDP2
+from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.routes import (
+    Route,
+    Routes,
+    part_of,
+    shared_routes,
+    signature,
+    steps_taken,
+)
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
+from pipegrad.topology import Topology
+
+Starts = Mapping[ParameterRecord, Sequence[str | None]]
+"""A digest for each rank along a dimension; None if all elements are equal, as for zeros."""
+
+
+def check_routes(
+    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
+) -> None:
+    """Checks that the routes of all ranks fit together, and cover all that must be reduced.
+
+    Raises:
+        PlanError: If they do not. It names the handlers.
+    """
+    _check_members(routes)
+    _check_copies(manifest, topology, routes)
+    _check_regions(routes)
+    _check_wrappers(manifest, topology, routes)
+    _check_shards(manifest, topology, routes)
+    _check_left_out(manifest, topology, routes, allow_unsynced)
+    _check_ties(manifest, topology, routes, allow_unsynced)
+
+
+def _pairs(routes: Routes) -> Iterator[tuple[str, int, ReductionStep, int, int]]:
+    """Yields each step of each route with two ranks to compare: key, number, step, rank, member."""
+    # The owner is compared with all members, and each member with the owner. So all pairs are
+    # covered, in linear time.
+    for rank, by_key in routes.items():
+        for key, route in by_key.items():
+            for number, step in enumerate(route):
+                for member in step.ranks if rank == step.owner else step.ranks[:1]:
+                    yield key, number, step, rank, member
+
+
+def _check_members(routes: Routes) -> None:
+    """All members of a reduction must have it in their routes; otherwise the others would hang."""
+    for key, _, step, rank, member in _pairs(routes):
+        on_member = routes[member].get(key, ())
+        if step not in on_member:
+            raise PlanError(
+                f"handler {step.handler!r}: rank {rank} reduces {key!r} by {step} over ranks "
+                f"{list(step.ranks)}, but rank {member} has "
+                f"{[str(h) for h in on_member] or 'no reduction of it'}; a handler must say the "
+                f"same for every rank of a reduction"
+            )
+
+
+def _check_regions(routes: Routes) -> None:
+    """All members of a reduction must have the same part of the gradient before it."""
+    # Otherwise the reduction would add different shards of one gradient.
+    for key, number, step, rank, member in _pairs(routes):
+        route, on_member = routes[rank][key], routes[member][key]
+        differ = part_of(on_member, number, member) != part_of(route, number, rank)
+        if differ and number < steps_taken(route, rank):
+            raise PlanError(
+                f"{key!r}: before {step} over ranks {list(step.ranks)}, rank {rank} and rank "
+                f"{member} are left with different parts of it: number the ranks so that they "
+                f"ascend along every dimension of the mesh"
+            )
+
+
+def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """All copies of a parameter must take the same route; otherwise their buckets would differ."""
+    agreed = shared_routes(routes)
+    for rank, by_key in routes.items():
+        for record in manifest.records(topology.at(rank)):
+            route, expected = by_key.get(record.key, ()), agreed.get(record.key, ())
+            if route is expected:
+                continue
+            if signature(route) != signature(expected):
+                raise PlanError(
+                    f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
+                    f"{[str(h) for h in expected]} on another rank that holds it: handlers "
+                    f"{sorted({h.handler for h in (*route, *expected)})} must treat copies alike"
+                )
+
+
+def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """A wrapper that reduces gradients must be known, and no handler may reduce them again."""
+    for stage, wrapper in manifest.wrappers:
+        if wrapper == FSDP2:
+            continue
+        if stage not in manifest.reduced_by_ddp:
+            raise PlanError(
+                f"stage {stage} has parameters of {wrapper}, whose flat gradients pipegrad cannot "
+                f"reduce: use fully_shard (FSDP2), or plain modules with handler 'data-parallel'"
+            )
+        rank = next(r for r in routes if stage in topology.at(r).local_stages)
+        for key, route in routes[rank].items():
+            held = any(s == stage for s, _ in manifest.locations(key))
+            for step in route:
+                if held and any(map(step.spans, topology.data_axes)):
+                    raise PlanError(
+                        f"stage {stage} is wrapped by DistributedDataParallel and handler "
+                        f"{step.handler!r} reduces {key!r} over {step.axes} too: it would be "
+                        f"reduced twice; unwrap the stage, or drop the handler"
+                    )
+
+
+def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> None:
+    """A reduction of a DTensor must join equal parts, and no two ranks of the DTensor's mesh."""
+    # The ranks of the mesh already reduce among themselves.
+    if not manifest.shards:
+        return
+    for rank, by_key in routes.items():
+        for key, route in by_key.items():
+            shard = manifest.shard(rank, key)
+            if shard is None:
+                continue
+            layout = manifest.entries(key)[0].layout
+            for step in route:
+                subject = (
+                    f"handler {step.handler!r} reduces {key!r} by {step} over {list(step.ranks)}"
+                )
+                if step.syncs_parameters:
+                    raise PlanError(
+                        f"{subject}, but it is a DTensor, {layout}: only whole parameters can be "
+                        f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
+                    )
+                twice = set(step.ranks) & set(shard.members)
+                if len(twice) > 1:
+                    of_data = twice <= set(topology.at(rank).ranks_along(topology.data_axes))
+                    way_out = (
+                        "drop the handler, ['pipeline-shared'] is enough"
+                        if of_data
+                        else "leave it out of the parameters that the handler is given"
+                    )
+                    raise PlanError(
+                        f"{subject}, but it is a DTensor, {layout}, on ranks "
+                        f"{list(shard.members)}, which reduce it among themselves: it would be "
+                        f"reduced twice; {way_out}"
+                    )
+                locations = {r: manifest.shard(r, key) for r in step.ranks}
+                parts = {r: s and (s.coordinate, s.shape) for r, s in locations.items()}
+                if len(set(parts.values())) > 1:
+                    raise PlanError(
+                        f"{subject}, where it is a DTensor, {layout}, but these ranks have "
+                        f"different parts of it, (coordinate, shape): {parts}; number the ranks "
+                        f"of its mesh alike in all stages"
+                    )
+
+
+def _check_left_out(
+    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
+) -> None:
+    """If FSDP2 wraps a stage only in part, a handler must reduce the other parameters."""
+    # FSDP2 reduces over its mesh only the parameters that it shards. The other parameters of the
+    # stage see different data on each rank of the mesh, too.
+    for stage, wrapper in manifest.wrappers:
+        rank = next(r for r in routes if stage in topology.at(r).local_stages)
+        held = [
+            (record.key, manifest.shard(rank, record.key))
+            for record in manifest.records(topology.at(rank))
+            if record.requires_grad and any(s == stage for s, _ in manifest.locations(record.key))
+        ]
+        shards = [shard for _, shard in held if shard is not None]
+        meshes = {shard.members for shard in shards if len(shard.members) > 1}
+        if wrapper != FSDP2 or not meshes:
+            continue
+        members = min(meshes)
+        for key, shard in held:
+            covered = any(set(members) <= set(step.ranks) for step in routes[rank].get(key, ()))
+            names = (key, *(name for _, name in manifest.locations(key)))
+            if shard is None and not covered and not matches_any(allow_unsynced, names):
+                raise PlanError(
+                    f"{key!r} is a whole parameter in stage {stage}, of which FSDP2 shards others "
+                    f"over ranks {list(members)}, and nobody reduces its gradient over them: call "
+                    f"fully_shard on the stage itself, or name it in allow_unsynced"
+                )
+
+
+def _check_ties(
+    manifest: Manifest,
+    topology: Topology,
+    routes: Routes,
+    allow_unsynced: Sequence[str],
+) -> None:
+    """A tied parameter must be reduced over all ranks that hold it."""
+    for rank in routes:
+        view = topology.at(rank)
+        for record in filter(lambda r: r.shared, manifest.records(view)):
+            ranks = set(view.ranks_of(record.holders))
+            covered = any(ranks <= set(step.ranks) for step in routes[rank].get(record.key, ()))
+            names = (record.key, *(name for _, name in manifest.locations(record.key)))
+            if len(ranks) > 1 and not covered and not matches_any(allow_unsynced, names):
+                locations = [f"{name!r} on stage {s}" for s, name in manifest.locations(record.key)]
+                raise PlanError(
+                    f"{' and '.join(locations)} are one parameter, but no handler reduces its "
+                    f"gradient over ranks {sorted(ranks)}: add 'pipeline-shared' to the handlers, "
+                    f"or name it in allow_unsynced to let the copies drift apart"
+                )
+
+
+def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler]) -> None:
+    """Refuses a `sum_dtype` with communication hooks, and with chains of more than two ranks.
+
+    Args:
+        buckets: Of all ranks.
+        handlers: Name -> instance.
+
+    Raises:
+        PlanError: If there is such a reduction. It names the handler and a parameter.
+    """
+    for bucket in buckets:
+        if bucket.sum_dtype == bucket.wire_dtype:
+            continue
+        for step in bucket.route:
+            found = f"sum_dtype={bucket.sum_dtype}, but handler {step.handler!r} reduces "
+            if handlers[step.handler].hook is not None:
+                raise PlanError(
+                    f"{found}{bucket.names} by a communication hook, which adds in the dtype that "
+                    f"it sends: drop its hook, or sum_dtype"
+                )
+            # Each rank of a chain rounds the sum that it sends on. Two ranks add once.
+            if step.placement is Placement.OWNER and len(step.ranks) > 2:
+                raise PlanError(
+                    f"{found}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
+                    f"the sum one after the other: use the placement 'replicate', or drop sum_dtype"
+                )
+
+
+def refuse_suspected_replicas(
+    manifest: Manifest,
+    view: Topology,
+    routes: Mapping[str, Route],
+    fingerprints: Mapping[int, Mapping[Location, str]],
+    allow_unsynced: Sequence[str],
+) -> None:
+    """Refuses copies along a dimension of the same data that are not reduced along it.
+
+    A handler reduces them, or the ranks of a DTensor do. Parameters with different initial values
+    are shards, not copies: a reduction of them is refused. If all elements are equal at the start,
+    it is unknown whether they are copies: then it warns.
+
+    Args:
+        manifest: The agreed model.
+        view: The topology of the rank whose parameters are checked.
+        routes: Of that rank.
+        fingerprints: Rank -> location -> digest of a parameter that is not constant.
+        allow_unsynced: Shell-style patterns of keys or names that need no reduction.
+
+    Raises:
+        PlanError: If there are such parameters. It names one, and the option to write.
+    """
+
+    def is_unreduced(record: ParameterRecord, ranks: Sequence[int]) -> bool:
+        shard = manifest.shard(view.rank, record.key)
+        reduced = [step.ranks for step in routes.get(record.key, ())]
+        reduced += [shard.members] if shard else []
+        is_covered = any(set(ranks) <= set(others) for others in reduced)
+        allowed = matches_any(allow_unsynced, (record.key, record.name))
+        return record.requires_grad and not is_covered and not allowed
+
+    # All ranks along such a dimension see the same data. Without a reduction, rounding alone makes
+    # their copies drift apart, so slowly that no loss curve shows it.
+    for axis, size in view.axes:
+        if size == 1 or axis in (view.pipeline, *view.data_axes):
+            continue
+        ranks = view.ranks_along(axis)
+        starts = {
+            record: [fingerprints[r].get((record.stage, record.name)) for r in ranks]
+            for record in manifest.records(view)
+        }
+        _refuse_reduced_shards(axis, ranks, starts, routes)
+        unreduced = {record: d for record, d in starts.items() if is_unreduced(record, ranks)}
+        _refuse_copies(axis, ranks, unreduced)
+        _warn_of_constants(axis, ranks, unreduced)
+
+
+def refuse_bare_replicas(
+    manifest: Manifest,
+    view: Topology,
+    routes: Mapping[str, Route],
+    divisors: Mapping[str, float],
+    allow_unsynced: Sequence[str],
+    *,
+    independent_axes: Sequence[str],
+) -> None:
+    """Refuses trained parameters that are not averaged over ranks that see different data.
+
+    A handler averages them, or DistributedDataParallel does, or the ranks of a DTensor do. A
+    handler may also divide a gradient by the size of the remaining dimensions: then each rank has
+    its own parameters, as with experts.
+
+    Args:
+        manifest: The agreed model.
+        view: The topology of the rank whose parameters are checked.
+        routes: Of that rank.
+        divisors: Key -> divisor of its gradient.
+        allow_unsynced: Shell-style patterns of keys or names that need no reduction.
+        independent_axes: Dimensions along which replicas train alone.
+
+    Raises:
+        PlanError: If there are such parameters. It names one, and the handler to add.
+    """
+    along = {a: set(view.ranks_along(a)) for a in view.data_axes if a not in independent_axes}
+
+    def is_bare(record: ParameterRecord) -> bool:
+        reduced = [set(step.ranks) for step in routes.get(record.key, ())]
+        shard = manifest.shard(view.rank, record.key)
+        reduced += [set(shard.members)] if shard else []
+        rest = tuple(axis for axis, ranks in along.items() if not any(ranks <= r for r in reduced))
+        allowed = matches_any(allow_unsynced, (record.key, record.name))
+        allowed = allowed or record.stage in manifest.reduced_by_ddp
+        is_left = view.size(rest) not in (1, divisors.get(record.key))
+        return record.requires_grad and is_left and not allowed
+
+    bare = [record.key for record in manifest.records(view) if is_bare(record)]
+    if bare:
+        raise PlanError(
+            f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more over the "
+            f"data-parallel ranks {list(view.ranks_along(view.data))}: these copies would drift "
+            f"apart. Add 'data-parallel' to the handlers, or name them in allow_unsynced"
+        )
+
+
+def refuse_different_buffers(
+    buffers: Mapping[int, Mapping[Location, str]], topology: Topology, allow_unsynced: Sequence[str]
+) -> None:
+    """Refuses buffers that start differently on replicas of a stage. They would stay different.
+
+    Args:
+        buffers: Rank -> location -> digest.
+        topology: Of any rank.
+        allow_unsynced: Shell-style patterns of names, with or without ``stage.`` before them.
+
+    Raises:
+        PlanError: If there is such a buffer. It names it, and the ways to repair it.
+    """
+    for rank in sorted(topology.ranks):
+        replicas = topology.at(rank).ranks_along(topology.data_axes)
+        for stage, name in buffers[rank]:
+            digests = {buffers[replica].get((stage, name)) for replica in replicas}
+            if len(digests) > 1 and not matches_any(allow_unsynced, (name, f"{stage}.{name}")):
+                raise PlanError(
+                    f"buffer {name!r} of stage {stage} starts with different bits on ranks "
+                    f"{list(replicas)}, which train replicas of that stage, and buffers are never "
+                    f"sent: make the model after the same torch.manual_seed on every rank, load "
+                    f"the same checkpoint, or name the buffer in allow_unsynced"
+                )
+
+
+def _refuse_reduced_shards(
+    axis: str, ranks: Sequence[int], starts: Starts, routes: Mapping[str, Route]
+) -> None:
+    # If the ranks hold different shards, a reduction would add gradients of different parameters.
+    for record, digests in starts.items():
+        by_rank = dict(zip(ranks, digests, strict=True))
+        for step in routes.get(record.key, ()):
+            along = sorted(set(step.ranks) & set(ranks))
+            if len({by_rank[rank] for rank in along}) > 1:
+                raise PlanError(
+                    f"handler {step.handler!r} reduces {record.key!r} by {step} over ranks "
+                    f"{list(step.ranks)}, but it starts with different bits on ranks {along}, "
+                    f"along {axis!r}: if each has a shard of its own, leave it out of the "
+                    f"handler's parameters; if they are copies, give all these ranks the same start"
+                )
+
+
+def _refuse_copies(axis: str, ranks: Sequence[int], unreduced: Starts) -> None:
+    alike = [r.key for r, d in unreduced.items() if d[0] is not None and len(set(d)) == 1]
+    if alike:
+        raise PlanError(
+            f"{alike[0]!r} and {len(alike) - 1} more start with the same bits on ranks "
+            f"{list(ranks)}, along {axis!r}, but no handler reduces their gradients there: "
+            f"they would drift apart, or count several times in the norm. Add "
+            f"'sequence-parallel' to the handlers and them to its parameters, with op = 'sum' "
+            f"where each rank has a part of the gradient and 'mean' where each has all of it, or "
+            f"name them in allow_unsynced"
+        )
+
+
+def _warn_of_constants(axis: str, ranks: Sequence[int], unreduced: Starts) -> None:
+    constant = [record.key for record, digests in unreduced.items() if not any(digests)]
+    if constant:
+        more = f" and {len(constant) - 3} more" if len(constant) > 3 else ""
+        warnings.warn(
+            f"{', '.join(map(repr, constant[:3]))}{more} start constant on ranks {list(ranks)}, "
+            f"along {axis!r}, and no handler reduces them there: list copies in the parameters of "
+            f"'sequence-parallel', and in allow_unsynced what each rank has a part of its own of",
+            stacklevel=2,
+        )
+
+
+def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology: Topology) -> None:
+    """Refuses a loss with its own parameters, which would not be averaged over replicas.
+
+    Args:
+        loss: A function, a module, or a method of a module.
+        modules: This rank's stages.
+        topology: Ranks.
+
+    Raises:
+        PlanError: If it has parameters that no stage holds. It names them.
+    """
+    owner = getattr(loss, "func", loss)  # the function of a functools.partial
+    owner = getattr(owner, "__self__", owner)
+    if not isinstance(owner, nn.Module) or len(topology.pipelines) == 1:
+        return
+    held = {id(parameter) for module in modules for parameter in module.parameters()}
+    bare = [n for n, p in owner.named_parameters() if p.requires_grad and id(p) not in held]
+    if bare:
+        raise PlanError(
+            f"the loss has parameters {bare} that no stage holds, so nobody would average their "
+            f"gradients over the replicas: make the loss's module a part of the last stage's"
+        )
