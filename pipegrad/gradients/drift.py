@@ -92,8 +92,8 @@ def is_compared(number: int, every: int) -> bool:
 class DriftCheck:
     """Compares the copies of each parameter, also a frozen one, over the ranks that hold it.
 
-    It sends two integers for each copy, and one flag over all ranks, on the current stream. Master
-    copies are compared too. Replicas that train alone are compared by no one here.
+    It compares master copies too. It sends two integers for each copy, and one flag over all ranks,
+    on the current stream. Replicas that train alone have no copies of each other.
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
