@@ -75,26 +75,26 @@ class Hook:
         handle = parameter.register_post_accumulate_grad_hook(_nothing)
         # The handle has only a weak reference to the dictionary.
         self.hooks: dict[int, Any] = handle.hooks_dict_ref() or {}
-        self._number: int = handle.id
+        self.number: int = handle.id
         self.rest()
 
     def run(self, call: Callable[[nn.Parameter], None]) -> None:
         """Makes autograd call this behind all hooks that the parameter has now."""
         # A hook of the user may change the gradient, so it must run before ours.
-        self.hooks.pop(self._number, None)
-        self.hooks[self._number] = call
+        self.hooks.pop(self.number, None)
+        self.hooks[self.number] = call
 
     def rest(self) -> None:
         """Calls nothing until `run`."""
-        self.hooks.pop(self._number, None)
+        self.hooks.pop(self.number, None)
 
     @property
     def runs_last(self) -> bool:
         """Whether no hook of the user has come behind this one."""
-        return next(reversed(self.hooks), self._number) == self._number
+        return next(reversed(self.hooks), self.number) == self.number
 
     def __del__(self) -> None:
-        if hasattr(self, "_number"):  # it is missing if torch has refused the hook
+        if hasattr(self, "number"):  # it is missing if torch has refused the hook
             self.rest()
 
 
@@ -179,7 +179,10 @@ class GradientBucket:
         self._tables = [hook.hooks for hook in self._hooks]  # empty while all hooks rest
         this = weakref.ref(self)
         self._watch = [_watching(i, this) for i in range(len(self._live))]
-        self._count = [_counting(i, self._final, self._left, this) for i in range(len(self._live))]
+        self._last_calls = [
+            self._watch[i] if large else _counting(i, self._final, self._left, this)
+            for i, large in enumerate(self._is_large)
+        ]
 
     def unfollow(self) -> None:
         """Removes all hooks."""
@@ -321,9 +324,11 @@ class GradientBucket:
         is_open = self.state is BucketState.OPEN and bool(self.waiting)
         is_last = is_open and self.waiting <= self._announced
         if is_last and not self._is_last:
-            for number, hook in enumerate(self._hooks):
-                watches = self._is_large[number] or self._has_streams
-                hook.run((self._watch if watches else self._count)[number])
+            calls = self._watch if self._has_streams else self._last_calls
+            for hook, table, call in zip(self._hooks, self._tables, calls, strict=True):
+                # As `Hook.run`, without a call for each parameter.
+                table.pop(hook.number, None)
+                table[hook.number] = call
         self._is_last = is_last
 
     def accumulated(self, number: int) -> None:
@@ -491,8 +496,8 @@ class GradientBucket:
 
     def _rest(self) -> None:
         if any(self._tables):
-            for hook in self._hooks:
-                hook.rest()
+            for hook, table in zip(self._hooks, self._tables, strict=True):
+                table.pop(hook.number, None)
 
     def _refuse_gone(self, absent: Sequence[int]) -> None:
         for number in absent:

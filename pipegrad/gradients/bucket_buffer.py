@@ -136,11 +136,6 @@ class BucketBuffer:
         return self.scatters_at is not None
 
     @property
-    def address(self) -> int | None:
-        """Where the memory begins; None while there is none."""
-        return None if self._memory is None else self._memory.buffer.data_ptr()
-
-    @property
     def buffer(self) -> torch.Tensor:
         """All slots and flags, flat."""
         return self.made().buffer

@@ -257,10 +257,6 @@ class Step:
         gradients = self._local if bucket is None else self._buckets[bucket]
         return gradients.claim(number)
 
-    def slot_addresses(self) -> set[int]:
-        """Returns where the memory of the buckets begins."""
-        return {b.address for b in self._reducer.buffers.values() if b.address is not None}
-
     def stage_final(self, stage: int) -> None:
         """Marks all gradients of a stage as final; launches complete buckets, in order."""
         self._check_stage("stage_final", stage)

@@ -241,10 +241,6 @@ class GradientSync:
         """
         self._step.adopt(stage)
 
-    def slot_addresses(self) -> set[int]:
-        """Returns where the memory of the buckets begins: no gradient there is in use elsewhere."""
-        return self._step.slot_addresses()
-
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
         """Marks all parameters of `stage` as final; launches complete buckets, in order.

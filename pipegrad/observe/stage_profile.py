@@ -24,7 +24,12 @@ from pipegrad.comm import sync_points
 from pipegrad.model.dtensor import local
 from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.pipeline.split_backward.graph import backward_inputs
-from pipegrad.pipeline.split_backward.products import WeightProduct, accumulate, mark
+from pipegrad.pipeline.split_backward.products import (
+    WeightProduct,
+    accumulate,
+    by_parameter,
+    mark,
+)
 from pipegrad.pipeline.stage import Stage
 from pipegrad.simulation.costs import StageCosts
 
@@ -194,7 +199,7 @@ class StageAlone:
         elif roots:
             torch.autograd.backward(roots, gradients)
         rest = clock()
-        accumulate(products)
+        accumulate(by_parameter(products).values())
         ended = clock()
         for tensor in self._received:
             tensor.grad = None

@@ -9,13 +9,13 @@
 
 A stage may return a view of any of these, and autograd may make two gradients views of one tensor.
 So whatever outlives a forward or a backward is compared by the address of its storage. It is copied
-only if the address is taken: in most models nothing is copied.
+only if the address is taken, gradients only if they overlap: in most models nothing is copied.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -34,28 +34,23 @@ class Aliases:
         stages: The stages of this rank.
         sharded: The stages whose parameters FSDP2 swaps.
         lent: Addresses of the receive buffers that stages read now: a view, which changes.
-        slot_addresses: Returns where the memory of the buckets begins.
 
     Attributes:
         lent: The same view.
     """
 
     def __init__(
-        self,
-        stages: Mapping[int, Stage],
-        sharded: ShardedStages,
-        lent: Collection[int],
-        slot_addresses: Callable[[], Collection[int]],
+        self, stages: Mapping[int, Stage], sharded: ShardedStages, lent: Collection[int]
     ) -> None:
         self._stages = stages
         self._sharded = sharded
         self.lent = lent
-        self._slot_addresses = slot_addresses
         self.forget()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._module_buffers = set[int]()  # addresses
+        self._unread = list[int]()  # stages whose buffers are not among them yet
         self._without_gradient = dict[int, list[nn.Parameter]]()  # by stage
         # By stage, what its last forward handed on, and the version of each.
         self._handed_on: dict[int, list[tuple[weakref.ref[Tensor], int]]] = {
@@ -63,20 +58,18 @@ class Aliases:
         }
 
     def note_forward(self, stage: int) -> None:
-        """Notes where a stage's buffers lie, right after its first forward in a step.
+        """Notes that a stage's first forward in a step has run.
 
-        The first forward may make buffers, so their addresses are not known before it.
+        It may make buffers, so their addresses are not known before it.
         """
-        buffers = self._stages[stage].module.buffers()
-        self._module_buffers.update(buffer.untyped_storage().data_ptr() for buffer in buffers)
+        self._unread.append(stage)
 
-    def note_backward(self, stage: int) -> None:
+    def note_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Notes which parameters have no gradient, right before a stage's first backward.
 
         Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
         gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
         """
-        parameters = self._stages[stage].module.parameters()
         missing = [p for p in parameters if p.grad is None and p.requires_grad]
         self._without_gradient[stage] = [p for p in missing if not self._sharded.reduces(stage, p)]
 
@@ -126,6 +119,9 @@ class Aliases:
 
     def apart(self, tensor: Tensor) -> Tensor:
         """Returns `tensor`, copied if it lies in a receive buffer or in a buffer of a module."""
+        while self._unread:  # the last stage of a pipeline hands nothing on, so nobody asks
+            buffers = self._stages[self._unread.pop()].module.buffers()
+            self._module_buffers.update(buffer.untyped_storage().data_ptr() for buffer in buffers)
         address = tensor.untyped_storage().data_ptr()
         is_shared = address in self.lent or address in self._module_buffers
         return tensor.clone() if is_shared else tensor
@@ -138,32 +134,65 @@ class Aliases:
             values: The leaves that its forward read.
         """
         # Gradients are compared with each other, too: autograd may give a value and a parameter,
-        # such as the terms of a sum, views of one gradient.
-        taken = set(self.lent)
-        for value in values:
-            if value.grad is not None:
-                address = value.grad.untyped_storage().data_ptr()
-                if address in taken:
-                    value.grad = value.grad.clone()
-                taken.add(address)
-        # FSDP2 gives its gathered parameters new gradients in each backward; see `note_backward`
-        # for the others.
-        if candidates := [*self._without_gradient[stage], *self._sharded.gathered(stage)]:
-            slots = self._slot_addresses()
-            for parameter in candidates:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.layout != torch.strided:  # its values may lie anywhere
-                    parameter.grad = parameter.grad.clone()
-                    continue
-                address = local(parameter.grad).untyped_storage().data_ptr()
-                if address in slots:  # all slots of a bucket have this address
-                    continue
-                if address in taken:
-                    parameter.grad = parameter.grad.clone()
-                taken.add(address)
-            missing = [p for p in self._without_gradient[stage] if p.grad is None]
-            self._without_gradient[stage] = missing
+        # such as the terms of a sum, views of one gradient. FSDP2 gives its gathered parameters
+        # new gradients in each backward; see `note_backward` for the others.
+        missing = self._without_gradient[stage]
+        owners = [*values, *missing, *self._sharded.gathered(stage)]
+        memory, shared = dict[int, list[Tensor]](), False  # by the address of a storage
+        for owner in owners:
+            if (gradient := owner.grad) is None:
+                continue
+            if gradient.layout is not torch.strided:  # its values may lie anywhere
+                owner.grad = gradient.clone()
+                continue
+            if type(gradient) is not Tensor:
+                gradient = local(gradient)
+            address = gradient.untyped_storage().data_ptr()
+            if address in memory:
+                memory[address].append(owner)
+                shared = True
+            else:
+                memory[address] = [owner]
+                shared |= address in self.lent
+        if shared:
+            for address, sharing in memory.items():
+                lent = address in self.lent
+                _clone_gradients(sharing if lent else _overlapping(sharing))
+        if missing:
+            self._without_gradient[stage] = [p for p in missing if p.grad is None]
+
+
+def _clone_gradients(owners: Sequence[Tensor]) -> None:
+    for owner in owners:
+        assert owner.grad is not None
+        owner.grad = owner.grad.clone()
+
+
+def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors whose gradient overlaps that of one before, all in one storage.
+
+    Slots of a bucket are in one storage, and do not overlap.
+    """
+    spans = [(*_span(owner), owner) for owner in owners]
+    spans.sort(key=lambda span: span[0])
+    found, taken = list[Tensor](), 0
+    for begin, end, owner in spans:
+        if begin < taken:
+            found.append(owner)
+        else:
+            taken = end
+    return found
+
+
+def _span(owner: Tensor) -> tuple[int, int]:
+    """Returns the address at which a gradient begins, and that behind its last element."""
+    assert owner.grad is not None
+    gradient = local(owner.grad)
+    begin, nbytes = gradient.data_ptr(), gradient.nbytes
+    if not gradient.is_contiguous():  # it may have gaps
+        steps = zip(gradient.shape, gradient.stride(), strict=True)
+        nbytes = gradient.element_size() * (1 + sum((size - 1) * step for size, step in steps))
+    return begin, begin + nbytes
 
 
 def check_plain(output: Tensor, what: str) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.loose_leaves import LooseLeaves
@@ -103,8 +103,8 @@ class Compute:
         self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
         for recompute in self._recomputes.values():
             recompute.forget()
+        self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
         self._ran_forward = set[int]()  # stages
-        self._ran_backward = set[int]()
         # A new list: `Executor.run` returns the old one.
         self.outputs = list[tuple[Tensor, ...]]()
         self._aliases.forget()
@@ -253,7 +253,14 @@ class Compute:
 
     def _backward_inputs(self, stage: int, microbatch: int) -> None:
         roots, gradients = self._begin_backward(stage, microbatch)
-        self._weights.backward(stage, microbatch, roots, gradients, self._aliases.lent)
+        self._weights.backward(
+            stage,
+            microbatch,
+            roots,
+            gradients,
+            parameters=self._parameters[stage],
+            lent=self._aliases.lent,
+        )
         del roots, gradients
         self._values.take_gradients(stage, microbatch)
 
@@ -283,9 +290,9 @@ class Compute:
         self, stage: int, microbatch: int
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns the roots of a backward, and their gradients."""
-        if stage not in self._ran_backward:
-            self._ran_backward.add(stage)
-            self._aliases.note_backward(stage)
+        if stage not in self._parameters:
+            self._parameters[stage] = list(self._stages[stage].module.parameters())
+            self._aliases.note_backward(stage, self._parameters[stage])
         # The table must not hold the graph any more when the backward has run.
         outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]

@@ -155,7 +155,7 @@ class StepKind:
         transfers = Transfers(
             self.program.channels, context.edges, context.pool, specs, context.codings
         )
-        aliases = Aliases(stages, context.sharded, transfers.lent, context.sync.slot_addresses)
+        aliases = Aliases(stages, context.sharded, transfers.lent)
         values = Values(
             self.program,
             rank,

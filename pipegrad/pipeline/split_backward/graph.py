@@ -18,9 +18,10 @@ autograd's graph, so modules may do with their weights what they like.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -77,20 +78,18 @@ def backward_inputs(
     graph = _explore(roots, parameters, marked)
     if not graph.products:
         torch.autograd.backward(roots, gradients)
-        return Waiting([], graph.early)
+        return Waiting([], tuple(graph.early))
     arrived = list[WeightProduct]()
-    bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
     # A node computes the gradient of an argument only if that leads to a needed node. The leaves of
     # waiting weights are not needed, so their products are not computed. The nodes of products are
-    # needed themselves: some of them may lead to nothing else. Autograd finds out by itself that
-    # those next to a leaf are needed, and fewer names cost less.
-    needed = [*graph.leaves, *(node for node in graph.nodes if not graph.leads_to_leaf(node))]
+    # needed themselves: some of them may lead to nothing else.
+    bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
     hooks = [
         node.register_prehook(partial(_arrive, product, arrived))
         for node, product in zip(graph.nodes, graph.products, strict=True)
     ]
     try:
-        edges = [GradientEdge(node, 0) for node in needed]
+        edges = [GradientEdge(node, 0) for node in (*graph.leaves, *graph.nodes)]
         torch.autograd.backward(roots, gradients, inputs=edges)
     finally:
         for hook in hooks:
@@ -108,54 +107,78 @@ def backward_inputs(
     if taken:
         for product in arrived:
             product.keep_apart(taken)
-    return Waiting(arrived, graph.early)
+    return Waiting(arrived, tuple(graph.early))
 
 
 def _arrive(
     product: WeightProduct, arrived: list[WeightProduct], gradients: tuple[Tensor | None, ...]
 ) -> None:
     """Keeps the gradient of what a node made; autograd calls it right before it runs the node."""
-    (gradient,) = gradients
-    if gradient is not None:
+    if (gradient := gradients[0]) is not None:
         product.keep(gradient)
         arrived.append(product)
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Graph:
     """What a backward runs at once, and what waits, read from autograd's graph.
 
     Attributes:
         leaves: Leaves that get their gradients at once.
         nodes: The nodes of the forward's products, one for each product that waits.
+        ends: The leaf of the weight of each.
         products: The products that wait.
         early: As in `Waiting`.
     """
 
-    leaves: Mapping[Any, None] = field(default_factory=dict)
-    nodes: tuple[Any, ...] = ()
-    products: tuple[WeightProduct, ...] = ()
-    early: tuple[str, ...] = ()
+    leaves: dict[Any, None] = field(default_factory=dict)
+    nodes: list[Any] = field(default_factory=list)
+    ends: list[Any] = field(default_factory=list)
+    products: list[WeightProduct] = field(default_factory=list)
+    early: dict[str, None] = field(default_factory=dict)
 
-    @classmethod
-    def of(
-        cls,
-        candidates: Sequence[tuple[Node, Node, WeightProduct]],
-        leaves: Mapping[Node, None],
-        early: tuple[str, ...],
-    ) -> _Graph:
-        """Returns what waits of the candidates: nodes, leaves of their weights, and products."""
-        if any(_is_reentrant(name) for name in early):
-            return cls(early=early)
+    def split(
+        self,
+        node: Any,  # noqa: ANN401 - its attributes are made in C++
+        name: str,
+        parameters: Collection[int],
+        marked: Collection[int],
+    ) -> Sequence[tuple[Node | None, int]]:
+        """Takes the products of a node that may wait; returns the edges of everything else."""
+        edges: Sequence[tuple[Any, int]] = node.next_functions
+        successors = edges
+        for known in PRODUCTS[name]:
+            edge = edges[known.argument]
+            chain = _chain(edge[0], parameters)
+            if not chain or (rule := known.rule(node, chain)) is None:
+                continue
+            if getattr(node, known.raw_operand).unpack_hook is not None:
+                self.early[PACKED] = None
+            elif not _BEGINS_AT_FUNCTIONS and issubclass(type(edge[0]), BackwardCFunction):
+                self.early["an autograd function of a weight, before torch 2.13"] = None
+            else:
+                leaf, operand = chain[-1], getattr(node, known.operand).detach()
+                parameter = leaf.variable
+                direct = id(parameter) in marked and is_direct(chain)
+                self.nodes.append(node)
+                self.ends.append(leaf)
+                self.products.append(
+                    WeightProduct(parameter, None if direct else edge, operand, rule)
+                )
+                successors = [other for other in successors if other is not edge]
+        return successors
+
+    def settled(self) -> _Graph:
+        """Returns this graph without products that must not wait."""
+        if any(map(_is_reentrant, self.early)):
+            return _Graph(early=self.early)
         # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses
         # waits, since its hooks must see one sum.
-        waiting = [(node, product) for node, leaf, product in candidates if leaf not in leaves]
-        nodes, products = (node for node, _ in waiting), (product for _, product in waiting)
-        return cls(leaves, tuple(nodes), tuple(products), early)
-
-    def leads_to_leaf(self, node: Node) -> bool:
-        """Whether a leaf that gets its gradient at once, such as a bias, is next to a node."""
-        return any(successor in self.leaves for successor, _ in node.next_functions)
+        if not self.leaves.keys().isdisjoint(self.ends):
+            waits = [end not in self.leaves for end in self.ends]
+            self.nodes = list(compress(self.nodes, waits))
+            self.products = list(compress(self.products, waits))
+        return self
 
 
 def _explore(
@@ -163,67 +186,32 @@ def _explore(
 ) -> _Graph:
     """Returns what must run now, and what can wait."""
     # This loop sees every node of every microbatch, and Python's time there counts.
+    graph = _Graph()
     stack = list(dict.fromkeys(get_gradient_edge(root).node for root in roots))
-    seen, leaves, early = set(stack), dict[Node, None](), dict[str, None]()
-    candidates = list[tuple[Node, Node, WeightProduct]]()
+    seen = set(stack)
     while stack:
         node = stack.pop()
-        name, successors = type(node).__name__, node.next_functions
+        name = type(node).__name__
+        if name == LEAF:
+            graph.leaves[node] = None
+            continue
         if name in PRODUCTS:
-            waits = set[int]()
-            for index, leaf, product in _products(node, name, parameters, marked):
-                if isinstance(product, str):
-                    early[product] = None
-                else:
-                    waits.add(index)
-                    candidates.append((node, leaf, product))
-            if waits:
-                successors = tuple(e for i, e in enumerate(successors) if i not in waits)
-        elif name == LEAF:
-            leaves[node] = None
-        elif _takes_parameters(node, parameters):
-            early[name] = None
+            successors = graph.split(node, name, parameters, marked)
+        else:
+            successors = node.next_functions
+            if issubclass(type(node), BackwardCFunction) and _takes_parameters(node, parameters):
+                graph.early[name] = None
         for successor, _ in successors:
             if successor is not None and successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
-    return _Graph.of(candidates, leaves, tuple(early))
-
-
-def _products(
-    node: Any,  # noqa: ANN401 - its attributes are made in C++
-    name: str,
-    parameters: Collection[int],
-    marked: Collection[int],
-) -> Iterator[tuple[int, Node, WeightProduct | str]]:
-    """Yields the arguments of a node that may wait, with their leaves.
-
-    Behind them comes the product that waits, or a string that says why it cannot.
-    """
-    successors = node.next_functions
-    for known in PRODUCTS[name]:
-        edge = successors[known.argument]
-        chain = _chain(edge[0], parameters)
-        rule = known.rule(node, chain) if chain else None
-        if rule is None:
-            continue
-        leaf: Any = chain[-1]
-        if getattr(node, known.raw_operand).unpack_hook is not None:
-            yield known.argument, leaf, PACKED
-        elif issubclass(type(edge[0]), BackwardCFunction) and not _BEGINS_AT_FUNCTIONS:
-            yield known.argument, leaf, "an autograd function of a weight, before torch 2.13"
-        else:
-            parameter, operand = leaf.variable, getattr(node, known.operand).detach()
-            direct = id(parameter) in marked and is_direct(chain)
-            product = WeightProduct(parameter, None if direct else edge, operand, rule)
-            yield known.argument, leaf, product
+    return graph.settled()
 
 
 def _takes_parameters(node: Node, parameters: Collection[int]) -> bool:
-    """Whether a node is of an autograd function that takes parameters, or may."""
-    return issubclass(type(node), BackwardCFunction) and (
-        _is_reentrant(type(node).__name__)
-        or any(_chain(successor, parameters) for successor, _ in node.next_functions)
+    """Whether the node of an autograd function takes parameters, or may."""
+    return _is_reentrant(type(node).__name__) or any(
+        _chain(successor, parameters) for successor, _ in node.next_functions
     )
 
 
@@ -232,14 +220,14 @@ def _is_reentrant(name: str) -> bool:
     return "CheckpointFunction" in name
 
 
-def _chain(node: Node | None, parameters: Collection[int]) -> tuple[Node, ...]:
+def _chain(node: Any, parameters: Collection[int]) -> tuple[Any, ...]:  # noqa: ANN401 - a node
     """Returns the nodes from a weight to its parameter; none if it is not made of one alone."""
-    chain: tuple[Any, ...] = ()
+    chain = list[Any]()
     while node is not None:
-        chain += (node,)
+        chain.append(node)
         name = type(node).__name__
         if name == LEAF:
-            return chain if id(chain[-1].variable) in parameters else ()
+            return tuple(chain) if id(node.variable) in parameters else ()
         if name in PRODUCTS or name.startswith(_NOT_IN_CHAINS):
             return ()
         successors = node.next_functions

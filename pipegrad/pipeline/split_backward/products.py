@@ -85,17 +85,6 @@ class WeightProduct:
             )
         return self.rule.factors(operand, gradient)
 
-    def may_write(self, grad: Tensor | None) -> bool:
-        """Whether the product may go into `grad`, the parameter's or a slot, without autograd."""
-        return (
-            self.edge is None
-            and grad is not None
-            and grad.dim() == self.operand.dim() == 2
-            and grad.dtype == self.operand.dtype
-            and grad.layout == torch.strided
-            and not self.parameter._backward_hooks
-        )
-
     def gradient_at_edge(self) -> tuple[GradientEdge, Tensor]:
         """Returns where autograd takes the product, and the product."""
         factors = self.factors()
@@ -105,7 +94,15 @@ class WeightProduct:
         return GradientEdge(*self.edge), product.mT if self.rule.is_transposed else product
 
 
-def accumulate(products: Sequence[WeightProduct], claim: Claim = _nothing) -> None:
+def by_parameter(products: Iterable[WeightProduct]) -> dict[int, list[WeightProduct]]:
+    """Returns products by the id of their parameter, in the order of first uses."""
+    found: dict[int, list[WeightProduct]] = {}
+    for product in products:
+        found.setdefault(id(product.parameter), []).append(product)
+    return found
+
+
+def accumulate(groups: Iterable[Sequence[WeightProduct]], claim: Claim = _nothing) -> None:
     """Adds the waiting products of some parameters in a microbatch to their gradients.
 
     One pass of autograd adds them. So hooks of a parameter, and all nodes between a weight and its
@@ -114,28 +111,31 @@ def accumulate(products: Sequence[WeightProduct], claim: Claim = _nothing) -> No
     computed into a slot.
 
     Args:
-        products: All that wait of these parameters in the microbatch.
+        groups: For each parameter, all its products that wait in the microbatch.
         claim: Parameter -> memory for its first gradient, as `GradientSync.claim` gives it.
 
     Sync: all on the current stream.
     """
-    by_edge, added = dict[GradientEdge, Tensor](), dict[int, Any]()
-    slots = {id(p.parameter): claim(p.parameter) for p in products if p.parameter.grad is None}
-    indirect = {
-        id(product.parameter)
-        for product in products
-        if not product.may_write(slots.get(id(product.parameter), product.parameter.grad))
-    }
+    by_edge, written = dict[GradientEdge, Tensor](), list[Any]()
     with torch.no_grad():
-        for product in products:
-            parameter = product.parameter
-            if id(parameter) in indirect:
-                edge, gradient = product.gradient_at_edge()
-                by_edge[edge] = by_edge[edge] + gradient if edge in by_edge else gradient
-            else:
-                _write(parameter, product.factors(), slots.get(id(parameter)))
-                added[id(parameter)] = parameter
-        for parameter in added.values():
+        for uses in groups:  # Python's time for each counts
+            parameter = uses[0].parameter
+            total = parameter.grad
+            into = claim(parameter) if total is None else total
+            if into is None or not may_write(uses, into):
+                for product in uses:
+                    edge, gradient = product.gradient_at_edge()
+                    by_edge[edge] = by_edge[edge] + gradient if edge in by_edge else gradient
+                continue
+            for product in uses:
+                left, right = product.factors()
+                if total is None:
+                    torch.mm(left, right, out=into)
+                    parameter.grad = total = into
+                else:
+                    total.addmm_(left, right)
+            written.append(parameter)
+        for parameter in written:
             if hooks := parameter._post_accumulate_grad_hooks:
                 for hook in list(hooks.values()):  # one may remove itself, or add another
                     hook(parameter)
@@ -144,14 +144,17 @@ def accumulate(products: Sequence[WeightProduct], claim: Claim = _nothing) -> No
             torch.autograd.backward(list(by_edge), list(by_edge.values()), retain_graph=True)
 
 
-def _write(parameter: nn.Parameter, factors: Factors, slot: Tensor | None) -> None:
-    """Adds a product to a gradient; the first one of a step makes its slot the gradient."""
-    if parameter.grad is not None:
-        parameter.grad.addmm_(*factors)
-        return
-    assert slot is not None
-    torch.mm(*factors, out=slot)
-    parameter.grad = slot
+def may_write(products: Sequence[WeightProduct], into: Tensor) -> bool:
+    """Whether products of a parameter may go into its gradient, or a slot, without autograd."""
+    if into.dim() != 2 or into.layout is not torch.strided:
+        return False
+    if products[0].parameter._backward_hooks:
+        return False
+    for product in products:
+        operand = product.operand
+        if product.edge is not None or operand.dim() != 2 or operand.dtype != into.dtype:
+            return False
+    return True
 
 
 # [Note: direct] Autograd adds to a parameter's gradient in a node. The node may have hooks of its
@@ -175,7 +178,8 @@ class _Ends(torch.autograd.Function):
 
 
 def mark(parameters: Iterable[Tensor]) -> None:
-    """Marks the nodes that add to parameters' gradients; call it when there are no graphs."""
+    """Marks the nodes that add to matrices' gradients; call it when there are no graphs."""
+    parameters = [parameter for parameter in parameters if parameter.dim() == 2]
     with torch.enable_grad():
         ends: Any = _Ends.apply(*parameters)  # type: ignore[no-untyped-call] # one call for all: torch has no cheap one for each
     if ends.grad_fn is not None:
@@ -222,16 +226,17 @@ class Known(NamedTuple):
     rule: Callable[[Any, Sequence[Node]], Rule | None]
 
 
-def _on_the_right(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
-    if getattr(node, "_saved_alpha", 1) != 1:
-        return None
-    return _RIGHT_TRANSPOSED if kind_of(chain[0]) == TRANSPOSED else _RIGHT
+def _on_the_right(_: Any, chain: Sequence[Node]) -> Rule:  # noqa: ANN401
+    return _RIGHT_TRANSPOSED if type(chain[0]).__name__ == TRANSPOSED else _RIGHT
 
 
-def _on_the_left(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
-    if getattr(node, "_saved_alpha", 1) != 1:
-        return None
-    return _LEFT_TRANSPOSED if kind_of(chain[0]) == TRANSPOSED else _LEFT
+def _on_the_left(_: Any, chain: Sequence[Node]) -> Rule:  # noqa: ANN401
+    return _LEFT_TRANSPOSED if type(chain[0]).__name__ == TRANSPOSED else _LEFT
+
+
+def _if_plain(rule: Callable[[Any, Sequence[Node]], Rule]) -> Callable[[Any, Sequence[Node]], Any]:
+    """Returns `rule`, for products that are added to something and not multiplied by a number."""
+    return lambda node, chain: rule(node, chain) if node._saved_alpha == 1 else None
 
 
 _RIGHT = Rule(lambda operand, gradient: (operand.mH, gradient))
@@ -269,7 +274,10 @@ def _known(argument: int, saved: str, rule: Callable[[Any, Sequence[Node]], Rule
 PRODUCTS: dict[str, tuple[Known, ...]] = {
     "MmBackward0": (_known(0, "mat2", _on_the_left), _known(1, "self", _on_the_right)),
     "BmmBackward0": (_known(0, "mat2", _on_the_left), _known(1, "self", _on_the_right)),
-    "AddmmBackward0": (_known(1, "mat2", _on_the_left), _known(2, "mat1", _on_the_right)),
+    "AddmmBackward0": (
+        _known(1, "mat2", _if_plain(_on_the_left)),
+        _known(2, "mat1", _if_plain(_on_the_right)),
+    ),
     "ConvolutionBackward0": (_known(1, "input", _kernel),),
 }
 

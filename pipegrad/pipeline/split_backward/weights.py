@@ -6,13 +6,18 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.pipeline.split_backward.graph import PACKED, backward_inputs
-from pipegrad.pipeline.split_backward.products import WeightProduct, accumulate, mark
+from pipegrad.pipeline.split_backward.products import (
+    WeightProduct,
+    accumulate,
+    by_parameter,
+    mark,
+)
 
 _AT_ONCE_BYTES = 2**18  # one pass of autograd costs some 20 us, so small weights share one
 
@@ -44,7 +49,8 @@ class WeightGradients:
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
-        self._counts = {stage: Counter[int]() for stage in self._modules}  # by parameter
+        # By stage and parameter: microbatches with products of it that wait.
+        self._counts = {stage: Counter[int]() for stage in self._modules}
         self._inputs_are_final = set[int]()
         if self._parameters:
             trained = [p for by_id in self._parameters.values() for p in by_id.values()]
@@ -57,6 +63,8 @@ class WeightGradients:
         microbatch: int,
         roots: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
+        *,
+        parameters: Iterable[nn.Parameter],
         lent: Collection[int],
     ) -> None:
         """Computes the gradients of a stage's inputs, and those of weights that cannot wait.
@@ -66,10 +74,11 @@ class WeightGradients:
             microbatch: The microbatch.
             roots: The outputs of its forward.
             gradients: The gradients of the roots.
+            parameters: Those of the stage, the same in a step.
             lent: Addresses of receive buffers, which the next receives will write into.
         """
         if stage not in self._parameters:
-            self._parameters[stage] = {id(p): p for p in self._modules[stage].parameters()}
+            self._parameters[stage] = {id(p): p for p in parameters}
         with _garbage_later():
             waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked, lent)
         if waiting.early and stage not in self._warned:
@@ -81,21 +90,19 @@ class WeightGradients:
                 f"there{advice}",
                 stacklevel=2,
             )
-        self._counts[stage].update([id(product.parameter) for product in waiting.products])
+        self._counts[stage].update({id(product.parameter) for product in waiting.products})
         self._waiting[stage, microbatch] = waiting.products
 
     def inputs_are_final(self, stage: int, _microbatch: int) -> None:
         """Passes on the final parameters of a stage whose inputs have all their gradients."""
         self._inputs_are_final.add(stage)
         counts = self._counts[stage]
-        final = [p for key, p in self._parameters[stage].items() if not counts[key]]
+        final = [p for key, p in self._parameters[stage].items() if not counts.get(key)]
         self._sync.parameters_final(stage, final)
 
     def compute(self, stage: int, microbatch: int) -> None:
         """Computes the waiting products of a microbatch."""
-        products = self._waiting[stage, microbatch]
-        del self._waiting[stage, microbatch]
-        self._accumulate(stage, products)
+        self._accumulate(stage, self._waiting.pop((stage, microbatch)))
 
     def compute_shared(self, stage: int, _microbatch: int) -> None:
         """Computes the waiting products of parameters that other ranks hold too.
@@ -106,41 +113,36 @@ class WeightGradients:
         crosses = self._sync.topology.crosses
         records = self._sync.records()
         shared = {id(self._sync.parameter(r)) for r in records if crosses(r.holders)}
-        for at, microbatch in self._waiting:
+        for (at, _), waiting in self._waiting.items():
             if at == stage:
-                products = self._waiting[stage, microbatch]
-                of_shared = [p for p in products if id(p.parameter) in shared]
-                products[:] = [p for p in products if id(p.parameter) not in shared]
+                of_shared = [p for p in waiting if id(p.parameter) in shared]
+                waiting[:] = [p for p in waiting if id(p.parameter) not in shared]
                 self._accumulate(stage, of_shared)
 
     def _accumulate(self, stage: int, products: list[WeightProduct]) -> None:
-        """Computes products of a microbatch, a few at a time; lets go of each."""
+        """Computes products of a microbatch, a few parameters at a time; lets go of each."""
         # All uses of a weight go together, since its hooks must see their sum. The list is emptied
         # first, so that the factors of each product are freed as soon as it is computed.
-        by_parameter: dict[int, list[WeightProduct]] = {}
-        for product in products:
-            by_parameter.setdefault(id(product.parameter), []).append(product)
+        groups = list(reversed(by_parameter(products).values()))
         products.clear()
-        groups = list(reversed(by_parameter.values()))
-        by_parameter.clear()
-        chunk, nbytes = list[WeightProduct](), 0
+        chunk, nbytes = list[list[WeightProduct]](), 0
         while groups:
-            chunk += groups[-1]
-            nbytes += len(groups[-1]) * groups.pop()[0].parameter.nbytes
+            chunk.append(uses := groups.pop())
+            nbytes += len(uses) * uses[0].parameter.nbytes
             if nbytes >= _AT_ONCE_BYTES or not groups:
+                parameters = [uses[0].parameter for uses in chunk]
+                del uses
                 accumulate(chunk, self._sync.claim)
-                self._became_complete(stage, chunk)
+                self._became_complete(stage, parameters)
                 chunk, nbytes = [], 0
 
-    def _became_complete(self, stage: int, products: Sequence[WeightProduct]) -> None:
-        counts, final = self._counts[stage], list[nn.Parameter]()
-        for product in products:
-            parameter = product.parameter
-            counts[id(parameter)] -= 1
-            if not counts[id(parameter)]:
-                final.append(parameter)
-        if final and stage in self._inputs_are_final:
-            self._sync.parameters_final(stage, final)
+    def _became_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
+        counts = self._counts[stage]
+        counts.subtract([id(parameter) for parameter in parameters])
+        if stage in self._inputs_are_final:
+            final = [p for p in parameters if not counts[id(p)]]
+            if final:
+                self._sync.parameters_final(stage, final)
 
 
 @contextlib.contextmanager

@@ -251,6 +251,28 @@ def test_a_loss_may_add_to_gradients_itself(schedule: str, *, recompute: bool) -
     assert not rank() or farthest(head, true_head) <= MOST
 
 
+def test_gradients_side_by_side_in_one_memory_stay_there() -> None:
+    """So do slots of a bucket: each new gradient was copied out of its own, and back at the end."""
+    (x, y), modules, twins, moves = batch(), [Layer(), Layer()], [Layer(), Layer()], list[int]()
+    parameters = list(modules[rank()].parameters())
+    sizes = [p.numel() for p in parameters]
+    slots = dict[Tensor, Tensor](zip(parameters, y.new_zeros(sum(sizes)).split(sizes), strict=True))
+
+    def move(moved: Tensor) -> None:
+        assert moved.grad is not None
+        if moved.grad.data_ptr() != slots[moved].data_ptr():
+            moved.grad = slots[moved].view_as(moved).copy_(moved.grad)
+            moves.append(1)
+
+    for parameter in parameters:
+        parameter.register_post_accumulate_grad_hook(move)
+    with closing(make(*modules)) as scheduler:
+        train(scheduler, x, target=y)
+    mean_square(twins[1](twins[0](x)), y).backward()
+    assert len(moves) == len(parameters)
+    assert farthest(modules[rank()].linear, twins[rank()].linear) <= MOST
+
+
 def as_dtensor(x: Tensor) -> Tensor:
     mesh = DeviceMesh("cpu", [rank()], _init_backend=False)
     return DTensor.from_local(x, mesh, [Replicate()], run_check=False)

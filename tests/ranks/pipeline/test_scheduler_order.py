@@ -126,8 +126,8 @@ def keeps_no_copy() -> AbstractContextManager[object]:
     """What is received as a gradient is kept where it lies, and given back."""
     backward: Any = WeightGradients.backward
 
-    def lent_nothing(self: WeightGradients, *arguments: Any) -> Any:
-        return backward(self, *arguments[:-1], {})
+    def lent_nothing(self: WeightGradients, *arguments: Any, **named: Any) -> Any:
+        return backward(self, *arguments, **named | {"lent": ()})
 
     return mock.patch.object(WeightGradients, "backward", lent_nothing)
 

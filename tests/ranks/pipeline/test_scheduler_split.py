@@ -53,7 +53,7 @@ def noted(events: list[Event]) -> Iterator[None]:
 
     def say_products(found: Any, claim: Any) -> None:
         accumulate(found, claim)
-        events.append(("products", {id(product.parameter) for product in found}))
+        events.append(("products", {id(uses[0].parameter) for uses in found}))
 
     def say_leaves(self: CommStream, task: Any, after: Any) -> Any:
         if isinstance(task, partial):  # and no meeting of all ranks

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrad.pipeline.split_backward.graph import Waiting, backward_inputs
-from pipegrad.pipeline.split_backward.products import accumulate, mark
+from pipegrad.pipeline.split_backward.products import accumulate, by_parameter, mark
 from tests.support.rounding import rounding
 
 WIDTH = 6
@@ -199,7 +199,7 @@ def inputs_of(y: Tensor, *inputs: Tensor, marked: Collection[int] = ()) -> Waiti
 def compute(waiting: Waiting) -> None:
     """Computes what waits, as W does."""
     if waiting.products:
-        accumulate(waiting.products)
+        accumulate(by_parameter(waiting.products).values())
     waiting.products.clear()
 
 

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.split_backward.graph import backward_inputs
+from pipegrad.pipeline.split_backward.products import may_write
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from tests.support.pipeline.graphs import (
     BETWEEN,
@@ -284,11 +285,11 @@ def test_hooks_on_the_node_that_accumulates_are_called(x: Tensor, *, is_held: bo
     preset_gradients(layer)
     marked = marked_of(layer)
     waiting = inputs_of(layer(x), x, marked=marked)
-    assert [p.may_write(p.parameter.grad) for p in waiting.products] == [not is_held]
+    assert layer.weight.grad is not None
+    assert [may_write([p], layer.weight.grad) for p in waiting.products] == [not is_held]
     compute(waiting)
 
     assert seen == [1] * is_held
-    assert layer.weight.grad is not None
     assert torch.allclose(layer.weight.grad, x.sum(0))
 
 
@@ -360,7 +361,8 @@ def step_of(weights: WeightGradients, module: nn.Module, x: Tensor) -> None:
     weights.begin()
     for microbatch in range(2):
         y = module(x)
-        weights.backward(0, microbatch, [y], [torch.ones_like(y)], ())
+        ones, parameters = [torch.ones_like(y)], module.parameters()
+        weights.backward(0, microbatch, [y], ones, parameters=parameters, lent=())
         weights.compute(0, microbatch)
     weights.forget()
 
@@ -416,7 +418,7 @@ def test_a_walk_makes_python_look_for_no_garbage(x: Tensor) -> None:
     _held = [parameter.grad for parameter in layers.parameters()]  # Python's objects of them
     before = len(gc.get_objects())
     with collections() as found:
-        weights.backward(0, 0, [y], [torch.ones_like(y)], ())
+        weights.backward(0, 0, [y], [torch.ones_like(y)], parameters=layers.parameters(), lent=())
     kept = len(gc.get_objects()) - before
     # At most once, when it is allowed again, and then through the youngest objects alone.
     assert begun in ([], [0])
@@ -435,8 +437,9 @@ def test_garbage_is_looked_for_afterwards_as_before(x: Tensor, *, is_enabled: bo
     was_enabled = gc.isenabled()
     try:
         (gc.enable if is_enabled else gc.disable)()
+        weights, ones = weights_of(layer), [torch.ones_like(y)]
         with pytest.raises(Mistake):
-            weights_of(layer).backward(0, 0, [y], [torch.ones_like(y)], ())
+            weights.backward(0, 0, [y], ones, parameters=layer.parameters(), lent=())
         assert gc.isenabled() == is_enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
