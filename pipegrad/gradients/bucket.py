@@ -478,15 +478,20 @@ class GradientBucket:
         self._rest()
         self.buffer.made()
         slots, present = self.buffer.slots, self._read_all()
-        gradients, numbers, absent = list[torch.Tensor](), list[int](), list[int]()
-        for number, gradient in enumerate(present):
-            if gradient is None:
-                if not (self.buffer.goes and number in self._divided):
-                    absent.append(number)
-            elif gradient is not slots[number]:
-                gradients.append(gradient)
-                numbers.append(number)
-        self._refuse_gone(absent)
+        # In most steps all gradients are new, or all are in their slots. One look says so.
+        numbers = [
+            i for i, (g, slot) in enumerate(zip(present, slots, strict=True)) if g is not slot
+        ]
+        absent = []
+        if type(None) in set(map(type, present)):
+            absent = [i for i in numbers if present[i] is None]
+            numbers = [i for i in numbers if present[i] is not None]
+            if self.buffer.goes:
+                absent = [i for i in absent if i not in self._divided]
+            self._refuse_gone(absent)
+        gradients: list[Any] = (
+            present if len(numbers) == len(present) else [present[i] for i in numbers]
+        )
         with self.buffer.filling():
             self.buffer.fill(gradients, numbers, absent)
         live, goes = self._live, self.buffer.goes
@@ -550,11 +555,12 @@ class GradientBucket:
             self._accumulates_once = True
         nobody = self._nobody()
         if self._is_plain:
-            for number, tensor in enumerate(self._live):
-                if number in nobody:
-                    tensor.grad = None
-                elif tensor.grad is None:
-                    tensor.grad = self.buffer.slots[number]
+            missing = self._absent
+            if type(None) in set(map(type, self._read_all())):
+                missing = range(len(self._live))
+            for number in missing:
+                has_any = number not in nobody
+                self._live[number].grad = self.buffer.slots[number] if has_any else None
         else:
             for number in range(len(self._live)):
                 self._place(number, has_any=number not in nobody)

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
+from operator import attrgetter
 
 import torch
 
@@ -47,6 +48,7 @@ GONE = sync_points.Wait("buffer.gone", "its allocation stream takes freed memory
 RELEASED = sync_points.Record(
     "buffer.released", "a later step must not overwrite what is being read"
 )
+_LAYOUT = attrgetter("layout")
 
 
 class FlatBuffer:
@@ -219,7 +221,8 @@ class BucketBuffer:
 
         Sync: writes on the current stream.
         """
-        copy_(gradients, [self.slots[number] for number in slots])
+        every = len(slots) == len(self.slots)
+        copy_(gradients, self.slots if every else [self.slots[number] for number in slots])
         if len(absent) == len(self.slots):
             self.buffer.zero_()
         else:
@@ -449,7 +452,7 @@ def copy_(gradients: list[torch.Tensor], slots: list[torch.Tensor]) -> None:
     Sync: on the current stream.
     """
     with torch.no_grad():
-        if any(gradient.layout != torch.strided for gradient in gradients):
+        if set(map(_LAYOUT, gradients)) - {torch.strided}:
             for gradient, slot in zip(gradients, slots, strict=True):
                 write(slot, gradient)
         elif gradients:

@@ -459,7 +459,7 @@ class Step:
         """Whether all parameters are the tensors of the last step, with the agreed properties."""
         # This is done for each parameter in each step, so without bytecode for each. No list of
         # shapes is made: it would be garbage that Python counts, and looks through.
-        found = [table.get(name) for table, name in self._tables]
+        found = map(dict.get, self._tables, self._names)
         return (
             self._is_plain
             and all(map(is_, found, self._held))
@@ -473,7 +473,8 @@ class Step:
         """Remembers where all parameters are, and what was agreed on them."""
         parameters = self._parameters.values()
         homes = [(p, tree, name) for p in parameters for tree, name in p.homes]
-        self._tables = [tree.owner(name) for _, tree, name in homes]
+        owners = [tree.owner(name) for _, tree, name in homes]
+        self._tables, self._names = [table for table, _ in owners], [name for _, name in owners]
         self._held = [p.live for p, *_ in homes]
         self._live = [p.live for p in parameters]
         self._agreed = [list(map(get, self._live)) for get in _TRAITS]
