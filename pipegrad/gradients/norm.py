@@ -154,7 +154,7 @@ def _each(
 class GlobalNorm:
     """The norm of the gradients of all ranks, in which each parameter counts once.
 
-    If replicas train alone, as with ``diloco``, each replica has a norm of its own.
+    Replicas that train alone have each a norm of its own.
 
     Args:
         manifest: The agreed model.
@@ -190,7 +190,9 @@ class GlobalNorm:
         self._dtype = torch.float64 if double else torch.float32
         ranks = sorted(topology.ranks)
         self._num_ranks, self._index = len(ranks), ranks.index(rank)
-        self._own = [ranks.index(r) for r in plan.replica] if plan.meets else None
+        alone = plan.independent_axes
+        replica = topology.ranks_along(tuple(a for a, _ in topology.axes if a not in alone))
+        self._own = [ranks.index(r) for r in replica] if alone else None
 
     def of(
         self,

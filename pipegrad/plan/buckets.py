@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.routes import Route, gradient_route, signature
+from pipegrad.plan.routes import Route, signature
 from pipegrad.plugins.handler import BUCKET_BYTES, ParameterRecord, Placement, ReductionStep
 
 _ALIGN_BYTES = 64
@@ -141,12 +141,6 @@ class Bucket:
     def syncs_parameters(self) -> bool:
         """Whether its parameters need a parameter sync after the optimizer's step."""
         return any(step.syncs_parameters for step in self.route)
-
-    @property
-    def alone(self) -> Bucket | None:
-        """The same inside of one replica, without a meeting; None if no step is left."""
-        route = gradient_route(self.route)
-        return replace(self, route=route) if route else None
 
 
 def _piece(slot: Slot, region: range) -> Slot:
