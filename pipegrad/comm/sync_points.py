@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from concurrent.futures import Future
-from concurrent.futures import wait as wait_for_futures
 from typing import TypeVar
 
 import torch
@@ -184,7 +183,9 @@ class WaitHost(Site):
         # Without a wait, the state of the future proves no order: the caller may not use it.
         if not self.enabled:
             return None
-        return bool(wait_for_futures([future], timeout_seconds).done)
+        with contextlib.suppress(TimeoutError):
+            future.exception(timeout_seconds)
+        return future.done()
 
 
 class Hold(Site):

@@ -24,6 +24,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Sequence
 from enum import Enum
+from operator import is_
 from typing import Any, Protocol
 
 import torch
@@ -163,7 +164,8 @@ class GradientBucket:
         self._cleared: set[int] = set()  # results that were zeroed in place
         self._before: list[torch.Tensor | None] | None = None
         self._has_streams = False
-        self._versions: list[int] = []  # of the slots, when they were final
+        self._num_writes = 0  # into the slots, when they were final, and when they had the results
+        self._lacks = False  # whether a gradient is None when the step ends
         self._results: Sequence[torch.Tensor | TensorWeakRef | None] = ()
         self._result_versions: list[int] = []
         self.follow()
@@ -366,7 +368,7 @@ class GradientBucket:
         """Called by a hook that runs twice in the last backward of a stage."""
         self._again = True
         if number in self._divided and (on := self._on()) is not None:
-            on.late(too_late(self._key(number)))
+            on.late(too_late(repr(self._key(number))))
 
     def parameters_final(self, stage: int, numbers: Sequence[int]) -> None:
         """Marks some gradients as final, if no other stage of this rank adds to them.
@@ -518,7 +520,7 @@ class GradientBucket:
         self.state, self._absent = BucketState.FINAL, frozenset(absent)
         by_hook = self._final.count(1) if self._accumulates_once else 0
         self.num_early = self._final.count(2) + by_hook
-        self._versions = [slot._version for slot in self.buffer.slots]
+        self._num_writes = self.buffer.num_writes
         self.buffer.complete(self._divisor * self._mean, self._divided)
 
     def give_up(self) -> None:
@@ -534,17 +536,17 @@ class GradientBucket:
         if self.state is not BucketState.FINAL:
             return None
         gradients, slots = self._read_all(), self.buffer.slots
-        if self.buffer.goes:
-            changed = (i for i, gradient in enumerate(gradients) if gradient is not None)
-        else:
-            now = [slot._version for slot in slots]
-            changed = (
-                i
-                for i, gradient in enumerate(gradients)
-                if now[i] != self._versions[i] or not (gradient is None or gradient is slots[i])
-            )
-        number = next(changed, None)
-        return None if number is None else too_late(self._key(number))
+        self._lacks = type(None) in set(map(type, gradients))
+        if not self.buffer.goes:
+            if self.buffer.num_writes != self._num_writes:
+                several = len(slots) > 1
+                return too_late(self.buffer.bucket.names if several else repr(self._key(0)))
+            if all(map(is_, gradients, slots)):
+                return None
+        for number, gradient in enumerate(gradients):
+            if gradient is not None and (self.buffer.goes or gradient is not slots[number]):
+                return too_late(repr(self._key(number)))
+        return None
 
     def finish(self) -> int:
         """Puts the results in place; returns how many were copied out of the bucket."""
@@ -555,10 +557,7 @@ class GradientBucket:
             self._accumulates_once = True
         nobody = self._nobody()
         if self._is_plain:
-            missing = self._absent
-            if type(None) in set(map(type, self._read_all())):
-                missing = range(len(self._live))
-            for number in missing:
+            for number in range(len(self._live)) if self._lacks else ():
                 has_any = number not in nobody
                 self._live[number].grad = self.buffer.slots[number] if has_any else None
         else:
@@ -600,7 +599,7 @@ class GradientBucket:
         """Takes the gradients as they are now for those of the step."""
         if self._is_plain:
             self._results = self.buffer.slots
-            self._result_versions = [slot._version for slot in self.buffer.slots]
+            self._num_writes = self.buffer.num_writes
             return
         gradients = [self.result(number) for number in range(len(self._live))]
         # Weak references: a gradient that the user drops must be freed before the next step.
@@ -620,10 +619,7 @@ class GradientBucket:
             gradient, last = self.result(number), self._last_result(number)
             if gradient is None or last is None:
                 continue
-            if (
-                gradient is not last
-                or self._writes(number, gradient) != self._result_versions[number]
-            ):
+            if gradient is not last or not self._is_unwritten(number, gradient):
                 return self._key(number)
         return None
 
@@ -635,9 +631,15 @@ class GradientBucket:
         """Returns the number of writes to a gradient."""
         return gradient._version
 
+    def _is_unwritten(self, number: int, result: torch.Tensor) -> bool:
+        """Whether nobody has written a result. With one number for all slots, none of them."""
+        if self._is_plain:
+            return self.buffer.num_writes == self._num_writes
+        return self._writes(number, result) == self._result_versions[number]
+
     def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:
         """Whether a result was zeroed in place. Reads its values only after a write."""
-        if self._writes(number, result) == self._result_versions[number]:
+        if self._is_unwritten(number, result):
             return False
         slots = self.buffer.slots
         is_zero = bool(slots) and result is slots[number] and self.buffer.is_zero()
@@ -701,10 +703,10 @@ def refuse_value(key: str, gradient: torch.Tensor) -> None:
         )
 
 
-def too_late(key: str) -> StepError:
+def too_late(what: str) -> StepError:
     """Returns the error of a gradient that was added to after it was final."""
     return StepError(
-        f"autograd added to the gradient of {key!r} after it was final; "
+        f"autograd added to the gradient of {what} after it was final; "
         f"a module that runs backward inside backward must do so in every step, and where "
         f"a stage has several backwards (an auxiliary loss, say) stage_last_backward() is "
         f"called before the very last one, or not at all"

@@ -123,6 +123,7 @@ class BucketBuffer:
         self._home = sync_points.in_use.current(device)  # where the present step has begun
         self._rank = rank
         self._memory: FlatBuffer | None = None
+        self._counts_each = False
         self._making = threading.Lock()  # threads of autograd may write first
         self._part: torch.Tensor | None = None  # until the gradients of this step have it
         self._divisor = 1.0
@@ -167,7 +168,8 @@ class BucketBuffer:
         else:
             for number in zeroed:
                 self.slots[number].zero_()
-        self._locate(memory.buffer)
+        if self.goes:
+            self._locate(memory.buffer)
         self._flags.fill_(1)
         memory.release(RESET)
 
@@ -286,6 +288,10 @@ class BucketBuffer:
 
         Sync: on the current stream, a comm stream.
         """
+        if self.scatters_at is None:  # this rank has all of the bucket
+            if divisor != 1:
+                self.buffer.div_(divisor)
+            return
         if step != self.scatters_at:
             part = self.part(step + 1)
             if divisor != 1:
@@ -333,6 +339,16 @@ class BucketBuffer:
         if self._part is not None:
             self._part = None
             self._locate(self.nothing())
+
+    @property
+    def num_writes(self) -> int:
+        """A number that grows with each write into any slot, but by an address."""
+        return self.slots[0]._version
+
+    def count_each(self) -> None:
+        """Gives each slot a version of its own from now on."""
+        self._counts_each = True
+        self.slots = [slot.data for slot in self.slots]
 
     def look_again(self) -> None:
         """Drops the result of `is_zero`: slots may have been written since."""
@@ -405,6 +421,8 @@ class BucketBuffer:
 
         Sync: zeroes the gaps between slots on the current stream, if it is made.
         """
+        if (memory := self._memory) is not None:
+            return memory
         with self._making:
             if self._memory is None:
                 if self.goes and self.on_making is not None:
@@ -419,11 +437,13 @@ class BucketBuffer:
                 self._locate(flat)
                 self._flags.fill_(1)
                 # Views share the version counter of their base, but `.data` has its own counter.
-                # So it can be seen which slot was written.
+                # So one number says whether any slot was written, whatever comm streams write.
+                base = flat.data
                 self.slots = [
-                    flat.as_strided(slot.shape, slot.stride, slot.offset).data
-                    for slot in bucket.slots
+                    base.as_strided(slot.shape, slot.stride, slot.offset) for slot in bucket.slots
                 ]
+                if self._counts_each:
+                    self.slots = [slot.data for slot in self.slots]
                 self._memory = FlatBuffer(flat)
             return self._memory
 

@@ -36,6 +36,7 @@ class CarefulBucket(GradientBucket):
         # Whether autograd can add to a slot. Otherwise the result is copied back.
         self._can_share = bucket.dtype == bucket.wire_dtype
         self._is_plain = False
+        self.buffer.count_each()
         self._watched = set(range(len(self.parameters)))
         self._zeroed_versions: dict[int, int] = {}
         self._final_writes: list[int] = []

@@ -89,6 +89,7 @@ class Reducer:
         self.tape = Tape()
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
+        self._words = {launch: self._words_of(launch) for launch in plan.launches}
         # For each sum that another rank will send, memory is made now, and `expect` posts the
         # receive at the beginning of each step.
         self._expecting = [x for x in plan.launches if self._receives_sum(x)]
@@ -262,11 +263,7 @@ class Reducer:
             return
         began = self.tape.now()
         buffer, flat = self.buffers[launch.bucket], self._flat[launch]
-        step = buffer.bucket.route[launch.step]
-        description = (
-            f"bucket {buffer.bucket.index} ({buffer.bucket.names}): {step} over ranks "
-            f"{list(step.ranks)} by handler {step.handler!r}"
-        )
+        step, (description, label) = buffer.bucket.route[launch.step], self._words[launch]
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
             if launch.step == 0:
@@ -274,31 +271,44 @@ class Reducer:
             if buffer.goes:
                 flat.place(buffer.part(launch.step))
             flat.begin()
-            with record_function(f"pipegrad bucket {buffer.bucket.index} {step}"):
+            with record_function(label):
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
-        end = partial(self._end, launch, work, description, began)
-        if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
+            is_late = isinstance(work, LateWork) and (
+                work.in_threads or not comm_stream.is_threaded
+            )
+            if not is_late:
+                self._end(launch, work, began)
+        if is_late:
             self._ending.add(launch.bucket)
-            comm_stream.put_off(end)
-        else:
-            end()
+            comm_stream.put_off(partial(self._end_late, launch, work, began))
 
-    def _end(self, launch: Launch, work: Work, description: str, began: object) -> None:
-        """Waits for a collective. On a comm stream."""
-        buffer = self.buffers[launch.bucket]
-        step = buffer.bucket.route[launch.step]
-        with self.reporting(description, step.ranks):
-            COLLECTIVE(work)
+    def _end_late(self, launch: Launch, work: Work, began: object) -> None:
+        """Waits for a collective whose wait was put off. On a comm stream."""
+        step = self.buffers[launch.bucket].bucket.route[launch.step]
+        with self.reporting(self._words[launch][0], step.ranks):
             self._ending.discard(launch.bucket)
-            flat = self._flat[launch]
-            flat.end()
-            is_sum_of_mean = step.op == "mean" and not flat.is_mean
-            buffer.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
-            if buffer.goes:
-                flat.place(buffer.nothing())
+            self._end(launch, work, began)
+
+    def _end(self, launch: Launch, work: Work, began: object) -> None:
+        """Waits for a collective. On a comm stream."""
+        buffer, flat = self.buffers[launch.bucket], self._flat[launch]
+        step = buffer.bucket.route[launch.step]
+        COLLECTIVE(work)
+        flat.end()
+        is_sum_of_mean = step.op == "mean" and not flat.is_mean
+        buffer.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
+        if buffer.goes:
+            flat.place(buffer.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
+
+    def _words_of(self, launch: Launch) -> tuple[str, str]:
+        """Returns what a launch is, for errors and for profilers."""
+        bucket = self.buffers[launch.bucket].bucket
+        step = bucket.route[launch.step]
+        what = f"bucket {bucket.index} ({bucket.names}): {step} over ranks {list(step.ranks)}"
+        return f"{what} by handler {step.handler!r}", f"pipegrad bucket {bucket.index} {step}"
 
     @contextmanager
     def reporting(self, description: str, ranks: Sequence[int]) -> Iterator[None]:
