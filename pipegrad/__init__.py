@@ -36,7 +36,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.plugins.codec import codecs as codecs
     from pipegrad.plugins.handler import FlatBucket as FlatBucket
     from pipegrad.plugins.handler import GradientHandler as GradientHandler
-    from pipegrad.plugins.handler import OuterStep as OuterStep
+    from pipegrad.plugins.handler import OuterOptimizer as OuterOptimizer
     from pipegrad.plugins.handler import ParameterRecord as ParameterRecord
     from pipegrad.plugins.handler import Placement as Placement
     from pipegrad.plugins.handler import Reduction as Reduction
@@ -68,8 +68,8 @@ _HOMES = {
     "plan.plan": "make_plan",
     "plugins.codec": "EdgeCodec codecs",
     "plugins.handler": (
-        "FlatBucket GradientHandler OuterStep ParameterRecord Placement Reduction ReductionStep "
-        "handlers"
+        "FlatBucket GradientHandler OuterOptimizer ParameterRecord Placement Reduction "
+        "ReductionStep handlers"
     ),
     "gradients.bucketer": "Bucketer",
     "simulation.costs": "Costs",

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import pipegrad
+from pipegrad_handlers.diloco import Meetings
 
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
@@ -130,7 +131,8 @@ def report(every: Mapping[str, Trained], ways: Sequence[str], skipped: int) -> N
         ratios = [
             mine / of_first for mine, of_first in zip(trained.seconds, first.seconds, strict=True)
         ][skipped:]
-        statistic = trained.scheduler.sync.statistics()
+        meetings = trained.scheduler.sync.outer_optimizer
+        averaged = meetings.met_bytes if isinstance(meetings, Meetings) else 0
         if dist.get_rank() == 0:
             row = {
                 "way": way,
@@ -139,7 +141,7 @@ def report(every: Mapping[str, Trained], ways: Sequence[str], skipped: int) -> N
                 "ratio_least": round(min(ratios), 3),
                 "ratio_most": round(max(ratios), 3),
                 "sent_kib_by_host": [round(nbytes / 1024, 1) for nbytes in sent],
-                "averaged_kib_a_step": round(statistic.met_bytes / trained.number / 1024, 1),
+                "averaged_kib_a_step": round(averaged / trained.number / 1024, 1),
                 "losses": [round(loss, 3) for loss in trained.losses],
             }
             print(json.dumps(row), flush=True)

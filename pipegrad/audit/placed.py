@@ -63,7 +63,7 @@ class Placed:
                 self._routes[name] = [
                     tuple(step.ranks)
                     for step in routes.get(live.record.key, ())
-                    if step.placement not in {Placement.REPLICATE, Placement.MEET}
+                    if step.placement is not Placement.REPLICATE
                 ]
             if known:
                 self._syncs.append(sync)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -20,7 +19,6 @@ from pipegrad.comm.agreement import agree
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
 from pipegrad.gradients.checksum import checksum, full_checksum
-from pipegrad.gradients.meetings import Meetings
 from pipegrad.model.dtensor import local
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plugins.handler import Placement
@@ -29,8 +27,10 @@ Lookup = Callable[[str], nn.Parameter]
 Sums = Callable[[torch.Tensor], torch.Tensor]  # `checksum` or `full_checksum`
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
-Facts = tuple[tuple[int, ...], tuple[tuple[int, ...], ...]]
-"""What a rank says of its copy: its checksum, and the ranks of each reduction along it."""
+Sets = tuple[tuple[int, ...], ...]
+"""Of a copy: the ranks of each reduction along which it is equal."""
+Facts = tuple[tuple[int, ...], Sets]
+"""What a rank says of its copy: its checksum, and along which ranks it is equal."""
 
 _LEAST = torch.iinfo(torch.int64).min
 _ROUNDINGS = 4.0  # allowed in one step, of the largest element: an optimizer rounds a few times
@@ -89,21 +89,11 @@ def is_compared(number: int, every: int) -> bool:
     return every > 0 and (is_early or number % every == 0)
 
 
-@dataclass(frozen=True)
-class Copy:
-    """A tensor of this rank of which other ranks have copies.
+class DriftCheck:
+    """Compares the copies of each parameter, also a frozen one, over the ranks that hold it.
 
-    Attributes:
-        name: The same on all ranks.
-        groups: Ranks of each reduction along which copies are equal.
-    """
-
-    name: Name
-    groups: tuple[tuple[int, ...], ...]
-
-
-class Copies:
-    """All copies of this rank: of parameters, also frozen ones, and of their master copies.
+    It compares master copies too. It sends two integers for each copy, and one flag over all ranks,
+    on the current stream. Replicas that train alone have no copies of each other.
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
@@ -112,7 +102,11 @@ class Copies:
             another rank steps it.
         with_main: Keys of the parameters that have master copies, the same on all ranks.
         groups: The communicators; those of comm stream 0 are used.
+        ranks: All ranks.
         device: Of this rank.
+        agree_seconds: How long the ranks wait for each other if copies differ.
+        every: Steps between two comparisons; see `is_compared`.
+        is_exact: Whether ranks round alike, so that copies must be equal bit by bit.
     """
 
     def __init__(
@@ -123,107 +117,17 @@ class Copies:
         with_main: Collection[str],
         *,
         groups: Groups,
-        device: torch.device,
-    ) -> None:
-        self._lookup = lookup
-        self._main_of = main_of
-        self._groups = groups
-        self._device = device
-        self._all: list[Copy] = []
-        self._over: dict[tuple[int, ...], list[Copy]] = {}  # ranks -> copies along them
-        for pack in packs:
-            everywhere = tuple(dict.fromkeys(step.ranks for step in pack.route))
-            # With SHARD each rank has another part of a master copy. With OWNER one rank has it.
-            whole = (Placement.REPLICATE, Placement.MEET)
-            mains = (s.ranks for s in pack.route if s.placement in whole)
-            replicated = tuple(dict.fromkeys(mains))
-            for slot in pack.slots:
-                self._all.append(Copy((slot.key, False), everywhere))
-                if slot.key in with_main and replicated:
-                    self._all.append(Copy((slot.key, True), replicated))
-        for copy in self._all:
-            for ranks in copy.groups:
-                self._over.setdefault(ranks, []).append(copy)
-
-    def tensor(self, copy: Copy) -> torch.Tensor | None:
-        """Returns the tensor of a copy, without version counter of the parameter; or None."""
-        key, is_main = copy.name
-        tensor = self._main_of(key) if is_main else local(self._lookup(key))
-        return None if tensor is None else tensor.data
-
-    def facts(self, names: Collection[Name]) -> dict[Name, Facts]:
-        """Returns what this rank says of its copies of some names."""
-        return {
-            copy.name: (tuple(full_checksum(tensor).tolist()), copy.groups)
-            for copy in self._all
-            if copy.name in names and (tensor := self.tensor(copy)) is not None
-        }
-
-    def differing(self, sums: Sums) -> list[tuple[Copy, tuple[int, ...]]]:
-        """Returns the copies that differ over the ranks of a reduction, with these ranks.
-
-        All ranks of a reduction have the same result.
-
-        Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
-        """
-        rows = {copy: self._row(copy, sums) for copy in self._all}
-        found = []
-        # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
-        for ranks, copies in sorted(self._over.items()):
-            table = torch.stack([rows[copy] for copy in copies])
-            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._groups.of(ranks, 0))
-            largest, complements = table.chunk(2, dim=1)
-            is_nowhere = (largest == _LEAST) & (complements == _LEAST)
-            unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
-            found += [(c, ranks) for c, differs in zip(copies, unequal, strict=True) if differs]
-        return found
-
-    def _row(self, copy: Copy, sums: Sums) -> torch.Tensor:
-        """Returns the sums and their complements; the least numbers if the tensor is not here."""
-        # The maximum of the complements is the complement of the minimum. So one reduction compares
-        # any number of copies: they are equal if maximum and minimum are.
-        tensor = self.tensor(copy)
-        if tensor is None:
-            number = 2 * len(sums(torch.zeros(0)))
-            return torch.full((number,), _LEAST, device=self._device)
-        own = sums(tensor)
-        return torch.cat([own, ~own])
-
-
-class DriftCheck:
-    """Compares the copies of each parameter over the ranks that hold it.
-
-    It sends two integers for each copy, and one flag over all ranks, on the current stream.
-
-    Args:
-        copies: All copies of this rank.
-        copies_of_replica: Those inside of one replica.
-        meetings: Between two meetings replicas differ, so only copies inside of one are compared.
-        groups: The communicators; those of comm stream 0 are used.
-        ranks: All ranks.
-        agree_seconds: How long the ranks wait for each other if copies differ.
-        every: Steps between two comparisons; see `is_compared`.
-        is_exact: Whether ranks round alike, so that copies must be equal bit by bit.
-    """
-
-    def __init__(
-        self,
-        copies: Copies,
-        copies_of_replica: Copies,
-        meetings: Meetings,
-        *,
-        groups: Groups,
         ranks: Sequence[int],
+        device: torch.device,
         agree_seconds: float,
         every: int,
         is_exact: bool,
     ) -> None:
-        self._all_copies = copies
-        self._copies_of_replica = copies_of_replica
-        self._meetings = meetings
-        self._last_meeting = 0  # that was seen
+        self._lookup = lookup
+        self._main_of = main_of
         self._groups = groups
         self._ranks = ranks
+        self._device = device
         self._agree_seconds = agree_seconds
         self._every = every
         self._is_exact = is_exact
@@ -232,6 +136,20 @@ class DriftCheck:
         self._last_step = 0
         self._last_equal: int | None = None
         self._is_wanted = False  # whether the next step must compare
+        self._copies: dict[Name, Sets] = {}
+        for pack in packs:
+            everywhere = tuple(dict.fromkeys(step.ranks for step in pack.route))
+            # With SHARD each rank has another part of a master copy. With OWNER one rank has it.
+            mains = (s.ranks for s in pack.route if s.placement is Placement.REPLICATE)
+            replicated = tuple(dict.fromkeys(mains))
+            for slot in pack.slots:
+                self._copies[slot.key, False] = everywhere
+                if slot.key in with_main and replicated:
+                    self._copies[slot.key, True] = replicated
+        self._over: dict[tuple[int, ...], list[Name]] = {}  # ranks -> copies along them
+        for name, sets in self._copies.items():
+            for members in sets:
+                self._over.setdefault(members, []).append(name)
 
     def continue_from(self, num_steps: int) -> None:
         """Counts steps from `num_steps` on in messages, for a run that was resumed."""
@@ -255,22 +173,7 @@ class DriftCheck:
         self._last_step = step
         self._num_steps += 1
         is_wanted, self._is_wanted = self._is_wanted, False
-        has_met = self._has_met()
-        return is_wanted or has_met or is_compared(self._num_steps, self._every)
-
-    def _has_met(self) -> bool:
-        """Whether replicas have met since the last step, and are to be compared."""
-        number, every = self._meetings.number, self._meetings.every
-        if self._meetings.is_apart or number == self._last_meeting:
-            return False
-        self._last_meeting = number
-        # As often as other copies, with the first meetings: 1, 2, 4, 8 and so on.
-        rarest = -(-self._every // every)
-        return self._every > 0 and (number & (number - 1) == 0 or number % rarest == 0)
-
-    @property
-    def _copies(self) -> Copies:
-        return self._copies_of_replica if self._meetings.is_apart else self._all_copies
+        return is_wanted or is_compared(self._num_steps, self._every)
 
     def look(self) -> None:
         """Compares copies in a step; raises an error on all ranks if any differ.
@@ -282,18 +185,19 @@ class DriftCheck:
             DriftError: If they differ, by more than roundings explain. It names parameters and
                 ranks.
         """
-        differing = self._copies.differing(checksum)
+        differing = self._differing(checksum)
         if not self._is_exact:
             # Errors of independent roundings grow with the square root of their number.
             limit = _ROUNDINGS * math.sqrt(self._num_steps)
             # `_spread` runs collectives. All ranks that hold a parameter have the same differences,
             # in the same order, so they run the same collectives.
             differing = [
-                (copy, ranks)
-                for copy, ranks in differing
-                if not copy.name[1] and self._spread(copy, ranks) > limit
+                (name, ranks)
+                for name, ranks in differing
+                if not name[1]
+                and _spread(local(self._lookup(name[0])), self._groups.of(ranks, 0)) > limit
             ]
-        self._refuse([copy for copy, _ in differing])
+        self._refuse([name for name, _ in differing])
 
     def refuse(self) -> None:
         """Raises an error on all ranks if copies differ in a single bit.
@@ -302,9 +206,9 @@ class DriftCheck:
             DriftError: If they differ. It names parameters and ranks.
         """
         if self._groups.world is not None:
-            self._refuse([copy for copy, _ in self._copies.differing(full_checksum)])
+            self._refuse([name for name, _ in self._differing(full_checksum)])
 
-    def _refuse(self, differing: Sequence[Copy]) -> None:
+    def _refuse(self, differing: Sequence[Name]) -> None:
         """Raises an error on all ranks if copies differ on any."""
         # Other ranks may hold none of the parameters that differ. They must raise too, so all ranks
         # reduce a flag first.
@@ -320,13 +224,12 @@ class DriftCheck:
             f"{_WHY} Correct it, and call synchronize_parameters()"
         )
 
-    def _odd_copies(self, differing: Sequence[Copy]) -> list[str]:
+    def _odd_copies(self, differing: Sequence[Name]) -> list[str]:
         """Returns which copies differ from which, in words, the same on all ranks."""
         ranks, seconds = self._ranks, self._agree_seconds
-        own = [copy.name for copy in differing]
-        names = agree("check_replicas", lambda: own, ranks=ranks, timeout_seconds=seconds)
+        names = agree("check_replicas", lambda: differing, ranks=ranks, timeout_seconds=seconds)
         wanted = sorted({name for reply in names for name in reply})
-        facts = partial(self._copies.facts, wanted)
+        facts = partial(self._facts, wanted)
         replies = agree("checksums", facts, ranks=ranks, timeout_seconds=seconds)
         of_ranks = dict(zip(ranks, replies, strict=True))
         return [
@@ -335,10 +238,49 @@ class DriftCheck:
             for words in odd_copies(name, {r: x[name] for r, x in of_ranks.items() if name in x})
         ]
 
-    def _spread(self, copy: Copy, ranks: tuple[int, ...]) -> float:
-        tensor = self._copies.tensor(copy)
-        assert tensor is not None
-        return _spread(tensor, self._groups.of(ranks, 0))
+    def _tensor(self, name: Name) -> torch.Tensor | None:
+        """Returns the tensor of a copy, without version counter of the parameter; or None."""
+        key, is_main = name
+        tensor = self._main_of(key) if is_main else local(self._lookup(key))
+        return None if tensor is None else tensor.data
+
+    def _facts(self, names: Collection[Name]) -> dict[Name, Facts]:
+        """Returns what this rank says of its copies of some names."""
+        return {
+            name: (tuple(full_checksum(tensor).tolist()), sets)
+            for name, sets in self._copies.items()
+            if name in names and (tensor := self._tensor(name)) is not None
+        }
+
+    def _differing(self, sums: Sums) -> list[tuple[Name, tuple[int, ...]]]:
+        """Returns the copies that differ over the ranks of a reduction, with these ranks.
+
+        All ranks of a reduction have the same result.
+
+        Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
+        """
+        rows = {name: self._row(name, sums) for name in self._copies}
+        found = []
+        # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
+        for ranks, names in sorted(self._over.items()):
+            table = torch.stack([rows[name] for name in names])
+            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._groups.of(ranks, 0))
+            largest, complements = table.chunk(2, dim=1)
+            is_nowhere = (largest == _LEAST) & (complements == _LEAST)
+            unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
+            found += [(n, ranks) for n, differs in zip(names, unequal, strict=True) if differs]
+        return found
+
+    def _row(self, name: Name, sums: Sums) -> torch.Tensor:
+        """Returns the sums and their complements; the least numbers if the tensor is not here."""
+        # The maximum of the complements is the complement of the minimum. So one reduction compares
+        # any number of copies: they are equal if maximum and minimum are.
+        tensor = self._tensor(name)
+        if tensor is None:
+            number = 2 * len(sums(torch.zeros(0)))
+            return torch.full((number,), _LEAST, device=self._device)
+        own = sums(tensor)
+        return torch.cat([own, ~own])
 
 
 def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:

@@ -168,7 +168,7 @@ def named_optimizer(
     sharded: Container[str],
     main_parameters: Sequence[MainParameter],
     locations: Mapping[str, str],
-    locations_without_meetings: Mapping[str, str],
+    joined_locations: Mapping[str, str],
     strides: Mapping[str, Sequence[int]],
 ) -> tuple[torch.optim.Optimizer, str]:
     """Returns an optimizer of the main parameters of this rank, and a text to compare with others.
@@ -179,7 +179,7 @@ def named_optimizer(
         sharded: Keys of parameters that are stepped in shards.
         main_parameters: Of this rank.
         locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
-        locations_without_meetings: The same in a run whose replicas do not train alone.
+        joined_locations: The same in a run whose replicas do not train alone.
         strides: Key -> strides of the parameter in its module.
 
     Raises:
@@ -199,14 +199,9 @@ def named_optimizer(
     optimizer = made[0] if len(made) == 1 else JoinedOptimizer(made)
     groups = [group for groups in groups_of_parts for group in groups]
     named = {names[main.record.key] + locations[main.record.key]: main for main in main_parameters}
-    without_meetings = {
-        name: names[main.record.key] + locations_without_meetings[main.record.key]
-        for name, main in named.items()
-    }
+    joined = {n: names[m.record.key] + joined_locations[m.record.key] for n, m in named.items()}
     names_of_groups = [[names[key] for key in keys] for _, keys in groups]
-    NamedState(
-        optimizer, named, names_of_groups, strides=strides, without_meetings=without_meetings
-    )
+    NamedState(optimizer, named, names_of_groups, strides=strides, joined=joined)
     described = [
         f"{written(own)} for {len(keys)} parameters ({_digest(keys)})" for own, keys in groups
     ]
@@ -307,7 +302,7 @@ class NamedState:
         main_parameters: Name -> what it steps. Names have locations.
         groups: The names of each group's parameters on all ranks, without locations.
         strides: Key -> strides of the parameter in its module.
-        without_meetings: Name -> the name in a run whose replicas do not train alone.
+        joined: Name -> the name in a run whose replicas do not train alone.
     """
 
     def __init__(
@@ -317,9 +312,9 @@ class NamedState:
         groups: Sequence[Sequence[str]],
         *,
         strides: Mapping[str, Sequence[int]],
-        without_meetings: Mapping[str, str],
+        joined: Mapping[str, str],
     ) -> None:
-        self._without_meetings = without_meetings
+        self._joined = joined
         self._main_parameters = main_parameters
         self._strides = strides
         self._names = {id(main.tensor): name for name, main in main_parameters.items()}
@@ -374,8 +369,9 @@ class NamedState:
             name = names.get(number, number)
             main = self._main_parameters.get(str(name))
             if main is not None and name not in state_dict["state"]:
-                # It was saved where all ranks had one state, as before a run with `diloco`.
-                name = self._without_meetings[str(name)]
+                # It was saved where all ranks had one state, as before a run whose replicas train
+                # alone.
+                name = self._joined[str(name)]
             if name in state_dict["state"]:
                 values = state_dict["state"][name]
                 state[number] = self._loaded(main, values) if main else values

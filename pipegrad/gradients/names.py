@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 from pipegrad.plan.plan import Plan
-from pipegrad.plan.routes import Route, gradient_route, meeting_of
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
 
@@ -36,6 +35,7 @@ class Locations:
     def __init__(self, topology: Topology, plan: Plan) -> None:
         self._view = topology
         self._routes, self._divisors = dict(plan.routes), dict(plan.divisors)
+        self._independent = plan.independent_axes
 
     def of(self, key: str | None = None) -> str:
         """Returns the location of a parameter, in dimensions that none of its reductions spans.
@@ -46,22 +46,18 @@ class Locations:
         # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
         # are the exception: each data rank may hold other experts. So are replicas that train
         # alone: each has its own parameters, and its own state of the optimizer.
-        is_apart = key in self._divisors or meeting_of(self._route(key)) is not None
+        is_apart = key in self._divisors or (key is not None and self._independent)
         return self._along(key, () if is_apart else ("dp",))
 
-    def without_meetings(self, key: str) -> str:
+    def joined(self, key: str) -> str:
         """Returns the location of a parameter in a run whose replicas do not train alone."""
-        meeting = meeting_of(self._route(key))
-        return self.of(key) if meeting is None else self._along(key, meeting.axes.split("+"))
+        return self._along(key, self._independent) if self._independent else self.of(key)
 
-    def _route(self, key: str | None) -> Route:
-        return self._routes.get(key or "", ())
-
-    def _along(self, key: str | None, replicated: Iterable[str]) -> str:
+    def _along(self, key: str | None, replicated: Collection[str]) -> str:
         """Returns the location in all dimensions but the pipeline and `replicated`."""
-        view, route = self._view, self._route(key)
+        view = self._view
         replicated = {view.pipeline, *replicated}
-        reduction_steps = [set(reduction_step.ranks) for reduction_step in gradient_route(route)]
+        reduction_steps = [set(step.ranks) for step in self._routes.get(key or "", ())]
         apart = [
             f"{axis}={view.coordinate(axis)}"
             for axis, size in view.axes

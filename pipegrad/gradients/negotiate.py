@@ -87,8 +87,8 @@ class Agreed:
         device: Of this rank's parameters.
         name: The same on all ranks. No other GradientSync has it.
         rounds_alike: Whether all ranks that have parameters are machines of one kind.
-        needs_parameter_sync: Whether any rank sends updated parameters, has a master copy, or meets
-            other replicas.
+        needs_parameter_sync: Whether any rank sends updated parameters or has a master copy, or
+            replicas train alone.
 
     Raises:
         PipegradError: The same on all ranks.
@@ -129,7 +129,7 @@ class Agreed:
         self.device = device_of(modules, manifests)
         # Ranks may have made different numbers of objects before. The largest number is new on all.
         self.name = str(max(number for number, *_ in replies))
-        is_sent = self.plan.syncs_parameters or self.plan.meets
+        is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
         self.needs_parameter_sync = is_sent or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
             for record in self.manifest.parameters
@@ -180,7 +180,14 @@ class Agreed:
         prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
         routes, allowed = dict(self.plan.routes), self.options.allow_unsynced
         divisors = dict(self.plan.divisors)
-        refuse_bare_replicas(self.manifest, self.topology, routes, divisors, allowed)
+        refuse_bare_replicas(
+            self.manifest,
+            self.topology,
+            routes,
+            divisors,
+            allowed,
+            independent_axes=self.plan.independent_axes,
+        )
         refuse_suspected_replicas(self.manifest, self.topology, routes, prints, allowed)
         return self.plan.digest
 

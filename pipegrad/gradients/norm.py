@@ -71,20 +71,23 @@ def local_term(
     """
     # The norm of each gradient comes first, and then a p-norm of these norms: all ranks reduce one
     # number, however many gradients they have. The reduction gives all ranks the same bits.
-    norms = [_norm(gradient, norm_type, least).to(dtype) for gradient in gradients]
-    stacked = torch.stack([torch.zeros((), dtype=dtype, device=device), *norms])
+    norms = [torch.zeros(1, dtype=dtype, device=device)]
+    for some in _by_dtype(gradients).values():
+        at_least = torch.promote_types(some[0].dtype, least)
+        found = torch._foreach_norm(some, norm_type, dtype=at_least)
+        norms.append(torch.stack(found).to(dtype))
+    stacked = torch.cat(norms)
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def _norm(gradient: torch.Tensor, norm_type: float, least: torch.dtype) -> torch.Tensor:
-    """Returns the norm of one gradient, computed at least in the dtype `least`."""
-    dtype = torch.promote_types(gradient.dtype, least)
-    if gradient.is_sparse:
-        gradient = gradient.coalesce().values()
-    if gradient.numel() == 0:  # torch refuses the maximum of no elements
-        return torch.zeros((), device=gradient.device)
-    norm: torch.Tensor = torch.linalg.vector_norm(gradient, norm_type, dtype=dtype)
-    return norm
+def _by_dtype(gradients: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
+    """Returns the values of gradients by dtype, for operators over many tensors."""
+    by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    for gradient in gradients:
+        values = gradient.coalesce().values() if gradient.is_sparse else gradient
+        if values.numel():  # torch refuses the maximum of no elements
+            by_dtype.setdefault(values.dtype, []).append(values)
+    return by_dtype
 
 
 def clip_(
@@ -109,8 +112,11 @@ def clip_(
     if inverse_scale is not None:
         _each(torch.Tensor.mul_, gradients, factor * inverse_scale)
         return
+    sparse = [gradient for gradient in gradients if gradient.is_sparse]
     with torch.no_grad():
-        for gradient in gradients:
+        for dtype, some in _by_dtype([g for g in gradients if not g.is_sparse]).items():
+            torch._foreach_mul_(some, factor.to(dtype))
+        for gradient in sparse:
             gradient.mul_(factor.to(gradient.dtype))
 
 
@@ -148,7 +154,7 @@ def _each(
 class GlobalNorm:
     """The norm of the gradients of all ranks, in which each parameter counts once.
 
-    If replicas train alone, as with ``diloco``, each replica has a norm of its own.
+    Replicas that train alone have each a norm of its own.
 
     Args:
         manifest: The agreed model.
@@ -184,7 +190,9 @@ class GlobalNorm:
         self._dtype = torch.float64 if double else torch.float32
         ranks = sorted(topology.ranks)
         self._num_ranks, self._index = len(ranks), ranks.index(rank)
-        self._own = [ranks.index(r) for r in plan.replica] if plan.meets else None
+        alone = plan.independent_axes
+        replica = topology.ranks_along(tuple(a for a, _ in topology.axes if a not in alone))
+        self._own = [ranks.index(r) for r in replica] if alone else None
 
     def of(
         self,

@@ -26,7 +26,6 @@ from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
-from pipegrad.plan.routes import gradient_route
 from pipegrad.plugins.handler import Placement
 from pipegrad.topology import Topology
 
@@ -308,7 +307,7 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
     sizes, routes = dict(topology.axes), dict(plan.routes)
     data = math.prod(sizes[axis] for axis in topology.data_axes)
     for record in manifest.parameters:
-        route = gradient_route(routes.get(record.key, ()))
+        route = routes.get(record.key, ())
         layout = manifest.entries(record.key)[0].layout
         ranks = math.prod(len(step.ranks) for step in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)

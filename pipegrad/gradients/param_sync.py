@@ -18,7 +18,6 @@ from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
 from pipegrad.gradients.main_params import MainShard
-from pipegrad.gradients.meetings import Meetings
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.plan.buckets import Bucket
@@ -78,10 +77,9 @@ class ParameterSync:
         reducer: It has the comm streams.
         groups: The communicators.
         main_shards: Of this rank.
-        meetings: Of parameters that are stepped by replicas which train alone.
         main_parameters: Returns the main parameters that are sent or copied, by key.
-        stepped_parameters: Returns those that this rank steps and that are sent, copied or met.
-        is_needed: Whether any rank sends parameters, has a master copy, or meets others.
+        stepped_parameters: Returns all that this rank steps.
+        is_needed: Whether any rank sends parameters or has a master copy, or replicas train alone.
         device: Of the parameters.
 
     Attributes:
@@ -90,6 +88,7 @@ class ParameterSync:
         is_moving: Whether parameters were published and not all ranks have waited for them. It is
             the same on all ranks that have stepped.
         is_needed: The same.
+        before_publish: What `publish` begins with: the step of an outer optimizer.
     """
 
     def __init__(
@@ -100,7 +99,6 @@ class ParameterSync:
         reducer: Reducer,
         groups: Groups,
         main_shards: Sequence[MainShard],
-        meetings: Meetings,
         main_parameters: Callable[[], Mapping[str, nn.Parameter]],
         stepped_parameters: Callable[[], Mapping[str, nn.Parameter]],
         is_needed: bool,
@@ -111,11 +109,11 @@ class ParameterSync:
         self._reducer = reducer
         self._groups = groups
         self._main_shards = main_shards
-        self._meetings = meetings
         self._main_parameters = main_parameters
         self._stepped_parameters = stepped_parameters
         self._device = device
         self.is_needed = is_needed
+        self.before_publish: Callable[[], None] | None = None
         self.coming: dict[int, list[Ticket]] = {}
         self.is_due = False
         self.is_moving = False
@@ -140,10 +138,10 @@ class ParameterSync:
         """Sends the parameters that this rank has stepped; returns at once.
 
         Do not change them until the gradients of the next step are there. After `publish_stepped`
-        it does nothing. If replicas meet after this step, it returns when they have met.
+        it does nothing.
 
-        Sync: on the comm streams, after everything on the current stream. A meeting is on the
-        current stream.
+        Sync: on the comm streams, after everything on the current stream. An outer optimizer steps
+        before, on the current stream.
 
         Raises:
             StepError: If a parameter sync is needed, and `take` was not called.
@@ -151,10 +149,10 @@ class ParameterSync:
         self.refuse_untaken()
         if not self.is_needed or self._is_done:
             return
-        start = time.perf_counter()
-        # Before all that follows: what the replicas have made together is copied and sent.
-        self._meetings.meet_if_due()
-        self._blocked_seconds += time.perf_counter() - start
+        if self.before_publish is not None:
+            start = time.perf_counter()
+            self.before_publish()
+            self._blocked_seconds += time.perf_counter() - start
         self.send_copied()
 
     def send_copied(self) -> None:
@@ -176,7 +174,7 @@ class ParameterSync:
         if self.is_needed and not self._is_taken:
             raise StepError(
                 "some gradients live on other ranks, in shards or in another dtype, or replicas "
-                "meet, and nobody has asked for what this rank steps: give the optimizer "
+                "train alone, and nobody has asked for what this rank steps: give the optimizer "
                 "sync.optimizer_parameters(), or make it by sync.optimizer(), not of "
                 "module.parameters()"
             )
@@ -243,7 +241,6 @@ class ParameterSync:
             self.is_due, self._is_idle, self.is_moving = True, False, False
             self._is_done = False
             self._note_versions(self._stepped_parameters())
-            self._meetings.count_step()
 
     def check_published(self) -> None:
         """Refuses parameters that were changed after `publish`, which other ranks do not have.

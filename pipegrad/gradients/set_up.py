@@ -14,10 +14,9 @@ from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.gradients.bucket import GradientBucket
 from pipegrad.gradients.careful import CarefulBucket
-from pipegrad.gradients.drift import Copies, DriftCheck, Lookup
+from pipegrad.gradients.drift import DriftCheck, Lookup
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
-from pipegrad.gradients.meetings import Meetings
 from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import GlobalNorm
 from pipegrad.gradients.optimizer_watch import steps_alike
@@ -30,7 +29,7 @@ from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.ties import named
 from pipegrad.model.wrappers import unwrapped
-from pipegrad.plugins.handler import OuterStep, keeps_state
+from pipegrad.plugins.handler import keeps_state
 
 
 @dataclass(frozen=True)
@@ -44,7 +43,6 @@ class Parts:
         ending: Ends threads and groups.
         parameters: Of this rank, by key.
         lookup: Key -> the parameter that is in its module now.
-        meetings: Of replicas that train alone.
         parameter_sync: Sends parameters after the optimizer's step.
         drift: Compares copies.
         norm: Of the gradients of all ranks.
@@ -57,7 +55,6 @@ class Parts:
     ending: Ending
     parameters: Mapping[str, LiveParameter]
     lookup: Lookup
-    meetings: Meetings
     parameter_sync: ParameterSync
     drift: DriftCheck
     norm: GlobalNorm
@@ -90,43 +87,25 @@ def set_up(
         parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
     )
     lookup = partial(_lookup, parameters)
-    meetings = Meetings(
-        plan,
-        _outer_step(agreed),
-        groups=groups,
-        reducer=reducer,
-        failures=failures,
-        main_parameters=partial(_stepped, parameters),
-        within_seconds=agreed.options.step_timeout_seconds,
-    )
     parameter_sync = ParameterSync(
         plan,
         buffers=buffers,
         reducer=reducer,
         groups=groups,
         main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
-        meetings=meetings,
         main_parameters=partial(_synced, parameters),
-        stepped_parameters=partial(_stepped if plan.meets else _synced, parameters),
+        stepped_parameters=partial(_stepped, parameters),
         is_needed=agreed.needs_parameter_sync,
         device=device,
     )
-    make_copies = partial(
-        Copies,
-        lookup=lookup,
-        main_of=partial(_master_copy, parameters),
-        with_main=_with_master_copies(agreed),
-        groups=groups,
-        device=device,
-    )
-    copies = make_copies(plan.packs)
-    of_replica = [alone for pack in plan.packs if (alone := pack.alone) is not None]
     drift = DriftCheck(
-        copies,
-        make_copies(of_replica) if plan.meets else copies,
-        meetings,
+        plan.packs,
+        lookup,
+        partial(_master_copy, parameters),
+        _with_master_copies(agreed),
         groups=groups,
         ranks=sorted(topology.ranks),
+        device=device,
         agree_seconds=agree_seconds,
         every=agreed.options.check_every,
         is_exact=agreed.rounds_alike,
@@ -158,7 +137,6 @@ def set_up(
         ending,
         parameters,
         lookup,
-        meetings,
         parameter_sync,
         drift,
         norm,
@@ -292,12 +270,6 @@ def _with_master_copies(agreed: Agreed) -> frozenset[str]:
 def _master_copy(parameters: Mapping[str, LiveParameter], key: str) -> torch.Tensor | None:
     main_shard = parameters[key].placed.main_shard
     return main_shard.tensor if main_shard is not None and main_shard.copied else None
-
-
-def _outer_step(agreed: Agreed) -> OuterStep | None:
-    """Returns the step of the handler whose replicas meet; None if none meets."""
-    plan = agreed.plan
-    return agreed.plugins[plan.meeting_handler].outer if plan.meets else None
 
 
 def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:

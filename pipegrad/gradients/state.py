@@ -22,8 +22,6 @@ class Statistics:
         published_bytes: Bytes of its parameter sync, to this rank and from it.
         exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
             before it for parameters.
-        meetings: How often replicas that train alone have met so far.
-        met_bytes: Bytes of parameters that this rank has averaged with other replicas so far.
     """
 
     steps: int = 0
@@ -33,8 +31,6 @@ class Statistics:
     early: int = 0
     published_bytes: int = 0
     exposed_seconds: float = 0.0
-    meetings: int = 0
-    met_bytes: int = 0
 
 
 class State(Enum):

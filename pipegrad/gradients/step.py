@@ -370,7 +370,7 @@ class Step:
             # The same order as in a step that ends well: the collectives, the meeting of `finish`,
             # and the parameter sync that other ranks may publish after it. Otherwise ranks would
             # wait for each other; see [Note: failed steps].
-            if launches or self._plan.meets:
+            if launches or self._plan.independent_axes:
                 self._give_up(begun=begun)
             compares = self._keeps_equal and self._drift.count(self._failures.step)
             if self._is_together(compares=compares):
@@ -386,9 +386,9 @@ class Step:
             compares: Whether they compare copies then.
         """
         # Replicas that train alone send each other no gradients. By this collective they fail
-        # together, and count the same steps until their parameters meet.
+        # together, and count the same steps.
         before, self._last_together = self._last_together, self._failures.step
-        return compares or (self._plan.meets and before != self._failures.step)
+        return compares or (bool(self._plan.independent_axes) and before != self._failures.step)
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, also those of accumulated steps."""

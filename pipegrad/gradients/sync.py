@@ -19,10 +19,11 @@ import math
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
@@ -50,12 +51,16 @@ from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.plan import Plan
-from pipegrad.plugins.handler import GradientHandler, HandlerSpec, ParameterRecord
+from pipegrad.plugins.handler import (
+    GradientHandler,
+    HandlerSpec,
+    OuterOptimizer,
+    ParameterRecord,
+)
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
     from pipegrad.gradients.grad_scaler import GradScaler
-    from pipegrad.gradients.meetings import Meetings
     from pipegrad.gradients.parameter import LiveParameter
 
 
@@ -102,6 +107,7 @@ class GradientSync:
         handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
         plan: This rank's buckets and collectives; printable.
+        outer_optimizer: Joins replicas that train alone; None if there are none.
 
     Raises:
         AgreementError: On all ranks, if ranks disagree, or a rank failed or did not arrive.
@@ -140,6 +146,7 @@ class GradientSync:
         self._step = parts.step
         self._parameters = parts.parameters
         self._parameter_sync = parts.parameter_sync
+        self.outer_optimizer = self._outer_optimizer()
         self._synchronize()
         self._step.watch.start()
         _every.add(self)
@@ -312,9 +319,9 @@ class GradientSync:
 
         A parameter counts once if its copies, or parts, are reduced over the ranks that hold it. If
         no handler reduces it, it counts on each of these ranks. All ranks must call this. The norm
-        and the factor have the same bits on all ranks. With ``diloco`` they have them on the ranks
-        of one replica: each replica has a norm of its own. If a gradient of any replica is not
-        finite, the norm is not finite on any rank.
+        and the factor have the same bits on all ranks. If replicas train alone, they have them on
+        the ranks of one replica: each replica has a norm of its own. If a gradient of any replica
+        is not finite, the norm is not finite on any rank.
 
         Returns:
             The norm before clipping, an fp32 scalar; fp64 if there are fp64 gradients.
@@ -482,9 +489,7 @@ class GradientSync:
                 sharded=self.plan.sharded,
                 main_parameters=self.main_parameters(),
                 locations={r.key: locations.of(r.key) for r in self.records()},
-                locations_without_meetings={
-                    r.key: locations.without_meetings(r.key) for r in self.records()
-                },
+                joined_locations={r.key: locations.joined(r.key) for r in self.records()},
                 strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
             made.append(optimizer)
@@ -608,17 +613,16 @@ class GradientSync:
         """Returns the states of this rank's handlers from step to step, such as error feedback.
 
         It is empty if no handler has a state. It can be loaded on the same rank, with the same
-        plan. Between two meetings of ``diloco`` it has this rank's parameters too, since replicas
-        are different then.
+        plan. If replicas train alone, it has this rank's parameters too while they differ.
 
         Raises:
             StepError: Inside a step, or if parameters were stepped and not published.
         """
         self._step.check("state_dict")
-        if self.plan.meets and self._parameter_sync.is_due:
+        if self.outer_optimizer is not None and self._parameter_sync.is_due:
             raise StepError(
-                "state_dict() before the step of the optimizer was published, so replicas may have "
-                "to meet first: call wait_parameters() before, on all ranks"
+                "state_dict() before the step of the optimizer was published, so the outer "
+                "optimizer has not stepped: call wait_parameters() before, on all ranks"
             )
         states = {name: of.state_dict() for name, of in self._stateful().items()}
         states = {name: state for name, state in states.items() if state}
@@ -628,8 +632,8 @@ class GradientSync:
         """Continues with a result of `state_dict` of this rank; other handlers start anew.
 
         Every rank must call it: a handler continues on all ranks, or starts anew on all ranks. Call
-        it last, after `synchronize_parameters` and after the optimizer's state was loaded: with
-        ``diloco`` each replica gets its own parameters back.
+        it last, after `synchronize_parameters` and after the optimizer's state was loaded: a
+        replica that trains alone gets its own parameters back.
 
         Raises:
             PlanError: On every rank, if the state of a rank is of another plan or of other
@@ -638,8 +642,6 @@ class GradientSync:
             StepError: Inside a step.
         """
         self._step.check("load_state_dict")
-        meetings = self._parts.meetings
-        was_apart = meetings.is_apart
         try:
             self._load_states(state)
         except (PlanError, AgreementError) as error:
@@ -647,14 +649,64 @@ class GradientSync:
             # anew.
             for stateful in self._stateful().values():
                 stateful.load_state_dict({})
-            if self.plan.meets:  # some replicas may have got their own parameters already
+            if self.outer_optimizer is not None:  # some replicas may have their own parameters
                 self._synchronize()
             raise PlanError(str(error)) from error
-        if was_apart and not meetings.is_apart:  # meetings begin anew, with equal replicas
+        if self.outer_optimizer is None:
+            return
+        if self.plan.independent_by in state.get("handlers", {}):
+            self._send_main_parameters()
+        else:  # it starts anew
             self._synchronize()
-        if meetings.is_apart:
-            self._parameter_sync.send_copied()
-            self.wait_parameters()
+
+    def _send_main_parameters(self) -> None:
+        """Sends what an outer optimizer has written to all holders, and waits for it."""
+        self._parameter_sync.send_copied()
+        self._parameter_sync.wait()
+        self._parameter_sync.forget()
+
+    def _outer_optimizer(self) -> OuterOptimizer | None:
+        """Returns that of the handler by which replicas are joined; `publish` begins with its step.
+
+        Raises:
+            PlanError: On all ranks, if the handler cannot make one.
+        """
+        name = self.plan.independent_by
+        if not name:
+            return None
+        made = list[OuterOptimizer]()
+        # A strong reference would keep this object, and its threads, until the process ends.
+        alone = weakref.proxy(self)
+
+        def make() -> None:
+            try:
+                made.append(self.handlers[name].plugin.outer_optimizer(alone))
+            except Exception as error:
+                raise PlanError(f"handler {name!r}: {in_words(error)}") from error
+
+        ranks, seconds = self.topology.ranks, self._agree_seconds
+        agree("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
+        self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone)
+        return made[0]
+
+    def _step_outer(self) -> None:
+        """Steps the outer optimizer if it is due; a failure is final for this rank, and posted."""
+        # Some parameters may have been joined and others not. Nobody can go on from there.
+        assert self.outer_optimizer is not None
+        if not self.outer_optimizer.is_due:
+            return
+        parts, ranks, what = self._parts, sorted(self.topology.ranks), "the outer optimizer's step"
+        with Bounded(what, ranks, within_seconds=self._agreed.options.step_timeout_seconds):
+            try:
+                with parts.reducer.reporting(what, ranks):
+                    # A parameter sync of the step before may still use the same communicators.
+                    parts.reducer.wait()
+                    began = self.tape.now()
+                    self.outer_optimizer.step()
+                    self.tape.note("wait for ranks", what, began)
+            except BaseException as error:
+                parts.failures.post(error, begins=False, final=True)
+                raise
 
     def _load_states(self, state: Mapping[str, Any]) -> None:
         stateful, saved = self._stateful(), dict(state.get("handlers", {}))
@@ -674,7 +726,7 @@ class GradientSync:
                     handler.load_state_dict(saved.get(name, {}))
                 except Exception as error:
                     raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
-            # Handlers that launch nothing on this rank have no state here.
+            # Handlers that launch nothing on this rank, and join no replicas, have no state here.
             launching = self.plan.launching
             return {name: "what it kept" if saved.get(name) else "nothing" for name in launching}
 
@@ -684,12 +736,12 @@ class GradientSync:
             sources = {rank: reply[name] for rank, reply in replies.items() if name in reply}
             same(f"what handler {name!r} goes on from", sources)
 
-    def _stateful(self) -> dict[str, GradientHandler | Meetings]:
+    def _stateful(self) -> dict[str, GradientHandler | OuterOptimizer]:
         """Returns what has the state of each handler, by its name."""
-        return {
-            name: self._parts.meetings if name == self.plan.meeting_handler else resolved.plugin
-            for name, resolved in self.handlers.items()
-        }
+        handlers = {name: resolved.plugin for name, resolved in self.handlers.items()}
+        if self.outer_optimizer is None:
+            return {**handlers}
+        return {**handlers, self.plan.independent_by: self.outer_optimizer}
 
     @outside_of_graphs
     def synchronize_parameters(self) -> None:
@@ -725,7 +777,9 @@ class GradientSync:
         for parameter in self._parameters.values():
             parameter.settle()
         self._parameter_sync.forget()
-        parts.meetings.begin()
+        if self.outer_optimizer is not None:
+            self.outer_optimizer.begin()
+            self._send_main_parameters()
 
     @outside_of_graphs
     def check_replicas(self) -> None:
@@ -776,6 +830,14 @@ class GradientSync:
         """Returns the plans of any ranks, computed on this rank."""
         return self._agreed.plans(ranks)
 
+    def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
+        """Returns a communicator of this rank and others, for an `OuterOptimizer`.
+
+        Args:
+            ranks: Those of a reduction in the plan, or those along ``plan.independent_axes``.
+        """
+        return self._parts.groups.of(tuple(sorted(ranks)), 0)
+
     def bounded(self, what: str) -> Bounded:
         """Bounds what is inside ``with``, in time; see `Bounded`."""
         return Bounded(what, within_seconds=self._agreed.options.step_timeout_seconds)
@@ -792,12 +854,7 @@ class GradientSync:
 
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
-        parts = self._parts
-        return replace(
-            self._step.statistics,
-            meetings=parts.meetings.number,
-            met_bytes=parts.meetings.met_bytes,
-        )
+        return self._step.statistics
 
     def close(self) -> None:
         """Ends threads and destroys the process groups of comm streams. Every rank must call it.

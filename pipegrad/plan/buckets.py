@@ -9,10 +9,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.routes import Route, gradient_route, signature
-from pipegrad.plugins.handler import ParameterRecord, Placement, ReductionStep
+from pipegrad.plan.routes import Route, signature
+from pipegrad.plugins.handler import BUCKET_BYTES, ParameterRecord, Placement, ReductionStep
 
 _ALIGN_BYTES = 64
+_BUCKETS_THAT_GO = 16  # two or three of them are in memory at a time
+_LEAST_BYTES = 2**20  # a smaller message costs as much
 
 
 @dataclass(frozen=True)
@@ -140,12 +142,6 @@ class Bucket:
         """Whether its parameters need a parameter sync after the optimizer's step."""
         return any(step.syncs_parameters for step in self.route)
 
-    @property
-    def alone(self) -> Bucket | None:
-        """The same inside of one replica, without a meeting; None if no step is left."""
-        route = gradient_route(self.route)
-        return replace(self, route=route) if route else None
-
 
 def _piece(slot: Slot, region: range) -> Slot:
     """Returns the elements of a slot that lie in a region, counted from its start."""
@@ -197,21 +193,29 @@ def in_few_words(keys: Sequence[str]) -> str:
 
 
 def make_buckets(
-    manifest: Manifest, kinds: Iterable[tuple[ParameterRecord, Bucket]], capacity_bytes: int
+    manifest: Manifest, kinds: Iterable[tuple[ParameterRecord, Bucket]], capacity_bytes: int | None
 ) -> list[Bucket]:
     """Returns buckets of parameters of one kind, in reverse position, numbered by readiness.
 
     Args:
         manifest: The agreed model.
         kinds: Each parameter, with its `empty_bucket`.
-        capacity_bytes: Bytes on the wire at which a bucket is closed.
+        capacity_bytes: Bytes on the wire at which a bucket is closed. None for the default: at most
+            `BUCKET_BYTES`; and with SHARD or WHOLE a sixteenth of all that is sent alike. The
+            memory of such a bucket goes when it was reduced, so small ones take less memory.
     """
     # Backward completes gradients in the reverse order of the model. With buckets in this order,
     # the first bucket is complete early, and its collective runs beside the rest of the backward.
     families: dict[tuple[object, ...], tuple[Bucket, list[ParameterRecord]]] = {}
     for record, kind in sorted(kinds, key=lambda x: (x[0].position, x[0].key), reverse=True):
         families.setdefault(_kind(kind), (kind, []))[1].append(record)
-    cuts = [(kind, cut) for kind, r in families.values() for cut in _cut(kind, r, capacity_bytes)]
+    cuts = [
+        (kind, cut)
+        for kind, family in families.values()
+        for cut in _cut(
+            kind, family, _default_bytes(kind, family) if capacity_bytes is None else capacity_bytes
+        )
+    ]
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
     cuts.sort(key=lambda x: (x[0].ready, -x[1][-1].position, str(_kind(x[0]))))
@@ -220,6 +224,13 @@ def make_buckets(
         _filled(replace(kind, index=index), cut, manifest, owners)
         for index, (kind, cut) in enumerate(cuts)
     ]
+
+
+def _default_bytes(kind: Bucket, family: Sequence[ParameterRecord]) -> int:
+    if not any(step.placement.scatters for step in kind.route):
+        return BUCKET_BYTES
+    total = kind.wire_dtype.itemsize * sum(record.numel for record in family)
+    return min(BUCKET_BYTES, max(total // _BUCKETS_THAT_GO, _LEAST_BYTES))
 
 
 def step_cost(shape: Sequence[int]) -> int:

@@ -22,8 +22,7 @@ from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.routes import (
     Route,
     Routes,
-    gradient_route,
-    is_counted,
+    part_of,
     shared_routes,
     signature,
     steps_taken,
@@ -46,7 +45,6 @@ def check_routes(
     _check_members(routes)
     _check_copies(manifest, topology, routes)
     _check_regions(routes)
-    _check_meetings(topology, routes)
     _check_wrappers(manifest, topology, routes)
     _check_shards(manifest, topology, routes)
     _check_left_out(manifest, topology, routes, allow_unsynced)
@@ -82,68 +80,13 @@ def _check_regions(routes: Routes) -> None:
     # Otherwise the reduction would add different shards of one gradient.
     for key, number, step, rank, member in _pairs(routes):
         route, on_member = routes[rank][key], routes[member][key]
-        differ = _part(on_member, number, member) != _part(route, number, rank)
+        differ = part_of(on_member, number, member) != part_of(route, number, rank)
         if differ and number < steps_taken(route, rank):
             raise PlanError(
                 f"{key!r}: before {step} over ranks {list(step.ranks)}, rank {rank} and rank "
                 f"{member} are left with different parts of it: number the ranks so that they "
                 f"ascend along every dimension of the mesh"
             )
-
-
-def _check_meetings(topology: Topology, routes: Routes) -> None:
-    """All meetings must be between the same replicas, which share no gradient."""
-    meetings = [step for step in _all_steps(routes) if step.placement is Placement.MEET]
-    met = dict.fromkeys((step.axes, step.handler) for step in meetings)
-    if not met:
-        return
-    (axes, handler), *others = met
-    names = tuple(axes.split("+"))
-    if others or not set(names) <= set(topology.data_axes):
-        found = " and ".join(f"along {of!r} by handler {by!r}" for of, by in met)
-        raise PlanError(
-            f"parameters meet {found}: expected one handler, and one or several whole dimensions "
-            f"of {list(topology.data_axes)}, along which ranks see different data, the same for "
-            f"all parameters"
-        )
-    replica = {rank: topology.at(rank).coordinate(names) for rank in topology.ranks}
-    for step in _all_steps(routes):
-        if step.placement is not Placement.MEET and len({replica[r] for r in step.ranks}) > 1:
-            raise PlanError(
-                f"handler {step.handler!r} reduces gradients by {step} over ranks "
-                f"{list(step.ranks)}, of replicas that train alone along {axes!r} and meet by "
-                f"handler {handler!r}: drop one of them, or give each an axis of its own"
-            )
-    for key, _, step, rank, member in _pairs(routes):
-        if step.placement is not Placement.MEET:
-            continue
-        if _met_part(routes[member][key], member) != _met_part(routes[rank][key], rank):
-            raise PlanError(
-                f"{key!r}: rank {rank} and rank {member} meet with different parts of it: number "
-                f"the ranks so that they ascend along every dimension of the mesh"
-            )
-
-
-def _met_part(route: Route, rank: int) -> tuple[list[int | bool], bool]:
-    """Returns which part of a parameter a rank has in a meeting, and whether it averages it."""
-    sent = gradient_route(route)
-    return _part(sent, len(sent), rank), is_counted(sent, rank)
-
-
-def _all_steps(routes: Routes) -> Iterator[ReductionStep]:
-    """Yields each step once, in the order of ranks."""
-    steps = (s for by_key in routes.values() for route in by_key.values() for s in route)
-    # By identity: comparing steps of thousands of ranks takes long.
-    yield from {id(step): step for step in steps}.values()
-
-
-def _part(route: Route, num_steps: int, rank: int) -> list[int | bool]:
-    """Returns which part of a gradient a rank has after `num_steps` reductions."""
-    return [
-        h.ranks.index(rank) if h.placement.scatters else rank == h.owner
-        for h in route[:num_steps]
-        if h.syncs_parameters
-    ]
 
 
 def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> None:
@@ -360,6 +303,8 @@ def refuse_bare_replicas(
     routes: Mapping[str, Route],
     divisors: Mapping[str, float],
     allow_unsynced: Sequence[str],
+    *,
+    independent_axes: Sequence[str],
 ) -> None:
     """Refuses trained parameters that are not averaged over ranks that see different data.
 
@@ -373,11 +318,12 @@ def refuse_bare_replicas(
         routes: Of that rank.
         divisors: Key -> divisor of its gradient.
         allow_unsynced: Shell-style patterns of keys or names that need no reduction.
+        independent_axes: Dimensions along which replicas train alone.
 
     Raises:
         PlanError: If there are such parameters. It names one, and the handler to add.
     """
-    along = {axis: set(view.ranks_along(axis)) for axis in view.data_axes}
+    along = {a: set(view.ranks_along(a)) for a in view.data_axes if a not in independent_axes}
 
     def is_bare(record: ParameterRecord) -> bool:
         reduced = [set(step.ranks) for step in routes.get(record.key, ())]

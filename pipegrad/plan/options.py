@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from pipegrad.errors import PlanError
-from pipegrad.plugins.handler import BUCKET_BYTES
 from pipegrad.plugins.options import complaints_of
 from pipegrad.topology import Topology
 
@@ -26,6 +25,8 @@ class GradientOptions:
 
     Attributes:
         bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient has its own bucket.
+            None: 25 MiB. With SHARD and WHOLE, where the memory of a bucket goes when it was
+            reduced, also at most a sixteenth of these gradients, and at least 1 MiB.
         reduce_dtype: dtype on the wire. None: the dtype of each gradient, so nothing is copied.
         sum_dtype: dtype in which the parts of ranks are added, if it is wider than the dtype on the
             wire. The sum is rounded once. None: the dtype on the wire.
@@ -46,7 +47,7 @@ class GradientOptions:
             in steps 2, 4, 8 and so on. 0: never.
     """
 
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
     reduce_dtype: torch.dtype | None = None
     sum_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
@@ -88,9 +89,10 @@ class GradientOptions:
             PlanError: If a value is wrong. It names the option and its value.
         """
         for name in ("bucket_bytes", "comm_streams", "check_every"):
-            if type(number := getattr(self, name)) is not int:
+            number = getattr(self, name)
+            if type(number) is not int and not (number is None and name == "bucket_bytes"):
                 raise PlanError(f"{name} is {number!r}, expected a whole number")
-        if self.bucket_bytes < 0 or self.comm_streams < 1:
+        if (self.bucket_bytes or 0) < 0 or self.comm_streams < 1:
             raise PlanError(
                 f"bucket_bytes={self.bucket_bytes} must be at least 0 and "
                 f"comm_streams={self.comm_streams} at least 1"

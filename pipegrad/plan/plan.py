@@ -7,21 +7,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-import torch
-
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import Bucket, empty_bucket, in_few_words, localised, make_buckets
 from pipegrad.plan.check import check_routes, check_sums
-from pipegrad.plan.meetings import Meeting, make_meetings
+from pipegrad.plan.independent import independent_axes
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
 from pipegrad.plan.routes import (
     Divisors,
     Route,
     Routes,
-    gradient_route,
     has_result,
     make_routes,
-    meeting_of,
     shared_routes,
     steps_taken,
 )
@@ -97,10 +93,8 @@ class Plan:
             comm stream). All ranks make them in this order.
         digest: Of the routes and buckets of all ranks. Equal digests mean that plans fit together.
         divisors: Key -> divisor of its gradient before it is sent, if that is not 1.
-        meetings: Parameters that meet those of other replicas every few steps, in order.
-        replica: The ranks that train as one, if parameters of any rank meet. Otherwise empty: all
-            ranks do.
-        meeting_handler: Name of the handler by which they meet; "" if nothing meets.
+        independent_axes: Data dimensions along which replicas train alone; mostly none.
+        independent_by: Name of the handler that joins them; "" if there is none.
         matrices: Keys of the parameters of all ranks that a handler reduces with WHOLE, also over
             a single rank.
     """
@@ -117,9 +111,8 @@ class Plan:
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     divisors: tuple[tuple[str, float], ...] = ()
-    meetings: tuple[Meeting, ...] = ()
-    replica: tuple[int, ...] = ()
-    meeting_handler: str = ""
+    independent_axes: tuple[str, ...] = ()
+    independent_by: str = ""
     matrices: frozenset[str] = frozenset()
 
     @cached_property
@@ -138,16 +131,6 @@ class Plan:
         return sum(self._bucket[x.bucket].parameter_nbytes(x.step, self.rank) for x in syncs)
 
     @property
-    def meets(self) -> bool:
-        """Whether parameters of any rank meet those of other replicas."""
-        return bool(self.replica)
-
-    @property
-    def met_bytes(self) -> int:
-        """Bytes of parameters that this rank averages with other replicas in a meeting."""
-        return sum(meeting.nbytes for meeting in self.meetings)
-
-    @property
     def chains(self) -> frozenset[tuple[int, ...]]:
         """Sets of ranks that run reduce chains, broadcast chains or pair exchanges."""
         steps = [step for _, route in self.routes for step in route]
@@ -155,11 +138,10 @@ class Plan:
 
     @property
     def launching(self) -> frozenset[str]:
-        """Names of the handlers that launch a collective on this rank, or whose parameters meet."""
-        # Also a rank that steps nothing counts the steps until the parameters of others meet.
-        meeting = {step.handler for _, route in self.routes if (step := meeting_of(route))}
+        """Names of the handlers that launch a collective on this rank, or join replicas."""
         steps = (self._bucket[x.bucket].route[x.step] for x in self.launches)
-        return frozenset({step.handler for step in steps} | meeting)
+        joining = {self.independent_by} if self.independent_by else set[str]()
+        return frozenset({step.handler for step in steps} | joining)
 
     @property
     def sharded(self) -> frozenset[str]:
@@ -207,13 +189,9 @@ class Plan:
                 f"{number:<8}{publish.bucket:<8}{publish.comm_stream:<8}{readers:<18}"
                 f"{nbytes / 2**20:<11.3f}back along {step} over ranks {list(step.ranks)}"
             )
-        if self.meetings:
-            lines.append("meeting                         MiB        replicas")
-        lines += [
-            f"{meeting.index:<32}{meeting.nbytes / 2**20:<11.3f}{meeting.step} over ranks "
-            f"{list(meeting.step.ranks)}: {meeting.names}"
-            for meeting in self.meetings
-        ]
+        if self.independent_axes:
+            axes = "+".join(self.independent_axes)
+            lines.append(f"replicas along {axes} train alone, joined by {self.independent_by}")
         return "\n".join(lines)
 
 
@@ -263,7 +241,7 @@ class _Shared:
     divisors: Divisors
     buckets: tuple[Bucket, ...]
     packs: tuple[Bucket, ...]
-    meeting: ReductionStep | None  # any of them
+    independent: tuple[tuple[str, ...], str]  # the dimensions, and the handler
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     matrices: frozenset[str]
@@ -280,6 +258,7 @@ def _plan_shared(
     # and communicators need no further message; `digest` is compared as a check.
     routes, divisors, matrices = make_routes(manifest, topology, handlers)
     check_routes(manifest, topology, routes, options.allow_unsynced)
+    independent = independent_axes(manifest, topology, handlers, routes)
     shared = shared_routes(routes)
     alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
     several = options.shared_ticks or alone
@@ -299,7 +278,7 @@ def _plan_shared(
             ),
         )
         for record, route in agreed
-        if record.requires_grad and gradient_route(route)
+        if record.requires_grad and route
     ]
     buckets = tuple(make_buckets(manifest, gradients, options.bucket_bytes))
     check_sums(buckets, dict(handlers))
@@ -307,14 +286,14 @@ def _plan_shared(
     packs = tuple(make_buckets(manifest, parameters, options.bucket_bytes))
     # `check_routes` has checked that the mesh and a parameter's route on one rank decide its routes
     # on all ranks.
-    decided = (topology.axes, topology.ranks, shared, buckets, packs, divisors)
+    decided = (topology.axes, topology.ranks, shared, buckets, packs, divisors, independent)
     return _Shared(
         routes=routes,
         divisors=divisors,
         buckets=buckets,
         packs=packs,
-        meeting=next(filter(None, map(meeting_of, shared.values())), None),
-        groups=_groups(routes, buckets, options.comm_streams),
+        independent=independent,
+        groups=_groups(topology, independent[0], routes, buckets, options.comm_streams),
         digest=hashlib.sha256(repr(decided).encode()).hexdigest(),
         matrices=matrices,
     )
@@ -329,37 +308,23 @@ def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: Gradi
     shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
     buckets = localised(shared.buckets, route_of, shapes)
     packs = localised(shared.packs, route_of, shapes)
-    main_ranges = tuple(_main_ranges(trained, buckets, route_of, rank))
-    numels = {main_range.key: main_range.end - main_range.begin for main_range in main_ranges}
-    for key in numels.keys() & shapes.keys():  # of a DTensor a rank steps its shard
-        numels[key] = torch.Size(shapes[key]).numel()
     return Plan(
         rank=rank,
         buckets=buckets,
         launches=_launches(buckets, rank, options.comm_streams),
         publishes=_publishes(buckets, view, shared.routes, options.comm_streams),
-        main_ranges=main_ranges,
+        main_ranges=tuple(_main_ranges(trained, buckets, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
         syncs_parameters=any(bucket.syncs_parameters for bucket in shared.buckets),
         routes=tuple(route_of.items()),
         packs=packs,
-        meetings=tuple(make_meetings(packs, numels, rank, options.master_dtype)),
-        replica=_replica(view, shared.meeting),
-        meeting_handler=shared.meeting.handler if shared.meeting else "",
+        independent_axes=shared.independent[0],
+        independent_by=shared.independent[1],
         groups=shared.groups,
         digest=shared.digest,
         divisors=tuple((r.key, shared.divisors[r.key]) for r in held if r.key in shared.divisors),
         matrices=shared.matrices,
     )
-
-
-def _replica(view: Topology, meeting: ReductionStep | None) -> tuple[int, ...]:
-    """Returns the ranks that train together with ``view.rank``; none if nothing meets."""
-    # `check_routes` has checked that all meetings have the same dimensions and the same handler.
-    if meeting is None:
-        return ()
-    axes = meeting.axes.split("+")
-    return view.ranks_along(tuple(axis for axis, _ in view.axes if axis not in axes))
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
@@ -457,7 +422,11 @@ def second_communicator(comm_stream: int) -> int:
 
 
 def _groups(
-    routes: Routes, buckets: Sequence[Bucket], comm_streams: int
+    topology: Topology,
+    independent: tuple[str, ...],
+    routes: Routes,
+    buckets: Sequence[Bucket],
+    comm_streams: int,
 ) -> tuple[tuple[tuple[int, ...], int], ...]:
     """Returns (ranks, comm stream) of all process groups of all ranks, in a fixed order."""
     comm_stream_of = {
@@ -472,11 +441,12 @@ def _groups(
         for step in route
     }
     specs = set[tuple[tuple[int, ...], int]]()
+    if independent:
+        specs |= {(topology.at(rank).ranks_along(independent), 0) for rank in topology.ranks}
     for (_, comm_stream), step in used.items():
         # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first
         # step.
-        is_sent = step.placement is not Placement.MEET
-        specs |= {(step.ranks, 0), (step.ranks, (comm_stream or 0) if is_sent else 0)}
+        specs |= {(step.ranks, 0), (step.ranks, comm_stream or 0)}
         if comm_stream is not None and step.is_pair:
             specs.add((step.ranks, second_communicator(comm_stream)))
     return tuple(sorted(specs))

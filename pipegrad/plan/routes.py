@@ -33,17 +33,7 @@ def steps_taken(route: Route, rank: int) -> int:
     for index, step in enumerate(route):
         if step.placement is Placement.OWNER and rank != step.owner:
             return index + 1
-    return len(gradient_route(route))
-
-
-def gradient_route(route: Route) -> Route:
-    """Returns the steps that send gradients: all but a meeting, which is the last step."""
-    return tuple(step for step in route if step.placement is not Placement.MEET)
-
-
-def meeting_of(route: Route) -> ReductionStep | None:
-    """Returns the step of a route along which parameters meet; None if there is none."""
-    return next((step for step in route if step.placement is Placement.MEET), None)
+    return len(route)
 
 
 def has_result(route: Route, rank: int) -> bool:
@@ -55,10 +45,17 @@ def has_result(route: Route, rank: int) -> bool:
 
 def is_counted(route: Route, rank: int) -> bool:
     """Whether the result on `rank` counts in a norm. Equal results count once, on the owner."""
-    # With SHARD and WHOLE no two ranks have the same element. Ranks that meet have different
-    # gradients, and each of them counts in its own replica.
-    steps = (step for step in gradient_route(route) if not step.placement.scatters)
-    return all(rank == step.owner for step in steps)
+    # With SHARD and WHOLE no two ranks have the same element.
+    return all(rank == step.owner for step in route if not step.placement.scatters)
+
+
+def part_of(route: Route, num_steps: int, rank: int) -> list[int | bool]:
+    """Returns which part of a gradient `rank` has after `num_steps` reductions of a route."""
+    return [
+        h.ranks.index(rank) if h.placement.scatters else rank == h.owner
+        for h in route[:num_steps]
+        if h.syncs_parameters
+    ]
 
 
 def signature(route: Route) -> tuple[tuple[str, ...], ...]:
@@ -80,15 +77,8 @@ NamedReductions = Sequence[tuple[str, Reduction]]
 """Reductions of one rank, each with the name of its handler."""
 
 # OWNER comes first: behind it only the owner takes part. WHOLE and SHARD come before REPLICATE:
-# then each rank replicates only its part, which is less to send. MEET sends no gradient. It is
-# last, so what was stepped after all others meets.
-_ORDER = (
-    Placement.OWNER,
-    Placement.WHOLE,
-    Placement.SHARD,
-    Placement.REPLICATE,
-    Placement.MEET,
-)
+# then each rank replicates only its part, which is less to send.
+_ORDER = (Placement.OWNER, Placement.WHOLE, Placement.SHARD, Placement.REPLICATE)
 
 
 def make_routes(
@@ -205,18 +195,6 @@ def _faults(name: str, handler: GradientHandler, reduction: Reduction) -> Iterat
             f"reduces {reduction.record.key!r} by {placement.value}-{op}, {exchange}: expected "
             f"replicate-mean, all-reduce; drop its hook"
         )
-    if handler.outer is None and placement is Placement.MEET:
-        yield (
-            f"{_subject(name, reduction)} with placement 'meet', but the handler has no outer "
-            f"step: set self.outer = pipegrad.OuterStep(every=...) in its __init__"
-        )
-    met = "mean", Placement.MEET, "all-reduce", 1.0
-    if handler.outer is not None and (*kind, reduction.divisor) != met:
-        yield (
-            f"handler {name!r} has an outer step, for parameters that meet, and reduces "
-            f"{reduction.record.key!r} by {placement.value}-{op}, {exchange}, divisor "
-            f"{reduction.divisor:g}: expected meet-mean, all-reduce, divisor 1"
-        )
 
 
 def _routes(
@@ -268,12 +246,11 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
         )
     across = {step: step.spans(topology.pipeline) or step.spans("ranks") for step in steps}
     order = sorted(steps, key=lambda h: (_ORDER.index(h.placement), across[h], h.axes))
-    sent = gradient_route(tuple(order))
-    for step in sent[:-1]:
+    for step in order[:-1]:
         # An exchange ends late, by its receive. A later reduction would need its sum earlier.
         if step.is_pair:
             raise PlanError(
-                f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {sent[-1]}: "
+                f"{key!r} is reduced by {step}, handler {step.handler!r}, and then by {order[-1]}: "
                 f"an exchange must come last; give it the exchange 'all-reduce'"
             )
     return tuple(order)

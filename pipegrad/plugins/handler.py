@@ -5,7 +5,6 @@ Handlers whose options name functions check them by `complaints_of` and `closest
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -37,60 +36,18 @@ class Placement(Enum):
     """Where the result of a reduction lives. It decides the collective and the parameter sync.
 
     OWNER: on the lowest rank. WHOLE: each parameter whole on one of the ranks, another one for each
-    parameter. SHARD: a shard on each rank. REPLICATE: on every rank. MEET: no gradient is sent;
-    each of the ranks steps its own copy, and every few steps all copies meet: see `OuterStep`.
+    parameter. SHARD: a shard on each rank. REPLICATE: on every rank.
     """
 
     OWNER = "owner"
     WHOLE = "whole"
     SHARD = "shard"
     REPLICATE = "replicate"
-    MEET = "meet"
 
     @property
     def scatters(self) -> bool:
         """Whether each rank goes on with its own part of a bucket: a reduce-scatter."""
         return self in (Placement.WHOLE, Placement.SHARD)
-
-
-@dataclass(frozen=True, kw_only=True)
-class OuterStep:
-    """What happens when the copies of a parameter meet: a step of SGD with Nesterov's momentum.
-
-    It is DiLoCo's outer optimizer. Its gradient is the parameter of the last meeting minus the mean
-    of all copies now. It steps the parameter of the last meeting, and all copies go on from there.
-    With ``lr=1.0`` and ``momentum=0.0`` the new parameter is the mean of all copies.
-
-    Source: Douillard et al., DiLoCo: Distributed Low-Communication Training of Language Models,
-    algorithm 1.
-
-    Attributes:
-        every: Steps between two meetings.
-        lr: Learning rate of the outer step.
-        momentum: Its momentum.
-
-    Raises:
-        ValueError: If a value is wrong. It names the value.
-    """
-
-    every: int
-    lr: float = 0.7
-    momentum: float = 0.9
-
-    def __post_init__(self) -> None:
-        if type(self.every) is not int or self.every < 1:
-            raise ValueError(
-                f"every is {self.every!r}, expected a whole number of steps, 1 or more"
-            )
-        for name in ("lr", "momentum"):
-            value: Any = getattr(self, name)
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value):
-                raise ValueError(f"{name} is {value!r}, expected a number")
-        if self.lr <= 0:
-            raise ValueError(f"lr is {self.lr!r}, expected a number above 0")
-        if not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum is {self.momentum!r}, expected at least 0 and below 1")
 
 
 @dataclass(frozen=True)
@@ -308,6 +265,36 @@ class Averaging(Protocol):
         """As `GradientHandler.load_state_dict`."""
 
 
+class OuterOptimizer(Protocol):
+    """Joins replicas that train alone; see `GradientHandler.outer_optimizer`.
+
+    Between steps it may use what ``sync.main_parameters()`` returns, and communicators of
+    ``sync.group``. It may write parameters by ``.data`` alone, so that no step is seen in it.
+    """
+
+    def begin(self) -> None:
+        """Makes all replicas equal, with the values of the first one, and starts anew.
+
+        Every rank calls it, at the start and in ``sync.synchronize_parameters()``.
+        """
+
+    @property
+    def is_due(self) -> bool:
+        """Whether to step now. All ranks ask after the same ``sync.statistics().steps``."""
+
+    def step(self) -> None:
+        """Steps if it is due, behind this rank's optimizer, and before anything is published.
+
+        An error inside is final for all ranks.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """As `GradientHandler.state_dict`; never empty, with the parameters of this replica."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """As `GradientHandler.load_state_dict`. If the state is empty, `begin` follows."""
+
+
 class GradientHandler(Constructed, ABC):
     """Returns the reductions of gradients. pipegrad does everything else.
 
@@ -317,13 +304,15 @@ class GradientHandler(Constructed, ABC):
     Attributes:
         hook: Set it in ``__init__`` for `launch` to average with it. Then every reduction must be
             a mean with REPLICATE.
-        outer: Set it in ``__init__`` for reductions with MEET: when parameters meet, and how.
+        equal_every: Steps after which replicas along `independent_axes` are equal again.
+        kept_numbers: How many numbers of fp32 at least the `outer_optimizer` keeps of an element.
         keeps_equal: False in a handler that sends nothing, for measurements. Then copies drift
             apart, and `GradientSync.finish` does not compare them.
     """
 
     hook: Averaging | None = None
-    outer: OuterStep | None = None
+    equal_every: int = 1
+    kept_numbers: int = 0
     keeps_equal: bool = True
 
     @abstractmethod
@@ -331,8 +320,6 @@ class GradientHandler(Constructed, ABC):
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
         """Returns the reductions of the parameters that ``topology.rank`` holds.
-
-        With MEET a reduction must be a mean along whole data dimensions.
 
         It must be pure. Every rank calls it for every rank (``topology.at(rank)``), and computes
         the plans of all ranks. Reductions over a single rank cost nothing: they are dropped, except
@@ -344,6 +331,26 @@ class GradientHandler(Constructed, ABC):
 
         It is called once on every rank, with the parameters of all stages. It must be pure.
         """
+
+    def independent_axes(self, topology: Topology) -> tuple[str, ...]:
+        """Returns the data dimensions along which replicas train alone. By default there is none.
+
+        Then no handler may reduce a gradient along them. Each replica has its own parameters, norm
+        and optimizer's state. `outer_optimizer` makes replicas equal again. One handler alone may
+        return dimensions of more than one rank. It must be pure.
+        """
+        return ()
+
+    def outer_optimizer(self, sync: Any) -> OuterOptimizer:  # noqa: ANN401 - it imports this
+        """Returns what joins the replicas along `independent_axes`; called once for each sync.
+
+        Every rank calls it, after the ranks have agreed on a plan. It must send nothing. If it
+        raises an error, all ranks do.
+
+        Args:
+            sync: The `GradientSync`. It is a weak reference.
+        """
+        raise NotImplementedError("it has independent_axes() and no outer_optimizer()")
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup

@@ -213,25 +213,26 @@ class Job:
                 dict(plan.routes),
                 dict(plan.divisors),
                 self.config.gradients.allow_unsynced,
+                independent_axes=plan.independent_axes,
             )
-        for name in {plan.meeting_handler for plan in plans.values() if plan.meets}:
-            self._check_meetings(name)
+        for name in {plan.independent_by for plan in plans.values()} - {""}:
+            self._check_end(name)
         self.check_optimizer(manifest, plans.values())
         return plans
 
-    def _check_meetings(self, name: str) -> None:
-        """Refuses a run that does not end with a meeting: its replicas would differ.
+    def _check_end(self, name: str) -> None:
+        """Refuses a run that does not end with equal replicas.
 
         Args:
-            name: Of the handler by which they meet.
+            name: Of the handler that joins them.
         """
-        steps, outer = self.config.train.steps, self.handlers[name].plugin.outer
-        if outer is not None and steps % outer.every:
+        steps, every = self.config.train.steps, self.handlers[name].plugin.equal_every
+        if steps % every:
             self.config.refuse(
                 "train.steps",
-                f"{steps} is no multiple of {outer.every}, the steps between two meetings of "
-                f"handler {name!r}: the replicas would end as different models; choose "
-                f"{steps - steps % outer.every + outer.every}",
+                f"{steps} is no multiple of {every}, the steps after which handler {name!r} joins "
+                f"the replicas: they would end as different models; choose "
+                f"{steps - steps % every + every}",
             )
 
     @property

@@ -19,8 +19,8 @@ class HandlerContract(Rehearsed):
     Plans are made for several topologies. Steps run on 4 gloo ranks, 2 stages by 2 data replicas,
     on a small model with tied, frozen, float32, bfloat16 and float64 parameters. The contract
     checks what the optimizer of each rank steps: parameters, shards of them, or nothing if another
-    rank steps them. A handler whose parameters meet is given ``OuterStep(every=1, lr=1.0,
-    momentum=0.0)``, so that replicas are equal after each step. If a check makes no sense because
+    rank steps them. A handler whose replicas train alone is given options by which they take
+    their mean after each step. If a check makes no sense because
     an earlier check has failed, it is skipped.
 
     Attributes:
@@ -183,7 +183,7 @@ class HandlerContract(Rehearsed):
                 for name, updated in seen.parameters[step].items():
                     for other in scenario.holders(rank, name):
                         peer = self._seen()[other].parameters[step][name]
-                        alike = self._outer() is not None or all(
+                        alike = self._joined_by() is not None or all(
                             self._alike(s, rank, other, name) for s in STEPS[:number]
                         )
                         self._check(

@@ -9,7 +9,7 @@ from unittest import SkipTest
 
 import torch
 
-from pipegrad import OuterStep, ParameterRecord, Topology, handlers
+from pipegrad import ParameterRecord, Topology, handlers
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
@@ -20,7 +20,6 @@ from pipegrad.testing.ranks import run_ranks
 
 T = TypeVar("T")
 TIMEOUT_SECONDS = 120.0
-_MEAN = OuterStep(every=1, lr=1.0, momentum=0.0)  # with it replicas that meet take the mean
 
 
 class Rehearsed(PluginContract):
@@ -89,7 +88,7 @@ class Rehearsed(PluginContract):
         }
 
     def _expected(self, step: str, rank: int, name: str) -> torch.Tensor | None:
-        whole = scenario.whole(step, rank, name, is_apart=self._outer() is not None)
+        whole = scenario.whole(step, rank, name, is_apart=self._joined_by() is not None)
         own = scenario.gradient_of(step, rank, name)
         if whole is None:
             return None
@@ -97,18 +96,18 @@ class Rehearsed(PluginContract):
 
     def _expected_step(self, step: str, rank: int, name: str) -> torch.Tensor | None:
         """Returns the gradient with which a parameter has moved when a step has ended."""
-        if (outer := self._outer()) is None:
+        if (handler := self._joined_by()) is None:
             return self._expected(step, rank, name)
-        if outer != _MEAN:
-            raise SkipTest(f"what {outer} makes of a mean is not known here: give it {_MEAN}")
+        if handler.equal_every != 1:
+            raise SkipTest("replicas differ after this step: give the handler equal_every = 1")
         return scenario.whole(step, rank, name)
 
     @classmethod
     @functools.cache
-    def _outer(cls) -> OuterStep | None:
-        """Returns what happens when parameters meet; None if none do."""
-        resolved = map(handlers.resolve, cls._specs())
-        return next((each.plugin.outer for each in resolved if each.plugin.outer), None)
+    def _joined_by(cls) -> GradientHandler | None:
+        """Returns the handler whose replicas train alone; None if they do not."""
+        plugins = [handlers.resolve(spec).plugin for spec in cls._specs()]
+        return next((p for p in plugins if p.independent_axes(scenario.LIVE)), None)
 
     def _alike(self, step: str, rank: int, other: int, name: str) -> bool:
         """True if two holders of a parameter must have the same gradient of it."""

@@ -193,7 +193,7 @@ def _resume_handlers(config: Config, state: TrainingState, scheduler: Scheduler)
         scheduler.load_state_dict({} if reasons else state.handler_state)
     except PlanError as error:
         reasons = [str(error)]
-    if reasons and scheduler.sync.plan.meets:
+    if reasons and scheduler.sync.plan.independent_axes:
         config.refuse(
             "train.resume",
             f"replicas that train alone cannot go on: {reasons[0]}; choose the [parallel], the "

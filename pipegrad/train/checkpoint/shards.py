@@ -22,7 +22,6 @@ from pipegrad.comm.agreement import agree
 from pipegrad.gradients.chunks import Box, Chunk
 from pipegrad.gradients.names import Locations
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.plan.routes import meeting_of
 from pipegrad.train.config import Config
 
 _KEY = "parallel.shards"
@@ -104,8 +103,8 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
     Every rank must call it.
 
     Raises:
-        ConfigError: If a pattern matches nothing, or a parameter that meets those of other
-            replicas, or pieces do not fit together. On all ranks.
+        ConfigError: If a pattern matches nothing, pieces do not fit together, or replicas train
+            alone. On all ranks.
     """
     patterns = config.parallel.shards
     if not patterns:
@@ -116,15 +115,14 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
         for record in sync.records()
         if any(fnmatchcase(_name(record.key), pattern) for pattern in patterns)
     }
-    meeting = sorted(key for key, route in sync.plan.routes if key in own and meeting_of(route))
     pieces: dict[str, dict[str, tuple[int, ...]]] = {}
-    for of_rank, meeting_there in agree("the shards of parameters", lambda: (own, meeting)):
-        if meeting_there:
+    for of_rank in agree("the shards of parameters", lambda: own):
+        if of_rank and sync.plan.independent_axes:
             config.refuse(
                 _KEY,
-                f"replicas that train alone have {_name(meeting_there[0])!r} each, and it meets by "
-                f"handler {sync.plan.meeting_handler!r}: a checkpoint would take replicas for "
-                f"pieces; leave it out of {_KEY}, or choose another handler",
+                f"replicas train alone by handler {sync.plan.independent_by!r}, and each has "
+                f"{_name(min(of_rank))!r}: a checkpoint would take replicas for pieces; leave it "
+                f"out of {_KEY}, or choose another handler",
             )
         for key, (location, shape) in of_rank.items():
             pieces.setdefault(key, {})[location] = shape

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.observe.codec_costs import with_codecs
@@ -16,6 +18,7 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.wiring import collectives_in
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
+from pipegrad.plan.routes import is_counted
 from pipegrad.plugins.handler import Placement
 from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.plugins.secrets import redacted
@@ -277,12 +280,10 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
 
 
 def _meetings(job: Job, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
-    """Yields how often replicas that train alone meet, and the most bytes that a rank averages."""
-    # Either the parameters of any rank meet, or all plans say that none does.
-    for name in {plan.meeting_handler for plan in plans.values() if plan.meets}:
-        if (outer := job.handlers[name].plugin.outer) is not None:
-            nbytes = max(plan.met_bytes for plan in plans.values())
-            yield {"handler": name, "every": outer.every, "bytes": nbytes}
+    """Yields how often replicas that train alone are joined, and the most that a rank sends."""
+    for name in {plan.independent_by for plan in plans.values()} - {""}:
+        every = job.handlers[name].plugin.equal_every
+        yield {"handler": name, "every": every, "bytes": max(map(_joined_bytes, plans.values()))}
 
 
 def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
@@ -324,7 +325,8 @@ def _pipeline_ranks(
         kept_of = {record.key: kept for kept, part in parts for record in part.records}
         numel = sum((main.end - main.begin) * kept_of[main.key] for main in plan.main_ranges)
         state = numel * (master.itemsize if master else width)
-        state += _meeting_bytes(job, plan)
+        if plan.independent_by:
+            state += _joined_bytes(plan) * job.handlers[plan.independent_by].plugin.kept_numbers
         yield {
             "pipeline_rank": number,
             "ranks": spans(_replicas(view)),
@@ -347,10 +349,12 @@ def _pipeline_ranks(
         }
 
 
-def _meeting_bytes(job: Job, plan: Plan) -> int:
-    """Returns the bytes of the parameters of the last meeting, and of the outer momentum."""
-    outer = job.handlers[plan.meeting_handler].plugin.outer if plan.meets else None
-    return plan.met_bytes * (2 if outer is not None and outer.momentum else 1)
+def _joined_bytes(plan: Plan) -> int:
+    """Returns the bytes in fp32 of what a rank sends for its replica, if replicas are joined."""
+    routes = dict(plan.routes)
+    own = [m for m in plan.main_ranges if is_counted(routes.get(m.key, ()), plan.rank)]
+    numel = sum(main.end - main.begin for main in own) if plan.independent_by else 0
+    return numel * torch.float32.itemsize
 
 
 def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:

@@ -12,7 +12,6 @@ from torch import nn
 from pipegrad import (
     GradientHandler,
     GradientSync,
-    OuterStep,
     ParameterRecord,
     Placement,
     Reduction,
@@ -122,7 +121,6 @@ def record(name: str, stage: int = 0, *holders: int, key: str = "") -> Parameter
 PLACED: list[tuple[GradientHandler, Placement]] = [
     (DataParallel(), Placement.REPLICATE),
     (Sharded(), Placement.SHARD),
-    (DiLoCo(every=3), Placement.MEET),
 ]
 
 
@@ -146,15 +144,17 @@ def test_dimensions_holders_and_outer_steps_are_those_asked_for() -> None:
     outer = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2)), data=("dp", "out"), rank=1)
     chosen: GradientHandler
     for chosen, placement, wrong in (
-        (DiLoCo(every=3, axis="out"), Placement.MEET, DiLoCo(every=3, axis="in")),
+        (DataParallel(axis="out"), Placement.REPLICATE, DataParallel(axis="in")),
         (Sharded(axis="out"), Placement.SHARD, Sharded(axis="in")),
     ):
         assert chosen.reductions([w], outer) == [Reduction(w, (0, 1), "mean", placement)]
         with pytest.raises(TopologyError, match=r"no dimension 'in', only \['pp', 'dp', 'out'\]"):
             wrong.reductions([w], outer)
-    # The options of diloco are those of the outer step.
-    resolved = handlers.resolve({"name": "diloco", "every": 50})
-    assert resolved.plugin.outer == OuterStep(every=50, lr=0.7, momentum=0.9)
+    diloco = handlers.resolve({"name": "diloco", "every": 50}).plugin
+    assert isinstance(diloco, DiLoCo)
+    assert (diloco.equal_every, diloco.lr, diloco.momentum) == (50, 0.7, 0.9)
+    assert diloco.independent_axes(outer) == ("dp", "out")
+    assert DiLoCo(every=3, axis="out").independent_axes(outer) == ("out",)
     # A shared parameter is summed over its holders.
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
     emb, own = record("emb", 0, 0, 3), record("w")

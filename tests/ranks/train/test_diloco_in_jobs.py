@@ -65,7 +65,7 @@ def test_replicas_end_as_one_model_that_can_be_exported_after_a_meeting(job: Pat
 @pytest.mark.parametrize(
     ("step", "settings", "says"),
     [
-        (0, [meeting(4)], "6 is no multiple of 4, the steps between two meetings of handler"),
+        (0, [meeting(4)], "6 is no multiple of 4, the steps after which handler 'diloco' joins"),
         (
             3,
             ["parallel.pipeline=4", "parallel.data=1"],
@@ -75,13 +75,13 @@ def test_replicas_end_as_one_model_that_can_be_exported_after_a_meeting(job: Pat
         (
             0,
             [meeting(2), "parallel.shards={'1.0.weight'=0}"],
-            "'1.0.weight' each, and it meets by handler 'diloco': a checkpoint would take",
+            "by handler 'diloco', and each has '1.0.weight': a checkpoint would take",
         ),
         (3, [meeting(3)], "it was saved with the outer step every=2, lr=0.7, momentum=0.9, and"),
         (4, [meeting(3)], "and this run has every=3, lr=0.7, momentum=0.9: choose"),
         (
             3,
-            [meeting(2), "gradients.bucket_bytes=200"],
+            [meeting(2, "{name='pipeline-shared', placement='owner'}")],
             "replicas that train alone cannot go on: what handlers kept is of",
         ),
     ],

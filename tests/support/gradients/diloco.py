@@ -12,7 +12,8 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad import Scheduler, Topology
+from pipegrad import GradientSync, Scheduler, Topology
+from pipegrad_handlers.diloco import Meetings
 from tests.support.gradients.cases import rank
 from tests.support.pipeline.models import TOKENS, VOCAB, Block, Embed, Head
 from tests.support.ranked import gathered
@@ -59,6 +60,11 @@ def batch(step: int, share: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1000 * step + share)
     tokens = torch.randint(VOCAB, (ROWS, TOKENS), generator=generator)
     return tokens, torch.randint(VOCAB, (ROWS, TOKENS), generator=generator)
+
+
+def meetings_of(sync: GradientSync) -> Meetings:
+    assert isinstance(sync.outer_optimizer, Meetings)
+    return sync.outer_optimizer
 
 
 def weights_of(scheduler: Scheduler) -> dict[str, Tensor]:
@@ -137,7 +143,7 @@ class Trainer:
             self.sync.wait_parameters()
             self.losses.append(loss.item())
             self.weights.append(weights_of(self.scheduler))
-            self.met_bytes.append(self.sync.statistics().met_bytes)
+            self.met_bytes.append(meetings_of(self.sync).met_bytes)
 
     def are_equal(self) -> bool:
         """Whether this rank's parameters are those of its copy in the other replica."""
@@ -145,7 +151,7 @@ class Trainer:
         return same(weights[rank()], weights[rank() ^ 1])
 
     def have_met(self) -> tuple[int, bool]:
-        return self.sync.statistics().meetings, self.are_equal()
+        return meetings_of(self.sync).number, self.are_equal()
 
 
 def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:

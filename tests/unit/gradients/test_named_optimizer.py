@@ -19,7 +19,7 @@ MESH = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2), ("tp", 2)), data=(
 
 
 @pytest.mark.parametrize(
-    ("handlers", "location", "without_meetings"),
+    ("handlers", "location", "joined"),
     [
         ([DataParallel()], "[tp=1]", "[tp=1]"),
         ([DiLoCo(every=2)], "[dp=1,out=1,tp=1]", "[tp=1]"),
@@ -27,15 +27,15 @@ MESH = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2), ("tp", 2)), data=(
     ],
 )
 def test_replicas_that_train_alone_have_locations(
-    handlers: list[GradientHandler], location: str, without_meetings: str
+    handlers: list[GradientHandler], location: str, joined: str
 ) -> None:
     plan = make_plan(manifest(("a",)), MESH.at(7), [(str(i), h) for i, h in enumerate(handlers)])
     locations = Locations(MESH.at(7), plan)
-    assert (locations.of("0.a"), locations.without_meetings("0.a")) == (location, without_meetings)
+    assert (locations.of("0.a"), locations.joined("0.a")) == (location, joined)
 
 
 @pytest.mark.parametrize(
-    ("name", "without_meetings", "saved", "is_found"),
+    ("name", "joined", "saved", "is_found"),
     [
         ("w[tp=1]", "w[tp=1]", "w[tp=1]", True),
         ("w[tp=1]", "w[tp=1]", "w", False),
@@ -45,7 +45,7 @@ def test_replicas_that_train_alone_have_locations(
     ],
 )
 def test_state_of_another_location_is_left_out(
-    name: str, without_meetings: str, saved: str, *, is_found: bool
+    name: str, joined: str, saved: str, *, is_found: bool
 ) -> None:
     """Whole state of a run without TP was loaded for a shard, and the next step failed."""
     parameter = nn.Parameter(torch.ones(2, 3))
@@ -56,7 +56,7 @@ def test_state_of_another_location_is_left_out(
         {name: MainParameter(record, parameter)},
         [["w"]],
         strides={"0.w": (3, 1)},
-        without_meetings={name: without_meetings},
+        joined={name: joined},
     )
     state = optimizer.state_dict()
     state["state"] = {saved: {"momentum_buffer": torch.ones(2 if is_found else 4, 3)}}

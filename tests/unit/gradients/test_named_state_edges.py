@@ -17,6 +17,6 @@ def test_only_a_master_copy_is_saved_as_one(*, copied: bool) -> None:
     parameter = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
     main = {"w": MainParameter(record, parameter)}
-    NamedState(optimizer, main, [["w"]], strides={"0.w": (3, 1)}, without_meetings={"w": "w"})
+    NamedState(optimizer, main, [["w"]], strides={"0.w": (3, 1)}, joined={"w": "w"})
     state = optimizer.state_dict()["state"]
     assert {name: list(own) for name, own in state.items()} == ({"w": ["master"]} if copied else {})

@@ -30,7 +30,7 @@ def test_a_shard_takes_its_elements_of_a_whole_in_the_order_of_memory(
         {"w": MainParameter(record, shard, begin=4, sharded=True)},
         [["w"]],
         strides={"0.w": strides},
-        without_meetings={"w": "w"},
+        joined={"w": "w"},
     )
     whole = torch.arange(12.0).view(4, 3)
     in_memory = whole.reshape(-1) if strides == (3, 1) else whole.t().reshape(-1)

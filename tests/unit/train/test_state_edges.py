@@ -41,11 +41,11 @@ def state_of(
         {name: mains[0]},
         [["experts"]],
         strides={"0.experts": parameter.stride()},
-        without_meetings={name: name},
+        joined={name: name},
     )
     sync = SimpleNamespace(
         topology=Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", 2 if shard else 1))).at(0),
-        plan=SimpleNamespace(routes=(), divisors=()),
+        plan=SimpleNamespace(routes=(), divisors=(), independent_axes=()),
         records=lambda: [record],
         parameter=lambda _: parameter,
         main_parameters=lambda: mains,
