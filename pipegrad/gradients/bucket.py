@@ -1,5 +1,7 @@
 """A bucket's life in a step: gradients enter it, it leaves complete, and results come back.
 
+Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md.
+
 [Note: the unit of work] What happens to every gradient is done once a bucket: by one operator over
 many tensors, or on the flat memory. In the last backward of a stage each parameter has a hook that
 counts. A large gradient is copied by its hook, while it is in the cache. So a parameter costs the

@@ -1,7 +1,7 @@
 """Flat buffers that several streams write and a comm stream reads, and their views.
 
-Steps 1 to 5 of the journey of a gradient (docs/internals.md) write here, steps 6 and 7 read. What
-happens to the gradients themselves is in bucket.py.
+Steps 1 to 4 of the journey of a gradient (docs/internals.md) write here, step 6 reduces what is
+here, and step 7 reads the results. What happens to the gradients themselves is in bucket.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Where a gradient lives. All code reads and writes gradients through an accessor of this file.
+"""Where a gradient lives: an accessor reads and writes it.
 
-So nothing else assumes ``parameter.grad``. Steps 1 to 4 and 7 of the journey of a gradient in
-docs/internals.md use it.
+Where the accessor is `GradAttribute`, gradients/bucket.py reads ``.grad`` itself. Others are for
+steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md: see gradients/careful.py.
 """
 
 from __future__ import annotations
