@@ -24,9 +24,9 @@ sent in another dtype.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, Protocol
 
 import torch
@@ -43,6 +43,7 @@ from pipegrad.model.dtensor import local
 # benchmarks/host.
 LARGE_NUMEL = 16384
 NOTHING = {type(None)}
+_HOOKS = attrgetter("_post_accumulate_grad_hooks")  # of users, while ours rest
 _NEVER = 1 << 40  # no bucket has as many parameters
 
 
@@ -177,10 +178,11 @@ class GradientBucket:
         self._on = weakref.ref(on)
 
     def follow(self) -> None:
-        """Takes the present tensors of the parameters, and puts a hook on each."""
+        """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
         self._live = [p.live for p in self.parameters]
-        self._hooks = [Hook(tensor) for tensor in self._live]
-        self._tables = [hook.hooks for hook in self._hooks]  # empty while all hooks rest
+        # A hook is made when it first runs: from then on autograd looks for hooks of the parameter
+        # in each backward, which costs as much as half of a call.
+        self._hooks: dict[int, Hook] = {}
         this = weakref.ref(self)
         self._watch = [_watching(i, this) for i in range(len(self._live))]
         self._last_calls = [
@@ -190,7 +192,7 @@ class GradientBucket:
 
     def unfollow(self) -> None:
         """Removes all hooks."""
-        self._hooks, self._tables = [], []
+        self._hooks = {}
 
     # How gradients are read and set. CarefulBucket does both in another way.
 
@@ -309,15 +311,29 @@ class GradientBucket:
         # A parameter with hooks of a user is watched, since they may drop its gradient. And where
         # there are streams every parameter is: its hook says on which stream its gradient was made.
         self._has_streams = sync_points.in_use.current(self._device) is not None
-        everything = range(len(self._hooks))
-        watched: Collection[int] = everything
+        watched: Collection[int] = range(len(self._live))
         if not self._has_streams:
             watched = self._watched
             self._rest()
-            if any(self._tables):
-                watched = watched.union(i for i, table in enumerate(self._tables) if table)
-        for number in watched:
-            self._hooks[number].run(self._watch[number])
+            tables = list(map(_HOOKS, self._live))
+            if any(tables):
+                watched = watched.union(i for i, table in enumerate(tables) if table)
+        self._run(watched, self._watch)
+
+    def _run(self, numbers: Iterable[int], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
+        """Makes autograd call these, behind all hooks that the parameters have now."""
+        hooks = self._hooks
+        for number in numbers:
+            if (hook := hooks.get(number)) is None:
+                hook = hooks[number] = Hook(self._live[number])
+            # As `Hook.run`, without a call for each parameter.
+            hook.hooks.pop(hook.number, None)
+            hook.hooks[hook.number] = calls[number]
+
+    def _runs_last(self, number: int) -> bool:
+        """Whether no hook of a user comes behind ours, if there is ours."""
+        hook = self._hooks.get(number)
+        return hook is None or hook.runs_last
 
     def announce(self, stage: int) -> None:
         """Lets gradients become final one by one in the next backward of a stage."""
@@ -329,10 +345,7 @@ class GradientBucket:
         is_last = is_open and self.waiting <= self._announced
         if is_last and not self._is_last:
             calls = self._watch if self._has_streams else self._last_calls
-            for hook, table, call in zip(self._hooks, self._tables, calls, strict=True):
-                # As `Hook.run`, without a call for each parameter.
-                table.pop(hook.number, None)
-                table[hook.number] = call
+            self._run(range(len(self._live)), calls)
         self._is_last = is_last
 
     def accumulated(self, number: int) -> None:
@@ -363,7 +376,7 @@ class GradientBucket:
     def counted(self, number: int) -> None:
         """Called by the hook of the last gradient that becomes final."""
         # Behind a user's hook the gradient may change. Then the end of its stage completes it.
-        if self.state is BucketState.OPEN and self._hooks[number].runs_last:
+        if self.state is BucketState.OPEN and self._runs_last(number):
             self._complete()
 
     def accumulated_again(self, number: int) -> None:
@@ -462,7 +475,7 @@ class GradientBucket:
         if (
             gradient is None
             or gradient.is_sparse
-            or not self._hooks[number].runs_last
+            or not self._runs_last(number)
             or (self.buffer.slots and gradient is self.buffer.slots[number])
         ):
             return  # `fill` does what is left
@@ -504,9 +517,8 @@ class GradientBucket:
         self._end_fill(absent)
 
     def _rest(self) -> None:
-        if any(self._tables):
-            for hook, table in zip(self._hooks, self._tables, strict=True):
-                table.pop(hook.number, None)
+        for hook in self._hooks.values():
+            hook.hooks.pop(hook.number, None)
 
     def _refuse_gone(self, absent: Sequence[int]) -> None:
         for number in absent:

@@ -101,13 +101,12 @@ class CarefulBucket(GradientBucket):
             self._accessor.accumulated(self._live[number])
         super().accumulated(number)
         if self.state is BucketState.OPEN and not self._is_attribute:
-            self._hooks[number].run(self._watch[number])
+            self._run([number], self._watch)
 
     def _update_last(self) -> None:
         super()._update_last()
         if self._is_last and not self._is_attribute:
-            for hook, watch in zip(self._hooks, self._watch, strict=True):
-                hook.run(watch)
+            self._run(range(len(self._live)), self._watch)
 
     def _adopt(self, number: int) -> None:
         if not (self._is_attribute and self._can_share):
