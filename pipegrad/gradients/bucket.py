@@ -411,7 +411,7 @@ class GradientBucket:
         self.waiting.discard(stage)
         if self.state is not BucketState.OPEN:
             return False
-        self.buffer.note_stream(at_once=True)
+        self.buffer.note_stream()
         self._update_last()
         return not self.waiting
 

@@ -129,8 +129,8 @@ class BucketBuffer:
         self._divisor = 1.0
         self._divided: Collection[int] = ()
         self._event: torch.Event | None = None
-        # Streams that wrote into slots, or made gradients, and an event behind what they wrote.
-        self._streams: dict[torch.Stream, torch.Event | None] = {}
+        # Streams that wrote into slots, or made gradients: the keys, in their order.
+        self._streams: dict[torch.Stream, None] = {}
         self._was_zero: bool | None = None
 
     @property
@@ -181,16 +181,11 @@ class BucketBuffer:
         self.made().acquire(ADOPT_FREE)
         return self.slots
 
-    def note_stream(self, *, at_once: bool = False) -> None:
-        """Notes that gradients were made, or slots written, on the current stream.
-
-        Args:
-            at_once: Whether this stream writes nothing more. Otherwise the event is recorded when
-                the bucket is filled, one for all gradients of the stream.
-        """
-        stream = sync_points.in_use.current(self.device)
-        if stream is not None and (at_once or stream not in self._streams):
-            self._streams[stream] = WROTE(self.device, stream) if at_once else None
+    def note_stream(self) -> None:
+        """Notes that gradients were made, or slots written, on the current stream."""
+        # The event comes when the bucket is filled: one for all gradients of the stream.
+        if (stream := sync_points.in_use.current(self.device)) is not None:
+            self._streams[stream] = None
 
     @contextmanager
     def filling(self) -> Iterator[None]:
@@ -201,7 +196,7 @@ class BucketBuffer:
         current = sync_points.in_use.current(self.device)
         others = [stream for stream in self._streams if stream != current]
         for stream in others:
-            GATHER(self._streams[stream] or WROTE(self.device, stream), self.device)
+            GATHER(WROTE(self.device, stream), self.device)
         self.made().acquire(FILL_FREE)
         yield
         if others:

@@ -24,6 +24,7 @@ from pipegrad.comm import messages
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
+from pipegrad.gradients import bucket
 from pipegrad.gradients.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.observe import links
 from pipegrad.observe.clocks import read_clock
@@ -38,6 +39,7 @@ from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
 from pipegrad.train.checkpoint.writer import staging as checkpoint
+from tests.support.gpu import programs
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.support.gradients.placements import WHOLE, By
 from tests.support.ordering.producers import CPU, Producers
@@ -87,7 +89,9 @@ def run_programs(names: Sequence[str], mutant: str | None = None) -> dict[str, R
     found: dict[str, Result] = {}
     for name in names:
         this = PROGRAMS[name]
-        with OrderChecker(virtual_streams=this.virtual_streams) as checker:
+        # The parameter `large` is one whose hook copies its gradient.
+        large = mock.patch.object(bucket, "LARGE_NUMEL", 64)
+        with large, OrderChecker(virtual_streams=this.virtual_streams) as checker:
             if mutant is None:
                 value = this.run(checker)
             else:
@@ -222,6 +226,28 @@ def wandering(checker: OrderChecker) -> Any:
         with checker.on(f"finish {step}"):
             sync.finish()
             found.append(grads(module))
+        module.zero_grad()
+    sync.close()
+    return found
+
+
+@program({"large": [5.0] * 64})
+def wandering_hooks(checker: OrderChecker) -> Any:
+    """The same where a hook copies a large gradient into its slot, on the stream of its backward."""
+    module = stage(large=(64,))
+    sync = replicated(module)
+    made = checker.record(CPU)
+    found = None
+    for step in range(3):
+        with checker.on(f"prepare {step}"):
+            sync.prepare()
+        with checker.on(f"backward {step}"):
+            checker.wait(made, CPU)
+            give(module, large=used(step)["a"])
+            sync.stage_final(0)
+        with checker.on(f"finish {step}"):
+            sync.finish()
+            found = grads(module) if step == 2 else None
         module.zero_grad()
     sync.close()
     return found
@@ -388,6 +414,12 @@ def rows_that_go(checker: OrderChecker) -> Any:
     return trained(
         checker, sync, module, lambda step: dict.fromkeys(FOUR, used(step)["a"]), NUMBERS
     )
+
+
+@program(programs.EXPECTED[programs.freed])
+def freed(checker: OrderChecker) -> Any:
+    """A gradient is copied on another stream than the one that made it, and freed at once."""
+    return programs.freed(programs.Virtual(checker), {})
 
 
 @program(PASSED, "inline", "on_host")
