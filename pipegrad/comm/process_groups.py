@@ -35,6 +35,7 @@ class Groups:
 
     Attributes:
         world: The group of all ranks; None if there is one rank.
+        host: The same for numbers on the host, if waits in `world` do not block it; else None.
         own: The groups that this rank is in.
     """
 
@@ -55,6 +56,10 @@ class Groups:
         if len(ranks) > 1:
             self.world = new_group(ranks, "pipegrad", device)
             self.own.append(self.world)
+        self.host: dist.ProcessGroup | None = None
+        if not self.block_host(device):
+            self.host = new_group(ranks, "pipegrad host", torch.device("cpu"), "gloo")
+            self.own.append(self.host)
         for members, comm_stream in specs:
             # torch asks that all ranks make all groups, in one order. Its exception,
             # use_local_synchronization, hangs if groups overlap.
@@ -118,7 +123,7 @@ class Groups:
 
     def forget(self) -> None:
         """Drops the references to all groups, after they were destroyed."""
-        self.world = None
+        self.world = self.host = None
         self._groups.clear()
 
     def block_host(self, device: torch.device) -> bool:

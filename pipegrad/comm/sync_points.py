@@ -26,7 +26,8 @@ class Backend:
 
     def stream(self, device: torch.device, name: str) -> torch.Stream | None:
         """Returns a new side stream, or None where there are no streams."""
-        return None if device.type == "cpu" else torch.Stream(device)
+        # With priority, so that a collective does not wait behind the kernels of a whole backward.
+        return None if device.type == "cpu" else torch.Stream(device, priority=-1)
 
     def current(self, device: torch.device) -> torch.Stream | None:
         """Returns the current stream, or None where there are no streams."""

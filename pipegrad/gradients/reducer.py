@@ -29,6 +29,7 @@ from pipegrad.plan.plan import Launch, Plan, second_communicator
 from pipegrad.plugins.handler import GradientHandler, Placement, sums_plainly
 
 _POLL_SECONDS = 0.2
+_HOST_POLL_SECONDS = 5e-5
 _REFUSED_SECONDS = 5.0  # after a verb was refused on another rank, which may call it again
 
 INBOX_FREE = sync_points.Wait(
@@ -394,15 +395,40 @@ class Reducer:
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
 
-    def meet(self) -> Ticket:
-        """Submits a collective of all ranks; ranks that have failed take part, too."""
+    @property
+    def meets_always(self) -> bool:
+        """Whether only a meeting says that no rank has failed: no wait blocks the host."""
+        return self._groups.host is not None
+
+    def meet(self) -> Callable[[], None]:
+        """Starts a collective of all ranks; ranks that have failed take part, too.
+
+        Returns:
+            What waits until all ranks have started it. On the host: the device goes on.
+        """
+        what, ranks = "meeting of all ranks", dist.get_process_group_ranks(None)
+        host = self._groups.host
+        if host is not None:
+            with self.reporting(what, ranks):
+                work = dist.all_reduce(torch.zeros(1), group=host, async_op=True)
+            return partial(self._wait_on_host, work, what, ranks)
 
         def meeting() -> None:
             assert self._groups.world is not None
-            with self.reporting("meeting of all ranks", dist.get_process_group_ranks(None)):
+            with self.reporting(what, ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
 
-        return self.submit(0, meeting, ())
+        return partial(self.wait_for, self.submit(0, meeting, ()))
+
+    def _wait_on_host(self, work: dist.Work, what: str, ranks: Sequence[int]) -> None:
+        began = time.monotonic()
+        while not work.is_completed():
+            time.sleep(_HOST_POLL_SECONDS)
+            if time.monotonic() - began > _POLL_SECONDS:
+                self._raise_peer_failure()
+                began = time.monotonic()
+        with self.reporting(what, ranks):
+            work.wait()  # raises its error
 
     def refuse_failed(self) -> None:
         """Raises an error if a rank has posted that this step failed.

@@ -303,7 +303,7 @@ class Step:
             if self._is_together(compares=compares):
                 # A failed rank takes part in this collective, too. So after it, the board says
                 # whether to compare, and no rank compares alone.
-                self._reducer.wait_for(self._reducer.meet())
+                self._reducer.meet()()
             self._reducer.refuse_failed()
         except BaseException as error:
             self.abort(error)
@@ -386,9 +386,11 @@ class Step:
             compares: Whether they compare copies then.
         """
         # Replicas that train alone send each other no gradients. By this collective they fail
-        # together, and count the same steps.
+        # together, and count the same steps. And where waits do not block the host, a rank could
+        # read the board before a slower rank has posted, and step with its zeros.
         before, self._last_together = self._last_together, self._failures.step
-        return compares or (bool(self._plan.independent_axes) and before != self._failures.step)
+        always = bool(self._plan.independent_axes) or self._reducer.meets_always
+        return compares or (always and before != self._failures.step)
 
     def drop_gradients(self) -> None:
         """Sets all gradients to None, also those of accumulated steps."""

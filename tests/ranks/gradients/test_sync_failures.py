@@ -24,11 +24,13 @@ from pipegrad import (
 )
 from pipegrad.comm.agreement import Board, agree
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.process_groups import Groups
 from pipegrad.testing import run_ranks
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     DATA,
     SHARED,
+    Silent,
     give,
     outcome,
     rank,
@@ -363,6 +365,28 @@ class SumsLate(PipelineShared):
             self.ended += 1
 
         return LateWork(wait)
+
+
+@pytest.mark.ranks(2)
+def test_no_rank_steps_on_a_failed_step_where_no_wait_blocks_the_host() -> None:
+    """As with NCCL: a slower rank fails when the others have launched and waited for everything."""
+    module = stage(w=(3,))
+    with mock.patch.object(Groups, "block_host", return_value=False):
+        sync = tied(module, "w", handlers=[Silent])
+    for fails in (True, False, True):
+        module.zero_grad()
+        sync.prepare()
+        give(module, w=1.0)
+        sync.stage_final(rank())
+        if fails and rank() == 1:
+            time.sleep(0.5)
+            sync.abort(RuntimeError("late"))
+        elif fails:
+            assert "rank 1: RuntimeError: late" in outcome(sync.finish)
+        else:
+            sync.finish()
+        assert (module.w.grad is None) == fails
+    sync.close()
 
 
 @pytest.mark.ranks(2)

@@ -233,7 +233,7 @@ def wandering(checker: OrderChecker) -> Any:
 
 @program({"large": [5.0] * 64})
 def wandering_hooks(checker: OrderChecker) -> Any:
-    """The same where a hook copies a large gradient into its slot, on the stream of its backward."""
+    """The same where a hook copies a large gradient into its slot, on its own stream."""
     module = stage(large=(64,))
     sync = replicated(module)
     made = checker.record(CPU)
