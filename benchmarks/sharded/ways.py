@@ -45,7 +45,7 @@ class Shape:
     microbatches: int
     learning_rate: float
     fused: bool
-    bucket_mib: int = 25
+    bucket_mib: int | None = None
 
     @classmethod
     def add_options(cls, parser: argparse.ArgumentParser) -> None:
@@ -59,7 +59,9 @@ class Shape:
         parser.add_argument("--microbatches", type=int, default=1)
         parser.add_argument("--learning-rate", type=float, default=3e-4)
         parser.add_argument("--fused", action="store_true", help="AdamW(fused=True), for all")
-        parser.add_argument("--bucket-mib", type=int, default=25, help="of ours")
+        parser.add_argument(
+            "--bucket-mib", type=int, default=None, help="of ours; else its default"
+        )
 
     @classmethod
     def of(cls, arguments: argparse.Namespace) -> "Shape":
@@ -207,8 +209,9 @@ def adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]], shape: Shape)
 def ours(model: Gpt, shape: Shape, *, handler: str) -> Way:
     """Returns pipegrad's, as in docs/attach.md."""
     topology = pipegrad.Topology.create(pipeline=1)
+    bucket_bytes = None if shape.bucket_mib is None else shape.bucket_mib * 2**20
     sync = pipegrad.GradientSync(
-        {0: model}, topology, handlers=[handler], bucket_bytes=shape.bucket_mib * 2**20
+        {0: model}, topology, handlers=[handler], bucket_bytes=bucket_bytes
     )
     sharded = handler == "sharded"
     optimizer = adamw(sync.optimizer_parameters() if sharded else model.parameters(), shape)

@@ -143,8 +143,10 @@ class GradientBucket:
         self._divisor = 1.0
         number = len(parameters)
         self._is_large = [p.live.numel() >= LARGE_NUMEL for p in parameters]
-        # A witness sees in each step whether gradients that were made are gone at its end.
-        self._watched = {i for i, large in enumerate(self._is_large) if large} | {number - 1}
+        # Witnesses see in each step whether gradients that were made are gone at its end: two, as
+        # one of them may be unused. Later it is a parameter that is used.
+        self._large = {i for i, large in enumerate(self._is_large) if large}
+        self._witnesses = {0, number - 1}
         self._main_shards = [p.placed.main_shard for p in parameters]
         self._is_sharded = parameters[0].placed.is_sharded
         self._is_plain = (
@@ -313,7 +315,7 @@ class GradientBucket:
         self._has_streams = sync_points.in_use.current(self._device) is not None
         watched: Collection[int] = range(len(self._live))
         if not self._has_streams:
-            watched = self._watched
+            watched = self._large | self._witnesses
             self._rest()
             tables = list(map(_HOOKS, self._live))
             if any(tables):
@@ -569,6 +571,9 @@ class GradientBucket:
             self._accumulates_once = False
         elif self._accumulates_once is None and any(f == 1 for f in self._final):
             self._accumulates_once = True
+        if self._witnesses <= {*self._absent}:
+            used = (i for i in range(len(self._live)) if i not in self._absent)
+            self._witnesses = {next(used, 0)}
         nobody = self._nobody()
         if self._is_plain:
             for number in range(len(self._live)) if self._lacks else ():

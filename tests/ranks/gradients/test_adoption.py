@@ -13,6 +13,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipegrad import GradientSync, Placement, Topology
+from pipegrad.errors import ReduceError, StepError
 from pipegrad.gradients import bucket, bucket_buffer, room
 from pipegrad.gradients.bucket_buffer import FlatBuffer
 from pipegrad.interop.private import TorchDispatchMode
@@ -180,12 +181,31 @@ def test_a_small_gradient_has_one_call_in_the_last_backward_and_none_before(
             with Calls() as calls:
                 give(module, **dict.fromkeys(NAMES, 2.0))
             hooks = {name: calls.counts[name] for name in ("watch", "count")}
-            # The witness looks once; after that it counts, too.
+            # Two witnesses look once; after that they count, too.
             last = reduced and number == microbatches - 1
-            assert hooks == {"watch": int(reduced and not number), "count": len(NAMES) * last}
+            assert hooks == {"watch": 2 * (reduced and not number), "count": len(NAMES) * last}
         sync.stage_final(here)
         sync.finish()
     assert all(p.grad is not None and (p.grad == 2.0).all() for p in module.parameters())
+    sync.close()
+
+
+def test_gradients_that_are_gone_are_missed_whichever_parameters_are_used() -> None:
+    """A witness is a parameter that the step before has used."""
+    module = model()
+    sync = replicated(module)
+    for drops in (False, True):
+        sync.prepare()
+        give(module, b=1.0, c=1.0)  # neither the first nor the last of its bucket
+        if drops:
+            module.zero_grad()
+        sync.stage_final(0)
+        if drops:
+            with pytest.raises((StepError, ReduceError), match="is gone: autograd added to it"):
+                sync.finish()
+        else:
+            sync.finish()
+        module.zero_grad()
     sync.close()
 
 
