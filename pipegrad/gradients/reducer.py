@@ -209,7 +209,7 @@ class Reducer:
         is_cheaper = first.placement is Placement.REPLICATE or bucket.wire_dtype == torch.float16
         return (
             first.op == "mean"
-            and first.placement is not Placement.OWNER
+            and not first.placement.has_owner
             and is_cheaper
             and bucket.sum_dtype == bucket.wire_dtype
             and sums_plainly(self._handlers[first.handler])

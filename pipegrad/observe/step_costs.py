@@ -15,7 +15,7 @@ from pipegrad.errors import ScheduleError
 from pipegrad.gradients.main_params import MainParameter
 from pipegrad.gradients.named_optimizer import Optimizer, parts_in
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.plugins.handler import Placement, ReductionStep
+from pipegrad.plugins.handler import ReductionStep
 from pipegrad.simulation.costs import CollectiveCosts, HostCosts
 from pipegrad.simulation.timeline import COMPUTE, Timeline
 
@@ -54,7 +54,7 @@ def collective_costs(sync: GradientSync) -> dict[str, CollectiveCosts]:
 
 def _kind(step: ReductionStep) -> Literal["all-reduce", "reduce-scatter", "send"]:
     # The two ranks of a pair send each other as much as in an all-reduce of two.
-    if step.placement is Placement.OWNER:
+    if step.placement.has_owner:
         return "send"
     return "reduce-scatter" if step.placement.scatters else "all-reduce"
 

@@ -27,7 +27,7 @@ from pipegrad.plan.routes import (
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, ReductionStep
 from pipegrad.topology import Topology
 
 Starts = Mapping[ParameterRecord, Sequence[str | None]]
@@ -242,7 +242,7 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
                     f"it sends: drop its hook, or sum_dtype"
                 )
             # Each rank of a chain rounds the sum that it sends on. Two ranks add once.
-            if step.placement is Placement.OWNER and len(step.ranks) > 2:
+            if step.placement.has_owner and len(step.ranks) > 2:
                 raise PlanError(
                     f"{found}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
                     f"the sum one after the other: use the placement 'replicate', or drop sum_dtype"

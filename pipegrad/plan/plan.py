@@ -372,7 +372,7 @@ def _readers(
     bucket: Bucket, step: ReductionStep, ranks: Sequence[int], view: Topology
 ) -> tuple[int, ...]:
     """Returns the stages on `ranks` that receive parameters by the sync along a reduction."""
-    owner = step.owner if step.placement is Placement.OWNER else None
+    owner = step.owner if step.placement.has_owner else None
     locations = {view.at(rank).coordinate(view.pipeline) for rank in ranks if rank != owner}
     return tuple(s for s in bucket.holders if view.stage_to_rank[s] in locations)
 

@@ -31,7 +31,7 @@ def steps_taken(route: Route, rank: int) -> int:
     """Returns in how many reductions of a route `rank` takes part."""
     # After a reduction with OWNER, only the owner has the sum, so only the owner continues.
     for index, step in enumerate(route):
-        if step.placement is Placement.OWNER and rank != step.owner:
+        if step.placement.has_owner and rank != step.owner:
             return index + 1
     return len(route)
 
@@ -40,7 +40,7 @@ def has_result(route: Route, rank: int) -> bool:
     """Whether `rank` has a part of the result of a route, if there are several parts."""
     # With SHARD every rank has a part, with REPLICATE every rank has all. With WHOLE the bucket
     # says which parameters a rank has: see `Plan.main_ranges`.
-    return all(rank == step.owner for step in route if step.placement is Placement.OWNER)
+    return all(rank == step.owner for step in route if step.placement.has_owner)
 
 
 def is_counted(route: Route, rank: int) -> bool:

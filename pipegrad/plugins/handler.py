@@ -49,6 +49,11 @@ class Placement(Enum):
         """Whether each rank goes on with its own part of a bucket: a reduce-scatter."""
         return self in (Placement.WHOLE, Placement.SHARD)
 
+    @property
+    def has_owner(self) -> bool:
+        """Whether one rank alone, the owner, has the result and steps it: all others drop it."""
+        return self is Placement.OWNER
+
 
 @dataclass(frozen=True)
 class ParameterRecord:

@@ -19,7 +19,6 @@ from pipegrad.pipeline.wiring import collectives_in
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
-from pipegrad.plugins.handler import Placement
 from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.plugins.secrets import redacted
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
@@ -384,5 +383,5 @@ def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[i
             numel = ranks // parts * bucket.payload_numel + ranks * len(bucket.slots)
             yield ranks, numel * bucket.wire_dtype.itemsize
             # The groups of a step have equal sizes, and after OWNER one rank of each goes on.
-            ranks //= len(step.ranks) if step.placement is Placement.OWNER else 1
+            ranks //= len(step.ranks) if step.placement.has_owner else 1
             parts *= len(step.ranks) if step.placement.scatters else 1
