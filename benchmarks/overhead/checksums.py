@@ -72,7 +72,8 @@ def measured(model: str, steps: int, comparisons: int) -> dict[str, float]:
         check_every=0,
     )
     optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-4)
-    sync, batch = scheduler.sync, torch.randn(MICROBATCHES, TOKENS, width)
+    one = torch.Generator().manual_seed(0)  # ranks of a pipeline are given one batch
+    sync, batch = scheduler.sync, torch.randn(MICROBATCHES, TOKENS, width, generator=one)
 
     def step() -> None:
         result = scheduler.step(batch, target=batch)
