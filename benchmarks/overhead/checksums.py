@@ -72,7 +72,8 @@ def measured(model: str, steps: int, comparisons: int) -> dict[str, float]:
         check_every=0,
     )
     optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-4)
-    one = torch.Generator().manual_seed(0)  # ranks of a pipeline are given one batch
+    replica = scheduler.topology.coordinate(scheduler.topology.data)  # which is given one batch
+    one = torch.Generator().manual_seed(replica)
     sync, batch = scheduler.sync, torch.randn(MICROBATCHES, TOKENS, width, generator=one)
 
     def step() -> None:
@@ -85,7 +86,7 @@ def measured(model: str, steps: int, comparisons: int) -> dict[str, float]:
     def compare() -> None:
         # What `finish` does in a step that compares: ranks meet, and then compare.
         reducer = sync._parts.reducer
-        reducer.wait_for(reducer.meet())
+        reducer.meet()()
         sync._parts.drift.look()
 
     def sums() -> None:
