@@ -39,7 +39,7 @@ from pipegrad.gradients.bucket_buffer import BucketBuffer, write
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import local
 
-# 64 KiB of fp32: a copy from the cache saves more time than the call of the hook takes.
+# 64 KiB of fp32: its copy takes longer than the call of a hook. Not tuned.
 LARGE_NUMEL = 16384
 NOTHING = {type(None)}
 _HOOKS = attrgetter("_post_accumulate_grad_hooks")  # of users, while ours rest
@@ -141,9 +141,10 @@ class GradientBucket:
         self._divisor = 1.0
         number = len(parameters)
         self._is_large = [p.live.numel() >= LARGE_NUMEL for p in parameters]
-        # Witnesses see in each step whether gradients that were made are gone at its end: two, as
-        # one of them may be unused. Later it is a parameter that is used.
-        self._large = {i for i, large in enumerate(self._is_large) if large}
+        # Parameters whose hook runs from the beginning of a step. Witnesses see whether gradients
+        # that were made are gone at its end: two, as one of them may be unused. Later it is a
+        # parameter that is used.
+        self._watched = {i for i, large in enumerate(self._is_large) if large}
         self._witnesses = {0, number - 1}
         self._main_shards = [p.placed.main_shard for p in parameters]
         self._is_sharded = parameters[0].placed.is_sharded
@@ -163,7 +164,7 @@ class GradientBucket:
         self._num_named = 0
         self._fired = bytearray(number)  # of those whose hook runs from the beginning
         self._divided: set[int] = set()
-        self._absent: Collection[int] = ()
+        self._absent = frozenset[int]()
         self._cleared: set[int] = set()  # results that were zeroed in place
         self._before: list[torch.Tensor | None] | None = None
         self._has_streams = False
@@ -301,7 +302,7 @@ class GradientBucket:
         self._left[0] = number if self._accumulates_once else number + _NEVER
         self._num_named = self.num_early = 0
         self._divided = set()
-        self._absent = ()
+        self._absent = frozenset()
 
     def _zeroed(self, *, continuing: bool) -> Sequence[int]:
         """Returns the slots to which somebody adds without autograd."""
@@ -313,7 +314,7 @@ class GradientBucket:
         self._has_streams = sync_points.in_use.current(self._device) is not None
         watched: Collection[int] = range(len(self._live))
         if not self._has_streams:
-            watched = self._large | self._witnesses
+            watched = self._watched | self._witnesses
             self._rest()
             tables = list(map(_HOOKS, self._live))
             if any(tables):
@@ -569,7 +570,7 @@ class GradientBucket:
             self._accumulates_once = False
         elif self._accumulates_once is None and any(f == 1 for f in self._final):
             self._accumulates_once = True
-        if self._witnesses <= {*self._absent}:
+        if self._witnesses <= self._absent:
             used = (i for i in range(len(self._live)) if i not in self._absent)
             self._witnesses = {next(used, 0)}
         nobody = self._nobody()

@@ -37,7 +37,7 @@ class CarefulBucket(GradientBucket):
         self._can_share = bucket.dtype == bucket.wire_dtype
         self._is_plain = False
         self.buffer.count_each()
-        self._large = set(range(len(self.parameters)))  # each is looked at in each backward
+        self._watched = set(range(len(self.parameters)))
         self._zeroed_versions: dict[int, int] = {}
         self._final_writes: list[int] = []
         self._accessor_results: dict[int, TensorWeakRef] = {}

@@ -46,9 +46,8 @@ class LocalGradients:
         self._are_alike = not any(self._main_shards) and {*divisors} <= {1.0}
         self._results: list[TensorWeakRef | int | None] = []
         self._result_versions: list[int] = []
-        self._kept: set[int] = (
-            set()
-        )  # gradients that were there: they are where the user wants them
+        # Gradients that were there when the step began: they are where the user wants them.
+        self._kept: set[int] = set()
         self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
         self._accessor_results: dict[int, TensorWeakRef] = {}
         self.follow()
