@@ -40,7 +40,7 @@ class CarefulBucket(GradientBucket):
         self._watched = set(range(len(self.parameters)))
         self._zeroed_versions: dict[int, int] = {}
         self._final_writes: list[int] = []
-        self._accessor_results: dict[int, TensorWeakRef] = {}
+        self._shown = ShownResults(accessor)
         self._to_share: Sequence[int] = ()
         self._num_copied = 0
 
@@ -65,21 +65,13 @@ class CarefulBucket(GradientBucket):
     def check(self, *, continuing: bool) -> None:
         """Refuses gradients of the last step that would be reduced once more."""
         super().check(continuing=continuing)
-        if continuing or self._before is None:
-            return
-        # The main shard has the result, or it was zeroed. A user may read it until here.
-        for number, last in self._accessor_results.items():
-            if self._before[number] is not None and self._before[number] is last():
-                self._before[number] = None
+        if not continuing and self._before is not None:
+            self._shown.leave_out(self._before)
 
     def begin(self, divisor: float, *, continuing: bool) -> None:
         """Starts a step, or continues it; shares zeroed slots with an accessor."""
         if not continuing:
-            for number, last in self._accessor_results.items():
-                gradient = self.read(number)
-                if gradient is not None and gradient is last():
-                    self._set(number, None)
-            self._accessor_results.clear()
+            self._shown.drop(self._live)
         super().begin(divisor, continuing=continuing)
         for number in self._to_share:
             slot = self.buffer.slots[number]
@@ -213,7 +205,7 @@ class CarefulBucket(GradientBucket):
         main_shard = self._main_shards[number]
         if main_shard is not None:
             main_shard.take(self.read(number))
-            show_result(self._accessor, self._live[number], self._accessor_results, number)
+            self._shown.show(number, self._live[number])
 
     def _take_result(self, number: int, result: torch.Tensor) -> None:
         gradient, tensor = self.read(number), self._live[number]
@@ -234,23 +226,36 @@ class CarefulBucket(GradientBucket):
             tensor.grad = None  # the accessor may not have moved it yet
 
 
-def show_result(
-    accessor: GradientAccessor,
-    tensor: nn.Parameter,
-    results: dict[int, TensorWeakRef],
-    number: int,
-) -> None:
-    """Leaves a result that the main parameter has in the accessor too, for users who read it there.
+class ShownResults:
+    """Results that main parameters have, left in the accessor until the next step, for users.
 
     ``.grad`` is set to None instead: another optimizer might step the parameter with it.
 
     Args:
         accessor: Where gradients live.
-        tensor: The parameter.
-        results: By number; the next step removes them.
-        number: Of the parameter.
     """
-    if isinstance(accessor, GradAttribute):
-        accessor.write(tensor, None)
-    elif (gradient := accessor.read(tensor)) is not None:
-        results[number] = TensorWeakRef(gradient)
+
+    def __init__(self, accessor: GradientAccessor) -> None:
+        self._accessor = accessor
+        self._results: dict[int, TensorWeakRef] = {}  # by number of the parameter
+
+    def show(self, number: int, tensor: nn.Parameter) -> None:
+        """Leaves what the accessor has of a parameter."""
+        if isinstance(self._accessor, GradAttribute):
+            self._accessor.write(tensor, None)
+        elif (gradient := self._accessor.read(tensor)) is not None:
+            self._results[number] = TensorWeakRef(gradient)
+
+    def leave_out(self, gradients: list[torch.Tensor | None]) -> None:
+        """Replaces these results by None: they are no gradients of the next step."""
+        for number, last in self._results.items():
+            if gradients[number] is not None and gradients[number] is last():
+                gradients[number] = None
+
+    def drop(self, live: Sequence[nn.Parameter]) -> None:
+        """Removes these results from the accessor, but what the user has set since."""
+        for number, last in self._results.items():
+            gradient = self._accessor.read(live[number])
+            if gradient is not None and gradient is last():
+                self._accessor.write(live[number], None)
+        self._results.clear()

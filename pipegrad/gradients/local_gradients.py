@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.gradients.bucket import NOTHING, Hook, refuse_value
-from pipegrad.gradients.careful import show_result
+from pipegrad.gradients.careful import ShownResults
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import is_dtensor, is_misplaced, redistribute_gradient
@@ -49,7 +49,7 @@ class LocalGradients:
         # Gradients that were there when the step began: they are where the user wants them.
         self._kept: set[int] = set()
         self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
-        self._accessor_results: dict[int, TensorWeakRef] = {}
+        self._shown = ShownResults(accessor)
         self.follow()
 
     def follow(self) -> None:
@@ -90,9 +90,7 @@ class LocalGradients:
                 for number in range(len(self._results))
                 if self._is_last(number, self._result(number, present))
             }
-        for number, last in self._accessor_results.items():
-            if present[number] is not None and present[number] is last():
-                present[number] = None
+        self._shown.leave_out(present)
 
     def _result(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         main_shard = self._main_shards[number]
@@ -117,11 +115,7 @@ class LocalGradients:
         Sync: on the current stream. It may scale gradients of earlier steps.
         """
         if not continuing:
-            for number, last in self._accessor_results.items():
-                gradient = self._accessor.read(self._live[number])
-                if gradient is not None and gradient is last():
-                    self._accessor.write(self._live[number], None)
-            self._accessor_results.clear()
+            self._shown.drop(self._live)
         self._kept = set()
         for number, gradient in enumerate(self._before or ()):
             if gradient is None:
@@ -177,7 +171,7 @@ class LocalGradients:
                     shown = main_shard.tensor.grad.detach()
                     tensor = self._live[number]
                     self._accessor.write(tensor, shown.to(self._accessor.dtype(tensor)))
-                show_result(self._accessor, self._live[number], self._accessor_results, number)
+                self._shown.show(number, self._live[number])
         self.note_results()
 
     def _part(self, gradients: list[torch.Tensor | None]) -> None:
