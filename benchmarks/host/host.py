@@ -1,12 +1,17 @@
 """Times what a parameter costs the host in a step, beyond plain autograd.
 
-python benchmarks/host/host.py [--repeats 40] [--number 1000] [--calls]
+python benchmarks/host/host.py [--repeats 40] [--number 1000] [--calls] [--one-card]
+
+With --one-card both ranks are on card 0, and NCCL talks through sockets. Then time is that of the
+host until a step returns; the device may still compute.
 """
 
 import argparse
 import gc
+import os
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Mapping
 
@@ -22,8 +27,38 @@ RANKS, WARM_UP, MICROBATCHES = 2, 5, 4
 SIZES = ((1000, (4, 2)), (200, (4, 2)), (64, (512, 512)))  # number of parameters, and of what shape
 
 
-def seconds_in_turns(case: Case, makes: Mapping[str, Make], repeats: int) -> dict[str, list[float]]:
-    """Returns the processor's seconds of a step of each way on this rank, one a repeat."""
+ONE_CARD = {
+    "LOCAL_RANK": "0",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "4",
+}
+
+
+def enter_card(folder: str) -> None:
+    """Makes the default group anew, on NCCL; ranks on one card must seem to be on other hosts."""
+    rank = dist.get_rank()
+    dist.destroy_process_group()
+    os.environ.update(ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{rank}")
+    torch.cuda.set_device(0)
+    store = dist.FileStore(f"{folder}/store", RANKS)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=RANKS)
+
+
+def seconds_in_turns(
+    case: Case, makes: Mapping[str, Make], repeats: int, folder: str
+) -> dict[str, list[float]]:
+    """Returns the seconds of a step of each way on this rank, one a repeat.
+
+    They are the processor's, of all threads; on a card the host's, until the step returns.
+    """
+    clock, finish = time.process_time, bool
+    if case.device != "cpu":
+        enter_card(folder)
+        clock, finish = time.perf_counter, torch.cuda.synchronize
     shuffled = random.Random(0)  # the same on all ranks
     ways = {name: make(case) for name, make in makes.items()}
     times: dict[str, list[float]] = {name: [] for name in ways}
@@ -33,10 +68,13 @@ def seconds_in_turns(case: Case, makes: Mapping[str, Make], repeats: int) -> dic
         for name in shuffled.sample([*ways], len(ways)) if repeat > -WARM_UP else ways:
             module, step = ways[name]
             module.zero_grad()
+            finish()
             dist.barrier()
-            began = time.process_time()
+            finish()
+            began = clock()
             step()
-            taken = time.process_time() - began
+            taken = clock() - began
+            finish()
             if repeat >= 0:
                 times[name].append(taken)
             elif name != PLAIN:
@@ -79,7 +117,10 @@ def print_table(makes: Mapping[str, Make], cases: list[Case], repeats: int) -> N
     columns = list[dict[str, list[str]]]()
     for case in cases:
         limit = 120 + 3.0 * repeats
-        ranks = run_ranks(seconds_in_turns, RANKS, case, makes, repeats, timeout_seconds=limit)
+        with tempfile.TemporaryDirectory() as folder:
+            ranks = run_ranks(
+                seconds_in_turns, RANKS, case, makes, repeats, folder, timeout_seconds=limit
+            )
         columns.append(cells(case, ranks[0]))
     print(f"\n| | {' | '.join(f'{case}, us | by DDP' for case in cases)} |")
     print(f"|---|{'---|' * 2 * len(cases)}")
@@ -93,13 +134,15 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=40)
     parser.add_argument("--number", type=int, nargs="*", help="only cases of so many parameters")
     parser.add_argument("--calls", action="store_true", help="count calls; time nothing")
+    parser.add_argument("--one-card", action="store_true", help="both ranks on card 0")
     given = parser.parse_args()
+    device = "cuda" if given.one_card else "cpu"
     if given.calls:
         print_calls()
         print_walks()
         return
     for makes, microbatches in ((ONE, 1), (FOUR, MICROBATCHES)):
-        cases = [Case(number, shape, microbatches) for number, shape in SIZES]
+        cases = [Case(number, shape, microbatches, device) for number, shape in SIZES]
         print_table(
             makes, [c for c in cases if given.number in (None, [], [c.number])], given.repeats
         )

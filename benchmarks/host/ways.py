@@ -22,21 +22,23 @@ class Case(NamedTuple):
         number: Of parameters.
         shape: Of each.
         microbatches: Of a step.
+        device: Where the module is.
     """
 
     number: int
     shape: tuple[int, int]
     microbatches: int = 1
+    device: str = "cpu"
 
     def parts(self) -> tuple[Tensor, ...]:
         """Returns this rank's microbatches, of one row each."""
         generator = torch.Generator().manual_seed(dist.get_rank())
         whole = torch.randn(self.microbatches, self.shape[0], generator=generator)
-        return whole.split(1)
+        return whole.to(self.device).split(1)
 
     def module(self) -> nn.Module:
         """Returns the module; all have the same values."""
-        return Products(self)
+        return Products(self).to(self.device)
 
     def __str__(self) -> str:
         return f"{self.number:,} of {self.shape[0] * self.shape[1]:,}"

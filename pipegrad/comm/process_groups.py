@@ -18,6 +18,7 @@ from pipegrad.comm.collectives import broadcast_chain, expect_reduce_chain, redu
 from pipegrad.comm.ending import cut
 from pipegrad.comm.messages import backend_of, blocks_host
 
+_CPU = torch.device("cpu")
 _made: WeakSet[dist.ProcessGroup] = WeakSet()  # that this rank is in
 
 
@@ -87,15 +88,6 @@ class Groups:
         """Returns the group of `ranks` for one comm stream."""
         return self._groups[ranks, comm_stream]
 
-    def take_largest(self, values: torch.Tensor) -> None:
-        """Replaces each element of `values` by its maximum over all ranks.
-
-        Sync: on the current stream; one all-reduce over all ranks.
-        """
-        if self.world is not None:
-            with Activity("the largest numbers of all ranks", self._ranks):
-                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self.world)
-
     def gather(self, row: torch.Tensor) -> torch.Tensor:
         """Returns the rows of all ranks, by ascending rank: ``(ranks, numel)``.
 
@@ -115,10 +107,13 @@ class Groups:
     def is_anywhere(self, flag: bool) -> bool:
         """Returns whether `flag` is set on any rank; every rank must call it.
 
-        Sync: as `take_largest`; the host waits.
+        Sync: one all-reduce over all ranks, on the host where there is a group for it.
         """
-        values = torch.tensor(float(flag), device=self._device)
-        self.take_largest(values)
+        group, device = (self.world, self._device) if self.host is None else (self.host, _CPU)
+        values = torch.full((), float(flag), device=device)
+        if group is not None:
+            with Activity("the largest numbers of all ranks", self._ranks):
+                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return bool(values)
 
     def forget(self) -> None:

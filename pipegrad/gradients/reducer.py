@@ -80,7 +80,7 @@ class Reducer:
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
         ]
-        threaded = groups.block_host(device)
+        self._posts_ahead = threaded = groups.block_host(device)
         self.comm_streams = [
             CommStream(f"pipegrad comm stream {comm_stream}", device, threaded=threaded)
             for comm_stream in range(comm_streams)
@@ -148,8 +148,14 @@ class Reducer:
             comm_stream.submit(comm_stream.run_late, ())
 
     def expect(self) -> None:
-        """Posts the receives of this step's reduce chains and pair exchanges."""
-        for launch in self._expecting:
+        """Posts the receives of this step's reduce chains and pair exchanges, on gloo.
+
+        Other backends post each receive with its own launch. NCCL's receive is a kernel that runs
+        until the message is there. A kernel that is used for the first time is loaded, and the host
+        waits there for all that runs: a forward behind such a receive would wait for a gradient
+        that waits for this forward.
+        """
+        for launch in self._expecting if self._posts_ahead else ():
             self.comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
 
     def leave(self, bucket: int, fill: Callable[[], None]) -> None:
@@ -267,6 +273,8 @@ class Reducer:
         step, (description, label) = buffer.bucket.route[launch.step], self._words[launch]
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
+            if launch in self._inboxes:
+                self._expect(launch)
             if launch.step == 0:
                 buffer.divide()
             if buffer.goes:

@@ -192,7 +192,9 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
     # step would add to them.
     for part in parts:
         state = part._get_fsdp_state()
-        for group in state._fsdp_param_groups:
+        # torch before 2.12 has one group, or none.
+        one = getattr(state, "_fsdp_param_group", None)
+        for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
             for parameter in group.fsdp_params:
                 parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):

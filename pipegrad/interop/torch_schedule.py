@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
 
+_IS_OLD = torch.torch_version.TorchVersion(torch.__version__) < "2.13"
 _BACKWARDS = ("B", "W", "I")  # torch's letters: full backward, weight gradient, input gradient
 
 
@@ -118,12 +119,14 @@ def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
     for info in stage.args_recv_info[microbatch]:
         if (buffer := getattr(info, "buffer", None)) is not None:
             info.buffer = buffer.detach()
+            if _IS_OLD and stage.has_backward:  # it has set the flag once, when it made the memory
+                info.buffer.requires_grad_()
 
 
 def check_split_backward(schedule: TorchSchedule) -> None:
     """Refuses a split backward on a torch version that computes wrong gradients with it."""
     splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))
-    if splits and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
+    if splits and _IS_OLD:
         raise PlanError(
             f"{type(schedule).__name__} splits backward, and torch {torch.__version__} computes "
             f"wrong gradients then (pytorch#180952): use torch 2.13, or a schedule without split"

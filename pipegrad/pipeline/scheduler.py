@@ -23,7 +23,8 @@ import torch
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.graph_capture import outside_of_graphs
-from pipegrad.errors import ScheduleError, StepError, level_of_caller
+from pipegrad.comm.messages import can_send
+from pipegrad.errors import PlanError, ScheduleError, StepError, level_of_caller
 from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
@@ -193,6 +194,14 @@ class Scheduler:
         self, pipeline: WiredPipeline, depth: int, whole: frozenset[str]
     ) -> StepContext:
         """Lowers and proves the program; makes everything that all kinds of step share."""
+        device = self.sync.device
+        if len(self.topology.pipelines[0]) > 1 and not can_send(None, device):
+            self.sync.close()  # on all ranks alike
+            raise PlanError(
+                f"stages are on {device}, and gloo sends from the CPU alone: begin with "
+                f'torch.distributed.init_process_group("cpu:gloo,{device.type}:BACKEND"), where '
+                f"BACKEND is nccl on CUDA"
+            )
         collectives = collectives_of(self.sync)
         program = lower(
             self.schedule, links=pipeline.wiring.links, depth=depth, collectives=collectives
@@ -203,7 +212,7 @@ class Scheduler:
             self.sync.close()  # on all ranks alike
             raise
         modules = {index: stage.module for index, stage in self._stages.items()}
-        name, device = f"{next(_instances)}", self.sync.device
+        name = f"{next(_instances)}"
         return StepContext(
             name=name,
             schedule=self.schedule,

@@ -23,6 +23,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public
 
+# The fork server imports this module first. A module that it imports later may ask torch whether
+# there is a card: CUDA itself would answer, and no rank that is forked then could use it.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
 GRACE_SECONDS = 5.0  # for ranks to end by themselves after another one failed
 LEAVE_SECONDS = 2.0  # for a rank that is done to leave its process groups
 

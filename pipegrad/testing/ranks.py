@@ -38,6 +38,7 @@ from pipegrad.testing.rank_process import (
 ResultT = TypeVar("ResultT")
 
 _PRELOADED = (
+    "pipegrad.testing.rank_process",
     "torch",
     "torch.distributed",
     "torch.distributed.device_mesh",

@@ -29,59 +29,19 @@ from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.support.gpu.card import GPU, sleep
 from tests.support.gradients.cases import grads, rank, replicated, stage, tied
+from tests.support.gpu.worlds import (
+    GLOO,
+    NCCL,
+    TIMEOUT_SECONDS,
+    WORLDS,
+    World,
+    at_rest,
+    enter,
+)
 from tests.support.pipeline.models import TOKENS, VOCAB, build
 from tests.support.pipeline.pipelines import loss_of, stage_module
 
-TIMEOUT_SECONDS = 100.0
 pytestmark = pytest.mark.timeout(2 * TIMEOUT_SECONDS + 40)
-
-ONE_CARD = {
-    "LOCAL_RANK": "0",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "4",
-    "NCCL_DEBUG": "WARN",
-}
-
-
-@dataclass(frozen=True)
-class World:
-    """A backend, and where the tensors live."""
-
-    backend: str
-    device: str
-
-
-CPU, GLOO, NCCL = World("gloo", "cpu"), World("gloo", "cuda"), World("cpu:gloo,cuda:nccl", "cuda")
-WORLDS = [
-    pytest.param(CPU, id="gloo-cpu"),
-    pytest.param(GLOO, id="gloo-cuda", marks=GPU),
-    pytest.param(NCCL, id="nccl", marks=GPU),
-]
-
-
-def enter(world: World, folder: str) -> torch.device:
-    """Leaves the world of `run_ranks` for another one; returns this rank's device."""
-    me, size = dist.get_rank(), dist.get_world_size()
-    dist.destroy_process_group()
-    os.environ.update(ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{me}")
-    device = torch.device("cpu")
-    if world.device == "cuda":
-        torch.cuda.set_device(0)
-        torch.cuda.init()  # or a DeviceMesh would choose a device
-        device = torch.device("cuda", 0)
-    dist.init_process_group(
-        world.backend,
-        store=FileStore(str(Path(folder, "store")), size),
-        rank=me,
-        world_size=size,
-        timeout=timedelta(seconds=TIMEOUT_SECONDS),
-    )
-    return device
-
 
 Case = Callable[[torch.device], Any]
 CASES: dict[str, tuple[Case, Callable[[int], Sequence[Any]], tuple[int, ...]]] = {}
@@ -126,11 +86,6 @@ def outcome(
             )
     except Exception as error:  # noqa: BLE001 - raised by each of its tests
         return error
-
-
-def at_rest(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 # GradientSync.

@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.ending import Ending
+from pipegrad.comm.messages import of_numbers
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.tape import Tape
 from pipegrad.errors import level_of_caller
@@ -297,7 +298,7 @@ class Losses:
         tensors = {place: x for place, x in others.items() if isinstance(x, Tensor)}
         for place in others.keys() - tensors.keys():
             numbers[place] = float(others[place])
-        message = torch.tensor(numbers, dtype=torch.float64, device=self._device)
+        message = of_numbers(numbers, self._device)
         for place, tensor in tensors.items():
             message[place] = tensor  # the host waits for nothing
         if self._group is None:

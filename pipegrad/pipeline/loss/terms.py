@@ -183,7 +183,7 @@ class LossTerms:
         """Returns a number that no one else writes, without a graph."""
         if isinstance(value, Tensor):
             return value.detach().to(self._device, torch.float64, copy=True).reshape(())
-        return torch.tensor(float(value), dtype=torch.float64, device=self._device)
+        return torch.full((), float(value), dtype=torch.float64, device=self._device)
 
     def _sum(self, terms: list[Tensor]) -> Tensor:
         if not terms:

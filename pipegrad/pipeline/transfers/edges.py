@@ -7,6 +7,7 @@ from collections.abc import Collection, Sequence
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm import sync_points
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.schedules.program.program import Channel
@@ -17,9 +18,11 @@ class Edges:
     """The communicators of one pipeline.
 
     Between processors messages have tags, so one group serves all edges, and another one skips:
-    [Note: skips] in `program` says why. NCCL has no tags, and a
-    receive that is posted early would block the sends behind it. So between other devices each
-    directed edge has a communicator of its own, and one group takes messages between hosts.
+    [Note: skips] in `program` says why. NCCL has no tags, and a receive that is posted early would
+    block the sends behind it. So between other devices each directed edge has a communicator of its
+    own. One group of all ranks takes messages between hosts. It has all ranks because a world that
+    was made with ``device_id`` makes a group on gloo in two ways: ranks outside of it wait in NCCL
+    for its members, and members do not wait (pytorch#197568).
 
     Args:
         channels: Of all ranks; every rank must give the same.
@@ -51,29 +54,32 @@ class Edges:
         edges = sorted({(c.source, c.target) for c in channels})
         if not edges:
             return
-        for pipeline in topology.pipelines:
-            # All ranks make the groups of all pipelines, in one order, as torch demands.
-            self._connect_hosts(pipeline, topology.rank, "pipegrad edges", self._hosts)
-            if self._skips:
-                self._connect_hosts(pipeline, topology.rank, "pipegrad skips", self._beside)
-            if self.is_tagged:
-                self._out = self._in = self._hosts
-            else:
+        # All ranks make the groups of all pipelines, in one order, as torch demands.
+        if self.is_tagged:
+            for pipeline in topology.pipelines:
+                self._connect_hosts(pipeline, topology, "pipegrad edges", self._hosts)
+                if self._skips:
+                    self._connect_hosts(pipeline, topology, "pipegrad skips", self._beside)
+            self._out = self._in = self._hosts
+        else:
+            self._connect_hosts(sorted(topology.ranks), topology, "pipegrad hosts", self._hosts)
+            for pipeline in topology.pipelines:
                 self._connect_devices(pipeline, topology, device, edges)
 
     def _connect_hosts(
         self,
-        pipeline: Sequence[int],
-        own: int,
+        members: Sequence[int],
+        topology: Topology,
         name: str,
         ends: dict[int, tuple[dist.ProcessGroup, int]],
     ) -> None:
-        """Makes a group of all ranks of a pipeline, whose messages have tags."""
+        """Makes a group whose messages have tags; enters the ranks of this rank's pipeline."""
         backend = None if self.is_tagged else "gloo"
-        group = new_group(pipeline, name, torch.device("cpu"), backend)
-        if own in pipeline:
+        group = new_group(members, name, torch.device("cpu"), backend)
+        if topology.rank in members:
             self._groups.append(group)
-            for peer, rank in enumerate(pipeline):
+            (own,) = (p for p in topology.pipelines if topology.rank in p)
+            for peer, rank in enumerate(own):
                 ends[peer] = group, dist.get_group_rank(group, rank)
 
     def _connect_devices(
@@ -93,10 +99,14 @@ class Edges:
                 peer = target if me == source else source
                 end = group, dist.get_group_rank(group, pipeline[peer])
                 (self._out if me == source else self._in)[peer] = end
-                # NCCL connects in the first operation of a communicator, and both ranks wait
-                # there. All ranks connect here in one order. Otherwise the first transfers would
-                # connect, in an order that could be a deadlock.
-                dist.all_reduce(torch.zeros(1, device=device), group=group)
+                # NCCL connects two ranks in their first message, and the host of each waits there
+                # for the other. All ranks connect here in one order. Otherwise the first transfers
+                # would connect, in an order that could be a deadlock.
+                message = torch.zeros(1, device=device)
+                if me == source:
+                    sync_points.in_use.send(group, message, end[1], 0).wait()
+                else:
+                    sync_points.in_use.receive(group, message, end[1], 0).wait()
 
     def to(self, target: int, channel: Channel | None = None) -> tuple[dist.ProcessGroup, int]:
         """Returns the group that serves the edge to a pipeline rank, and that rank in it.
