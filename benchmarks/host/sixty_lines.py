@@ -17,7 +17,7 @@ class Bucket:
     """Gradients that one all-reduce averages."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self._flat = torch.zeros(sum(p.numel() for p in parameters))
+        self._flat = parameters[0].new_zeros(sum(p.numel() for p in parameters)).detach()
         pieces = self._flat.split([p.numel() for p in parameters])
         views = [piece.view_as(p) for p, piece in zip(parameters, pieces, strict=True)]
         pairs = list(zip(parameters, views, strict=True))

@@ -6,12 +6,9 @@ cases run on gloo and CPU, so that they are right before a card sees them.
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from datetime import timedelta
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -20,7 +17,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import FileStore  # type: ignore[attr-defined]  # public
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
 import pipegrad
@@ -28,7 +24,6 @@ from pipegrad import Bucketer, GradientSync, Topology
 from pipegrad.comm.sync_points import sites
 from pipegrad.testing import OrderChecker, run_ranks
 from tests.support.gpu.card import GPU, sleep
-from tests.support.gradients.cases import grads, rank, replicated, stage, tied
 from tests.support.gpu.worlds import (
     GLOO,
     NCCL,
@@ -38,6 +33,7 @@ from tests.support.gpu.worlds import (
     at_rest,
     enter,
 )
+from tests.support.gradients.cases import grads, rank, replicated, stage, tied
 from tests.support.pipeline.models import TOKENS, VOCAB, build
 from tests.support.pipeline.pipelines import loss_of, stage_module
 

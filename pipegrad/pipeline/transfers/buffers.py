@@ -34,9 +34,13 @@ class Buffer:
         holders: What `storage_holders` needs to count who holds the storage.
         tensor: The value that arrived last, in the memory.
         spec: What the value looks like, if it begins where the memory begins.
+        freed: Behind its last reader; None on processors, and in use.
     """
 
-    __slots__ = ("address", "capacity", "head", "holders", "memory", "spec", "storage", "tensor")
+    __slots__ = (
+        *("address", "capacity", "freed", "head", "holders"),
+        *("memory", "spec", "storage", "tensor"),
+    )
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -45,6 +49,7 @@ class Buffer:
         self.holders = storage_key(self.storage)
         self.address = self.storage.data_ptr()
         self.head = c_int64.from_address(self.address) if memory.is_cpu else c_int64(0)
+        self.freed: torch.Event | None = None
         self.show(Spec((self.capacity,), memory.dtype, differentiable=False), 0)
 
     def show(self, spec: Spec, offset: int) -> None:

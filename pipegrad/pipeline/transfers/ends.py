@@ -26,7 +26,7 @@ class Sizes:
 
     Attributes:
         spec: Of the value that crossed last. At first that of the first microbatch.
-        capacity: How many bytes the receives of this step take.
+        capacity: How many bytes a receive buffer has.
         largest: Bytes of the largest message so far.
         free: The free buffers of that capacity.
         coding: Makes the messages; None if values cross as they are.
@@ -170,7 +170,7 @@ class Ends:
 
     def _sizes_of(self, spec: Spec, coding: Coding | None) -> Sizes:
         largest = self._needed(spec if coding is None else coding.on_wire(spec))
-        capacity = self.capacity(largest)
+        capacity = rounded(largest)
         return Sizes(spec, capacity, largest, self._pool.free(capacity), coding)
 
     def note(self, sizes: Sizes, spec: Spec) -> None:
@@ -185,14 +185,18 @@ class Ends:
         # Both ranks know the same messages here: in a step that failed, they have made all
         # transfers, too. So a sender knows how much its receiver takes.
         for sizes in self._sizes.values():
-            if sizes.largest > sizes.capacity:
-                self._enlarge(sizes)
-            if sizes.back is not None and sizes.back.largest > sizes.back.capacity:
-                self._enlarge(sizes.back)
+            self.fit(sizes)
+            if sizes.back is not None:
+                self.fit(sizes.back)
+
+    def fit(self, sizes: Sizes) -> None:
+        """Lets the next receive take the largest message so far: between devices, in any step."""
+        if sizes.largest > sizes.capacity:
+            self._enlarge(sizes)
 
     def _enlarge(self, sizes: Sizes) -> None:
         self._pool.drop(sizes.capacity)
-        sizes.capacity = self.capacity(sizes.largest)
+        sizes.capacity = rounded(sizes.largest)
         sizes.free = self._pool.free(sizes.capacity)
 
     def value_buffer(self, sizes: Sizes, spec: Spec) -> Buffer:
@@ -215,11 +219,6 @@ class Ends:
             buffer.head.value = 0
             self._pool.free(buffer.capacity).append(buffer)
 
-    def capacity(self, nbytes: int) -> int:
-        """Returns of how many bytes the receives are that take a message of so many."""
-        # A message between other devices fills its receive, so nothing is added there.
-        return rounded(nbytes) if self._edges.is_tagged else nbytes
-
     def _needed(self, spec: Spec) -> int:
-        """Returns the bytes of the largest message of a value; NCCL sends no message of none."""
-        return HEADER + spec.nbytes if self._edges.is_tagged else max(8, spec.nbytes)
+        """Returns the bytes of the largest message of a value."""
+        return HEADER + spec.nbytes if self._edges.is_tagged else spec.nbytes

@@ -14,11 +14,17 @@ link keep the same record of what crossed it (`Sizes`):
   has been read. This happens only in a step that has a larger value than all steps before.
 - The gradient of a value looks like the value. Its receiver made the value, so it needs no header.
 
-Between other devices a receive has exactly the size of its message, and the host cannot read a mark
-without a wait for the device. So every message fills the capacity there. Its header goes from host
-to host, in a message of its own, also for a gradient: a rank that failed says so in it. The host of
-the receiver waits for it once a microbatch and channel. It waits for the host of the sender alone,
-which runs ahead of its device.
+Between other devices each message has a header that goes from host to host, also for a gradient: a
+rank that failed says so in it. The sender enqueues its send first and then sends the header. The
+receiver's host waits for the header, which is a wait for the host of the sender alone, and then
+enqueues a receive of exactly that size.
+
+[Note: receives on devices] A receive of NCCL is a kernel that runs until its message is there. If
+it is enqueued before the send, it may wait for ever, since the host of this rank may wait for it: a
+kernel that is used for the first time is loaded behind all kernels that run. Streams share hardware
+queues, so work of another stream may wait for it, too. A receive that is enqueued behind its send
+can wait only for work that was enqueued earlier, so no circle can close. It is on a side stream,
+which waits for the last reader of the memory and for nothing else of this rank.
 
 [Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
@@ -42,7 +48,7 @@ from pipegrad.errors import StepError
 from pipegrad.interop.private import storage_holders
 from pipegrad.pipeline.coding.coding import Codings
 from pipegrad.pipeline.coding.feedback import Position
-from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool
+from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool, rounded
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.ends import End, Ends
 from pipegrad.pipeline.transfers.messages import (
@@ -57,6 +63,8 @@ from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.schedules.program.program import Channel
 
 RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
+FREED = sync_points.Record("transfer.freed", "the next receive would overwrite what is still read")
+REUSED = sync_points.Wait("transfer.reused", "a receive would overwrite what is still read")
 SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
 SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
 
@@ -93,13 +101,16 @@ class Transfers:
     ) -> None:
         self._channels = channels
         self._num_channels = len(channels)
-        self._is_tagged = edges.is_tagged
         self._pool = pool
         self.ends = Ends(channels, edges, pool, specs, codings)
         self._ends = self.ends.known
         self._lent: dict[int, None] = {}  # a set, without a call for each microbatch
         self.lent = self._lent.keys()
         self.is_in_doubt = False
+        # Receives on devices wait for the readers of their memory here; see the note.
+        self._inbound = (
+            None if edges.is_tagged else sync_points.in_use.stream(pool.device, "pipegrad receives")
+        )
         self._receiving: dict[Key, tuple[Buffer, Work]] = {}
         self._sending: dict[Key, tuple[Work, torch.Tensor | None]] = {}
         # Messages between hosts that belong to transfers.
@@ -107,20 +118,21 @@ class Transfers:
         self._leaving: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
 
     def post(self, channel: int, microbatch: int) -> None:
-        """Starts a receive."""
+        """Starts a receive; between devices that of its header."""
         end = self._ends[channel] if channel in self._ends else self.ends.of_receive(channel)
         if end is not None:
-            sizes = end.sizes
-            buffer = sizes.free.pop() if sizes.free else self._pool.make(sizes.capacity)
             # The tag is different for each message of a step, and the same on both ranks.
             tag = 2 * (microbatch * self._num_channels + channel)
             self.is_in_doubt = True  # see [Note: interrupts]
-            work = sync_points.in_use.receive(end.group, buffer.memory, end.peer, tag)
-            self._receiving[channel, microbatch] = buffer, work
             if end.has_headers:
                 head = torch.empty(HEADER, dtype=torch.uint8)
                 work = sync_points.in_use.receive(end.host, head, end.host_peer, tag)
                 self._headers[channel, microbatch] = head, work
+            else:
+                sizes = end.sizes
+                buffer = sizes.free.pop() if sizes.free else self._pool.make(sizes.capacity)
+                work = sync_points.in_use.receive(end.group, buffer.memory, end.peer, tag)
+                self._receiving[channel, microbatch] = buffer, work
             self.is_in_doubt = False
 
     def wait(self, channel: int, microbatch: int, spec: Spec | None = None) -> Buffer | None:
@@ -137,17 +149,19 @@ class Transfers:
         Sync: the current stream waits, and the host where its backend blocks it.
         """
         key = channel, microbatch
+        if key in self._headers:
+            self._receive_behind_header(key, spec)
         if key not in self._receiving:
             return None
-        buffer, work = self._receiving[key]
-        RECEIVED(work)
+        buffer = self._receiving[key][0]
+        RECEIVED(self._receiving[key][1])  # no name for it: it holds the memory
         end = self._ends[channel]
         assert end is not None
         sizes = end.sizes
         like = sizes.spec if spec is None else spec
         if sizes.coding is not None:
             like = sizes.coding.on_wire(like)
-        if end.has_headers or buffer.head.value == MARK or buffer.spec != like:
+        if not end.has_headers and (buffer.head.value == MARK or buffer.spec != like):
             buffer = self._opened(end, key, buffer, spec)
         del self._receiving[key]
         if sizes.coding is not None:
@@ -155,24 +169,70 @@ class Transfers:
         self._lent[buffer.address] = None
         return buffer
 
-    def _opened(self, end: End, key: Key, buffer: Buffer, spec: Spec | None) -> Buffer:
-        """Finds out what has arrived; returns the buffer that shows it.
+    def _receive_behind_header(self, key: Key, known: Spec | None) -> None:
+        """Waits for a header, and enqueues the receive of its message; see the note on devices.
+
+        Args:
+            key: Which transfer it is.
+            known: What it looks like, if it is a gradient.
+
+        Raises:
+            PeerFailedError: If it will never come.
+            StepError: If its header is wrong. The transfer stays in doubt.
+
+        Sync: the host waits for the header. The receive waits for who read its memory last.
+        """
+        end, (head, work) = self._ends[key[0]], self._headers[key]
+        assert end is not None
+        sizes, device = end.sizes, self._pool.device
+        RECEIVED(work)
+        self.is_in_doubt = True
+        spec = self._announced(end, head, known)
+        del self._headers[key]
+        if spec is None:
+            self.is_in_doubt = False
+            raise PeerFailedError("another rank failed before it made a value for this one")
+        self.ends.fit(sizes)
+        if sizes.free:
+            buffer = sizes.free.pop()
+        else:
+            buffer = self._pool.make(sizes.capacity)
+            buffer.freed = FREED(device)
+        wire = sizes.on_wire(spec)
+        work = Done()
+        with sync_points.in_use.running(self._inbound):
+            REUSED(buffer.freed, device)
+            buffer.show(wire, 0)
+            if wire.nbytes:  # NCCL sends no message of none
+                message = buffer.memory[: wire.nbytes]
+                work = sync_points.in_use.receive(end.group, message, end.peer, self._tag(*key))
+        self._receiving[key] = buffer, work
+        self.is_in_doubt = False
+
+    def _announced(self, end: End, head: torch.Tensor, known: Spec | None) -> Spec | None:
+        """Returns what a header says of a value or gradient, and notes it; None: it never comes."""
+        spec = spec_in(head, end.sizes.spec.differentiable)
+        if spec is None:
+            return None
+        if end.is_value:
+            end.sizes.check_size(spec)
+            self.ends.note(end.sizes, spec)
+        elif known is not None and spec[:2] != known[:2]:
+            raise StepError(f"a gradient is {spec}, and its value is {known}")
+        return spec
+
+    def _opened(self, end: End, key: Key, buffer: Buffer, known: Spec | None) -> Buffer:
+        """Finds out what has arrived between processors; returns the buffer that shows it.
 
         Raises:
             PeerFailedError: If it will never come.
             StepError: If its header is wrong. The transfer stays in doubt.
         """
-        sizes, offset, known = end.sizes, 0, spec
-        if end.has_headers and key in self._headers:
-            RECEIVED(self._headers[key][1])
+        sizes, offset = end.sizes, 0
         self.is_in_doubt = True
-        if end.is_value:
-            spec = sizes.spec
-        if key in self._headers:
-            spec = spec_in(self._headers[key][0], sizes.spec.differentiable)
-            del self._headers[key]
-        elif buffer.head.value == MARK:
-            spec, offset = spec_in(buffer.memory, sizes.spec.differentiable), HEADER
+        spec = sizes.spec if end.is_value else known
+        if buffer.head.value == MARK:
+            spec, offset = self._announced(end, buffer.memory, known), HEADER
             # The memory will be used again, and a short message leaves the mark where it is.
             buffer.head.value = 0
         if spec is None:
@@ -180,11 +240,6 @@ class Transfers:
             self._pool.give_back(buffer)
             self.is_in_doubt = False
             raise PeerFailedError("another rank failed before it made a value for this one")
-        if end.is_value:
-            sizes.check_size(spec)
-            self.ends.note(sizes, spec)
-        elif known is not None and spec[:2] != known[:2]:
-            raise StepError(f"a gradient is {spec}, and its value is {known}")
         wire = sizes.on_wire(spec)
         if offset + wire.nbytes > buffer.capacity:
             buffer = self._with_rest(end, self._tag(*key) + 1, buffer, offset + wire.nbytes)
@@ -204,6 +259,8 @@ class Transfers:
             return message
         value = self.ends.value_buffer(end.sizes, spec)
         coding.decode(message.tensor, value.tensor)
+        if end.has_headers:
+            message.freed = FREED(self._pool.device)
         self.ends.give_back(end.sizes, message)
         return value
 
@@ -211,7 +268,7 @@ class Transfers:
         """Receives what did not fit; returns a buffer with all of it."""
         rest = torch.empty(nbytes - buffer.capacity, dtype=torch.uint8)
         RECEIVED(sync_points.in_use.receive(end.host, rest, end.host_peer, tag))
-        larger = self._pool.make(self.ends.capacity(nbytes))
+        larger = self._pool.make(rounded(nbytes))
         larger.memory[: buffer.capacity] = buffer.memory
         larger.memory[buffer.capacity : nbytes] = rest
         self._pool.give_back(buffer)
@@ -220,12 +277,14 @@ class Transfers:
     def give_back(self, channel: int, buffer: Buffer) -> None:
         """Takes a received buffer that no action reads any more; see [Note: held buffers].
 
-        Sync: none. The next receive waits for the current stream, so it writes after all reads.
+        Sync: the next receive waits for the current stream as it is now, so it writes after reads.
         """
         end = self._ends[channel]
         assert end is not None
         del self._lent[buffer.address]
         sizes = end.sizes
+        if end.has_headers:
+            buffer.freed = FREED(self._pool.device)
         if sizes.coding is not None:
             self.ends.give_back(sizes, buffer)
         # A buffer of another capacity was made for a value that did not fit. It is freed: from the
@@ -257,11 +316,13 @@ class Transfers:
         nbytes = tensor.nbytes
         if not tensor.is_contiguous():
             tensor = tensor.contiguous()
+        if end.has_headers:
+            self._send_with_header(end, (channel, microbatch), tensor, spec, like)
+            return
         # The last condition is `begins_with_mark`, without a call.
         if (
             (spec is not None and spec != sizes.spec)
             or nbytes > sizes.capacity
-            or not self._is_tagged
             or (nbytes >= 8 and c_int64.from_address(tensor.data_ptr()).value == MARK)
         ):
             tensor = self._wrapped(end, (channel, microbatch), tensor, spec, like)
@@ -271,12 +332,10 @@ class Transfers:
         self._sending[channel, microbatch] = work, SENDING(tensor)
         self.is_in_doubt = False
 
-    def _wrapped(
+    def _send_with_header(
         self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None, like: Spec | None
-    ) -> torch.Tensor:
-        """Returns the message for a value that does not go as it is; see [Note: shapes].
-
-        Leaves `is_in_doubt` set: what belongs to the message may have been sent.
+    ) -> None:
+        """Sends a message to another device, and then its header from host to host.
 
         Args:
             end: Where to.
@@ -288,31 +347,48 @@ class Transfers:
         Raises:
             StepError: If no header says what the value looks like, or it is too large.
         """
-        message, capacity, tag = as_bytes(tensor), end.sizes.capacity, self._tag(*key)
-        # The host cannot read a mark on another device, and need not: all messages have headers.
-        needs_header = (
-            end.has_headers
-            or begins_with_mark(tensor)
-            or (spec is not None and spec != end.sizes.spec)
-        )
-        head = header(like or Spec.of(tensor)) if needs_header else None
+        head, message = header(like or Spec.of(tensor)), as_bytes(tensor)
+        self._check(end, spec)
+        self.is_in_doubt = True
+        self._note(end, spec)
+        work: Work = Done()
+        if len(message):
+            work = sync_points.in_use.send(end.group, message, end.peer, self._tag(*key))
+        self._sending[key] = work, SENDING(message)
+        self._start(key, head, end.host, end.host_peer, self._tag(*key))
+        self.is_in_doubt = False
+
+    def _check(self, end: End, spec: Spec | None) -> None:
+        """Refuses a value that cannot be sent; a gradient is as its value, and has no spec."""
         if spec is not None:
             end.sizes.check_size(spec)
             # A codec may fail here, and nothing has been noted or sent yet. So the step fails, and
             # the next one is right.
             end.sizes.ask(spec)
-        self.is_in_doubt = True
+
+    def _note(self, end: End, spec: Spec | None) -> None:
         if spec is not None:
             self.ends.note(end.sizes, spec)
-        if head is not None and end.has_headers:
-            self._start(key, head, end.host, end.host_peer, tag)
-        elif head is not None:
+
+    def _wrapped(
+        self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None, like: Spec | None
+    ) -> torch.Tensor:
+        """Returns the message for a value that does not go as it is; see [Note: shapes].
+
+        Leaves `is_in_doubt` set: what belongs to the message may have been sent. Arguments and
+        errors are those of `_send_with_header`.
+        """
+        message, capacity, tag = as_bytes(tensor), end.sizes.capacity, self._tag(*key)
+        needs_header = begins_with_mark(tensor) or (spec is not None and spec != end.sizes.spec)
+        head = header(like or Spec.of(tensor)) if needs_header else None
+        self._check(end, spec)
+        self.is_in_doubt = True
+        self._note(end, spec)
+        if head is not None:
             message = torch.cat((head, message))
         if len(message) > capacity:
-            self._start(key, message[capacity:].cpu(), end.host, end.host_peer, tag + 1)
-        if self._is_tagged or len(message) >= capacity:
-            return message[:capacity]
-        return torch.cat((message, message.new_zeros(capacity - len(message))))
+            self._start(key, message[capacity:], end.host, end.host_peer, tag + 1)
+        return message[:capacity]
 
     def _start(
         self, key: Key, message: torch.Tensor, group: dist.ProcessGroup, peer: int, tag: int
@@ -354,13 +430,10 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
         if end is None:
             return
-        key, head, tag = (channel, microbatch), header(None), self._tag(channel, microbatch)
+        key, tag = (channel, microbatch), self._tag(channel, microbatch)
+        to = (end.host, end.host_peer) if end.has_headers else (end.group, end.peer)
         self.is_in_doubt = True
-        if end.has_headers:
-            self._start(key, head, end.host, end.host_peer, tag)
-        if not self._is_tagged:
-            head = torch.zeros(end.sizes.capacity, dtype=torch.uint8, device=self._pool.device)
-        self._start(key, head, end.group, end.peer, tag)
+        self._start(key, header(None), *to, tag)
         self.is_in_doubt = False
 
     def receive_and_drop(self, channel: int, microbatch: int, spec: Spec | None) -> None:

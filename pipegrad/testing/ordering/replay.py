@@ -141,7 +141,9 @@ class Recording(OrderChecker):
         # then unknown, and NaN makes the difference visible.
         same = all(
             torch.equal(_bits(now), _bits(then))
-            for now, then in zip(operation.writes, collective.inputs, strict=True)
+            for now, then in zip(
+                operation.reads or operation.writes, collective.inputs, strict=True
+            )
         )
         for written, output in zip(operation.writes, collective.outputs, strict=True):
             if same:

@@ -216,7 +216,7 @@ def _operation(
 ) -> Operation | None:
     """Returns the operation of a call; None if it touched no memory, as a view does."""
     if signature.is_collective:
-        reads, writes = _collective_accesses(signature, arguments, args)
+        reads, writes = _collective_accesses(signature, arguments, args, kwargs)
         group = _group(signature, args, kwargs)
         work = None if group is None else _work(out)
         operation = Operation(signature.name, reads, writes, group, work, False, _nothing)
@@ -268,11 +268,16 @@ def _nothing() -> None:
 
 
 def _collective_accesses(
-    signature: _Signature, arguments: Sequence[torch.Tensor], args: tuple[object, ...]
+    signature: _Signature,
+    arguments: Sequence[torch.Tensor],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
 ) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
     """Returns the tensors that a collective reads and writes. Its schema does not have them."""
     name = signature.name.removeprefix("c10d.")
-    if name.startswith("send"):
+    if name.startswith("send") or (
+        name.startswith("broadcast") and _is_root(signature, args, kwargs)
+    ):
         return tuple(arguments), ()
     if name.startswith(
         ("_reduce_scatter", "_allgather", "reduce_scatter", "allgather", "alltoall")
@@ -280,6 +285,14 @@ def _collective_accesses(
         written = _tensors(args[0])
         return tuple(t for t in arguments if not any(t is w for w in written)), tuple(written)
     return (), tuple(arguments)  # in place, or written alone
+
+
+def _is_root(signature: _Signature, args: tuple[object, ...], kwargs: Mapping[str, object]) -> bool:
+    """Whether this rank sends what a broadcast gives all others."""
+    names = signature.arguments
+    group: Any = signature.argument(names.index("process_group"), args, kwargs)
+    root = signature.argument(names.index("root_rank"), args, kwargs)
+    return dist.ProcessGroup.unbox(group).rank() == root
 
 
 def _group(

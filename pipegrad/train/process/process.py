@@ -108,8 +108,11 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
         yield
         return
     _check_environment(os.environ)
+    # CUDA puts all streams into 8 hardware queues. A kernel that waits in a queue holds up all
+    # behind it: measured on an H200, a kernel waited 79 ms behind others' instead of 20.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     if "RANK" not in os.environ:
-        dist.init_process_group(store=HashStore(), rank=0, world_size=1)
+        dist.init_process_group(_backends(), store=HashStore(), rank=0, world_size=1)
         try:
             yield
         finally:
@@ -185,6 +188,18 @@ def _check_environment(variables: Mapping[str, str]) -> None:
         raise ConfigError(f"{complaint}. {_START}")
 
 
+def _backends() -> str:
+    """Returns the backends of the default group: of the CPU, and of an accelerator.
+
+    Without a name torch makes that of the accelerator alone.
+    """
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    if accelerator is None:
+        return "gloo"
+    kind = accelerator.type
+    return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
+
+
 def _join(timeout_seconds: float | None) -> None:
     """Makes the default process group of the ranks that the environment describes.
 
@@ -210,6 +225,7 @@ def _join(timeout_seconds: float | None) -> None:
         # The timeout to join must not become the timeout of every later use of the store.
         store.set_timeout(timedelta(minutes=30))  # as torch does
         dist.init_process_group(
+            _backends(),
             store=PrefixStore("default_pg", store),
             rank=of_rank,
             world_size=of_size,

@@ -87,7 +87,8 @@ def two_steps(
     where: Where, slow: Slow, *, threaded: bool = False, adopts: bool = False
 ) -> list[Result]:
     """Two steps of one bucket: zeroed, filled by producers, reduced in a comm stream, read."""
-    gradients = [[_full(where, 10 * step + key) for key in (1, 2)] for step in range(2)]
+    # Each producer adds 1: who copies a gradient too early copies a smaller one.
+    gradients = [[_full(where, 10 * step + key) for key in (0, 1)] for step in range(2)]
     results = [_full(where, 0, 3 * NUMEL + 3) for _ in range(2)]
     comm_stream = CommStream("comm_stream", where.device, threaded=threaded)
     made = _recorded(where)
@@ -108,7 +109,7 @@ def two_steps(
             with where.on(f"producer of {'ab'[number]}"):
                 sync_points.in_use.wait(made, where.device)
                 _pause(where, slow, f"producer of {'ab'[number]}")
-                gradient.add_(0)
+                gradient.add_(1)
                 bucket.note_stream()
                 if adopts:
                     bucket.claim()[number].copy_(gradient)

@@ -42,7 +42,9 @@ class World:
 
 CPU, GLOO = World("gloo", "cpu"), World("gloo", "cuda")
 NCCL = World("cpu:gloo,cuda:nccl", "cuda")
-EAGER = World("cpu:gloo,cuda:nccl", "cuda", is_eager=True)
+# Without gloo: torch before the mend of pytorch#192106 ends in a segmentation fault where a mesh
+# splits it, if an earlier world of this process had gloo too.
+EAGER = World("nccl", "cuda", is_eager=True)
 WORLDS = [
     pytest.param(CPU, id="gloo-cpu"),
     pytest.param(GLOO, id="gloo-cuda", marks=GPU),

@@ -581,6 +581,14 @@ def lengths_without_tags(checker: OrderChecker) -> Any:
 
 
 @program(GROWING)
+def encoded_without_tags(checker: OrderChecker) -> Any:
+    """A message is decoded into other memory, and the next one arrives in its place."""
+    del checker
+    with mock.patch.object(edges, "has_tags", return_value=False):
+        return pipeline(LENGTHS, codecs="bf16")
+
+
+@program(GROWING)
 def headers(checker: OrderChecker) -> Any:
     """What is read of a header that nobody has waited for is right all the same: no rank hangs."""
 
@@ -673,11 +681,12 @@ class Scale(nn.Module):
         return given * self.weight
 
 
-def pipeline(lengths: Sequence[int] = (0, 0)) -> list[list[float]]:
+def pipeline(lengths: Sequence[int] = (0, 0), **options: Any) -> list[list[float]]:
     """Steps of four microbatches; the gradient of either weight is the sum of the inputs.
 
     Args:
         lengths: Of the values of each step, all of whose elements are the length then.
+        **options: Of the Scheduler.
     """
     stage = Scale()
     scheduler = Scheduler(
@@ -687,6 +696,7 @@ def pipeline(lengths: Sequence[int] = (0, 0)) -> list[list[float]]:
         num_microbatches=4,
         loss_fn=lambda out, _: out.sum(),
         handlers=["noop"],
+        **options,
     )
     found = []
     for step, length in enumerate(lengths, 1):
