@@ -1,4 +1,15 @@
-"""The programs of the tests on a card, without one: right, and wrong without each site."""
+"""The programs of the tests on a card, without one: right, and wrong without each site.
+
+An hour on one card runs the files of this folder in this order, each in a process of its own and
+bounded in time. Files with timings come first and alone; then ranks may share the card:
+
+1. test_programs, test_streams, test_order_cuda, test_recording_on_card: 80 s.
+2. test_schedulers_on_one_card with ``-n 6``: 110 s. A case that hangs takes a minute.
+3. test_ranks_on_one_card, once with ``-k gloo-cuda``, with ``-k "nccl and not eager"`` and with
+   ``-k eager``; test_trainer_on_card: 70 s beside each other.
+4. benchmarks/card, benchmarks/host with ``--one-card``, on_cards.py of benchmarks/bucket_path with
+   ``--one-card``.
+"""
 
 from __future__ import annotations
 
