@@ -119,6 +119,63 @@ def test_what_nobody_holds_or_waits_for_is_seen(mutant: str, kind: str) -> None:
     assert any(gathered(list(map(str, violations))))
 
 
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        pytest.param(schedule, kind, marks=pytest.mark.ranks(num_ranks))
+        for schedule, kind, num_ranks in pairwise((*SCHEDULES, *SPLIT, *HEAD_FIRST), TIED, RANKS)
+    ],
+)
+def test_collectives_leave_as_the_program_says(schedule: str, kind: str) -> None:
+    """In its order, on each comm stream, and at the latest when a stage is final."""
+    options = {**tied(kind, schedule), "comm_streams": 2}
+    scheduler = make(2, schedule, stages(kind, schedule), **options)
+    optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=2**-9)
+    reducer, program = scheduler.sync._step._reducer, scheduler.program
+    left: dict[int, list[str]] = {0: [], 1: []}
+    late = list[str]()
+    here = scheduler.topology.coordinate("pp")
+    items = list(program.decoded(here))
+    proven: dict[int, list[str]] = {0: [], 1: []}
+    last, due = (
+        0,
+        dict[int, dict[int, list[str]]](),
+    )  # behind the last item of a stage: all until then
+    for item in items:
+        if item.op is Op.FINAL:
+            last = item.which
+        elif item.op is Op.LAUNCH:
+            collective = program.collectives[item.which]
+            proven[collective.comm_stream].append(collective.name)
+            due[last] = {stream: [*names] for stream, names in proven.items()}
+    names = {b.index: b for b in scheduler.sync.plan.buckets}
+    submit, stage_final = reducer.submit, scheduler.sync.stage_final
+
+    def submitted(comm_stream: int, task: Any, after: Any) -> Any:
+        if getattr(task, "func", None) == reducer._reduce:
+            (launch,) = task.args
+            left[comm_stream].append(names[launch.bucket].name_of(launch.step))
+        return submit(comm_stream, task, after)
+
+    def final(stage: int) -> None:
+        stage_final(stage)
+        for stream, expected in due.get(stage, {}).items():
+            late.extend(expected[len(left[stream]) :])
+
+    with (
+        closing(scheduler),
+        mock.patch.object(reducer, "submit", submitted),
+        mock.patch.object(scheduler.sync, "stage_final", final),
+    ):
+        for _ in range(2):  # a first step, and another
+            step(scheduler)
+            optimizer.zero_grad()
+            assert left == proven
+            assert late == []
+            assert sum(map(len, left.values())) > 0
+            left.update({0: [], 1: []})
+
+
 # What split backward keeps of a microbatch until its weights' gradients are computed.
 
 
