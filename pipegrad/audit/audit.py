@@ -31,7 +31,7 @@ from pipegrad.audit.order import ordered
 from pipegrad.audit.placed import Placed
 from pipegrad.audit.report import Finding, Report, merged
 from pipegrad.audit.watch import PATIENCE_SECONDS, Gradients, Seen, watched
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import PlanError
 from pipegrad.pipeline.batch.trees import flattened
 
@@ -134,8 +134,7 @@ class Audit:
         """
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
-        batches = list[Batch]()
-        agree("the audit", lambda: batches.extend(checked(self, steps, None)))
+        batches, _ = agree_keeping("the audit", lambda: (checked(self, steps, None), None))
         shares = [_shares(batch, self.num_replicas)[self.replica] for batch in batches]
         return ordered([functools.partial(self.step, *share) for share in shares])
 

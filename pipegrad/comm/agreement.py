@@ -26,6 +26,7 @@ from pipegrad.comm.store import SignedStore
 from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
 
 T = TypeVar("T")
+Own = TypeVar("Own")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
@@ -73,6 +74,8 @@ def agree(
 ) -> list[T]:
     """Runs `function` on every rank and returns all results, or raises the same error on all ranks.
 
+    `agree_keeping` is for a function that makes something this rank keeps, too.
+
     Put everything into `function` that can fail on one rank alone: files, imports, devices,
     configuration. Then its error is raised on all ranks. All of `ranks` must call `agree` in the
     same order, or name the meeting. Equal results are stored once.
@@ -94,15 +97,47 @@ def agree(
         MessageError: If another program has written what is read.
         Exception: The error of `function`, if it is the same on all ranks.
     """
+    _, results = agree_keeping(
+        what,
+        lambda: (None, function()),
+        ranks=ranks,
+        timeout_seconds=timeout_seconds,
+        meeting=meeting,
+    )
+    return results
+
+
+def agree_keeping(
+    what: str,
+    function: Callable[[], tuple[Own, T]],
+    *,
+    ranks: Sequence[int] | None = None,
+    timeout_seconds: float = AGREE_SECONDS,
+    meeting: str | None = None,
+) -> tuple[Own, list[T]]:
+    """Runs `function` as `agree` does; returns what this rank keeps, and the replies of all ranks.
+
+    Args:
+        what: As for `agree`.
+        function: Takes nothing, and returns two things. The first stays on this rank, and may be
+            anything. The second is this rank's reply: plain data.
+        ranks: As for `agree`.
+        timeout_seconds: As for `agree`.
+        meeting: As for `agree`.
+
+    Raises:
+        PipegradError: As `agree` does.
+    """
     if not dist.is_initialized():
-        return [_alone(what, function)]
+        own, reply = _alone(what, function)
+        return own, [reply]
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     error: BaseException | None = None
     began: float | None = None
-    outcome: T | _Failure
+    outcome: tuple[Own, T] | _Failure
     try:
         outcome = function()
-        payload = plain.dumps(outcome)
+        payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, str(caught))
         payload = plain.dumps(outcome)
@@ -123,9 +158,9 @@ def agree(
     names = [str(dist.get_rank()), _digest(payload), "verdict"]
     _delete_last(members, [f"{prefix}/{name}" for name in names])
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
-    if failures:
+    if failures or isinstance(outcome, _Failure):
         _raise_failures(what, failures, len(members), error, began)
-    return [x for x in results if not isinstance(x, _Failure)]
+    return outcome[0], [x for x in results if not isinstance(x, _Failure)]
 
 
 def _raise_failures(

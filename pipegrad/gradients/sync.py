@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
 from pipegrad.comm.watch.watch import Bounded, watch
@@ -471,9 +471,9 @@ class GradientSync:
             AgreementError: On all ranks, if ranks differ, or one of them fails.
             StepError: In its ``step()``, if there are no gradients that were not stepped yet.
         """
-        ranks, made = sorted(self.topology.ranks), list[Any]()
+        ranks = sorted(self.topology.ranks)
 
-        def make() -> str:
+        def make() -> tuple[Any, str]:
             self.refuse_closed()
             locations = Locations(self.topology, self.plan)
             parts = parts_of(
@@ -483,7 +483,7 @@ class GradientSync:
                 records=[r for r in self.manifest.parameters if r.requires_grad],
                 matrices=self.plan.matrices,
             )
-            optimizer, description = named_optimizer(
+            return named_optimizer(
                 parts,
                 group_of,
                 sharded=self.plan.sharded,
@@ -492,14 +492,14 @@ class GradientSync:
                 joined_locations={r.key: locations.joined(r.key) for r in self.records()},
                 strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
-            made.append(optimizer)
-            return description
 
-        replies = agree("the optimizer", make, ranks=ranks, timeout_seconds=self._agree_seconds)
+        optimizer: Optimizer
+        optimizer, replies = agree_keeping(
+            "the optimizer", make, ranks=ranks, timeout_seconds=self._agree_seconds
+        )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.take()
-        self._step.watch.adopt(made[0])
-        optimizer: Optimizer = made[0]
+        self._step.watch.adopt(optimizer)
         return optimizer
 
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
@@ -674,20 +674,19 @@ class GradientSync:
         name = self.plan.independent_by
         if not name:
             return None
-        made = list[OuterOptimizer]()
         # A strong reference would keep this object, and its threads, until the process ends.
         alone = weakref.proxy(self)
 
-        def make() -> None:
+        def make() -> tuple[OuterOptimizer, None]:
             try:
-                made.append(self.handlers[name].plugin.outer_optimizer(alone))
+                return self.handlers[name].plugin.outer_optimizer(alone), None
             except Exception as error:
                 raise PlanError(f"handler {name!r}: {in_words(error)}") from error
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
-        agree("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
+        outer, _ = agree_keeping("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
         self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone)
-        return made[0]
+        return outer
 
     def _step_outer(self) -> None:
         """Steps the outer optimizer if it is due; a failure is final for this rank, and posted."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, refuse_moved
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
@@ -97,22 +97,21 @@ class Adapting:
         return True
 
     def _agreed(self, generator: MeasuredGenerator, step: int) -> Schedule:
-        made = list[Schedule]()
         pipeline, own = self._pipeline, self.schedule
         num_ranks = pipeline.topology.size(pipeline.topology.pipeline)
 
-        def make() -> str:
+        def make() -> tuple[Schedule, str]:
             schedule = generate(
                 registry.resolve(generator),
                 num_ranks=num_ranks,
                 num_microbatches=own.num_microbatches,
             )
-            made.append(fed(schedule, pipeline.wiring))
-            _ = made[0].ticks  # raises if it cannot be run on this wiring
-            return f"stages on ranks {made[0].stage_to_rank}\n{made[0]}"
+            fitted = fed(schedule, pipeline.wiring)
+            _ = fitted.ticks  # raises if it cannot be run on this wiring
+            return fitted, f"stages on ranks {fitted.stage_to_rank}\n{fitted}"
 
         ranks = sorted(pipeline.topology.ranks)
-        replies = agree(
+        schedule, replies = agree_keeping(
             "another schedule",
             make,
             ranks=ranks,
@@ -120,5 +119,5 @@ class Adapting:
             meeting=f"{self._name}/schedule/{step}",
         )
         same("the schedule", dict(zip(ranks, replies, strict=True)))
-        refuse_moved(made[0], own)
-        return made[0]
+        refuse_moved(schedule, own)
+        return schedule

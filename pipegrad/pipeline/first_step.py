@@ -24,7 +24,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 
-from pipegrad.comm.agreement import Board, agree, same
+from pipegrad.comm.agreement import Board, agree_keeping, same
 from pipegrad.comm.failures import FAILED_ELSEWHERE
 from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError, StepError
 from pipegrad.pipeline.batch.microbatch import Batch
@@ -130,33 +130,30 @@ def run_first_step(
     board = Board(f"{context.name}/{context.notice.step}/{pipeline[0]}")
     specs = LearnedSpecs(board, wait_seconds)
     first = StepKind(context, schedule, links, specs, depth=0, forward_only=forward_only)
-    outcomes: list[StepResult | BaseException] = []
 
-    def learn() -> _Learned | None:
+    def learn() -> tuple[StepResult | BaseException, _Learned | None]:
         # An error is not raised inside of `agree`, which would raise it on all ranks in its own
         # words. It is raised behind `agree`, when all ranks have ended the step.
         try:
-            outcomes.append(first.run(batch))
-        except BaseException as error:
-            outcomes.append(error)
-            if isinstance(error, StallError):
-                raise  # the job has ended: nobody comes to `agree` any more
-            return None
+            result = first.run(batch)
+        except StallError:
+            raise  # the job has ended: nobody comes to `agree` any more
+        except BaseException as error:  # noqa: BLE001 - raised behind `agree`
+            return error, None
         known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
         divisor = first.divisors(batch)[1]
         batches = context.batches
         passed = {name: int(number) for name, number in batches.passed.items()}
-        return _Learned(known, divisor, first.terms.metrics, batches.rows, passed)
+        return result, _Learned(known, divisor, first.terms.metrics, batches.rows, passed)
 
     ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
-    replies = agree(
+    outcome, replies = agree_keeping(
         f"the first {'evaluation' if forward_only else 'step'} of a Scheduler",
         learn,
         ranks=ranks,
         timeout_seconds=wait_seconds,
     )
-    outcome = outcomes[0]
     if isinstance(outcome, BaseException):
         raise outcome
     learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
@@ -80,6 +80,9 @@ class WiredPipeline:
     codecs: CodecChoice
 
 
+_Own = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
+
+
 def agree_on_wiring(
     stages: Sequence[Stage] | StageSource,
     topology: Topology,
@@ -100,16 +103,14 @@ def agree_on_wiring(
     Raises:
         PipegradError: If anything does not fit together; on all ranks alike.
     """
-    own: tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice] | None = None
     source = None if isinstance(stages, Sequence) else stages
     labels: Names = ()
     if source is not None and loss_fn is None:
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
-    def describe() -> tuple[str, str, Ends]:
+    def describe() -> tuple[_Own, tuple[str, str, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
-        nonlocal own
         if reduction not in REDUCTIONS:
             raise ScheduleError(
                 f"loss_reduction is {reduction!r}, expected one of {list(REDUCTIONS)}"
@@ -133,17 +134,18 @@ def agree_on_wiring(
         words += later_words(schedule)
         if source is not None:
             words += f", {source!r}"
-        return f"{words}\n{generated}", choice.identity, ends
+        return own, (f"{words}\n{generated}", choice.identity, ends)
 
     ranks = sorted(topology.ranks)
-    replies = agree("Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds)
+    own, replies = agree_keeping(
+        "Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds
+    )
     by_rank = dict(zip(ranks, replies, strict=True))
     same("the schedule", {rank: words for rank, (words, _, _) in by_rank.items()})
     same("codecs", {rank: words for rank, (_, words, _) in by_rank.items()})
     # All ranks have the same replies, so an error below is raised on all of them.
     wiring = wired({rank: ends for rank, (_, _, ends) in by_rank.items()})
     check_whole(whole, wiring)
-    assert own is not None
     generated, placed, made, bound, choice = own
     choice.check(hops_of(wiring, generated.stage_to_rank))
     fitted = fed(generated, wiring)

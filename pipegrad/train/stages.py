@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import ConfigError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.cut_stage import BATCH
@@ -82,46 +82,48 @@ def build_stages(
 
 def _load_model(job: Job, topology: Topology, sample: Sample) -> Cut:
     """Cuts a model of transformers on every rank, and gives its own stages their values."""
-    model, cuts = job.model(), list[Cut]()
+    model = job.model()
 
-    def cut() -> None:
+    def make() -> tuple[Cut, None]:
         assert isinstance(sample.inputs, Mapping)
         if sample.tokenizer is None:
             check_batch(job.config, model, sample.inputs)
         else:
             check_tokenizer(job.config, model, sample.tokenizer)
-        cuts.append(job.cut(model))
-        check_parameters(job.config, cuts[0])
+        cut = job.cut(model)
+        check_parameters(job.config, cut)
+        return cut, None
 
-    agree("the model", cut, timeout_seconds=_PREPARE_SECONDS)
-    load_stages(job.config, cuts[0], topology.local_stages)
-    return cuts[0]
+    cut, _ = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
+    load_stages(job.config, cut, topology.local_stages)
+    return cut
 
 
 def _make_model(job: Job, topology: Topology) -> Cut:
     """Makes and cuts the model on every rank; those of other ranks have no memory if possible."""
     make = partial(job.factory_model, topology=topology)
-    outlines: list[PartialModel] = []
-    cuts: list[Cut] = []
     is_outlined = len(topology.local_stages) < topology.num_stages
 
-    def outline() -> bool:
+    def outline() -> tuple[PartialModel | None, bool]:
         if is_outlined:
             try:
-                outlines.append(PartialModel(make))
+                return PartialModel(make), True
             except Exception:  # noqa: BLE001 - the whole model shows what is wrong
-                return False
-        return True
+                return None, False
+        return None, True
 
     # A factory may communicate. So all ranks make the model in parts, or all make it whole.
-    in_parts = all(agree("the outline of the model", outline, timeout_seconds=_PREPARE_SECONDS))
+    partial_model, replies = agree_keeping(
+        "the outline of the model", outline, timeout_seconds=_PREPARE_SECONDS
+    )
+    in_parts = all(replies)
 
     def model() -> nn.Sequential:
-        if in_parts and outlines:
-            modules = job.cut(outlines[0].outline).modules
+        if in_parts and partial_model is not None:
+            modules = job.cut(partial_model.outline).modules
             layers = [n for s in topology.local_stages for n, _ in modules[s].named_children()]
             try:
-                return outlines[0].made(layers)
+                return partial_model.made(layers)
             except NotInPartsError:
                 pass
         whole = make()
@@ -134,18 +136,18 @@ def _make_model(job: Job, topology: Topology) -> Cut:
             )
         return whole
 
-    def made() -> tuple[object, dict[str, str]]:
+    def made() -> tuple[Cut, tuple[object, dict[str, str]]]:
         whole = model()
-        cuts.append(job.cut(whole))
-        check_parameters(job.config, cuts[0])
+        cut = job.cut(whole)
+        check_parameters(job.config, cut)
         location = tuple(topology.coordinate(axis) for axis in job.config.parallel.dimensions)
-        return location, digests_of(whole)
+        return cut, (location, digests_of(whole))
 
     # Ranks of one location, which is along the dimensions that a factory may shard along, must
     # have the same values.
-    replies = agree("the model", made, timeout_seconds=_PREPARE_SECONDS)
-    check_alike(job.config, dict(enumerate(replies)))
-    return cuts[0]
+    cut, digests = agree_keeping("the model", made, timeout_seconds=_PREPARE_SECONDS)
+    check_alike(job.config, dict(enumerate(digests)))
+    return cut
 
 
 def _try_out(job: Job, topology: Topology, cut: Cut, own: list[Stage], sample: Sample) -> None:

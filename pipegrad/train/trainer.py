@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from rich.console import RenderableType
 
-from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch.watch import Bounded, watch
 from pipegrad.gradients.grad_scaler import GradScaler
 from pipegrad.partition.cut_model import Cut
@@ -282,16 +282,14 @@ class Trainer:
     # Before the first step.
 
     def _agreed_configuration(self, load: Callable[[], Config]) -> Config:
-        own = list[Config]()
+        def loaded() -> tuple[Config, dict[str, str]]:
+            config = load()
+            return config, {key: str(value) for key, value in config.flat().items()}
 
-        def loaded() -> dict[str, str]:
-            own.append(load())
-            return {key: str(value) for key, value in own[0].flat().items()}
-
-        values = agree("the configuration", loaded)
+        config, values = agree_keeping("the configuration", loaded)
         for key in dict.fromkeys(key for flat in values for key in flat):
             same(key, {rank: flat.get(key, "None") for rank, flat in enumerate(values)})
-        return own[0]
+        return config
 
     def _prepare(self, config: Config) -> str:
         """Makes the job and chooses the device; returns its type."""

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, same, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.model.ties import plain_name
 from pipegrad.partition.weights.files import Weights, extra, listed
@@ -55,15 +55,14 @@ def meta_model(
         WeightsError: If the directory is missing.
         AgreementError: If ranks have different configurations.
     """
-    models = list[Any]()
 
-    def make() -> str:
-        models[:] = [_made(source, kind, dtype)]
-        return _digest(models[0])
+    def make() -> tuple[PreTrainedModel, str]:
+        model = _made(source, kind, dtype)
+        return model, _digest(model)
 
-    digests = agree("make the model", make, timeout_seconds=_patience("cpu"))
+    model, digests = agree_keeping("make the model", make, timeout_seconds=_patience("cpu"))
     same("the configuration of the model", dict(enumerate(digests)))
-    return models[0]
+    return model
 
 
 def load_stages(

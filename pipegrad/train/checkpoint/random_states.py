@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree_keeping
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.packed import pack, unpack_entry
 from pipegrad.train.data.corpus import mixed
@@ -81,14 +81,13 @@ class RandomStates:
         Raises:
             PipegradError: If they cannot be read; on all ranks.
         """
-        states: dict[str, dict[str, Any]] = {}
 
-        def unpacked() -> tuple[bool, bool]:
-            states.update({key: unpack_entry(key, tensor) for key, tensor in read.items()})
+        def unpacked() -> tuple[dict[str, dict[str, Any]], tuple[bool, bool]]:
+            states = {key: unpack_entry(key, tensor) for key, tensor in read.items()}
             fits = self.key in states and states[self.key]["layout"] == self._layout
-            return fits, any(state["drawn"] for state in states.values())
+            return states, (fits, any(state["drawn"] for state in states.values()))
 
-        replies = agree("the random states", unpacked)
+        states, replies = agree_keeping("the random states", unpacked)
         self._had_drawn = any(drawn for _, drawn in replies)
         if all(fits for fits, _ in replies):
             self._set(states[self.key])

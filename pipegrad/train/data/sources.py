@@ -8,7 +8,7 @@ from functools import partial
 
 from torch import Tensor
 
-from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import Corpus, files_of, open_corpus
@@ -46,29 +46,27 @@ def read_texts(config: Config) -> Texts:
     if config.data.dataset is not None:
         return Texts(None, None, None)
     keys = ["data.files", "eval.files"] if config.eval.files else ["data.files"]
-    own: list[Tokenizer] = []
 
-    def make_tokenizer() -> str:
-        own.append(tokenizer_of(config))
-        return own[0].digest
+    def make_tokenizer() -> tuple[Tokenizer, str]:
+        tokenizer = tokenizer_of(config)
+        return tokenizer, tokenizer.digest
 
-    same("the tokenizer", dict(enumerate(agree("the tokenizer", make_tokenizer))))
+    tokenizer, digests = agree_keeping("the tokenizer", make_tokenizer)
+    same("the tokenizer", dict(enumerate(digests)))
     written = {
-        key: shared_token_file(config, key, files, own[0])
+        key: shared_token_file(config, key, files, tokenizer)
         for key in keys
         if (files := files_of(config, key))
     }
-    corpora: dict[str, Corpus] = {}
 
-    def open_corpora() -> str:
-        for key in keys:
-            corpora[key] = open_corpus(config, key, own[0], written.get(key))
+    def open_corpora() -> tuple[dict[str, Corpus], str]:
+        corpora = {key: open_corpus(config, key, tokenizer, written.get(key)) for key in keys}
         _check_held_out(config, corpora)
-        return " ".join(corpus.digest for corpus in corpora.values())
+        return corpora, " ".join(corpus.digest for corpus in corpora.values())
 
-    replies = agree("the text", open_corpora, timeout_seconds=_OPEN_SECONDS)
-    same("the text", dict(enumerate(replies)))
-    return Texts(own[0], corpora["data.files"], corpora.get("eval.files"))
+    corpora, digests = agree_keeping("the text", open_corpora, timeout_seconds=_OPEN_SECONDS)
+    same("the text", dict(enumerate(digests)))
+    return Texts(tokenizer, corpora["data.files"], corpora.get("eval.files"))
 
 
 def _check_held_out(config: Config, corpora: dict[str, Corpus]) -> None:

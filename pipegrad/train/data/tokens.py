@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
-import torch.distributed as dist
 
 from pipegrad import run_files
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree_keeping
 from pipegrad.errors import ConfigError
 from pipegrad.train.checkpoint.writer.space import why_not_written
 from pipegrad.train.config import Config, path_of
@@ -88,27 +87,27 @@ def shared_token_file(
     # another way write their own files. These are the same, and the last one counts.
     machine = os.environ.get("GROUP_RANK", "0")
     is_first = os.environ.get("LOCAL_RANK", "0") == "0"
-    own: list[TokenFile | str] = []
 
-    def write() -> tuple[str, TokenFile | str | None]:
+    def write() -> tuple[TokenFile | str | None, tuple[str, TokenFile | str | None]]:
+        own: TokenFile | str | None = None
         if is_first:
             try:
-                own.append(write_tokens(config, key, files, tokenizer))
+                own = write_tokens(config, key, files, tokenizer)
             except ConfigError as error:
-                own.append(str(error))
-        return machine, own[0] if own else None
+                own = str(error)
+        return own, (machine, own)
 
-    def read() -> TokenFile:
+    def read() -> tuple[TokenFile, None]:
         # What the first rank of a machine says of its text is said by all ranks of this machine.
         of_machine = [x for name, x in written if name == machine and x is not None]
-        file = [*own, *of_machine][0]
+        file = of_machine[0] if own is None else own
         if isinstance(file, str):
             raise ConfigError(file)
-        return file
+        return file, None
 
     subject = f"the text of {key}"
-    written = agree(subject, write, timeout_seconds=_WRITE_SECONDS)
-    return agree(subject, read)[dist.get_rank()]
+    own, written = agree_keeping(subject, write, timeout_seconds=_WRITE_SECONDS)
+    return agree_keeping(subject, read)[0]
 
 
 def write_tokens(config: Config, key: str, files: Sequence[str], tokenizer: Tokenizer) -> TokenFile:
