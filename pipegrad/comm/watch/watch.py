@@ -27,6 +27,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from threading import Event
 from weakref import WeakKeyDictionary, ref
 
@@ -98,6 +99,8 @@ class Watch:
         self._is_taken = False
         self._wake = Event()  # for the thread of the store
         self._stopped = Event()
+        # Time in a debugger does not count; see [Note: debuggers].
+        self._has_told = self._waits_for_debugger = False
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=target, name=f"pipegrad {name}", daemon=True)
@@ -187,7 +190,8 @@ class Watch:
         # Another default process group needs another watch. It has one.
         while not self._stopped.wait(_POLL_SECONDS) and dist.group.WORLD is self._world():
             now = time.monotonic()
-            if now - last > _SUSPENDED_SECONDS:
+            is_debugged = self._waits_for_debugger or in_debugger()
+            if is_debugged or now - last > _SUSPENDED_SECONDS:
                 # This process was suspended, perhaps with the whole job: it gets its time back.
                 give_back(now - last, before=last)
                 self._alarm_since += now - last
@@ -212,13 +216,13 @@ class Watch:
             return 0.0
         return _LIMIT_SECONDS if self._has_reached_store else _REPORT_SECONDS
 
-    def _late(self) -> str | None:
-        """Returns words about an activity that has taken longer than it may."""
+    def _late(self, share: float = 1.0) -> str | None:
+        """Returns words about an activity that has taken longer than a share of what it may."""
         now = time.monotonic()
         for stack in activities().values():
             for activity in stack:
                 limit = activity.within_seconds
-                if limit is not None and now - activity.since > limit:
+                if limit is not None and now - activity.since > share * limit:
                     return f"{activity.what} took longer than {limit:g} s on rank {self._rank}"
         return None
 
@@ -254,6 +258,7 @@ class Watch:
                 self._wake.clear()
                 if self._alarm is None:
                     self._processes.learn()
+                    self._ask_for_debugger()
                 if self._alarm is None and self.minds_ends:
                     if self._processes.has_lost():
                         self._raise_alarm("")
@@ -270,6 +275,18 @@ class Watch:
             if self._alarm is not None:
                 is_store = isinstance(error, dist.DistError | RuntimeError)
                 self._take(self._own_report(self._no_store if is_store else repr(error)))
+
+    def _ask_for_debugger(self) -> None:
+        """Tells other ranks that this one is in a debugger; late ones ask whether another is."""
+        key, is_in = self._key("debugger"), in_debugger()
+        if is_in:
+            self._store.set(key, str(self._rank))
+        elif self._has_told:
+            self._store.delete_key(key)
+        self._has_told = is_in
+        self._waits_for_debugger = (
+            not is_in and self._late(share=0.5) is not None and self._store.check([key])
+        )
 
     def _say_who_is_late(self) -> None:
         """Shows for which ranks an agreement waits, if it waits long; on one rank of them."""
@@ -401,6 +418,26 @@ _NO_STORE = (
     "ended or is stopped"
 )
 _KEEPER = "keeps the key-value store: it has ended, or the connection to it is lost"
+
+
+# [Note: debuggers] Someone who looks at a rank in a debugger may take his time. The clocks of that
+# rank stop while its main thread is below pdb, or what is built like it, and while another process
+# traces it, as gdb does. It says so in the store. A rank that has used half of its time for a verb
+# looks there, and its clocks stop, too. Timeouts of torch's process groups go on.
+_DEBUGGERS = ("/bdb.py", "/pydevd", "/debugpy/")
+
+
+def in_debugger() -> bool:
+    """Whether the main thread is in a debugger, or another process traces this one."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    while frame is not None:
+        if any(part in frame.f_code.co_filename for part in _DEBUGGERS):
+            return True
+        frame = frame.f_back
+    with contextlib.suppress(OSError):  # not every system has it
+        status = Path("/proc/self/status").read_text()
+        return "TracerPid:\t0\n" not in status and "TracerPid:" in status
+    return False
 
 
 def watch() -> Watch | None:

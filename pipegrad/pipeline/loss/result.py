@@ -75,7 +75,9 @@ class Message:
     def read(self) -> list[float]:
         """Returns the sums. The host waits for them, the first time."""
         if self._read is None:
-            self._read = self.sums().tolist()
+            # On a device only this waits for it: a step that hangs there is found here.
+            with Bounded("the loss of a step", self._ranks):
+                self._read = self.sums().tolist()
         return self._read
 
     @property

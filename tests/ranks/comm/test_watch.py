@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import io
+import pdb
 import threading
 import time
 import weakref
@@ -48,8 +49,10 @@ class Sleeper(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
-def scheduler(rank: int, limit: float = LIMIT) -> tuple[Scheduler, Sleeper]:
-    module = Sleeper(rank)
+def scheduler(
+    rank: int, limit: float = LIMIT, module: Sleeper | None = None
+) -> tuple[Scheduler, Sleeper]:
+    module = module or Sleeper(rank)
     made = Scheduler(
         [Stage(module, rank)],
         Topology.create(pipeline=dist.get_world_size()),
@@ -214,3 +217,52 @@ def test_activities_are_gone_when_they_have_ended_and_threads_when_a_rank_leaves
 
 def test_one_rank_alone_has_no_watch() -> None:
     assert watch() is None
+
+
+# Debuggers.
+
+
+class Prompt(io.StringIO):
+    """What someone types, who thinks for some seconds before each line."""
+
+    def readline(self, *_: Any) -> str:  # type: ignore[override]
+        time.sleep(3.0)
+        return "continue\n"
+
+
+class Examined(Sleeper):
+    """A stage in whose second step someone looks at one rank."""
+
+    def __init__(self, rank: int, *, by_debugger: bool) -> None:
+        super().__init__(rank)
+        self.rank, self.by_debugger = rank, by_debugger
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.number += 1
+        if self.number == 4 and self.rank == 1:
+            prompt = Prompt()
+            if self.by_debugger:
+                pdb.Pdb(stdin=prompt, stdout=io.StringIO()).set_trace()
+            else:
+                prompt.readline()
+        return self.linear(x)  # type: ignore[no-any-return]
+
+
+def examined(by_debugger: bool) -> str:
+    rank = dist.get_rank()
+    made, _ = scheduler(rank, limit=2.0, module=Examined(rank, by_debugger=by_debugger))
+    try:
+        losses = [step(made) for _ in range(3)]
+    except StallError as error:
+        return str(error)
+    made.close()
+    return f"{len(losses)} steps"
+
+
+@pytest.mark.parametrize("by_debugger", [True, False])
+def test_time_in_a_debugger_does_not_count(by_debugger: bool) -> None:
+    found = run_ranks(examined, 2, by_debugger)
+    if by_debugger:
+        assert found == ["3 steps"] * 2
+    else:
+        assert all(text.startswith("rank 1 was in scheduler.step() 2") for text in found)
