@@ -12,6 +12,7 @@ import hmac
 import os
 import secrets
 import socket
+import time
 from collections.abc import Sequence
 from datetime import timedelta
 from functools import cache
@@ -25,6 +26,7 @@ from pipegrad.errors import MessageError
 
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
 LOOPBACK = "127.0.0.1"
+_SLICE_SECONDS = 1.0  # of a wait
 _MARK = b"pipegrad signed "
 _HEAD = len(_MARK) + 32
 
@@ -108,8 +110,20 @@ class SignedStore:
         """
         if timeout is None:
             self.raw.wait(list(keys))
-        else:
-            self.raw.wait(list(keys), timeout)
+            return
+        # In slices: an exception for the main thread is raised when it comes back to Python.
+        left = timeout.total_seconds()
+        while True:
+            began, slice_seconds = time.monotonic(), min(left, _SLICE_SECONDS)
+            try:
+                self.raw.wait(list(keys), timedelta(seconds=slice_seconds))
+            except RuntimeError:
+                taken = time.monotonic() - began
+                left -= taken
+                if left <= 0 or taken < 0.9 * slice_seconds:  # no timeout of the slice
+                    raise
+            else:
+                return
 
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
 import faulthandler
 import os
 import sys
@@ -178,7 +179,7 @@ class Watch:
         try:
             self._look()
         except Exception:
-            if self.has_alarm and not self._is_taken:
+            if self.has_alarm and not self._is_taken and self.minds_ends:
                 os._exit(STALLED)
             raise
         finally:
@@ -238,7 +239,10 @@ class Watch:
             _has_alarm = True
 
     def _leave_wait(self, report: FailureReport) -> None:
-        """Makes waits of the main thread fail; ends the process if it does not come back."""
+        """Makes waits of the main thread fail, and then what it runs, if it does not come back.
+
+        Only `pipegrad train` and `launch` end the process: another one is its user's.
+        """
         if not self._is_taken:
             # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
             self._threads.append(threading.Thread(target=cut_all, daemon=True))
@@ -246,8 +250,11 @@ class Watch:
         deadline = time.monotonic() + _LEAVE_SECONDS
         while not self._is_taken and time.monotonic() < deadline:
             time.sleep(_TICK_SECONDS)
-        if not self._is_taken and dist.group.WORLD is self._world():
+        if self._is_taken or dist.group.WORLD is not self._world():
+            return
+        if self.minds_ends:
             os._exit(report.exit_code)
+        _raise_in_main_thread(report.cause)
 
     # The thread that talks to the store.
 
@@ -482,6 +489,20 @@ class Bounded(Activity):
             # A symptom: another rank has ended, or its machine is gone. The watch knows more.
             words = f"Rank {dist.get_rank()} lost the connection in {self.what}"
             raise StallError(own.fail(lost, words=words).cause) from lost
+
+
+def _raise_in_main_thread(words: str) -> None:
+    """Raises a StallError in the main thread, where it runs Python or comes back to Python."""
+
+    class StalledError(StallError):
+        def __init__(self) -> None:
+            super().__init__(words)
+
+    StalledError.__name__ = StalledError.__qualname__ = StallError.__name__
+    StalledError.__module__ = StallError.__module__
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(
+        ctypes.c_ulong(threading.main_thread().ident or 0), ctypes.py_object(StalledError)
+    )
 
 
 def _is_of_torchrun() -> bool:

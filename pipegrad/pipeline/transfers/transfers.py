@@ -23,8 +23,10 @@ enqueues a receive of exactly that size.
 it is enqueued before the send, it may wait for ever, since the host of this rank may wait for it: a
 kernel that is used for the first time is loaded behind all kernels that run. Streams share hardware
 queues, so work of another stream may wait for it, too. A receive that is enqueued behind its send
-can wait only for work that was enqueued earlier, so no circle can close. It is on a side stream,
-which waits for the last reader of the memory and for nothing else of this rank.
+waits only for work that was enqueued before it. It is on a side stream, which waits for the last
+reader of the memory and for nothing else of this rank. A send runs until its receive is there, and
+the host of the receiver comes to it, unless it loads a kernel behind a send of its own: two ranks
+that do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kernels before.
 
 [Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
