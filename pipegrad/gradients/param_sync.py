@@ -282,8 +282,7 @@ class ParameterSync:
         self.is_moving = False
 
     def forget(self) -> None:
-        """Notes that all ranks have the same parameters now, so nothing is due."""
-        self.is_due = self._is_done = False
+        """Notes that all ranks have the same parameters now, whoever has changed them."""
         self._versions.clear()
 
     def take_blocked_seconds(self) -> float:
