@@ -13,7 +13,7 @@ from pipegrad.plan.routes import Route, signature
 from pipegrad.plugins.handler import BUCKET_BYTES, ParameterRecord, Placement, ReductionStep
 
 _ALIGN_BYTES = 64
-_BUCKETS_THAT_GO = 16  # two or three of them are in memory at a time
+_BUCKETS_THAT_GO = 10  # two or three of them are in memory at a time
 _LEAST_BYTES = 2**20  # a smaller message costs as much
 
 
@@ -201,7 +201,7 @@ def make_buckets(
         manifest: The agreed model.
         kinds: Each parameter, with its `empty_bucket`.
         capacity_bytes: Bytes on the wire at which a bucket is closed. None for the default: at most
-            `BUCKET_BYTES`; and with SHARD or WHOLE a sixteenth of all that is sent alike. The
+            `BUCKET_BYTES`; and with SHARD or WHOLE a tenth of all that is sent alike. The
             memory of such a bucket goes when it was reduced, so small ones take less memory.
     """
     # Backward completes gradients in the reverse order of the model. With buckets in this order,

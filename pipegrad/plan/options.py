@@ -26,7 +26,7 @@ class GradientOptions:
     Attributes:
         bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient has its own bucket.
             None: 25 MiB. With SHARD and WHOLE, where the memory of a bucket goes when it was
-            reduced, also at most a sixteenth of these gradients, and at least 1 MiB.
+            reduced, also at most a tenth of these gradients, and at least 1 MiB.
         reduce_dtype: dtype on the wire. None: the dtype of each gradient, so nothing is copied.
         sum_dtype: dtype in which the parts of ranks are added, if it is wider than the dtype on the
             wire. The sum is rounded once. None: the dtype on the wire.

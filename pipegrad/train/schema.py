@@ -100,7 +100,7 @@ class Gradients(Table):
     bucket_bytes: int | None = Field(
         default=None,
         ge=0,
-        description="wire bytes at which a bucket closes; else 25 MiB, and of shards a sixteenth",
+        description="wire bytes at which a bucket closes; else 25 MiB, and of shards a tenth",
     )
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,
