@@ -49,8 +49,12 @@ class Sleeper(nn.Module):
         return self.linear(x)  # type: ignore[no-any-return]
 
 
+def mean_square(output: Tensor, target: Tensor) -> Tensor:
+    return (output - target).square().mean()
+
+
 def scheduler(
-    rank: int, limit: float = LIMIT, module: Sleeper | None = None
+    rank: int, limit: float = LIMIT, module: Sleeper | None = None, loss_fn: Any = mean_square
 ) -> tuple[Scheduler, Sleeper]:
     module = module or Sleeper(rank)
     made = Scheduler(
@@ -58,7 +62,7 @@ def scheduler(
         Topology.create(pipeline=dist.get_world_size()),
         schedule="1f1b",
         num_microbatches=2,
-        loss_fn=lambda output, target: (output - target).square().mean(),
+        loss_fn=loss_fn,
         step_timeout_seconds=limit,
     )
     return made, module
@@ -232,42 +236,57 @@ class Prompt(io.StringIO):
         return "continue\n"
 
 
-class Examined(Sleeper):
-    """A stage in whose second step someone looks at one rank."""
+def look(by_debugger: bool) -> None:
+    """Takes three seconds, in a debugger or not."""
+    prompt = Prompt()
+    if by_debugger:
+        pdb.Pdb(stdin=prompt, stdout=io.StringIO()).set_trace()
+    else:
+        prompt.readline()
 
-    def __init__(self, rank: int, *, by_debugger: bool) -> None:
+
+class Examined(Sleeper):
+    """A stage in whose second step someone looks at one rank: in its forward, or in the loss."""
+
+    def __init__(self, rank: int, place: str, *, by_debugger: bool) -> None:
         super().__init__(rank)
-        self.rank, self.by_debugger = rank, by_debugger
+        self.place, self.by_debugger = place if rank == 1 else "", by_debugger
 
     def forward(self, x: Tensor) -> Tensor:
         self.number += 1
-        if self.number == 4 and self.rank == 1:
-            prompt = Prompt()
-            if self.by_debugger:
-                pdb.Pdb(stdin=prompt, stdout=io.StringIO()).set_trace()
-            else:
-                prompt.readline()
+        if self.number == 4 and self.place == "forward":
+            look(self.by_debugger)
         return self.linear(x)  # type: ignore[no-any-return]
 
+    def loss(self, output: Tensor, target: Tensor) -> Tensor:
+        if self.number == 4 and self.place == "loss":
+            look(self.by_debugger)
+        return mean_square(output, target)
 
-def examined(by_debugger: bool) -> str:
+
+def examined(place: str, by_debugger: bool) -> str:
     rank = dist.get_rank()
-    made, _ = scheduler(rank, limit=2.0, module=Examined(rank, by_debugger=by_debugger))
+    module = Examined(rank, place, by_debugger=by_debugger)
+    made, _ = scheduler(rank, limit=2.0, module=module, loss_fn=module.loss)
     try:
-        losses = [step(made) for _ in range(3)]
+        step(made)
+        if module.place == "between":
+            look(by_debugger)
+        losses = [step(made) for _ in range(2)]
     except StallError as error:
         return str(error)
     made.close()
-    return f"{len(losses)} steps"
+    return f"{len(losses)} more steps"
 
 
-@pytest.mark.parametrize("by_debugger", [True, False])
-def test_time_in_a_debugger_does_not_count(by_debugger: bool) -> None:
-    found = run_ranks(examined, 2, by_debugger)
-    if by_debugger:
-        assert found == ["3 steps"] * 2
-    else:
-        assert all(text.startswith("rank 1 was in scheduler.step() 2") for text in found)
+@pytest.mark.parametrize("place", ["forward", "loss", "between"])
+def test_time_in_a_debugger_does_not_count(place: str) -> None:
+    assert run_ranks(examined, 2, place, True) == ["2 more steps"] * 2
+
+
+def test_time_out_of_a_debugger_counts() -> None:
+    found = run_ranks(examined, 2, "forward", False)
+    assert all(text.startswith("rank 1 was in scheduler.step() 2") for text in found)
 
 
 # The process is its user's.
