@@ -20,20 +20,12 @@ from torch import Tensor, nn
 from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
 
 import pipegrad
+from pipegrad.testing import share_one_card
 
 Step = Callable[[Callable[[], None]], None]  # is given the backward
 NUM_PARAMETERS, WARM_UP = 200, 5
 OURS, LATE = "pipegrad", "pipegrad, nothing leaves early"
 FLATTEN, LOCAL = "flatten, all_reduce, unflatten, copy", "no reduction"
-ONE_CARD = {
-    "LOCAL_RANK": "0",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "4",
-}
 
 
 class Sum(nn.Module):
@@ -111,7 +103,7 @@ def main() -> None:
     parser.add_argument("--one-card", action="store_true")
     arguments = parser.parse_args()
     if arguments.one_card:
-        os.environ.update(ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{os.environ['RANK']}")
+        share_one_card(int(os.environ["RANK"]))
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     dist.init_process_group("nccl", device_id=device)

@@ -15,18 +15,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from pipegrad.testing import share_one_card
+
 RANKS, LATE_SECONDS, MIB = [0, 1], 1.0, 2**18  # MIB in floats
-ONE_CARD = {
-    "LOCAL_RANK": "0",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29801",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "4",
-}
+ADDRESS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29801"}
 
 
 class Pair:
@@ -113,7 +105,8 @@ def messages(pair: Pair) -> None:
 
 def run(rank: int, eager: bool) -> None:
     """Runs on both ranks."""
-    os.environ.update(ONE_CARD, NCCL_HOSTID=f"r{rank}")
+    os.environ.update(ADDRESS)
+    share_one_card(rank)
     device = torch.device("cuda", 0)
     torch.cuda.set_device(0)
     torch.zeros(1, device=device)

@@ -8,7 +8,6 @@ host until a step returns; the device may still compute.
 
 import argparse
 import gc
-import os
 import random
 import statistics
 import tempfile
@@ -21,28 +20,17 @@ from calls import print_calls, print_walks
 from torch import nn
 from ways import DDP, FOUR, ONE, PLAIN, Case, Make
 
-from pipegrad.testing import run_ranks
+from pipegrad.testing import run_ranks, share_one_card
 
 RANKS, WARM_UP, MICROBATCHES = 2, 5, 4
 SIZES = ((1000, (4, 2)), (200, (4, 2)), (64, (512, 512)))  # number of parameters, and of what shape
-
-
-ONE_CARD = {
-    "LOCAL_RANK": "0",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "4",
-}
 
 
 def enter_card(folder: str) -> None:
     """Makes the default group anew, on NCCL; ranks on one card must seem to be on other hosts."""
     rank = dist.get_rank()
     dist.destroy_process_group()
-    os.environ.update(ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{rank}")
+    share_one_card(rank)
     torch.cuda.set_device(0)
     store = dist.FileStore(f"{folder}/store", RANKS)
     dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=rank, world_size=RANKS)

@@ -3,6 +3,13 @@
 from pipegrad.testing.codec_contract import CodecContract
 from pipegrad.testing.handlers.contract import HandlerContract
 from pipegrad.testing.ordering.checker import OrderChecker
-from pipegrad.testing.ranks import Ranks, run_ranks
+from pipegrad.testing.ranks import Ranks, run_ranks, share_one_card
 
-__all__ = ["CodecContract", "HandlerContract", "OrderChecker", "Ranks", "run_ranks"]
+__all__ = [
+    "CodecContract",
+    "HandlerContract",
+    "OrderChecker",
+    "Ranks",
+    "run_ranks",
+    "share_one_card",
+]

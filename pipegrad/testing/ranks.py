@@ -45,6 +45,15 @@ _PRELOADED = (
     "torch.distributed.pipelining",
     "pipegrad.testing",
 )
+_ONE_CARD = {
+    "LOCAL_RANK": "0",
+    "NCCL_NET": "Socket",
+    "NCCL_SOCKET_IFNAME": "lo",
+    "NCCL_IB_DISABLE": "1",
+    "NCCL_MNNVL_ENABLE": "0",
+    "NCCL_NVLS_ENABLE": "0",
+    "NCCL_MAX_CTAS": "4",
+}
 # Within this time, a dead rank and the errors that it causes on others may be seen in any order.
 _SETTLE_SECONDS = 0.1
 _STACK_SECONDS = 2.0  # timeout for stuck ranks to write their stacks
@@ -274,6 +283,18 @@ def _names(ranks: Sequence[_Rank]) -> str:
 
 def _exit_words(code: int | None) -> str:
     return f"killed by {signal.Signals(-code).name}" if code and code < 0 else f"exit code {code}"
+
+
+def share_one_card(rank: int) -> None:
+    """Lets ranks on NCCL share card 0. Call it in each, before the process group is made.
+
+    NCCL refuses two ranks on one device, unless they seem to be on two hosts. They talk through
+    sockets then: results are right, and times mean nothing.
+
+    Args:
+        rank: Of this process.
+    """
+    os.environ.update(_ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{rank}")
 
 
 @functools.cache

@@ -500,9 +500,9 @@ def _raise_in_main_thread(words: str) -> None:
 
     StalledError.__name__ = StalledError.__qualname__ = StallError.__name__
     StalledError.__module__ = StallError.__module__
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(
-        ctypes.c_ulong(threading.main_thread().ident or 0), ctypes.py_object(StalledError)
-    )
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
+    raise_in(threading.main_thread().ident or 0, StalledError)
 
 
 def _is_of_torchrun() -> bool:

@@ -1,7 +1,4 @@
-"""Worlds of ranks that share one card: NCCL, lazy and eager, and gloo with CUDA tensors.
-
-NCCL refuses two ranks on one device, unless they seem to be on two hosts: ``NCCL_HOSTID``.
-"""
+"""Worlds of ranks that share one card: NCCL, lazy and eager, and gloo with CUDA tensors."""
 
 from __future__ import annotations
 
@@ -15,20 +12,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed import FileStore  # type: ignore[attr-defined]  # public
 
+from pipegrad.testing import share_one_card
 from tests.support.gpu.card import GPU
 
 TIMEOUT_SECONDS = 100.0
-
-ONE_CARD = {
-    "LOCAL_RANK": "0",
-    "NCCL_NET": "Socket",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "NCCL_IB_DISABLE": "1",
-    "NCCL_MNNVL_ENABLE": "0",
-    "NCCL_NVLS_ENABLE": "0",
-    "NCCL_MAX_CTAS": "4",
-    "NCCL_DEBUG": "WARN",
-}
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,8 @@ def enter(world: World, folder: str) -> torch.device:
     """Leaves the world of `run_ranks` for another one; returns this rank's device."""
     me, size = dist.get_rank(), dist.get_world_size()
     dist.destroy_process_group()
-    os.environ.update(ONE_CARD, NCCL_HOSTID=f"pipegrad-rank-{me}")
+    share_one_card(me)
+    os.environ["NCCL_DEBUG"] = "WARN"
     device = torch.device("cpu")
     if world.device == "cuda":
         torch.cuda.set_device(0)
