@@ -19,6 +19,7 @@ from functools import cache
 from hashlib import blake2b, sha256
 from pathlib import Path
 
+import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 from torch.distributed.distributed_c10d import Store
 
@@ -26,7 +27,7 @@ from pipegrad.errors import MessageError
 
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
 LOOPBACK = "127.0.0.1"
-_SLICE_SECONDS = 1.0  # of a wait
+_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.1  # between two looks of a wait
 _MARK = b"pipegrad signed "
 _HEAD = len(_MARK) + 32
 
@@ -111,19 +112,14 @@ class SignedStore:
         if timeout is None:
             self.raw.wait(list(keys))
             return
-        # In slices: an exception for the main thread is raised when it comes back to Python.
-        left = timeout.total_seconds()
-        while True:
-            began, slice_seconds = time.monotonic(), min(left, _SLICE_SECONDS)
-            try:
-                self.raw.wait(list(keys), timedelta(seconds=slice_seconds))
-            except RuntimeError:
-                taken = time.monotonic() - began
-                left -= taken
-                if left <= 0 or taken < 0.9 * slice_seconds:  # no timeout of the slice
-                    raise
-            else:
-                return
+        # Python asks again and again: an exception for a thread is raised where it runs Python. And
+        # a wait of torch that ends by its timeout writes lines to stderr.
+        deadline, pause = time.monotonic() + timeout.total_seconds(), _LEAST_PAUSE_SECONDS
+        while not self.check(keys):
+            if time.monotonic() > deadline:
+                raise dist.DistStoreError(f"not all of {list(keys)} were set in {timeout}")
+            time.sleep(pause)
+            pause = min(1.5 * pause, _MOST_PAUSE_SECONDS)
 
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""

@@ -11,8 +11,9 @@ on a connection of its own. It may block if the network is gone.
    them, and posts it. A rank without an answer is dead, stopped or cut off, and the report says so.
 4. Every rank takes the report. A rank that cannot reach the store makes one of what it knows.
 5. The connections of this rank are closed, so that waits of the main thread fail. The main thread
-   raises the report, or ends the process. If it does neither in some seconds, this thread ends the
-   process: it may be in code that never returns.
+   raises the report, or ends the process. If it does neither in some seconds, it may be in code
+   that never returns. This thread ends the process of `pipegrad train` and `launch` then. Another
+   process is its user's: the error is raised in the thread that runs verbs, where it runs Python.
 """
 
 from __future__ import annotations
@@ -28,14 +29,13 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from threading import Event
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
 from pipegrad.comm import plain
-from pipegrad.comm.activity import Activity, activities, give_back
+from pipegrad.comm.activity import Activity, activities, give_back, verb_thread
 from pipegrad.comm.agreement import store
 from pipegrad.comm.failures import Failure, failure_of, has_lost_connection
 from pipegrad.comm.process_groups import cut_all
@@ -101,7 +101,8 @@ class Watch:
         self._wake = Event()  # for the thread of the store
         self._stopped = Event()
         # Time in a debugger does not count; see [Note: debuggers].
-        self._has_told = self._waits_for_debugger = False
+        self._waits_for_debugger = False
+        self._sign, self._sign_since = b"", 0.0  # of another rank's debugger, and since when
         self._lock = threading.Lock()
         self._threads = [
             threading.Thread(target=target, name=f"pipegrad {name}", daemon=True)
@@ -133,7 +134,9 @@ class Watch:
     def report(self) -> FailureReport:
         """Returns the report of an alarm, when it is there; the main thread goes on with it."""
         self._has_report.wait(_LIMIT_SECONDS + 2 * _POLL_SECONDS)
-        self._is_taken = True
+        with self._lock:
+            self._is_taken = True
+            _raise_in(threading.get_ident(), None)
         report = self._report or self._own_report("the other ranks have made no report")
         if self.minds_ends:
             _end_soon(report.exit_code)
@@ -254,7 +257,9 @@ class Watch:
             return
         if self.minds_ends:
             os._exit(report.exit_code)
-        _raise_in_main_thread(report.cause)
+        with self._lock:
+            if not self._is_taken:
+                _raise_in(verb_thread(), report.cause)
 
     # The thread that talks to the store.
 
@@ -275,6 +280,7 @@ class Watch:
                     self._exchange()
                     return
         except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
+            self._waits_for_debugger = False
             # Whoever keeps the store may have ended because the job is done.
             self._has_lost_store = isinstance(error, dist.DistNetworkError)
             if isinstance(error, MessageError):
@@ -285,15 +291,16 @@ class Watch:
 
     def _ask_for_debugger(self) -> None:
         """Tells other ranks that this one is in a debugger; late ones ask whether another is."""
-        key, is_in = self._key("debugger"), in_debugger()
-        if is_in:
-            self._store.set(key, str(self._rank))
-        elif self._has_told:
-            self._store.delete_key(key)
-        self._has_told = is_in
-        self._waits_for_debugger = (
-            not is_in and self._late(share=0.5) is not None and self._store.check([key])
-        )
+        key, now = self._key("debugger"), time.monotonic()
+        if in_debugger():
+            self._store.set(key, f"{self._rank} {now}")
+        elif self._late(share=0.5) is None or not self._store.check([key]):
+            self._waits_for_debugger = False
+        else:
+            # Whoever has ended in his debugger tells nothing new.
+            if (sign := self._store.get(key)) != self._sign:
+                self._sign, self._sign_since = sign, now
+            self._waits_for_debugger = now - self._sign_since < _SUSPENDED_SECONDS
 
     def _say_who_is_late(self) -> None:
         """Shows for which ranks an agreement waits, if it waits long; on one rank of them."""
@@ -428,22 +435,21 @@ _KEEPER = "keeps the key-value store: it has ended, or the connection to it is l
 
 
 # [Note: debuggers] Someone who looks at a rank in a debugger may take his time. The clocks of that
-# rank stop while its main thread is below pdb, or what is built like it, and while another process
-# traces it, as gdb does. It says so in the store. A rank that has used half of its time for a verb
-# looks there, and its clocks stop, too. Timeouts of torch's process groups go on.
-_DEBUGGERS = ("/bdb.py", "/pydevd", "/debugpy/")
+# rank stop while its thread of verbs is at the prompt of pdb, of what is built on it, or of pydevd,
+# which VS Code and PyCharm use. It says so in the store, again and again. A rank that has used half
+# of its time for a verb looks there, and its clocks stop, too. Timeouts of torch's process groups
+# go on.
+_PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}  # functions, of which files
 
 
 def in_debugger() -> bool:
-    """Whether the main thread is in a debugger, or another process traces this one."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    """Whether the thread that runs verbs is at the prompt of a debugger."""
+    frame = sys._current_frames().get(verb_thread())
     while frame is not None:
-        if any(part in frame.f_code.co_filename for part in _DEBUGGERS):
+        file = _PROMPTS.get(frame.f_code.co_name)
+        if file is not None and file in frame.f_code.co_filename:
             return True
         frame = frame.f_back
-    with contextlib.suppress(OSError):  # not every system has it
-        status = Path("/proc/self/status").read_text()
-        return "TracerPid:\t0\n" not in status and "TracerPid:" in status
     return False
 
 
@@ -491,18 +497,21 @@ class Bounded(Activity):
             raise StallError(own.fail(lost, words=words).cause) from lost
 
 
-def _raise_in_main_thread(words: str) -> None:
-    """Raises a StallError in the main thread, where it runs Python or comes back to Python."""
+def _raise_in(thread: int, words: str | None) -> None:
+    """Raises a StallError in a thread, where it runs Python; None withdraws one not raised yet."""
 
     class StalledError(StallError):
         def __init__(self) -> None:
             super().__init__(words)
 
+        def __reduce__(self) -> tuple[type[StallError], tuple[str | None]]:
+            return StallError, (words,)
+
     StalledError.__name__ = StalledError.__qualname__ = StallError.__name__
     StalledError.__module__ = StallError.__module__
     raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    raise_in.argtypes = (ctypes.c_ulong, ctypes.py_object)
-    raise_in(threading.main_thread().ident or 0, StalledError)
+    raise_in.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
+    raise_in(thread, None if words is None else id(StalledError))
 
 
 def _is_of_torchrun() -> bool:

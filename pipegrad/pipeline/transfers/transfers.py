@@ -17,7 +17,9 @@ link keep the same record of what crossed it (`Sizes`):
 Between other devices each message has a header that goes from host to host, also for a gradient: a
 rank that failed says so in it. The sender enqueues its send first and then sends the header. The
 receiver's host waits for the header, which is a wait for the host of the sender alone, and then
-enqueues a receive of exactly that size.
+enqueues a receive of exactly that size. Messages of a communicator have no tags there: they are
+matched by their order. So receives of an edge are enqueued in the order of their posts, which
+`verify` proves to be that of the sends, and not in the order of the waits.
 
 [Note: receives on devices] A receive of NCCL is a kernel that runs until its message is there. If
 it is enqueued before the send, it may wait for ever, since the host of this rank may wait for it: a
@@ -38,6 +40,7 @@ an interrupt there leaves the transfer in doubt, too.
 
 from __future__ import annotations
 
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from ctypes import c_int64
 
@@ -115,6 +118,10 @@ class Transfers:
         )
         self._receiving: dict[Key, tuple[Buffer, Work]] = {}
         self._sending: dict[Key, tuple[Work, torch.Tensor | None]] = {}
+        # Between devices: what was posted on each edge and not enqueued, in order, and what headers
+        # of enqueued receives said; None for what never comes.
+        self._posted = defaultdict[dist.ProcessGroup, deque[Key]](deque)
+        self._announced: dict[Key, Spec | None] = {}
         # Messages between hosts that belong to transfers.
         self._headers: dict[Key, tuple[torch.Tensor, Work]] = {}
         self._leaving: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
@@ -130,6 +137,7 @@ class Transfers:
                 head = torch.empty(HEADER, dtype=torch.uint8)
                 work = sync_points.in_use.receive(end.host, head, end.host_peer, tag)
                 self._headers[channel, microbatch] = head, work
+                self._posted[end.group].append((channel, microbatch))
             else:
                 sizes = end.sizes
                 buffer = sizes.free.pop() if sizes.free else self._pool.make(sizes.capacity)
@@ -151,8 +159,8 @@ class Transfers:
         Sync: the current stream waits, and the host where its backend blocks it.
         """
         key = channel, microbatch
-        if key in self._headers:
-            self._receive_behind_header(key, spec)
+        if key in self._headers or key in self._announced:
+            spec = self._enqueued(key, spec)
         if key not in self._receiving:
             return None
         buffer = self._receiving[key][0]
@@ -171,8 +179,8 @@ class Transfers:
         self._lent[buffer.address] = None
         return buffer
 
-    def _receive_behind_header(self, key: Key, known: Spec | None) -> None:
-        """Waits for a header, and enqueues the receive of its message; see the note on devices.
+    def _enqueued(self, key: Key, known: Spec | None) -> Spec:
+        """Enqueues receives between devices, up to one; returns what that one looks like.
 
         Args:
             key: Which transfer it is.
@@ -180,7 +188,24 @@ class Transfers:
 
         Raises:
             PeerFailedError: If it will never come.
-            StepError: If its header is wrong. The transfer stays in doubt.
+            StepError: If a header is wrong. The transfer stays in doubt.
+
+        Sync: the host waits for headers, of this one and of those posted before on its edge.
+        """
+        end = self._ends[key[0]]
+        assert end is not None
+        while key in self._headers:
+            self._receive_behind_header(self._posted[end.group][0])
+        spec = self._announced.pop(key)
+        if spec is None:
+            raise PeerFailedError("another rank failed before it made a value for this one")
+        if known is not None and spec[:2] != known[:2]:
+            self.is_in_doubt = True
+            raise StepError(f"a gradient is {spec}, and its value is {known}")
+        return spec
+
+    def _receive_behind_header(self, key: Key) -> None:
+        """Waits for the header of what was posted first on an edge, and enqueues its receive.
 
         Sync: the host waits for the header. The receive waits for who read its memory last.
         """
@@ -189,38 +214,33 @@ class Transfers:
         sizes, device = end.sizes, self._pool.device
         RECEIVED(work)
         self.is_in_doubt = True
-        spec = self._announced(end, head, known)
+        spec = self._announced[key] = self._noted(end, head)
+        if spec is not None:
+            self.ends.fit(sizes)
+            if sizes.free:
+                buffer = sizes.free.pop()
+            else:
+                buffer = self._pool.make(sizes.capacity)
+                buffer.freed = FREED(device)
+            wire = sizes.on_wire(spec)
+            work = Done()
+            with sync_points.in_use.running(self._inbound):
+                REUSED(buffer.freed, device)
+                buffer.show(wire, 0)
+                if wire.nbytes:  # NCCL sends no message of none
+                    message = buffer.memory[: wire.nbytes]
+                    work = sync_points.in_use.receive(end.group, message, end.peer, self._tag(*key))
+            self._receiving[key] = buffer, work
         del self._headers[key]
-        if spec is None:
-            self.is_in_doubt = False
-            raise PeerFailedError("another rank failed before it made a value for this one")
-        self.ends.fit(sizes)
-        if sizes.free:
-            buffer = sizes.free.pop()
-        else:
-            buffer = self._pool.make(sizes.capacity)
-            buffer.freed = FREED(device)
-        wire = sizes.on_wire(spec)
-        work = Done()
-        with sync_points.in_use.running(self._inbound):
-            REUSED(buffer.freed, device)
-            buffer.show(wire, 0)
-            if wire.nbytes:  # NCCL sends no message of none
-                message = buffer.memory[: wire.nbytes]
-                work = sync_points.in_use.receive(end.group, message, end.peer, self._tag(*key))
-        self._receiving[key] = buffer, work
+        self._posted[end.group].popleft()
         self.is_in_doubt = False
 
-    def _announced(self, end: End, head: torch.Tensor, known: Spec | None) -> Spec | None:
-        """Returns what a header says of a value or gradient, and notes it; None: it never comes."""
+    def _noted(self, end: End, head: torch.Tensor) -> Spec | None:
+        """Returns what a header says, and notes it if it is of a value; None: it never comes."""
         spec = spec_in(head, end.sizes.spec.differentiable)
-        if spec is None:
-            return None
-        if end.is_value:
+        if spec is not None and end.is_value:
             end.sizes.check_size(spec)
             self.ends.note(end.sizes, spec)
-        elif known is not None and spec[:2] != known[:2]:
-            raise StepError(f"a gradient is {spec}, and its value is {known}")
         return spec
 
     def _opened(self, end: End, key: Key, buffer: Buffer, known: Spec | None) -> Buffer:
@@ -234,7 +254,9 @@ class Transfers:
         self.is_in_doubt = True
         spec = sizes.spec if end.is_value else known
         if buffer.head.value == MARK:
-            spec, offset = self._announced(end, buffer.memory, known), HEADER
+            spec, offset = self._noted(end, buffer.memory), HEADER
+            if known is not None and spec is not None and spec[:2] != known[:2]:
+                raise StepError(f"a gradient is {spec}, and its value is {known}")
             # The memory will be used again, and a short message leaves the mark where it is.
             buffer.head.value = 0
         if spec is None:

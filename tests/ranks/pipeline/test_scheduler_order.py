@@ -16,6 +16,7 @@ from pipegrad import Stage, Work
 from pipegrad.comm import sync_points
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.transfers import edges
 from pipegrad.schedules.program.program import Op
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import DATA, SHARED, rank
@@ -174,6 +175,52 @@ def test_collectives_leave_as_the_program_says(schedule: str, kind: str) -> None
             assert late == []
             assert sum(map(len, left.values())) > 0
             left.update({0: [], 1: []})
+
+
+class Noted(sync_points.Backend):
+    """Notes what is sent or received on each edge, in order: which message, and how many bytes."""
+
+    def __init__(self) -> None:
+        self.edges: dict[str, list[tuple[int, int]]] = {}
+
+    def note(self, group: dist.ProcessGroup, tensor: Tensor, tag: int) -> None:
+        if "edge" in group.group_desc:
+            self.edges.setdefault(group.group_name, []).append((tag, tensor.nbytes))
+
+    def send(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Work:
+        self.note(group, tensor, tag)
+        return super().send(group, tensor, peer, tag)
+
+    def receive(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Work:
+        self.note(group, tensor, tag)
+        return super().receive(group, tensor, peer, tag)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        pytest.param(schedule, kind, marks=pytest.mark.ranks(num_ranks))
+        for schedule, kind, num_ranks in pairwise(
+            (*SCHEDULES, *SPLIT, *HEAD_FIRST), ("plain", "skips"), RANKS
+        )
+    ],
+)
+def test_devices_receive_in_the_order_of_the_sends(schedule: str, kind: str) -> None:
+    """NCCL has no tags: it takes the first receive for the first send, whatever they are."""
+    noted = Noted()
+    with mock.patch.object(edges, "has_tags", return_value=False), sync_points.using(noted):
+        scheduler = make(dist.get_world_size(), schedule, stages(kind, schedule), handlers=[DATA])
+        for _ in range(2):  # a first step, and another
+            step(scheduler)
+        for _ in range(2):
+            scheduler.evaluate(x := torch.ones(4, WIDTH), target=x)
+        scheduler.close()
+    ends: dict[str, list[Any]] = {}
+    for of_rank in gathered(noted.edges):
+        for edge, messages in of_rank.items():
+            ends.setdefault(edge, []).append(messages)
+    assert ends
+    assert [edge for edge, (one, other) in ends.items() if one != other] == []
 
 
 # What split backward keeps of a microbatch until its weights' gradients are computed.
