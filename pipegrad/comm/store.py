@@ -27,7 +27,7 @@ from pipegrad.errors import MessageError
 
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
 LOOPBACK = "127.0.0.1"
-_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.1  # between two looks of a wait
+_LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.05  # between two looks of a wait
 _MARK = b"pipegrad signed "
 _HEAD = len(_MARK) + 32
 
@@ -119,7 +119,7 @@ class SignedStore:
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"not all of {list(keys)} were set in {timeout}")
             time.sleep(pause)
-            pause = min(1.5 * pause, _MOST_PAUSE_SECONDS)
+            pause = min(1.1 * pause, _MOST_PAUSE_SECONDS)
 
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""

@@ -126,7 +126,7 @@ def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
 def check_split_backward(schedule: TorchSchedule) -> None:
     """Refuses a split backward on a torch version that computes wrong gradients with it."""
     splits = any(letter in ("I", "W") for _, _, letter in _backwards(schedule))
-    if splits and _IS_OLD:
+    if splits and torch.torch_version.TorchVersion(torch.__version__) < "2.13":
         raise PlanError(
             f"{type(schedule).__name__} splits backward, and torch {torch.__version__} computes "
             f"wrong gradients then (pytorch#180952): use torch 2.13, or a schedule without split"

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import agree, store
+from pipegrad.comm.agreement import agree_keeping, store
 from pipegrad.pipeline.measure import measure_hops
 from pipegrad.pipeline.step_times import Layout, StepTimes
 from pipegrad.schedules import Schedule, registry
@@ -104,7 +104,7 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
     with (
         told(FAST, FAST, SLOW, SLOW, FAST, FAST),
         mock.patch.object(StepTimes, "numbers", counted),
-        mock.patch("pipegrad.pipeline.adapting.agree", wraps=agree) as met,
+        mock.patch("pipegrad.pipeline.adapting.agree_keeping", wraps=agree_keeping) as met,
     ):
         for seed, warm_ups in enumerate(wanted):
             assert pipeline.step(seed=seed) == "True"
