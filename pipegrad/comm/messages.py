@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 import torch.distributed as dist
 
@@ -43,17 +41,6 @@ def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
 def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
     """Whether gloo sends this tensor, from the CPU."""
     return tensor.device.type == "cpu" and backend_of(group, tensor.device) == "gloo"
-
-
-def of_numbers(numbers: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Returns numbers on a device, float64 ``(numbers,)``; the host does not wait for the device.
-
-    ``torch.tensor(numbers, device=...)`` does: it copies from memory that is not pinned.
-    """
-    if device.type == "cpu":
-        return torch.tensor(numbers, dtype=torch.float64)
-    pinned = torch.tensor(numbers, dtype=torch.float64).pin_memory()
-    return pinned.to(device, non_blocking=True)
 
 
 def real(tensor: torch.Tensor) -> torch.Tensor:

@@ -40,7 +40,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.ending import Ending
-from pipegrad.comm.messages import of_numbers
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.tape import Tape
 from pipegrad.errors import level_of_caller
@@ -298,7 +297,7 @@ class Losses:
         tensors = {place: x for place, x in others.items() if isinstance(x, Tensor)}
         for place in others.keys() - tensors.keys():
             numbers[place] = float(others[place])
-        message = of_numbers(numbers, self._device)
+        message = _on_device(numbers, self._device)
         for place, tensor in tensors.items():
             message[place] = tensor  # the host waits for nothing
         if self._group is None:
@@ -308,6 +307,15 @@ class Losses:
         _have_ended(self._leaving)
         self._leaving.append(work)
         return Message(message, work, self._tape, self._ranks, compare)
+
+
+def _on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
+    """Returns numbers on a device, float64 ``(numbers,)``; the host does not wait for the device.
+
+    ``torch.tensor(numbers, device=...)`` does: it copies from memory that is not pinned.
+    """
+    made = torch.tensor(numbers, dtype=torch.float64)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
 
 
 def _have_ended(leaving: deque[dist.Work]) -> bool:
