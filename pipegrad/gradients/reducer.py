@@ -80,7 +80,7 @@ class Reducer:
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
         ]
-        self._posts_ahead = threaded = groups.block_host(device)
+        threaded = groups.block_host(device)
         self.comm_streams = [
             CommStream(f"pipegrad comm stream {comm_stream}", device, threaded=threaded)
             for comm_stream in range(comm_streams)
@@ -155,8 +155,10 @@ class Reducer:
         waits there for all that runs: a forward behind such a receive would wait for a gradient
         that waits for this forward.
         """
-        for launch in self._expecting if self._posts_ahead else ():
-            self.comm_streams[launch.comm_stream].submit(partial(self._expect, launch), ())
+        for launch in self._expecting:
+            comm_stream = self.comm_streams[launch.comm_stream]
+            if comm_stream.is_threaded:
+                comm_stream.submit(partial(self._expect, launch), ())
 
     def leave(self, bucket: int, fill: Callable[[], None]) -> None:
         """Fills a bucket that is complete, and launches the collectives due now.
