@@ -259,7 +259,7 @@ class Watch:
             os._exit(report.exit_code)
         with self._lock:
             if not self._is_taken:
-                _raise_in(verb_thread(), report.cause)
+                _raise_in(verb_thread(), _stalled(report.cause))
 
     # The thread that talks to the store.
 
@@ -497,21 +497,26 @@ class Bounded(Activity):
             raise StallError(own.fail(lost, words=words).cause) from lost
 
 
-def _raise_in(thread: int, words: str | None) -> None:
-    """Raises a StallError in a thread, where it runs Python; None withdraws one not raised yet."""
+def _raise_in(thread: int, error: type[StallError] | None) -> None:
+    """Raises an error in a thread, where it runs Python; None withdraws one not raised yet."""
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
+    raise_in(thread, None if error is None else id(error))
+
+
+def _stalled(words: str) -> type[StallError]:
+    """Returns a StallError that needs no arguments: Python raises a class in another thread."""
 
     class StalledError(StallError):
         def __init__(self) -> None:
             super().__init__(words)
 
-        def __reduce__(self) -> tuple[type[StallError], tuple[str | None]]:
+        def __reduce__(self) -> tuple[type[StallError], tuple[str]]:
             return StallError, (words,)
 
     StalledError.__name__ = StalledError.__qualname__ = StallError.__name__
     StalledError.__module__ = StallError.__module__
-    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    raise_in.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
-    raise_in(thread, None if words is None else id(StalledError))
+    return StalledError
 
 
 def _is_of_torchrun() -> bool:
