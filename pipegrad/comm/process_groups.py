@@ -112,7 +112,7 @@ class Groups:
         group, device = (self.world, self._device) if self.host is None else (self.host, _CPU)
         values = torch.full((), float(flag), device=device)
         if group is not None:
-            with Activity("the largest numbers of all ranks", self._ranks):
+            with Activity("a flag of all ranks", self._ranks):
                 dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
         return bool(values)
 

@@ -192,7 +192,7 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
     # step would add to them.
     for part in parts:
         state = part._get_fsdp_state()
-        # torch before 2.12 has one group, or none.
+        # torch 2.11 has one group, or none.
         one = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
             for parameter in group.fsdp_params:
