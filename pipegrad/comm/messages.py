@@ -19,6 +19,8 @@ SENT = sync_points.WaitWork(
 # ranks. They also differ from each other: the receive of a reduce chain is posted at the beginning
 # of a step, and other messages arrive between it and its send.
 SHARDS, COMMON, GATHERED, UP, DOWN, COUNTS, BACK = range(0x70670, 0x70677)
+HEADERS = 0x70678  # one more is that of `ending`
+TRANSFERS = 2**20  # the first one of a step's values and gradients
 
 
 def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:

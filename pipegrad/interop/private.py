@@ -156,25 +156,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return is_traceable_wrapper_subclass(tensor)
 
 
-# How many objects hold a storage, given by `storage_key`. It is a name and not a function, so that
-# it costs one call.
-storage_holders: Callable[[int], int] = torch._C._storage_Use_Count
-
-
 def storage_key(storage: torch.UntypedStorage) -> int:
-    """Returns what `storage_holders` takes. It is valid as long as `storage` lives."""
+    """Returns what tells a storage from others, as long as it lives."""
     return int(storage._cdata)
 
 
 def weak_storage(storage: torch.UntypedStorage) -> object:
     """Returns what keeps a key of `storage_key` from being used again, but not the memory."""
     return StorageWeakRef(storage)
-
-
-def num_holders(tensor: torch.Tensor) -> int:
-    """Returns how many tensors share the memory of `tensor`, which counts too."""
-    storage = tensor.untyped_storage()
-    return storage_holders(storage_key(storage)) - 1  # `storage` itself does not count
 
 
 def end_backward(part: FSDPModule) -> None:

@@ -34,7 +34,7 @@ class Compute:
         program: What all ranks do.
         stages: The stages of this rank.
         values: Where actions take their inputs from, and put their outputs.
-        aliases: Copies outputs and gradients that lie in memory of others.
+        aliases: Keeps apart outputs and gradients that share memory.
         sync: The gradient layer; None in a forward-only program.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
@@ -121,7 +121,7 @@ class Compute:
             "F": self._forward,
             "B": self._backward,
             "I": self._backward_inputs,
-            "W": self._backward_weights,
+            "W": self._weights.compute,
         }
         if stage in self._recomputes:
             methods |= {
@@ -144,13 +144,8 @@ class Compute:
             outputs = self._stages[stage].forward(values)
         if stage in self._with_losses:
             outputs = self._part_losses(stage, microbatch, outputs)
-        if stage != self._last or self._sync is None or self._keeps_outputs:
-            # `settled` finds out whether the module keeps an output. So the list that it is given
-            # must be the only reference to the outputs here.
-            only_reference = [*outputs]
-            del outputs
-            has_graph = stage not in self._recomputes
-            outputs = self._aliases.settled(stage, only_reference, has_graph=has_graph)
+        if stage != self._last or self._keeps_outputs:
+            outputs = self._aliases.checked(stage, outputs)
         if is_first:
             if versions_of(shared) != versions:
                 raise StepError(
@@ -159,15 +154,11 @@ class Compute:
                     f"change: let it work on a copy"
                 )
             self._ran_forward.add(stage)
-            self._aliases.note_forward(stage)
         if stage == self._last:
             outputs = self._end(microbatch, outputs)
         else:
             self._values.produce(stage, microbatch, outputs)
         if self._sync is None:
-            # `values` holds the tensors of receive buffers. A buffer goes back to the pool only if
-            # nothing else holds its storage: see [Note: held buffers].
-            del values, outputs
             self._values.release(stage, microbatch)
         else:
             # A stage that recomputes makes its graph right before its backward.
@@ -245,36 +236,21 @@ class Compute:
             torch.autograd.backward(roots, gradients)
         else:
             self._sharded.without_backward(stage)
-        # A gradient may lie in a receive buffer, which `take_gradients` gives back to the pool if
-        # nothing else holds it: see [Note: held buffers].
-        del roots, gradients
         self._values.take_gradients(stage, microbatch)
-        self._values.release(stage, microbatch)
 
     def _backward_inputs(self, stage: int, microbatch: int) -> None:
         roots, gradients = self._begin_backward(stage, microbatch)
         self._weights.backward(
-            stage,
-            microbatch,
-            roots,
-            gradients,
-            parameters=self._parameters[stage],
-            lent=self._aliases.lent,
+            stage, microbatch, roots, gradients, parameters=self._parameters[stage]
         )
-        del roots, gradients
         self._values.take_gradients(stage, microbatch)
-
-    def _backward_weights(self, stage: int, microbatch: int) -> None:
-        self._weights.compute(stage, microbatch)
-        # The gradient of a weight is a product with a stage's input. So inputs of I are released
-        # here, and not with I.
-        self._values.release(stage, microbatch)
 
     def _recomputed(self, backward: Method, stage: int, microbatch: int) -> None:
         """Runs a forward again, then its backward."""
         values = self._values.inputs_of(stage, microbatch)
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
+            self._aliases.refuse_written(stage)
             what = f"stage {stage}, microbatch {microbatch}"
             self._recomputes[stage].compare(microbatch, outputs, what)
             if stage in self._with_losses:
@@ -282,8 +258,6 @@ class Compute:
         if stage == self._last:
             outputs = self._with_loss(microbatch, outputs)
         self._roots[stage, microbatch] = outputs
-        # The backward gives back receive buffers, and this frame must not hold them.
-        del outputs, values
         backward(stage, microbatch)
 
     def _begin_backward(

@@ -202,15 +202,12 @@ class Executor:
         for method, which, microbatch in self._drain_calls[self._position :]:
             with contextlib.suppress(Exception):  # the first error is the one to raise
                 method(which, microbatch)
-        # The buffers of the failed step were neither read nor released.
-        self._values.give_back_buffers()
         self._forget()
 
     def _forget(self) -> None:
         """Lets go of everything of a step."""
         self._values.forget()
         self._compute.forget()
-        self._transfers.forget()
 
     def _add_location(self, error: BaseException) -> None:
         """Adds the failed action and this rank to an error's notes."""

@@ -42,7 +42,6 @@ from pipegrad.pipeline.other_numbers import OtherNumbers
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage, StageSource
 from pipegrad.pipeline.step import StepContext, StepKind
-from pipegrad.pipeline.transfers.buffers import BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.wiring import (
     Loss,
@@ -245,7 +244,6 @@ class Scheduler:
                 auxiliary=pipeline.wiring.losses,
                 tape=self.sync.tape,
             ),
-            pool=BufferPool(device),
             codings=Codings(pipeline.codecs, self._cut(pipeline)),
             notice=FailureNotice(f"step {name}"),
         )
@@ -423,18 +421,6 @@ class Scheduler:
         )
 
     @property
-    def receive_buffers(self) -> int:
-        """How many receive buffers this rank has made since its codecs were chosen.
-
-        If all values have one shape and dtype, there are no more than the largest proof of a kind
-        of step says, and twice as many if values are encoded: a message and what is decoded of it
-        have a buffer each. Otherwise there are at most so many of each capacity: that of a link
-        grows with its largest value. If a module keeps a value, its buffer is not used again, and
-        another one is made.
-        """
-        return self._context.pool.num_made
-
-    @property
     def context(self) -> StepContext:
         """What all steps share on this rank; for `pipegrad.observe`."""
         return self._context
@@ -514,7 +500,6 @@ class Scheduler:
             meeting=f"scheduler {self._context.name}/coded/{step}",
         )
         self._context.codings.take(choice)
-        self._context.pool.clear()  # messages are of other sizes now
         self._kinds = made
 
     def _take(self, schedule: Schedule) -> None:

@@ -25,7 +25,6 @@ from pipegrad.pipeline.progress import Progress
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step_times import Layout, StepTimes
-from pipegrad.pipeline.transfers.buffers import BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
@@ -60,7 +59,6 @@ class StepContext:
         sharded: The stages whose parameters FSDP2 swaps.
         loose: The leaves that no stage holds.
         edges: The communicators between stages.
-        pool: The receive buffers.
         codings: Which values cross in fewer bytes.
         losses: Sends losses to all ranks.
         notice: Where ranks post that a step has failed. It counts the steps of all kinds.
@@ -82,7 +80,6 @@ class StepContext:
     sharded: ShardedStages
     loose: LooseLeaves
     edges: Edges
-    pool: BufferPool
     codings: Codings
     losses: Losses
     notice: FailureNotice
@@ -153,9 +150,9 @@ class StepKind:
         )
         stages, rank = context.stages, context.topology.coordinate(context.topology.pipeline)
         transfers = Transfers(
-            self.program.channels, context.edges, context.pool, specs, context.codings
+            self.program.channels, context.edges, context.sync.device, specs, context.codings
         )
-        aliases = Aliases(stages, context.sharded, transfers.lent)
+        aliases = Aliases(stages, context.sharded)
         values = Values(
             self.program,
             rank,

@@ -7,14 +7,14 @@
     2. send                               3. receive
                                           4. inputs_of       its forward begins
                                           5. take_gradients  its backward has run
-                                          6. send            the gradient goes back
-    8. receive        the gradient        7. release         no stage here reads it any more
-    9. join           if there are several
-    10. gradients_of  its backward begins
-    11. take_gradients
+    7. receive        the gradient        6. send            the gradient goes back
+    8. join           if there are several
+    9. gradients_of   its backward begins
+    10. take_gradients
 
-In a split backward, `release` comes after W, and all the rest with I. If a consumer is a stage of
-the producer's rank, `produce` and `take_gradients` hand over without a message.
+In a split backward all of this comes with I: what W multiplies is held by its products. If a
+consumer is a stage of the producer's rank, `produce` and `take_gradients` hand over without a
+message. In an evaluation `release` takes the place of `take_gradients`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from torch import Tensor
 from pipegrad.errors import StepError
 from pipegrad.pipeline.aliases import Aliases
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers.buffers import Buffer
 from pipegrad.pipeline.transfers.specs import Spec, Specs
 from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.wiring import Wiring
@@ -44,17 +43,13 @@ class _Value:
 
     Attributes:
         tensor: A leaf, if a gradient will come back.
-        num_backwards: Stages of this rank whose backward has not run yet.
-        num_readers: Stages of this rank that still read it, for any gradient.
-        channel: The channel that brought it.
-        buffer: The receive buffer that it lies in, if it came from another rank.
+        num_readers: Stages of this rank whose last action of the microbatch has not run yet.
+        is_received: Whether it came from another rank.
     """
 
     tensor: Tensor
-    num_backwards: int
     num_readers: int
-    channel: int = -1
-    buffer: Buffer | None = None
+    is_received: bool
 
 
 class Values:
@@ -68,8 +63,8 @@ class Values:
         rank: The pipeline rank.
         stages: The stages of this rank.
         wiring: Which values each stage takes and makes.
-        transfers: Sends and receives, and owns the receive buffers.
-        aliases: Copies values that lie in memory of others.
+        transfers: Sends and receives.
+        aliases: Keeps apart what shares memory.
         specs: What values look like in the first microbatch.
         outer: Parts of external values that need a gradient, by name and microbatch: a table that
             changes with each step.
@@ -127,17 +122,12 @@ class Values:
             for stage, taken in self._inputs.items()
         }
         self._links_made = {stage: () if stage == last else wiring.made[stage] for stage in stages}
-        # Stage -> channels of the gradients that other ranks send to it.
-        self._returns = {
-            stage: [c for link in made for c in self._incoming.get(link, {}).values()]
-            for stage, made in self._links_made.items()
-        }
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, _Value] = {}  # values that stages here take, by link
         self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
         self._newest: dict[int, Spec] = {}  # by link, what that one looks like; kept between steps
         self._made: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
-        self._arrived: dict[Key, Buffer | None] = {}  # received gradients, by channel
+        self._arrived: dict[Key, Tensor | None] = {}  # received gradients, by channel
         self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
 
     def begin(
@@ -171,18 +161,15 @@ class Values:
             made = self._made[link, microbatch]
             self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, made)
             return
-        buffer = self._transfers.wait(channel, microbatch)
-        if buffer is None:
+        tensor = self._transfers.wait(channel, microbatch)
+        if tensor is None:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
-        tensor = buffer.tensor
         spec = self._specs.by_link[link]
         assert spec is not None
         if spec.differentiable and not self._program.forward_only:
-            # The leaf is a new tensor in the same memory: the buffer's own tensor must never
-            # require a gradient, since the next receive writes into it.
-            tensor = tensor.detach().requires_grad_()
+            tensor.requires_grad_()
         num = self._num_consumers[link]
-        self._held[link, microbatch] = _Value(tensor, num, num, channel, buffer)
+        self._held[link, microbatch] = _Value(tensor, num, is_received=True)
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
         """Returns the inputs of a stage, in order: values, and external inputs."""
@@ -220,7 +207,7 @@ class Values:
             self._leaving[link] = value
             if num := self._num_consumers[link]:
                 leaf = value.requires_grad_() if output.requires_grad else value
-                self._held[link, microbatch] = _Value(leaf, num, num)
+                self._held[link, microbatch] = _Value(leaf, num, is_received=False)
 
     def send(self, channel: int, microbatch: int) -> None:
         """Starts to send a value, or the gradient of a received value."""
@@ -234,18 +221,12 @@ class Values:
             del self._gradients[link, microbatch]
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Frees those inputs of a stage that no other stage of this rank reads."""
+        """Lets go of the inputs of a stage, if no other stage of this rank takes them."""
         for link in self._links_taken[stage]:
             value = self._held[link, microbatch]
             value.num_readers -= 1
             if not value.num_readers:
                 del self._held[link, microbatch]
-                # The tensor would be a second holder of the buffer's storage, and the buffer would
-                # not go back to the pool: see [Note: held buffers].
-                channel, buffer = value.channel, value.buffer
-                del value
-                if buffer is not None:
-                    self._transfers.give_back(channel, buffer)
 
     # Gradients.
 
@@ -255,34 +236,28 @@ class Values:
         Floating-point sums depend on their order. Gradients are added in the order of ranks, not of
         arrival, so the bits are the same in every run.
         """
-        arrived = {rank: self._arrived[c, microbatch] for rank, c in self._incoming[link].items()}
-        terms = {rank: buffer.tensor for rank, buffer in arrived.items() if buffer is not None}
-        own = self._gradients.pop((link, microbatch), None)
-        if own is not None:
-            terms[self._rank] = own
+        incoming = self._incoming[link].items()
+        terms = {rank: self._arrived.pop((channel, microbatch)) for rank, channel in incoming}
+        terms[self._rank] = self._gradients.pop((link, microbatch), None)
         total: Tensor | None = None
         for rank in sorted(terms):
-            # The first term is a receive buffer or a gradient of this rank; nobody else reads it.
-            total = terms[rank] if total is None else total.add_(terms[rank])
+            # The first term has arrived, or is a gradient of this rank; nobody else reads it.
+            if (term := terms[rank]) is not None:
+                total = term if total is None else total.add_(term)
         self._gradients[link, microbatch] = total
 
     def gradients_of(
         self, stage: int, microbatch: int, outputs: Sequence[Tensor]
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns those outputs of a stage that a gradient came back to, and the gradients."""
-        roots: list[Tensor] = []
-        gradients: list[Tensor | None] = []
+        roots, gradients = list[Tensor](), list[Tensor | None]()
         for root, link in zip(outputs, self._links_made[stage], strict=True):
             if not root.requires_grad:
                 continue
-            key = link, microbatch
-            gradient: Tensor | None
-            if key in self._gradients:  # it was joined, or a stage of this rank computed it
-                gradient = self._gradients[key]
-                del self._gradients[key]
+            if (link, microbatch) in self._gradients:  # joined, or of a stage of this rank
+                gradient = self._gradients.pop((link, microbatch))
             else:
-                buffer = self._arrived[self._back[link], microbatch]
-                gradient = None if buffer is None else buffer.tensor
+                gradient = self._arrived.pop((self._back[link], microbatch))
             if gradient is not None:
                 roots += (root,)
                 gradients += (gradient,)
@@ -297,40 +272,25 @@ class Values:
         return leaves
 
     def take_gradients(self, stage: int, microbatch: int) -> None:
-        """Takes the gradients of a stage's inputs, and frees those of its outputs.
+        """Takes the gradients of a stage's inputs.
 
         If several stages of this rank take a value, autograd sums their gradients in the leaf. The
         sum is complete after the last of their backwards, so it is taken then.
         """
-        # Gradients are parted before any of them is handed on, and before a receive buffer that
-        # one of them may lie in goes back to the pool.
         self._aliases.part_gradients(stage, self.leaves_of(stage, microbatch))
         for link in self._links_taken[stage]:
             value = self._held[link, microbatch]
-            value.num_backwards -= 1
-            if not value.num_backwards:
+            value.num_readers -= 1
+            if not value.num_readers:
+                del self._held[link, microbatch]
                 gradient = value.tensor.grad
-                if gradient is None and value.buffer is not None and value.tensor.requires_grad:
+                if gradient is None and value.is_received and value.tensor.requires_grad:
                     # Its producer has posted a receive, which only a message can end.
                     gradient = torch.zeros_like(value.tensor)
                 self._gradients[link, microbatch] = gradient
                 value.tensor.grad = None
-        for channel in self._returns[stage]:
-            buffer = self._arrived[channel, microbatch]
-            del self._arrived[channel, microbatch]
-            if buffer is not None:
-                self._transfers.give_back(channel, buffer)
 
     # Failures.
-
-    def give_back_buffers(self) -> None:
-        """Gives back the receive buffers that a failed step still holds."""
-        for value in self._held.values():
-            if value.buffer is not None:
-                self._transfers.give_back(value.channel, value.buffer)
-        for (channel, _), buffer in self._arrived.items():
-            if buffer is not None:
-                self._transfers.give_back(channel, buffer)
 
     def receive_and_drop(self, channel: int, microbatch: int) -> None:
         """Waits for a value or a gradient that no stage will read."""

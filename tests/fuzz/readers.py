@@ -24,7 +24,7 @@ from pipegrad.comm import plain
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
 from pipegrad.picture import write_html
-from pipegrad.pipeline.transfers.messages import HEADER, header, spec_in
+from pipegrad.pipeline.transfers.messages import WORDS, header, read_header
 from pipegrad.pipeline.transfers.specs import Spec
 from pipegrad.plugins.registry import Plugin
 from pipegrad.schedules import build, lower, read_csv, write_csv
@@ -151,17 +151,12 @@ def summary(content: bytes, folder: Path) -> None:
 
 
 def message(content: bytes, _folder: Path) -> None:
-    head = torch.frombuffer(bytearray(content.ljust(HEADER, b"\0")), dtype=torch.uint8)
-    found = spec_in(head, differentiable=False)
+    whole = bytearray(content.ljust(8 * WORDS, b"\0")[: 8 * WORDS])
+    words = torch.frombuffer(whole, dtype=torch.int64).tolist()
+    key, found = read_header(words)
     if found is not None:
-        assert torch.equal(spec_in_words(header(found)), spec_in_words(head))
+        assert header(key, found).tolist() == words
         assert found.nbytes >= 0
-
-
-def spec_in_words(head: torch.Tensor) -> torch.Tensor:
-    """Returns the words of a header that count: those behind its shape do not."""
-    words = head[:HEADER].view(torch.int64)
-    return words[: 3 + int(words[2])]
 
 
 def packed(content: bytes, _folder: Path) -> None:
@@ -340,7 +335,7 @@ READERS: dict[str, Reader] = {
     "header of a transfer": Reader(
         message,
         tuple(
-            header(spec).numpy().tobytes()
+            header((3, 4), spec).numpy().tobytes()
             for spec in (Spec((2, 3), torch.float32, True), Spec((), torch.uint16, False), None)
         ),
         tuple(

@@ -107,7 +107,7 @@ SMOKE = next(w for w in WIRINGS if w.name == "skips" and w.places == (0, 1, 1, 0
 
 @pytest.mark.parametrize("wiring", on_ranks(WIRINGS, SMOKE))
 def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
-    at, parts, buffers = topology(wiring.num_ranks), wiring.built(), list[int]()
+    at, parts = topology(wiring.num_ranks), wiring.built()
     stages = [
         Stage(parts[s][0], s, parts[s][1].split(), parts[s][2].split(), recompute=wiring.recompute)
         for s in at.with_stages(wiring.places).local_stages
@@ -125,9 +125,7 @@ def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
 
     def step(number: int, _: int) -> Tensor:
         given, target = wiring.batch(number)
-        loss = scheduler.step(**given, target=target).loss
-        buffers.append(scheduler.receive_buffers)
-        return loss
+        return scheduler.step(**given, target=target).loss
 
     seen = train(step, lambda: held, sync=scheduler.sync, steps=STEPS)
     known = replace(wiring, places=(), first="B", options=(), late=-1, recompute=False)
@@ -140,7 +138,6 @@ def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
         assert error(result.loss, loss) <= MOST
         assert [error(mine, out) <= MOST for mine in result.outputs] in ([], [True])
         assert bool(result.outputs) == (len(wiring.places) - 1 in {s.index for s in stages})
-    assert buffers[0] <= buffers[1] == buffers[2], "later steps make more buffers"
 
     program = scheduler.program
     sent = [(program.links[c.link].name, *c[1:]) for c in program.channels]

@@ -62,7 +62,6 @@ def backward_inputs(
     gradients: Sequence[Tensor | None],
     parameters: Collection[int],
     marked: Collection[int] = (),
-    lent: Collection[int] = (),
 ) -> Waiting:
     """Runs a backward, all but the products that can wait: see [Note: what waits].
 
@@ -71,7 +70,6 @@ def backward_inputs(
         gradients: The gradients of the roots.
         parameters: Ids of the parameters whose gradients may wait.
         marked: Ids of those that were marked when there were no graphs: see [Note: direct].
-        lent: Addresses of receive buffers, which the next receives will write into.
 
     Sync: as `torch.autograd.backward`.
     """
@@ -94,15 +92,11 @@ def backward_inputs(
     finally:
         for hook in hooks:
             hook.remove()  # a node may outlive its graph
-    # The gradient of an output may lie in a receive buffer that is free after I, before W reads it.
     # A new gradient may lie in the memory of what waits, and will be added to in place.
     taken = {
-        *lent,
-        *(
-            leaf.grad.untyped_storage().data_ptr()
-            for leaf in bare
-            if leaf.grad is not None and leaf.grad.layout == torch.strided
-        ),
+        leaf.grad.untyped_storage().data_ptr()
+        for leaf in bare
+        if leaf.grad is not None and leaf.grad.layout == torch.strided
     }
     if taken:
         for product in arrived:

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import warnings
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
 
@@ -65,7 +65,6 @@ class WeightGradients:
         gradients: Sequence[Tensor | None],
         *,
         parameters: Iterable[nn.Parameter],
-        lent: Collection[int],
     ) -> None:
         """Computes the gradients of a stage's inputs, and those of weights that cannot wait.
 
@@ -75,12 +74,11 @@ class WeightGradients:
             roots: The outputs of its forward.
             gradients: The gradients of the roots.
             parameters: Those of the stage, the same in a step.
-            lent: Addresses of receive buffers, which the next receives will write into.
         """
         if stage not in self._parameters:
             self._parameters[stage] = {id(p): p for p in parameters}
         with _garbage_later():
-            waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked, lent)
+            waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked)
         if waiting.early and stage not in self._warned:
             self._warned.add(stage)
             advice = "; Stage(recompute=True) can be both" if PACKED in waiting.early else ""

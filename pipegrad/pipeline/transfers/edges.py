@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.ending import Ending, cut
+from pipegrad.comm.messages import HEADERS
 from pipegrad.comm.process_groups import is_local, new_group
+from pipegrad.comm.work import Done, Work
+from pipegrad.pipeline.transfers.messages import WORDS
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
+
+ARRIVED = sync_points.WaitWork("header.arrived", "the host reads a header that is still arriving")
 
 
 class Edges:
@@ -50,6 +57,7 @@ class Edges:
         self._hosts: dict[int, tuple[dist.ProcessGroup, int]] = {}
         self._skips = frozenset(skips) if self.is_tagged else frozenset()
         self._beside: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._inboxes: dict[tuple[dist.ProcessGroup, int], Inbox] = {}
         self._ending = Ending(self, groups=self._groups, is_local=is_local(device))
         edges = sorted({(c.source, c.target) for c in channels})
         if not edges:
@@ -74,8 +82,8 @@ class Edges:
         ends: dict[int, tuple[dist.ProcessGroup, int]],
     ) -> None:
         """Makes a group whose messages have tags; enters the ranks of this rank's pipeline."""
-        backend = None if self.is_tagged else "gloo"
-        group = new_group(members, name, torch.device("cpu"), backend)
+        # On gloo in any world: its messages between two ranks do not overtake each other.
+        group = new_group(members, name, torch.device("cpu"), "gloo")
         if topology.rank in members:
             self._groups.append(group)
             (own,) = (p for p in topology.pipelines if topology.rank in p)
@@ -125,6 +133,14 @@ class Edges:
         """Returns the group that takes messages between hosts, and a pipeline rank in it."""
         return self._hosts[peer]
 
+    def inbox(self, source: int, channel: Channel) -> Inbox:
+        """Returns the headers from a pipeline rank, for a channel that ends here.
+
+        Between processors they come by the same connection as the values.
+        """
+        key = self.of(source, channel) if self.is_tagged else self.host(source)
+        return self._inboxes.setdefault(key, Inbox(*key))
+
     def cut(self) -> None:
         """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
         self.is_cut = True
@@ -137,6 +153,56 @@ class Edges:
         self._ending.end()
         for ends in (self._out, self._in, self._hosts, self._beside):
             ends.clear()
+        self._inboxes.clear()
+
+
+class Inbox:
+    """The headers that another rank sends to this one; see [Note: headers] in `transfers`.
+
+    Args:
+        group: Where they come.
+        peer: The rank there that sends them.
+
+    Attributes:
+        posted: For each header that may come, in order: where it arrives, zero before; the same as
+            the host reads it; and the receive.
+        spare: How many of these no posted transfer has reserved.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, peer: int) -> None:
+        self._group = group
+        self._peer = peer
+        self.posted: deque[tuple[torch.Tensor, np.ndarray, Work]] = deque()
+        self.spare = 0
+
+    def post(self) -> None:
+        """Starts to receive one more header."""
+        head = torch.zeros(WORDS, dtype=torch.int64)
+        work = sync_points.in_use.receive(self._group, head, self._peer, HEADERS)
+        self.posted.append((head, head.numpy(), work))
+
+    def wait(self) -> list[int]:
+        """Waits for the next header; returns its words.
+
+        Sync: blocks the host.
+        """
+        _, words, work = self.posted[0]
+        ARRIVED(work)
+        return words.tolist()  # type: ignore[no-any-return]
+
+    def take(self) -> None:
+        """Removes the next header, which was waited for."""
+        self.posted.popleft()
+
+    def note_ended(self) -> None:
+        """Notes whether the next header has come: a receive of gloo can be waited for once."""
+        if self.posted and has_ended(self.posted[0][2]):
+            self.posted[0] = *self.posted[0][:2], Done()
+
+
+def has_ended(work: Work | None) -> bool:
+    """Whether a transfer has ended, as far as somebody has waited for it."""
+    return isinstance(work, dist.Work) and work.is_completed()
 
 
 def has_tags(device: torch.device) -> bool:

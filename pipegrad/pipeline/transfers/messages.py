@@ -1,24 +1,24 @@
-"""Messages: what crosses an edge, and how a receiver knows what it looks like.
+"""Messages: headers, which say what a value looks like; see [Note: shapes] in `transfers`.
 
-A message is the bytes of a value, or a header and the bytes of a value. A header is 16 numbers of 8
-bytes: a mark, the kind of value, how many dimensions it has, and its shape.
+A header is 18 numbers of 8 bytes: a mark, the channel and the microbatch of its transfer, the kind
+of value, how many dimensions it has, and its shape.
 """
 
 from __future__ import annotations
 
-from ctypes import c_int64
+from collections.abc import Sequence
 
 import torch
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.transfers.specs import Spec
 
-_WORDS = 16
-_MOST_DIMENSIONS = _WORDS - 3
-HEADER = 8 * _WORDS  # bytes; all dtypes are aligned behind it
+Key = tuple[int, int]  # channel and microbatch
+
+WORDS = 18
+_MOST_DIMENSIONS = WORDS - 5
 MARK = 0x7069706567726164
 _FAILED = -1
-_MOST_NUMEL = 2**40  # no device has more memory
 # The number of a dtype in a header is its place here.
 _DTYPES = tuple(
     getattr(torch, name)
@@ -30,37 +30,38 @@ _DTYPES = tuple(
 )
 
 
-def header(spec: Spec | None) -> torch.Tensor:
-    """Returns the header of a value, on the host, as bytes; None for a value that never comes.
+def header(key: Key, spec: Spec | None) -> torch.Tensor:
+    """Returns the header of a value, ``(18,)`` int64 on the host; None: it will never come.
 
     Raises:
         StepError: If it has too many dimensions, or a dtype that no message has.
     """
     if spec is None:
-        words = [MARK, _FAILED]
+        words = [MARK, *key, _FAILED]
     elif len(spec.shape) > _MOST_DIMENSIONS or spec.dtype not in _DTYPES:
         raise StepError(
             f"a value is {spec}, expected at most {_MOST_DIMENSIONS} dimensions and a dtype of "
             f"{[str(dtype).removeprefix('torch.') for dtype in _DTYPES]}, which can be sent"
         )
     else:
-        words = [MARK, _DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
-    return torch.tensor(words + [0] * (_WORDS - len(words))).view(torch.uint8)
+        words = [MARK, *key, _DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+    return torch.tensor(words + [0] * (WORDS - len(words)))
 
 
-def spec_in(head: torch.Tensor, differentiable: bool) -> Spec | None:
-    """Returns what a header says; None if the value never comes.
+def read_header(words: Sequence[int]) -> tuple[Key, Spec | None]:
+    """Returns which transfer a header is of, and what it says; None if the value never comes.
+
+    Whether the value has a gradient is in no header.
 
     Args:
-        head: A message that begins with a header, on the host.
-        differentiable: Whether the value has a gradient, which no header says.
+        words: Of the header.
 
     Raises:
         StepError: If it is no header that `header` makes.
     """
-    mark, kind, dimensions, *shape = words = head[:HEADER].view(torch.int64).tolist()
-    if words[:2] == [MARK, _FAILED]:
-        return None
+    mark, channel, microbatch, kind, dimensions, *shape = words
+    if mark == MARK and kind == _FAILED:
+        return (channel, microbatch), None
     # Another rank has sent it, so it may say anything.
     if not (
         mark == MARK
@@ -69,13 +70,8 @@ def spec_in(head: torch.Tensor, differentiable: bool) -> Spec | None:
         and min(shape) >= 0
         and not any(shape[dimensions:])
     ):
-        raise StepError(f"another rank has sent a header that no value has: {words}")
-    return Spec(tuple(shape[:dimensions]), _DTYPES[kind], differentiable)
-
-
-def begins_with_mark(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of a contiguous tensor on the host look like a header."""
-    return tensor.nbytes >= 8 and c_int64.from_address(tensor.data_ptr()).value == MARK
+        raise StepError(f"another rank has sent a header that no value has: {list(words)}")
+    return (channel, microbatch), Spec(tuple(shape[:dimensions]), _DTYPES[kind], False)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

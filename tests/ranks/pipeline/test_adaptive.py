@@ -94,7 +94,7 @@ def fail_behind_others(error: Exception) -> None:
 
 def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
     """Fast, slow and fast again; the ranks meet only where the schedule changes."""
-    pipeline, proven, seen, numbers = Adapting(), 0, set[int](), StepTimes.numbers
+    pipeline, seen, numbers = Adapting(), set[int](), StepTimes.numbers
 
     def counted(times: StepTimes) -> list[float]:
         seen.update(map(len, times._computes.values()))
@@ -110,9 +110,7 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
             assert pipeline.step(seed=seed) == "True"
             assert met.call_count == seed // 2  # the first times make the first plan
             proof = pipeline.scheduler.proof
-            proven = max(proven, proof.receive_buffers[rank()])
             assert pipeline.warm_ups() == list(proof.live_activations) == warm_ups
-    assert pipeline.scheduler.receive_buffers <= proven
     assert seen == {OWN}  # computes of one step alone
     pipeline.close()
 

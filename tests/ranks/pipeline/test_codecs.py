@@ -13,19 +13,15 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, codecs, measure_costs, simulate
-from pipegrad.interop.private import storage_holders
 from pipegrad.pipeline.coding import worth
 from pipegrad.pipeline.coding.latency import latency_shares
 from pipegrad.pipeline.step import StepKind
 from pipegrad.pipeline.step_times import Layout
-from pipegrad.pipeline.transfers import ends
-from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS
-from pipegrad.pipeline.transfers.messages import MARK
 from pipegrad.schedules.measured import Times
 from pipegrad.simulation.auto import Auto
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import outcome, rank
-from tests.support.pipeline.codecs import Fails, Holds, Marked, RefusesOdd, Single
+from tests.support.pipeline.codecs import Fails, Holds, RefusesOdd
 from tests.support.pipeline.layers import counted
 from tests.support.ranked import gathered
 
@@ -235,12 +231,6 @@ def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
     assert gathered(found) == [found] * RANKS
 
 
-def test_a_message_may_begin_as_a_header_does(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Marked, "mark", MARK)
-    plain, marked = (train_new(spec, 0, 0, module=layer(DOUBLE)) for spec in (Single, Marked))
-    assert plain == marked
-
-
 @pytest.mark.parametrize("carried", ["activations", "gradients"])
 def test_a_codec_may_refuse_a_shape_of_a_later_step(carried: str) -> None:
     """It was asked for the gradient when the value had perhaps left, so no rank could go on."""
@@ -312,21 +302,15 @@ def test_a_size_that_is_none_is_refused_on_all_ranks(
     assert ("nbytes() of" in said) is (size is not None)
 
 
-@pytest.mark.parametrize("guarded", [True, False])
-def test_a_message_that_a_codec_holds_is_not_overwritten(guarded: bool) -> None:
-    # What is held adds holders. A guard that lets any number of them pass is no guard.
-    holders = storage_holders if guarded else lambda _: OWN_HOLDERS
+def test_a_message_that_a_codec_holds_is_not_overwritten() -> None:
     Holds.held.clear()
-    with (
-        closing(made(Holds, module=layer(DOUBLE))) as scheduler,
-        mock.patch.object(ends, "storage_holders", holders),
-    ):
+    with closing(made(Holds, module=layer(DOUBLE))) as scheduler:
         for seed in range(3):
             train(scheduler, seed)
     same = [torch.equal(held, copy) for held, copy in Holds.held]
     num_channels = (1, 2, 1)[rank()]
     assert len(same) == 3 * num_channels * MICROBATCHES
-    assert all(same) is guarded  # else the test would not see it
+    assert all(same)
 
 
 @pytest.mark.parametrize("spec", [None, "int8", {"gradients": "topk"}], ids=str)
@@ -412,8 +396,6 @@ def test_codecs_are_chosen_on_all_ranks_or_on_none() -> None:
             assert [*plain, train(scheduler)] == plain[:1] * 3
             coded = [train(scheduler) for _ in range(2)]
         assert coded == [train(fresh) for _ in range(2)]
-        # Buffers of plain messages are freed.
-        assert scheduler.receive_buffers <= fresh.receive_buffers
     # Codecs are not chosen for two stages a rank.
     assert "one stage on each rank" in outcome(partial(made, "auto", schedule="zbv"))
     # A measured schedule is made of a step with the codecs. It was made of times that were

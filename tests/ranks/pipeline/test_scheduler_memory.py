@@ -10,6 +10,7 @@ from collections import Counter
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrad import Scheduler, Stage
+from pipegrad.pipeline.transfers.ends import Receive
 from tests.support.gradients.cases import rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched
@@ -30,15 +32,16 @@ MICROBATCHES = {2: (1, 2, 4, 7), 4: (1, 4, 8, 11)}
 
 @dataclass
 class Held:
-    """Storages that a rank's stages have made: what each forward saves, and multiplies with."""
+    """Storages of a rank: what each forward saves and multiplies with, and what is received."""
 
     saved: list[StorageWeakRef] = field(default_factory=list)
     operands: list[StorageWeakRef] = field(default_factory=list)
+    received: list[StorageWeakRef] = field(default_factory=list)
     peaks: Counter[str] = field(default_factory=Counter)
 
     @property
     def alive(self) -> dict[str, int]:
-        kinds = {"saved": self.saved, "operands": self.operands}
+        kinds = {"saved": self.saved, "operands": self.operands, "received": self.received}
         return {name: sum(not ref.expired() for ref in refs) for name, refs in kinds.items()}
 
 
@@ -79,7 +82,13 @@ def measured(
     """Takes three steps; returns the peaks of the last, behind which nothing is held."""
     global held  # noqa: PLW0603 - modules of this process note what they make
     options: dict[str, Any] = {"microbatches": microbatches, "handlers": ["noop"]}
-    with watched(note):
+    begin = Receive.__init__
+
+    def noted(receive: Receive, key: Any, memory: Tensor, like: Any) -> None:
+        held.received.append(StorageWeakRef(memory.untyped_storage()))
+        begin(receive, key, memory, like)
+
+    with watched(note), mock.patch.object(Receive, "__init__", noted):
         scheduler = make(
             dist.get_world_size(), schedule, lambda s: Stage(module(), s, **of_stage), **options
         )
@@ -87,7 +96,7 @@ def measured(
             held = Held()
             step(scheduler)
     scheduler.close()
-    assert held.alive == {"saved": 0, "operands": 0}
+    assert held.alive == {"saved": 0, "operands": 0, "received": 0}
     return held.peaks, scheduler
 
 
@@ -110,7 +119,7 @@ def test_as_much_is_held_as_is_proven_and_then_nothing(schedule: str, microbatch
     proof = scheduler.proof
     assert peaks["saved"] == proof.live_graphs[rank()]
     assert peaks["operands"] == proof.live_activations[rank()]
-    assert 0 < scheduler.receive_buffers <= proof.receive_buffers[rank()]
+    assert 0 < peaks["received"] <= proof.receive_buffers[rank()]
 
 
 @pytest.mark.ranks(4)

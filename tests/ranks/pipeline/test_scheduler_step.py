@@ -17,7 +17,6 @@ from tests.support.pipeline.schedulers import (
     compare,
     digest,
     error,
-    most_buffers,
     named,
     wrong,
 )
@@ -74,23 +73,6 @@ def test_autocast_around_a_step_is_autocast_around_one_process(schedule: str) ->
     compare(apart, 0, named(twins.stages), twins.true)
     assert max(apart.values()) > 1e-3, "float32 is as good"
     assert wrong(twins.close(), MOST) == {}
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "eager-1f1b"])
-def test_buffers_are_made_once(schedule: str) -> None:
-    """In steps of both kinds, in turns."""
-    twins, found = Twins(num_microbatches=8, schedule=schedule), list[int]()
-    for step in range(5):
-        tokens, target = batch(step, 8)
-        twins.scheduler.step(tokens, target=target)
-        twins.scheduler.evaluate(tokens, target=target)
-        for parameter in named(twins.stages).values():
-            parameter.grad = None
-        found.append(twins.scheduler.receive_buffers)
-    learning, later, *rest = found
-    assert 0 < learning <= later <= most_buffers(twins.scheduler)
-    assert rest == [later] * 3
-    twins.close()
 
 
 # Scheduler.evaluate: the loss and the outputs of one process, and nothing else changes.

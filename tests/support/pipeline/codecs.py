@@ -75,20 +75,3 @@ class Holds(Single):
     def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
         self.held.append((message[:8], message[:8].clone()))
         super().decode(message, value, carried)
-
-
-class Marked(Single):
-    """Its messages begin as a header does."""
-
-    mark: ClassVar[int] = 0
-
-    def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        return 8 + super().nbytes(shape, dtype)
-
-    def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
-        message[:8].view(torch.int64).fill_(self.mark)
-        super().encode(value, message[8:], carried)
-
-    def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
-        assert int(message[:8].view(torch.int64)) == self.mark
-        super().decode(message[8:], value, carried)

@@ -130,13 +130,13 @@ def blamed(source: int, why: str) -> str:
 
 
 @contextmanager
-def counted() -> Iterator[list[int]]:
-    """Notes the bytes of each message that is sent."""
-    sent, send = list[int](), sync_points.Backend.send
+def counted(verb: str = "send") -> Iterator[list[int]]:
+    """Notes the bytes of each message that is sent, or of the memory of each receive."""
+    sent, send = list[int](), getattr(sync_points.Backend, verb)
 
     def noted(self: Any, group: Any, tensor: Tensor, peer: int, tag: int) -> Any:
         sent.append(tensor.nbytes)
         return send(self, group, tensor, peer, tag)
 
-    with mock.patch.object(sync_points.Backend, "send", noted):
+    with mock.patch.object(sync_points.Backend, verb, noted):
         yield sent

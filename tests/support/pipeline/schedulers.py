@@ -11,8 +11,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology
-from pipegrad.schedules import Action, Kind, Schedule, lower, verify
+from pipegrad import Stage, Topology
+from pipegrad.schedules import Action, Kind, Schedule
 from tests.support.pipeline.models import TOKENS, VOCAB
 from tests.support.pipeline.pipelines import stage_module
 from tests.support.rounding import rounding
@@ -178,11 +178,3 @@ def batch(seed: int, rows: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens, target = torch.randint(VOCAB, (2, rows, TOKENS), generator=generator)
     return tokens, target
-
-
-def most_buffers(scheduler: Scheduler) -> int:
-    """Returns how many receive buffers proofs allow this rank, in training and in evaluation."""
-    rank = scheduler.topology.coordinate(scheduler.topology.pipeline)
-    program = scheduler.program
-    forwards = verify(lower(scheduler.schedule, links=program.links, forward_only=True))
-    return max(scheduler.proof.receive_buffers[rank], forwards.receive_buffers[rank])

@@ -362,7 +362,7 @@ def step_of(weights: WeightGradients, module: nn.Module, x: Tensor) -> None:
     for microbatch in range(2):
         y = module(x)
         ones, parameters = [torch.ones_like(y)], module.parameters()
-        weights.backward(0, microbatch, [y], ones, parameters=parameters, lent=())
+        weights.backward(0, microbatch, [y], ones, parameters=parameters)
         weights.compute(0, microbatch)
     weights.forget()
 
@@ -418,7 +418,7 @@ def test_a_walk_makes_python_look_for_no_garbage(x: Tensor) -> None:
     _held = [parameter.grad for parameter in layers.parameters()]  # Python's objects of them
     before = len(gc.get_objects())
     with collections() as found:
-        weights.backward(0, 0, [y], [torch.ones_like(y)], parameters=layers.parameters(), lent=())
+        weights.backward(0, 0, [y], [torch.ones_like(y)], parameters=layers.parameters())
     kept = len(gc.get_objects()) - before
     # At most once, when it is allowed again, and then through the youngest objects alone.
     assert begun in ([], [0])
@@ -439,7 +439,7 @@ def test_garbage_is_looked_for_afterwards_as_before(x: Tensor, *, is_enabled: bo
         (gc.enable if is_enabled else gc.disable)()
         weights, ones = weights_of(layer), [torch.ones_like(y)]
         with pytest.raises(Mistake):
-            weights.backward(0, 0, [y], ones, parameters=layer.parameters(), lent=())
+            weights.backward(0, 0, [y], ones, parameters=layer.parameters())
         assert gc.isenabled() == is_enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()
