@@ -102,7 +102,7 @@ class StageAlone:
         self._loss = loss
         self._splits = splits
         self._device = device
-        # What a stage receives is in the receive buffers, which are counted by themselves.
+        # The memory of what a stage receives is counted by itself.
         leaves = [leaf for _, leaf in flattened([*inputs, target])[0]]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._held_anyway = set(_storages([*self._leaves.values(), *buffers.values(), *given]))

@@ -119,7 +119,7 @@ class Run:
                 back()
             self._undo.clear()
             self._number, self._inside = None, ""
-            # A value that is kept here would keep its receive buffer.
+            # A value that is kept here would keep its memory.
             self._values = {}
 
     def results(self) -> Tensor | tuple[Tensor, ...]:
