@@ -11,18 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipegrad import Scheduler, Stage
 from tests.support.pairwise import everything
 from tests.support.pipeline.schedulers import MOST, error, greedy, named, topology
-from tests.support.pipeline.trained import Seen, differences, on_ranks, once, train
-from tests.support.pipeline.wirings import Wiring, alone, wirings
+from tests.support.pipeline.trained import differences, on_ranks, once, train
+from tests.support.pipeline.wirings import STEPS, Wiring, trained_alone, wirings
 from tests.support.ranked import gathered
-
-Evaluated = list[tuple[Tensor, Tensor]]  # losses, and what the last stage makes
-STEPS, EVALUATIONS = 3, 2  # the first ones of which learn
 
 
 def variants() -> Iterator[Wiring]:
@@ -48,39 +44,7 @@ def variants() -> Iterator[Wiring]:
         yield from dict.fromkeys(replace(wiring, late=n, recompute=a and can) for n, a in some)
 
 
-@once
-def truth(wiring: Wiring) -> tuple[Seen, Evaluated]:
-    parts = wiring.built()
-    modules = nn.ModuleList([module for module, _, _ in parts])
-    trained = [p for p in modules.parameters() if p.requires_grad]
-
-    def step(number: int, _: int) -> Tensor:
-        """Not by backward(): torch may leave the gradients of two parameters in one storage, and
-        then adds those of the next microbatch to both."""
-        total = torch.zeros(())
-        for given, target in wiring.microbatches(number):
-            loss = wiring.loss(alone(parts, given), target) / wiring.num_microbatches
-            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
-            for parameter, gradient in zip(trained, gradients, strict=True):
-                if gradient is not None:
-                    before = 0.0 if parameter.grad is None else parameter.grad
-                    parameter.grad = gradient + before
-            total += loss.detach()
-        return total
-
-    seen = train(step, lambda: dict(modules.named_parameters()), steps=STEPS)
-    return seen, [evaluated(wiring, parts, number) for number in range(EVALUATIONS)]
-
-
-@torch.no_grad()
-def evaluated(wiring: Wiring, parts: Any, number: int) -> tuple[Tensor, Tensor]:
-    losses, outputs = list[Tensor](), list[Tensor]()
-    for given, target in wiring.microbatches(number):
-        outputs.append(alone(parts, given))
-        losses.append(wiring.loss(outputs[-1], target))
-    whole = torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs)
-    return torch.stack(losses).mean(), whole
-
+truth = once(trained_alone)
 
 THERE = {("skip", "F", 0, 1), ("x", "F", 0, 1)}
 # What crosses, of some: once to a rank however many of its stages take it, straight to each rank

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from pipegrad.schedules import Kind
 from tests.support.pipeline.models import TOKENS, VOCAB, WIDTH
 from tests.support.pipeline.schedulers import ROWS
+from tests.support.pipeline.trained import Seen, train
 
 Part = tuple[nn.Module, str, str]  # a stage, and its inputs and outputs, separated by spaces
 Parts = Callable[[], list[Part]]
@@ -109,6 +110,44 @@ def alone(parts: Sequence[Part], given: Mapping[str, Any]) -> Tensor:
             known |= dict(zip(names, values, strict=True))
     last: Tensor = known[parts[-1][2]]
     return last
+
+
+Evaluated = list[tuple[Tensor, Tensor]]  # losses, and what the last stage makes
+STEPS, EVALUATIONS = 3, 2  # the first ones of which learn
+
+
+def trained_alone(wiring: Wiring) -> tuple[Seen, Evaluated]:
+    """Trains in one process; returns that, and two evaluations."""
+    parts = wiring.built()
+    modules = nn.ModuleList([module for module, _, _ in parts])
+    trained = [p for p in modules.parameters() if p.requires_grad]
+
+    def step(number: int, _: int) -> Tensor:
+        """Not by backward(): torch may leave the gradients of two parameters in one storage, and
+        then adds those of the next microbatch to both."""
+        total = torch.zeros(())
+        for given, target in wiring.microbatches(number):
+            loss = wiring.loss(alone(parts, given), target) / wiring.num_microbatches
+            gradients = torch.autograd.grad(loss, trained, allow_unused=True)
+            for parameter, gradient in zip(trained, gradients, strict=True):
+                if gradient is not None:
+                    before = 0.0 if parameter.grad is None else parameter.grad
+                    parameter.grad = gradient + before
+            total += loss.detach()
+        return total
+
+    seen = train(step, lambda: dict(modules.named_parameters(remove_duplicate=False)), steps=STEPS)
+    return seen, [evaluated(wiring, parts, number) for number in range(EVALUATIONS)]
+
+
+@torch.no_grad()
+def evaluated(wiring: Wiring, parts: Any, number: int) -> tuple[Tensor, Tensor]:
+    losses, outputs = list[Tensor](), list[Tensor]()
+    for given, target in wiring.microbatches(number):
+        outputs.append(alone(parts, given))
+        losses.append(wiring.loss(outputs[-1], target))
+    whole = torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs)
+    return torch.stack(losses).mean(), whole
 
 
 wirings: list[Wiring] = []

@@ -42,7 +42,7 @@ def random_program(num_ranks: int, num_microbatches: int, depth: int, seed: int)
     places = [rank for rank in range(num_ranks) for _ in range(chance.randint(1, 3))]
     chance.shuffle(places)
     links = _random_links(chance, len(places))
-    actions = tuple(_random_order(chance, links, len(places), num_microbatches))
+    actions = tuple(random_order(chance, links, len(places), num_microbatches))
     by_rank = tuple(tuple(a for a in actions if places[a.stage] == r) for r in range(num_ranks))
     first = chance.random() < 0.5
     schedule = Schedule("random", num_microbatches, tuple(places), by_rank, head_w_first=first)
@@ -72,10 +72,18 @@ def _random_links(chance: random.Random, num_stages: int) -> list[Link]:
     return links
 
 
-def _random_order(
-    chance: random.Random, links: Sequence[Link], num_stages: int, num_microbatches: int
+def random_order(
+    chance: random.Random,
+    links: Sequence[Link],
+    num_stages: int,
+    num_microbatches: int,
+    *,
+    in_order: bool = False,
 ) -> Iterator[Action]:
-    """Yields all actions, each after what it needs; some backwards split."""
+    """Yields all actions, each after what it needs; some backwards split.
+
+    With `in_order` each stage takes its forwards in the order of microbatches.
+    """
     ends: dict[Key, Kind] = {
         (stage, microbatch): chance.choice(("B", "B", "I"))
         for stage in range(num_stages)
@@ -89,6 +97,8 @@ def _random_order(
             c for k in links if k.producer == stage and k.differentiable for c in k.consumers
         ]
         needs[forward] = {Action(s, "F", microbatch) for s in makers}
+        if in_order and microbatch:
+            needs[forward].add(Action(stage, "F", microbatch - 1))
         needs[backward] = {forward} | {Action(s, ends[s, microbatch], microbatch) for s in readers}
         if end == "I":
             needs[Action(stage, "W", microbatch)] = {backward}
