@@ -14,18 +14,34 @@ import os, sys, time, torch, torch.distributed as dist
 from torch import nn
 import pipegrad
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-loop, how = sys.argv[1:]
+loop, how, where, lost = *sys.argv[1:4], int(sys.argv[4])
+number = 0
+def end(place):
+    if (place, rank, number) == (where, lost, 3):
+        sys.exit() if how == "exit" else os._exit(0)
+class Layer(nn.Linear):
+    def forward(self, x):
+        end("forward" if self.training else "evaluation")
+        out = super().forward(x)
+        if out.requires_grad:
+            out.register_hook(lambda gradient: end("backward"))
+        return out
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(rank)
-module = nn.Linear(8, 8)
+module = Layer(8, 8)
 x = torch.ones(8, 8)
 topology = pipegrad.Topology.create(pipeline=3 if loop in ("scheduler", "attach") else 1)
 if loop == "scheduler":
     scheduler = pipegrad.Scheduler(
         [pipegrad.Stage(module, rank)], topology, schedule="1f1b", num_microbatches=4,
         loss_fn=nn.MSELoss())
-    step = lambda: float(scheduler.step(x, target=x).loss)
+    def step():
+        float(scheduler.step(x, target=x).loss)
+        if where == "evaluation":
+            module.eval()
+            scheduler.evaluate(x, target=x)
+            module.train()
 elif loop == "attach":
     schedule = Schedule1F1B(
         PipelineStage(module, rank, 3, torch.device("cpu"), group=topology.group_along("pp")), 4,
@@ -44,10 +60,9 @@ else:
         sync.stage_final(0)
         sync.finish()
 for number in range(1, 6):
-    if rank == 1 and number == 3:
-        if how == "less":
-            break
-        sys.exit() if how == "exit" else os._exit(0)
+    if (how, rank, number) == ("less", lost, 3):
+        break
+    end("between")
     try:
         step()
     except Exception as error:
@@ -56,31 +71,55 @@ for number in range(1, 6):
         time.sleep(0.5)  # so that the others can read the report
         os._exit(0)
     module.zero_grad()
-if rank == 1:
+if rank == lost:
     dist.destroy_process_group()
 """
 LAST = {"scheduler": "scheduler.step() 2", "attach": "schedule.step()", "sync": "finish()"}
 NOW = {"scheduler": "scheduler.step() 3", "attach": "schedule.step()", "sync": "finish()"}
 
 
-@pytest.mark.parametrize(
-    ("loop", "how"),
-    [
-        *(("scheduler", how) for how in ("_exit", "exit", "less")),
-        ("attach", "exit"),
-        ("sync", "_exit"),
-    ],
+CASES = (  # what runs, how a rank ends, where, and which one
+    ("scheduler", "_exit", "between", 1),
+    ("scheduler", "exit", "between", 0),
+    ("scheduler", "less", "between", 2),
+    ("scheduler", "_exit", "forward", 1),
+    ("scheduler", "_exit", "backward", 2),
+    ("scheduler", "_exit", "evaluation", 0),
+    ("attach", "exit", "between", 1),
+    ("sync", "_exit", "between", 1),
 )
-def test_a_rank_that_ended_is_the_cause_on_all_others(tmp_path: Path, loop: str, how: str) -> None:
-    """Its neighbours were: "rank 0: Connection closed by peer"."""
+INSIDE = (("forward", 1, "1F0"), ("backward", 2, "2B0"), ("evaluation", 0, "0F0"))
+
+
+def ended(tmp_path: Path, *words: object) -> tuple[dict[str, str], Launched]:
+    """Runs the script; returns what ranks were told, by file."""
     (tmp_path / "script.py").write_text(SCRIPT)
     # Codes are 0: torchrun kills the others when a rank has another one.
-    run = Launched(tmp_path, torchrun, "--nproc-per-node", "3", "script.py", loop, how)
+    run = Launched(tmp_path, torchrun, "--nproc-per-node", "3", "script.py", *map(str, words))
     run.wait()
-    told = {path.name: path.read_text() for path in tmp_path.glob("*.told")}
+    return {path.name: path.read_text() for path in tmp_path.glob("*.told")}, run
+
+
+@pytest.mark.parametrize(("loop", "how", "where", "lost"), CASES)
+def test_a_rank_that_ended_is_the_cause_on_all_others(
+    tmp_path: Path, loop: str, how: str, where: str, lost: int
+) -> None:
+    """Its neighbours were: "rank 0: Connection closed by peer"."""
+    told, run = ended(tmp_path, loop, how, where, lost)
     last, now = re.escape(LAST[loop]), re.escape(NOW[loop])
-    ended = r"without a word \(process \d+\)" if how == "_exit" else f"after {last}"
-    words = rf"StallError: rank 1 has ended {ended}\. Rank [02] lost the connection in {now}"
-    assert told.keys() == {"0.told", "2.told"}, str(run)
+    now = r"scheduler\.evaluate\(\) 6" if where == "evaluation" else now
+    after = r"without a word \(process \d+\)" if how == "_exit" else f"after {last}"
+    words = rf"StallError: rank {lost} has ended {after}\. Rank \d lost the connection in {now}"
+    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
     assert [text for text in told.values() if not re.fullmatch(words, text)] == []
     assert run.errors.count("\nError: rank") + run.errors.startswith("Error: rank") == 1, str(run)
+
+
+@pytest.mark.parametrize(("where", "lost", "action"), INSIDE)
+def test_a_rank_that_exits_in_a_step_tells_all_others(
+    tmp_path: Path, where: str, lost: int, action: str
+) -> None:
+    told, run = ended(tmp_path, "scheduler", "exit", where, lost)
+    words = f"StepError: a step failed on another rank: rank {lost}: SystemExit:  In {action} on "
+    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
+    assert [text for text in told.values() if not text.startswith(words)] == []
