@@ -1,4 +1,4 @@
-"""Failed steps: the one protocol by which all ranks learn of a failure and go on after it.
+"""Failures: how all ranks learn of a failed step and go on; and which rank has made a job fail.
 
 [Note: failed steps]
 1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
@@ -14,40 +14,47 @@
 
 A GradientSync, a Scheduler and an attached schedule each have a board, since each counts its own
 steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
+
+[Note: the cause of a failure] Most ranks of a failed job only wait. The cause is, in this order:
+
+1. an error that follows from no other rank's; or one that a rank has told to another rank, and that
+   has not answered yet, or not with its error;
+2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
+3. a rank that did not come to an agreement;
+4. the first error, if all follow from others: a connection was lost between two live ranks;
+5. a rank that others wait for, and that waits for nobody: it is slow, or it is elsewhere;
+6. ranks that have all come to one collective, which does not end;
+7. ranks that wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
-from pipegrad.comm.activity import Failed, failed_at
+from pipegrad.comm.activity import FAILED_BEFORE, Drawing, Record, is_of_others
 from pipegrad.comm.agreement import STORE_IS_GONE, store
-from pipegrad.errors import (
-    AgreementError,
-    PipegradError,
-    ReduceError,
-    StepError,
-    in_words,
-    root_of,
-)
+from pipegrad.errors import PipegradError, ReduceError, StepError, root_of
 
+# Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
+FAILED = 1  # an error
+STALLED = 3  # a rank was lost: a restart may help
 FAILED_ELSEWHERE = "a step failed on another rank"
-_FAILED_BEFORE = "failed before"
-# What torch's backends say when another rank is gone, and what pipegrad says of others.
-_CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
-_OF_OTHERS = re.compile(
-    rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
-)
+_MOVING_SECONDS = 1.0  # at one item: a rank that goes on
+_MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
+Kind = Literal["common", "raised", "lost"]
+# What ranks put before an error that they tell each other.
+_TOLD = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
 
 class FailureNotice:
@@ -224,9 +231,9 @@ class FailedSteps:
         self.settle()
         if self._final is not None:
             self._notice.next_step()
-            self._notice.post(f"it {_FAILED_BEFORE}: {self._final}", final=True)
+            self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
             raise ReduceError(
-                f"this GradientSync {_FAILED_BEFORE} and its communicators are out of step; end "
+                f"this GradientSync {FAILED_BEFORE} and its communicators are out of step; end "
                 f"the process and resume from a checkpoint. The failure: {self._final}"
             ) from self._final
 
@@ -289,58 +296,194 @@ class FailedSteps:
         return self._notice.cause()
 
 
+# Which rank has made a job fail? Pure: it reads records alone.
+
+
 @dataclass(frozen=True)
-class Failure:
-    """What a rank has raised.
+class FailureReport:
+    """The report of a failed job.
 
     Attributes:
-        error: In words.
-        follows: Whether it follows from another rank's failure.
-        time: In seconds since the epoch.
-        absent: The ranks for which it has waited in vain.
-        note: Follows the error in a report, if it is the cause.
-        failed: What the rank was at.
+        cause: One line: which rank, and what it was at.
+        text: The cause, then what each rank was at, and the grid.
+        reporter: The rank that has written it, and shows it.
+        kind: ``"common"``: all ranks have raised the same error, as those of a set-up do.
+            ``"raised"``: the cause is an error. ``"lost"``: a rank did not go on.
     """
 
-    error: str
-    follows: bool
-    time: float
-    absent: tuple[int, ...] = ()
-    note: str = ""
-    failed: Failed | None = None
+    cause: str
+    text: str
+    reporter: int
+    kind: Kind = "lost"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the processes that it ends."""
+        return STALLED if self.kind == "lost" else FAILED
+
+    def tell_launcher(self) -> None:
+        """Writes the cause where torchrun, or `pipegrad launch`, looks for it, to print it last."""
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # Of a common error a rank of this machine prints all: the launcher need not repeat it.
+            is_all, now = self.kind == "common", str(int(time.time()))
+            info = {"py_callstack": self.cause, "timestamp": now, "is_all": is_all}
+            message = {"message": self.cause, "extraInfo": info}
+            with contextlib.suppress(OSError):
+                Path(file).write_text(json.dumps({"message": message}))
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Returns what this rank has raised, as other ranks get to know it."""
-    root = root_of(error)
-    agreement = error if isinstance(error, AgreementError) else AgreementError()
-    absent, follows, began = agreement.absent, agreement.follows, agreement.began
-    if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
-        follows = follows or is_of_others(f"{error} {root}")
-    # The words of pipegrad name bucket or batch. Those of others also need their line.
-    words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
-    notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
-    words, failed = " ".join([words, *notes]), failed_at(error)
-    return Failure(words, follows, began or time.time(), absent, failed=failed)
+def make_report(
+    records: Mapping[int, Record],
+    silent: Mapping[int, str],
+    *,
+    reporter: int,
+    alarm: str,
+    draw: Drawing | None,
+) -> FailureReport:
+    """Returns the report.
+
+    Args:
+        records: By rank, of the ranks that have answered.
+        silent: What is known of the ranks that have not.
+        reporter: The rank that makes the report.
+        alarm: What the first rank has noticed.
+        draw: Returns the grid of a pipeline, by its number, with marked cells, by row.
+    """
+    ranks, cause, kind = find_cause(records, silent, alarm)
+    if kind == "common":
+        return FailureReport(cause, cause, reporter, kind)
+    if kind == "raised" and len(records) == 1:
+        cause = _sentences(cause, alarm)  # why this rank reports alone
+    every = {*records, *silent}
+    ordered = [*(rank for rank in ranks if rank in every), *sorted(every - {*ranks})]
+    lines = [cause]
+    for rank in ordered[:_MOST_LINES]:
+        known = records.get(rank)
+        lines.append(f"  rank {rank}{f': {silent[rank]}' if known is None else _line(known)}")
+    if len(ordered) > _MOST_LINES:
+        lines.append(f"  ... and {len(ordered) - _MOST_LINES} more ranks")
+    rows = [records[rank] for rank in ordered if rank in records and records[rank].row]
+    if rows and rows[0].row and draw is not None:
+        pipeline = rows[0].row[0]
+        lines.append(
+            draw(pipeline, {r.row[1]: r.mark for r in rows if r.row and r.row[0] == pipeline})
+        )
+    return FailureReport(cause, "\n".join(lines), reporter, kind)
 
 
-def has_lost_connection(error: BaseException) -> bool:
-    """Returns whether an error says that a connection to another rank is gone, on any rank."""
-    # An interrupt cuts connections, too, and says so before: then it is the cause. Later verbs
-    # repeat the words of the failure.
-    if not isinstance(error, dist.DistError | RuntimeError) or _is_raised_by_user(error):
-        return False
-    words = str(error)
-    return bool(_CONNECTION.search(words)) and _FAILED_BEFORE not in words
+def find_cause(
+    records: Mapping[int, Record], silent: Mapping[int, str], alarm: str
+) -> tuple[list[int], str, Kind]:
+    """Returns the ranks that are the cause, words, and their kind: see the note above."""
+    failed = [record for record in records.values() if record.failure.error]
+    failed.sort(key=lambda record: (record.failure.time, record.rank))
+    own = [record for record in failed if not record.failure.follows]
+    errors = {record.failure.error for record in own}
+    every = {record.failure.error for record in records.values()}
+    if every == errors and len(errors) == 1 < len(records) and not silent:
+        return [], own[0].failure.error, "common"
+    if own:
+        return [own[0].rank], f"{_error(own[0])}{own[0].failure.note}", "raised"
+    for record in failed:
+        told = told_by(record.failure.error)
+        if told is not None and not is_of_others(told[1]):
+            return [told[0]], told[1], "raised"
+    if failed and not silent:
+        return *_who_was_awaited(records, failed), "lost"
+    ranks, words = list(silent), _some(f"rank {rank} {sign}" for rank, sign in silent.items())
+    if not silent:
+        ranks, words = _who_stalls(records)
+    return ranks, _sentences(words, alarm), "lost"
 
 
-def is_of_others(words: str) -> bool:
-    """Returns whether an error says that another rank failed, or cannot be reached."""
-    return bool(_OF_OTHERS.search(words))
+def _who_was_awaited(
+    records: Mapping[int, Record], failed: Sequence[Record]
+) -> tuple[list[int], str]:
+    """Returns who has not come, if errors say so, or else who has seen it first; and words."""
+    if absent := sorted({rank for record in failed for rank in record.failure.absent}):
+        words = _some(f"rank {rank} {records[rank].words}" for rank in absent)
+        return absent, f"{words}. Rank {failed[0].rank}: {failed[0].failure.error}"
+    return [failed[0].rank], _error(failed[0])
 
 
-def _is_raised_by_user(error: BaseException) -> bool:
-    """Whether the line that has raised an error is neither torch's nor pipegrad's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    parts = (f"{os.sep}torch{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-    return bool(frames) and not any(part in frames[-1].filename for part in parts)
+def _who_stalls(records: Mapping[int, Record]) -> tuple[list[int], str]:
+    """Returns who makes the others wait, if nobody has failed, and words."""
+    waits_for = {rank: _waits_for(record, records) for rank, record in records.items()}
+    awaited = {other for others in waits_for.values() for other in others}
+    free = [record for record in records.values() if record.is_busy or not record.waits]
+    # A rank inside a collective of torch waits, too: nobody knows for whom.
+    free.sort(key=lambda r: (r.is_in_torch, r.rank not in awaited, -r.seconds, r.rank))
+    first = free[0] if free else next(iter(records.values()))
+    words = f"rank {first.rank} {first.words}"
+    if len(records) == 1:
+        return [first.rank], words
+    if free and first.at and first.seconds < _MOVING_SECONDS:
+        return [first.rank], f"no rank is stuck, they are too slow; {words}"
+    if free:
+        return [first.rank], f"{words}; other ranks wait for it"
+    if together := sorted(rank for rank, others in waits_for.items() if not others):
+        what, are = records[together[0]].waits[0][0], "is" if len(together) == 1 else "are"
+        words = f"{_numbers(together)} {are} in {what!r}, and it does not end: look at the network"
+        return together, f"{words} between them"
+    circle = [min(records)]
+    while (rank := waits_for[circle[-1]][0]) not in circle:
+        circle.append(rank)
+    circle = circle[circle.index(rank) :]
+    words = "; ".join(
+        f"rank {rank} waits for {_numbers(waits_for[rank])}: {records[rank].waits[0][0]}"
+        for rank in circle
+    )
+    return circle, f"ranks wait for each other in a circle: {words}"
+
+
+def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
+    """Returns the ranks that a rank waits for: those that do not wait for the same."""
+    return sorted(
+        {
+            other
+            for what, ranks in record.waits
+            for other in ranks
+            if other in records and what not in (text for text, _ in records[other].waits)
+        }
+    )
+
+
+def _error(record: Record) -> str:
+    """Returns the error of a rank, and where it was."""
+    # Other ranks may have told it back to this rank.
+    told = told_by(record.failure.error)
+    is_back = told is not None and told[0] == record.rank
+    words = told[1] if told and is_back else f"rank {record.rank}: {record.failure.error}"
+    return f"{words} [{record.at}]" if record.at else words
+
+
+def _line(record: Record) -> str:
+    words = f" ({record.process}): {record.words}"
+    for what, ranks in record.waits:
+        if what not in record.at:
+            words += f"; waits with {_numbers([r for r in ranks if r != record.rank])}: {what}"
+    if len(error := record.failure.error) > _MOST_CHARACTERS:
+        error = f"{error[:_MOST_CHARACTERS]}..."
+    return f"{words}; its error: {error}" if error else words
+
+
+def _numbers(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {ranks}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
+
+
+def _some(texts: Iterable[str]) -> str:
+    first, more = (every := [*texts])[:_MOST_RANKS], len(every) - _MOST_RANKS
+    return "; ".join([*first, *([f"and {more} more"] if more > 0 else ())])
+
+
+def _sentences(*parts: str) -> str:
+    return ". ".join(part for part in parts if part)
+
+
+def told_by(words: str) -> tuple[int, str] | None:
+    """Returns the rank whose error is told in these words, and its words; None if none is named."""
+    chain = _TOLD.match(words)
+    begin = chain[0].rfind("rank ") if chain else -1
+    return None if begin < 0 else (int(words[begin + 5 :].partition(":")[0]), words[begin:])
