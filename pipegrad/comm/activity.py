@@ -375,13 +375,12 @@ class Account:
             failure=self._failure,
         )
 
-    @property
-    def drawing(self) -> Drawing | None:
-        """What draws the grid that the thread of verbs is in, or has failed in."""
-        if self._failed is not None:
-            return self._failed.drawing
+    def draw(self, pipeline: int, marks: Mapping[int, str]) -> str:
+        """Returns the grid that the thread of verbs is in, or has failed in; "" if in none."""
         stack = activities().get(verb_thread(), [])
-        return next((a.drawing for a in reversed(stack) if a.drawing is not None), None)
+        drawings = [a.drawing for a in stack if a.drawing is not None]
+        drawing = self._failed.drawing if self._failed else next(reversed(drawings), None)
+        return "" if drawing is None else drawing(pipeline, marks)
 
 
 def _line_of(thread: int) -> tuple[str, bool, bool]:

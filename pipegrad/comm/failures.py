@@ -338,7 +338,7 @@ def make_report(
     *,
     reporter: int,
     alarm: str,
-    draw: Drawing | None,
+    draw: Drawing,
 ) -> FailureReport:
     """Returns the report.
 
@@ -362,13 +362,13 @@ def make_report(
         lines.append(f"  rank {rank}{f': {silent[rank]}' if known is None else _line(known)}")
     if len(ordered) > _MOST_LINES:
         lines.append(f"  ... and {len(ordered) - _MOST_LINES} more ranks")
-    rows = [records[rank] for rank in ordered if rank in records and records[rank].row]
-    if rows and rows[0].row and draw is not None:
-        pipeline = rows[0].row[0]
+    rows = [(r.row, r.mark) for rank in ordered if (r := records.get(rank)) and r.row]
+    if rows:
+        pipeline = rows[0][0][0]
         lines.append(
-            draw(pipeline, {r.row[1]: r.mark for r in rows if r.row and r.row[0] == pipeline})
+            draw(pipeline, {row: mark for (which, row), mark in rows if which == pipeline})
         )
-    return FailureReport(cause, "\n".join(lines), reporter, kind)
+    return FailureReport(cause, "\n".join(filter(None, lines)), reporter, kind)
 
 
 def find_cause(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from pathlib import Path
 
 from pipegrad.comm.store import SignedStore
@@ -31,7 +32,8 @@ class Neighbours:
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self.known: dict[int, tuple[int, str]] = {}
         self._store, self._prefix = store, prefix
-        store.set(f"{prefix}/{rank}", f"{os.getpid()} {process_state(os.getpid())[1]}")
+        self._machine, own = _machine(), os.getpid()
+        store.set(f"{prefix}/{rank}", f"{own} {process_state(own)[1]} {self._machine}")
         local, num_local = (os.environ.get(f"LOCAL_{name}") for name in ("RANK", "WORLD_SIZE"))
         first = rank - int(local or 0)
         self._unread = {*range(first, first + int(num_local or 1))} - {rank}
@@ -39,9 +41,8 @@ class Neighbours:
     def learn(self) -> bool:
         """Reads which processes have come; returns whether all have."""
         for rank in [r for r in self._unread if self._store.check([f"{self._prefix}/{r}"])]:
-            pid, _, began = self._store.text(f"{self._prefix}/{rank}").partition(" ")
-            # Numbers begin anew in each container: only a process that was seen to run is known.
-            if began and process_state(int(pid))[1] == began:
+            pid, began, machine = self._store.text(f"{self._prefix}/{rank}").split(" ", 2)
+            if machine == self._machine != "":
                 self.known[rank] = int(pid), began
             self._unread.remove(rank)
         return not self._unread
@@ -62,6 +63,14 @@ class Neighbours:
     def sign(self, rank: int) -> str:
         """Returns in words what is known of a process that has not answered."""
         return _SIGNS[self.state(rank)].format(pid=self.known.get(rank, (0,))[0])
+
+
+def _machine() -> str:
+    """Returns the name of this machine, and where numbers of processes count: in its container."""
+    try:
+        return f"{socket.gethostname()} {Path('/proc/self/ns/pid').readlink()}"
+    except OSError:  # nobody says when a process began
+        return ""
 
 
 def process_state(pid: int) -> tuple[str, str]:

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from enum import IntEnum
+from functools import partial
 from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
@@ -94,10 +95,8 @@ class Watch:
         self._alarm, self._report = "", FailureReport("", "", self.rank)
         self._is_debugged = False  # this rank, or one for which it waits
         self._sign, self._sign_since = b"", 0.0  # of a debugger of another rank, and since when
-        self._threads = [
-            _started(f"pipegrad {name}", target)
-            for name, target in (("watch", self._look), ("watch store", self._talk))
-        ]
+        self._make_report = partial(make_report, reporter=self.rank, draw=self._account.draw)
+        self._threads = [_started("watch", self._look), _started("watch store", self._talk)]
 
     # What the thread of verbs calls.
 
@@ -133,10 +132,9 @@ class Watch:
         """Ends the watch of this rank: its process may end from now on, and that is no failure."""
         with self._moved:
             leaves = self._state is State.WATCHING
-            if leaves:
-                self._go(State.LEFT)
+            self._go(State.LEFT if leaves else self._state)
         if leaves:  # the network may be cut
-            self._threads.append(_started("pipegrad watch end", self._tell_end))
+            self._threads.append(_started("watch end", self._tell_end))
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(_JOIN_SECONDS)
@@ -198,7 +196,7 @@ class Watch:
             faulthandler.dump_traceback_later(3 * _LEAVE_SECONDS, exit=True)
         if not self._comes_to(State.TAKEN, _POLL_SECONDS):
             # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
-            self._threads.append(_started("pipegrad watch cut", cut_all))
+            self._threads.append(_started("watch cut", cut_all))
         is_taken = self._comes_to(State.TAKEN, _LEAVE_SECONDS)
         if dist.group.WORLD is not self._world():
             return
@@ -264,11 +262,10 @@ class Watch:
         self._store.set(self._key("state", self.rank), plain.dumps(self._account.record()))
         key, deadline = self._key("report"), time.monotonic() + _ANSWER_SECONDS + _REPORT_SECONDS
         if int(number) == self.rank:
+            self._neighbours.learn()
             records = self._answers()
             silent = {r: self._sign_of(r) for r in range(self._num_ranks) if r not in records}
-            report = make_report(
-                records, silent, reporter=self.rank, alarm=words, draw=self._account.drawing
-            )
+            report = self._make_report(records, silent, alarm=words)
             # This thread shows it: the thread of verbs may never come back. A common error is not
             # shown here, since each rank raises it in its own words.
             if report.kind != "common":
@@ -304,8 +301,6 @@ class Watch:
             return f"has ended after {self._store.text(left)}"
         return self._neighbours.sign(rank)
 
-    # The report.
-
     def _report_alone(self, reason: str, *, has_lost_store: bool = False) -> None:
         """Takes a report of this rank, which cannot reach the others. One of a machine shows it."""
         gone = self._neighbours.gone()
@@ -318,9 +313,7 @@ class Watch:
         except Exception as error:  # noqa: BLE001 - there must be a report
             record, reason = Record(self.rank, ""), repr(error)
         words = ". ".join(part for part in (self._alarm, reason) if part)
-        report = make_report(
-            {self.rank: record}, silent, reporter=self.rank, alarm=words, draw=self._account.drawing
-        )
+        report = self._make_report({self.rank: record}, silent, alarm=words)
         self._take(report, shows=self._neighbours.known.keys() & range(self.rank) <= gone)
 
     def _show(self, report: FailureReport) -> None:
@@ -389,7 +382,7 @@ def _stalled(words: str) -> type[StallError]:
 
 
 def _started(name: str, target: Callable[[], object]) -> threading.Thread:
-    thread = threading.Thread(target=target, name=name, daemon=True)
+    thread = threading.Thread(target=target, name=f"pipegrad {name}", daemon=True)
     thread.start()
     return thread
 

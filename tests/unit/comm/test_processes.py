@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
-from pipegrad.comm.processes import Neighbours, process_state
+from pipegrad.comm.processes import Neighbours, _machine, process_state
 from pipegrad.comm.store import SignedStore
 
 
@@ -34,10 +34,14 @@ def neighbours(monkeypatch: pytest.MonkeyPatch, num_local: int, **posts: str) ->
     return Neighbours(store, "job", 1)
 
 
+def post(pid: int, began: str = "", machine: str = "") -> str:
+    return f"{pid} {began or process_state(pid)[1]} {machine or _machine()}"
+
+
 def test_a_process_runs_is_stopped_and_ends(
     monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes]
 ) -> None:
-    found = neighbours(monkeypatch, 2, of_2=f"{child.pid} {process_state(child.pid)[1]}")
+    found = neighbours(monkeypatch, 2, of_2=post(child.pid))
     assert (found.learn(), found.state(2), found.gone()) == (True, "running", set())
     child.send_signal(signal.SIGSTOP)
     while found.state(2) == "running":
@@ -52,16 +56,22 @@ def test_a_process_runs_is_stopped_and_ends(
     assert (found.state(2), found.gone()) == ("ended", {2})
 
 
-def test_a_process_that_was_not_seen_to_run_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its number may be another one's: in another container, or on another machine of this name."""
-    own = os.getpid()
-    found = neighbours(monkeypatch, 4, of_2=f"{own} 1", of_3=f"{own} ", of_5="1 1")
+def test_a_number_that_is_used_again_is_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = neighbours(monkeypatch, 2, of_2=post(os.getpid(), began="1"))
+    assert (found.learn(), found.state(2)) == (True, "ended")
+
+
+def test_a_process_of_another_machine_or_container_is_not_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    other, same = "a pid:[1]", post(os.getpid())
+    found = neighbours(monkeypatch, 4, of_2=post(1, machine=other), of_3="1  ", of_5=same)
     assert not found.learn()  # rank 4 has not come
     assert (found.known, found.state(2), found.gone()) == ({}, "", set())
     assert found.sign(2).startswith("does not answer: its process or machine has ended")
 
 
 def test_a_rank_alone_on_its_machine_has_no_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = f"{os.getpid()} {process_state(os.getpid())[1]}"
+    own = post(os.getpid())
     found = neighbours(monkeypatch, 1, of_0=own, of_2=own)
     assert (found.learn(), found.known) == (True, {})
