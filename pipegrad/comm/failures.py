@@ -6,7 +6,7 @@
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
    step. It sends zeros. So no other rank waits for ever, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
-   long wait. It raises an error with the first message.
+   long wait. It raises an error with the first message; a failed rank, too (`raise_first`).
 4. A rank begins its next step when everything that it launched has ended (`FailedSteps.settle`).
    This needs no message.
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
@@ -44,7 +44,7 @@ import torch.distributed as dist
 
 from pipegrad.comm.activity import FAILED_BEFORE, Drawing, Record, is_of_others
 from pipegrad.comm.agreement import STORE_IS_GONE, store
-from pipegrad.errors import PipegradError, ReduceError, StepError, root_of
+from pipegrad.errors import DriftError, PipegradError, ReduceError, StallError, StepError, root_of
 
 # Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
 FAILED = 1  # an error
@@ -67,12 +67,14 @@ class FailureNotice:
     def __init__(self, name: str) -> None:
         self._name = name
         self.step = 0
+        self._first: str | None = None  # the post of a rank that failed before this one, if it did
 
     def next_step(self) -> None:
         """Goes to the next step. All ranks must call it equally often."""
         # The number is a part of the keys in the store. A rank that counts differently would read
         # the board of another step.
         self.step += 1
+        self._first = None
 
     def post(self, message: str, *, final: bool = False) -> str:
         """Posts `message` for this step, unless a message is posted; returns it with its rank.
@@ -86,8 +88,8 @@ class FailureNotice:
         # A store takes no surrogates, as names of files may have.
         message = message.encode("utf-8", "backslashreplace").decode()
         # This board may be read by the rank that is the cause before it has posted here itself.
-        _, _, cause = message.partition(f"{FAILED_ELSEWHERE}: ")
-        message = cause if cause.startswith("rank ") else f"rank {dist.get_rank()}: {message}"
+        told = told_by(message) if FAILED_ELSEWHERE in message else None
+        message = told[1] if told else f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
             store().set_first(self._key, message)
@@ -105,7 +107,21 @@ class FailureNotice:
         """
         notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
-        return self.cause()
+        self._first = self.cause()
+        return self._first
+
+    def raise_first(self, error: BaseException, kind: type[PipegradError]) -> None:
+        """Raises the words of the rank that failed before this one, if `fail` has found one.
+
+        An interrupt stays one. All ranks raise a DriftError, and a StallError has the cause.
+
+        Args:
+            error: Of this rank.
+            kind: The class of the error that takes its place.
+        """
+        is_own = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
+        if self._first is not None and not is_own:
+            raise kind(f"{FAILED_ELSEWHERE}: {self._first}") from error
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
@@ -484,6 +500,6 @@ def _sentences(*parts: str) -> str:
 
 def told_by(words: str) -> tuple[int, str] | None:
     """Returns the rank whose error is told in these words, and its words; None if none is named."""
-    chain = _TOLD.match(words)
-    begin = chain[0].rfind("rank ") if chain else -1
+    chain = _TOLD.match(words, max(0, words.find(FAILED_ELSEWHERE)))
+    begin = words.rfind("rank ", chain.start(), chain.end()) if chain else -1
     return None if begin < 0 else (int(words[begin + 5 :].partition(":")[0]), words[begin:])

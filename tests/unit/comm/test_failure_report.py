@@ -258,4 +258,5 @@ def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:
 def test_the_rank_that_others_tell_of_is_the_last_one_in_front_of_its_words() -> None:
     assert told_by(TOLD) == (2, "rank 2: ValueError: boom. In 1F0")
     assert told_by(f"ReduceError: a step failed on another rank: rank 1: {TOLD}") == told_by(TOLD)
+    assert told_by(f"bucket 0 (w): sum over ranks [0, 1] failed: {TOLD}") == told_by(TOLD)
     assert told_by("no shard of rank 3: a") is None
