@@ -115,15 +115,17 @@ class Activity:
     def __exit__(self, *raised: object) -> None:
         thread = get_ident()
         stack = _stacks[thread]
-        if raised[1] is not None:
-            _note_failed(stack, raised[1])
+        # The innermost activity knows most of an error, and leaves it first.
+        if raised[1] is not None and getattr(raised[1], _FAILED, None) is None:
+            with suppress(AttributeError, TypeError):  # an error may refuse attributes
+                setattr(raised[1], _FAILED, _spot_of(stack))
         stack.pop()
         if not stack:
             del _stacks[thread]  # a later thread may have the same number
 
 
-class Failed(NamedTuple):
-    """What a thread was at when an error left its activities. The error has it as an attribute.
+class Spot(NamedTuple):
+    """What a thread is at. An error that leaves an activity has it as an attribute.
 
     Attributes:
         doing: The activities in words, outermost first.
@@ -138,26 +140,22 @@ class Failed(NamedTuple):
     def __reduce__(self) -> tuple[Any, ...]:
         # An error goes to other processes, for example from a rank of a test. Its drawing is a
         # function of objects that stay here.
-        return Failed, (self.doing, self.details, None)
+        return Spot, (self.doing, self.details, None)
 
 
-def _note_failed(stack: list[Activity], error: object) -> None:
-    """Notes an error where it leaves the innermost activity; the outer ones know less of it."""
-    if getattr(error, _FAILED, None) is not None:
-        return
+def _spot_of(stack: Sequence[Activity]) -> Spot:
     details = [activity.details for activity in stack if activity.details is not None]
     drawings = [activity.drawing for activity in stack if activity.drawing is not None]
-    doing = tuple(activity.what for activity in stack)
-    failed = Failed(
-        doing, details[-1]() if details else Details(), drawings[-1] if drawings else None
+    return Spot(
+        tuple(activity.what for activity in stack),
+        details[-1]() if details else Details(),
+        drawings[-1] if drawings else None,
     )
-    with suppress(AttributeError, TypeError):  # an error may refuse attributes
-        setattr(error, _FAILED, failed)
 
 
-def failed_at(error: BaseException | None) -> Failed | None:
+def failed_at(error: BaseException | None) -> Spot | None:
     """Returns what a thread was at when an error, or the one that it follows from, was raised."""
-    found: Failed | None = None
+    found: Spot | None = None
     while error is not None:
         found = getattr(error, _FAILED, None) or found
         error = error.__cause__
@@ -166,11 +164,8 @@ def failed_at(error: BaseException | None) -> Failed | None:
 
 def verb_thread() -> int:
     """Returns the thread that calls the verbs: the last one of a bounded activity, or the main."""
-    return _verb_thread if _verb_thread in _alive() else threading.main_thread().ident or 0
-
-
-def _alive() -> set[int | None]:
-    return {thread.ident for thread in threading.enumerate()}
+    alive = {thread.ident for thread in threading.enumerate()}
+    return _verb_thread if _verb_thread in alive else threading.main_thread().ident or 0
 
 
 def in_debugger() -> bool:
@@ -307,7 +302,7 @@ class Account:
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self._failure = Failure()
-        self._failed: Failed | None = None
+        self._failed: Spot | None = None
         self._seen: tuple[Activity, int] | None = None
         self._since, self._looked = 0.0, time.monotonic()
 
@@ -344,12 +339,10 @@ class Account:
         self.look()
         stacks, now, verbs = activities(), time.monotonic(), verb_thread()
         main = stacks.pop(verbs, [])
-        doing = tuple(activity.what for activity in main)
-        details = next((a.details() for a in reversed(main) if a.details is not None), Details())
         line, runs, is_in_torch = _line_of(verbs)
+        doing, details, _ = self._failed or _spot_of(main)
         if self._failed is not None:
-            doing, details = self._failed.doing, self._failed.details._replace(waits_for=())
-            line, is_in_torch = "", False
+            details, line, is_in_torch = details._replace(waits_for=()), "", False
         waits = [(details.item, details.waits_for)] if details.waits_for else []
         is_waiting = bool(waits) or bool(main and main[-1].ranks)
         for thread, stack in {verbs: main, **stacks}.items():
@@ -377,9 +370,7 @@ class Account:
 
     def draw(self, pipeline: int, marks: Mapping[int, str]) -> str:
         """Returns the grid that the thread of verbs is in, or has failed in; "" if in none."""
-        stack = activities().get(verb_thread(), [])
-        drawings = [a.drawing for a in stack if a.drawing is not None]
-        drawing = self._failed.drawing if self._failed else next(reversed(drawings), None)
+        drawing = (self._failed or _spot_of(activities().get(verb_thread(), []))).drawing
         return "" if drawing is None else drawing(pipeline, marks)
 
 

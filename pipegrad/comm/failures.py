@@ -466,11 +466,8 @@ def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
 
 def _error(record: Record) -> str:
     """Returns the error of a rank, and where it was."""
-    # Other ranks may have told it back to this rank.
-    told = told_by(record.failure.error)
-    is_back = told is not None and told[0] == record.rank
-    words = told[1] if told and is_back else f"rank {record.rank}: {record.failure.error}"
-    return f"{words} [{record.at}]" if record.at else words
+    at = f" [{record.at}]" if record.at else ""
+    return f"rank {record.rank}: {record.failure.error}{at}"
 
 
 def _line(record: Record) -> str:

@@ -37,7 +37,7 @@ def test_a_rank_has_been_in_its_innermost_activity_since_that_began(clock: list[
         with Activity("the optimizer"):
             clock[0] = 109.5
             record = account.record()
-    assert (record.at, record.seconds) == ("step 1, the optimizer", 5.5)
+    assert (record.at, record.seconds, record.waits) == ("step 1, the optimizer", 5.5, ())
     assert record.words.startswith("was in step 1, the optimizer, for 5.5 s (")
 
 
