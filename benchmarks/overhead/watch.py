@@ -19,7 +19,7 @@ from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm.activity import Activity
-from pipegrad.comm.watch import watch as watching
+from pipegrad.comm.watch import Bounded
 from pipegrad.testing import run_ranks
 
 MICROBATCHES = 8
@@ -32,7 +32,7 @@ class Switch:
         self.number = 0
         self._own = {
             kind: (kind.__dict__.get("__enter__"), kind.__dict__.get("__exit__"))
-            for kind in (Activity, watching.Bounded)
+            for kind in (Activity, Bounded)
         }
 
     def turn(self, *, on: bool) -> None:

@@ -1,22 +1,46 @@
-"""Activities: what each thread of this rank does now, for the report of a failure.
+"""Activities: what each thread of this rank does now, and what it has raised, for a report.
 
 An activity costs about a microsecond, so all parts of pipegrad note what they wait for, always. The
-memory is fixed: an activity is gone when it has ended.
+memory is fixed: an activity is gone when it has ended. A `Record` is what the other ranks get to
+know of it when the job fails.
 """
 
 from __future__ import annotations
 
+import os
+import re
+import socket
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 from threading import get_ident
+from types import FrameType
 from typing import Any, NamedTuple
 
-from pipegrad.comm.store import SignedStore
+import torch.distributed as dist
+
+from pipegrad.errors import AgreementError, PipegradError, in_words, root_of
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
+FAILED_BEFORE = "failed before"  # in the words of a verb that repeats an earlier failure
+# What torch's backends say when another rank is gone, and what pipegrad says of others.
+_CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
+_OF_OTHERS = re.compile(
+    rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
+)
+_OWN, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
+# Lines of these do not help: pipegrad's own, torch's, and those of Python's standard library.
+_SKIPPED = (_OWN, _TORCH, f"{os.sep}click{os.sep}", "<")
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+# Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
+# pydevd, which VS Code and PyCharm use.
+_PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
 _stacks: dict[int, list[Activity]] = {}  # by thread, outermost first
 _verb_thread = 0
 
@@ -47,14 +71,12 @@ class Activity:
         details: Returns more, when a report is made; any thread may call it.
         drawing: Returns the grid of a pipeline, by its number, with marked cells, by row.
         position: Returns a number that changes when it goes on.
-        absent: Returns which of the ranks have not come yet, as a key-value store knows.
 
     Attributes:
         since: When it began, on the monotonic clock.
     """
 
     __slots__ = (
-        "absent",
         "details",
         "drawing",
         "position",
@@ -73,7 +95,6 @@ class Activity:
         details: Callable[[], Details] | None = None,
         drawing: Drawing | None = None,
         position: Callable[[], int] | None = None,
-        absent: Callable[[SignedStore], list[int]] | None = None,
     ) -> None:
         self.what = what
         self.ranks = ranks
@@ -81,7 +102,6 @@ class Activity:
         self.details = details
         self.drawing = drawing
         self.position = position
-        self.absent = absent
 
     def __enter__(self) -> Activity:
         global _verb_thread  # noqa: PLW0603 - reports are made by another thread
@@ -95,15 +115,17 @@ class Activity:
     def __exit__(self, *raised: object) -> None:
         thread = get_ident()
         stack = _stacks[thread]
-        if raised[1] is not None:
-            _note_failed(stack, raised[1])
+        # The innermost activity knows most of an error, and leaves it first.
+        if raised[1] is not None and getattr(raised[1], _FAILED, None) is None:
+            with suppress(AttributeError, TypeError):  # an error may refuse attributes
+                setattr(raised[1], _FAILED, _spot_of(stack))
         stack.pop()
         if not stack:
             del _stacks[thread]  # a later thread may have the same number
 
 
-class Failed(NamedTuple):
-    """What a thread was at when an error left its activities. The error has it as an attribute.
+class Spot(NamedTuple):
+    """What a thread is at. An error that leaves an activity has it as an attribute.
 
     Attributes:
         doing: The activities in words, outermost first.
@@ -118,26 +140,22 @@ class Failed(NamedTuple):
     def __reduce__(self) -> tuple[Any, ...]:
         # An error goes to other processes, for example from a rank of a test. Its drawing is a
         # function of objects that stay here.
-        return Failed, (self.doing, self.details, None)
+        return Spot, (self.doing, self.details, None)
 
 
-def _note_failed(stack: list[Activity], error: object) -> None:
-    """Notes an error where it leaves the innermost activity; the outer ones know less of it."""
-    if getattr(error, _FAILED, None) is not None:
-        return
+def _spot_of(stack: Sequence[Activity]) -> Spot:
     details = [activity.details for activity in stack if activity.details is not None]
     drawings = [activity.drawing for activity in stack if activity.drawing is not None]
-    doing = tuple(activity.what for activity in stack)
-    failed = Failed(
-        doing, details[-1]() if details else Details(), drawings[-1] if drawings else None
+    return Spot(
+        tuple(activity.what for activity in stack),
+        details[-1]() if details else Details(),
+        drawings[-1] if drawings else None,
     )
-    with suppress(AttributeError, TypeError):  # an error may refuse attributes
-        setattr(error, _FAILED, failed)
 
 
-def failed_at(error: BaseException | None) -> Failed | None:
+def failed_at(error: BaseException | None) -> Spot | None:
     """Returns what a thread was at when an error, or the one that it follows from, was raised."""
-    found: Failed | None = None
+    found: Spot | None = None
     while error is not None:
         found = getattr(error, _FAILED, None) or found
         error = error.__cause__
@@ -146,15 +164,23 @@ def failed_at(error: BaseException | None) -> Failed | None:
 
 def verb_thread() -> int:
     """Returns the thread that calls the verbs: the last one of a bounded activity, or the main."""
-    return _verb_thread if _verb_thread in _alive() else threading.main_thread().ident or 0
+    alive = {thread.ident for thread in threading.enumerate()}
+    return _verb_thread if _verb_thread in alive else threading.main_thread().ident or 0
 
 
-def _alive() -> set[int | None]:
-    return {thread.ident for thread in threading.enumerate()}
+def in_debugger() -> bool:
+    """Whether the thread that runs verbs is at the prompt of a debugger."""
+    frame = sys._current_frames().get(verb_thread())
+    while frame is not None:
+        file = _PROMPTS.get(frame.f_code.co_name)
+        if file is not None and file in frame.f_code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def give_back(seconds: float, before: float) -> None:
-    """Moves the begin of all activities that began before a time, by the time of a suspension."""
+    """Moves the begin of all activities that began before a time, by time that does not count."""
     for stack in activities().values():
         for activity in stack:
             if activity.since < before:
@@ -164,3 +190,204 @@ def give_back(seconds: float, before: float) -> None:
 def activities() -> dict[int, list[Activity]]:
     """Returns the activities of all threads, by thread, outermost first."""
     return {thread: list(stack) for thread, stack in list(_stacks.items())}
+
+
+# What it has raised.
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What a rank has raised; plain data.
+
+    Attributes:
+        error: In words; "" if nothing.
+        follows: Whether it follows from another rank's failure.
+        time: In seconds since the epoch.
+        absent: The ranks for which it has waited in vain.
+        note: Follows the error in a report, if it is the cause.
+    """
+
+    error: str = ""
+    follows: bool = False
+    time: float = 0.0
+    absent: tuple[int, ...] = ()
+    note: str = ""
+
+
+def failure_of(error: BaseException, note: str = "") -> Failure:
+    """Returns what this rank has raised, as other ranks get to know it."""
+    root = root_of(error)
+    agreement = error if isinstance(error, AgreementError) else AgreementError()
+    follows = agreement.follows
+    if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
+        follows = follows or is_of_others(f"{error} {root}")
+    # The words of pipegrad name bucket or batch. Those of others also need their line.
+    words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
+    notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
+    began = agreement.began or time.time()
+    return Failure(" ".join([words, *notes]), follows, began, agreement.absent, note)
+
+
+def has_lost_connection(error: BaseException) -> bool:
+    """Returns whether an error says that a connection to another rank is gone, on any rank."""
+    # An interrupt cuts connections, too, and says so before: then it is the cause. Later verbs
+    # repeat the words of the failure.
+    if not isinstance(error, dist.DistError | RuntimeError) or _is_raised_by_user(error):
+        return False
+    words = str(error)
+    return bool(_CONNECTION.search(words)) and FAILED_BEFORE not in words
+
+
+def is_of_others(words: str) -> bool:
+    """Returns whether an error says that another rank failed, or cannot be reached."""
+    return bool(_OF_OTHERS.search(words))
+
+
+def _is_raised_by_user(error: BaseException) -> bool:
+    """Whether the line that has raised an error is neither torch's nor pipegrad's."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and not any(part in frames[-1].filename for part in (_TORCH, _OWN))
+
+
+# What the rank is at.
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a rank is at when the job fails, as it tells the others; plain data.
+
+    Attributes:
+        rank: The global rank.
+        process: Which one, of which machine.
+        at: What its thread of verbs does, outermost first, the item of a step last; "" if nothing.
+        seconds: For how long it has been at the innermost of these.
+        line: The line of the user that runs; "" if none does.
+        waits: What its threads wait for, and the global ranks that this takes.
+        is_busy: Whether it computes or runs code of the user, whatever other threads wait for.
+        is_in_torch: Whether it is inside of a collective of torch: nobody knows for whom it waits.
+        row: Its pipeline, and its row of the grid; None outside of a step.
+        mark: The cell of that row.
+        failure: What it has raised.
+    """
+
+    rank: int
+    process: str
+    at: str = ""
+    seconds: float = 0.0
+    line: str = ""
+    waits: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    is_busy: bool = False
+    is_in_torch: bool = False
+    row: tuple[int, int] | None = None
+    mark: str = ""
+    failure: Failure = Failure()
+
+    @property
+    def words(self) -> str:
+        """What it is at."""
+        line = f" ({self.line})" if self.line else ""
+        if not self.at:
+            return f"was outside of pipegrad{line}"
+        seconds = "" if self.failure.error else f", for {self.seconds:.1f} s"
+        return f"was in {self.at}{seconds}{line}"
+
+
+class Account:
+    """What this rank tells of itself: where it is, since when, and what it has raised.
+
+    Args:
+        rank: The global rank.
+    """
+
+    def __init__(self, rank: int) -> None:
+        self._rank = rank
+        self._failure = Failure()
+        self._failed: Spot | None = None
+        self._seen: tuple[Activity, int] | None = None
+        self._since, self._looked = 0.0, time.monotonic()
+
+    def fail(self, error: BaseException, note: str = "") -> None:
+        """Takes what this rank has raised, and what follows its words if it is the cause."""
+        self._failure, self._failed = failure_of(error, note), failed_at(error)
+
+    def look(self, *, counts: bool = True) -> None:
+        """Looks whether the thread of verbs has gone on to another item; call it often.
+
+        Args:
+            counts: Whether the time since the last look counts. In a debugger it never does.
+        """
+        before, self._looked = self._looked, time.monotonic()
+        if not counts or in_debugger():
+            give_back(self._looked - before, before)
+        stack = activities().get(verb_thread(), [])
+        seen = next(((a, a.position()) for a in reversed(stack) if a.position is not None), None)
+        if seen != self._seen:
+            self._seen, self._since = seen, 0.0 if seen is None else self._looked
+
+    def late(self, share: float = 1.0) -> str | None:
+        """Returns words about an activity that has taken longer than a share of what it may."""
+        now = time.monotonic()
+        for stack in activities().values():
+            for activity in stack:
+                limit = activity.within_seconds
+                if limit is not None and now - activity.since > share * limit:
+                    return f"{activity.what} took longer than {limit:g} s on rank {self._rank}"
+        return None
+
+    def record(self) -> Record:
+        """Returns what this rank is at, or was at when it failed; any thread may call it."""
+        self.look()
+        stacks, now, verbs = activities(), time.monotonic(), verb_thread()
+        main = stacks.pop(verbs, [])
+        line, runs, is_in_torch = _line_of(verbs)
+        doing, details, _ = self._failed or _spot_of(main)
+        if self._failed is not None:
+            details, line, is_in_torch = details._replace(waits_for=()), "", False
+        waits = [(details.item, details.waits_for)] if details.waits_for else []
+        is_waiting = bool(waits) or bool(main and main[-1].ranks)
+        for thread, stack in {verbs: main, **stacks}.items():
+            if stack and stack[-1].ranks:
+                what, (busy, is_user, _) = stack[-1].what, _line_of(thread)
+                # A thread in code of the user does not wait for ranks, whatever it does.
+                if is_user and thread != verbs:
+                    line = f"{what} at {busy}"
+                else:
+                    waits.append((what, tuple(stack[-1].ranks)))
+        is_computing = details.item.startswith("compute") and not is_in_torch
+        return Record(
+            rank=self._rank,
+            process=f"pid {os.getpid()} on {socket.gethostname()}",
+            at=", ".join(dict.fromkeys(text for text in (*doing, details.item) if text)),
+            seconds=max(0.0, now - max(self._since, main[-1].since)) if main else 0.0,
+            line=line,
+            waits=tuple(waits),
+            is_busy=not is_waiting and (runs or is_computing),
+            is_in_torch=is_in_torch,
+            row=details.row,
+            mark=details.mark,
+            failure=self._failure,
+        )
+
+    def draw(self, pipeline: int, marks: Mapping[int, str]) -> str:
+        """Returns the grid that the thread of verbs is in, or has failed in; "" if in none."""
+        drawing = (self._failed or _spot_of(activities().get(verb_thread(), []))).drawing
+        return "" if drawing is None else drawing(pipeline, marks)
+
+
+def _line_of(thread: int) -> tuple[str, bool, bool]:
+    """Returns the user's innermost line, if it runs itself, and if torch communicates below it."""
+    frame, runs, is_in_torch = sys._current_frames().get(thread), True, False
+    while frame is not None and not _is_of_user(frame):
+        runs = False
+        is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in frame.f_code.co_filename
+        frame = frame.f_back
+    if frame is None:
+        return "", False, is_in_torch
+    name = Path(frame.f_code.co_filename).name
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", runs, is_in_torch
+
+
+def _is_of_user(frame: FrameType) -> bool:
+    name = frame.f_code.co_filename
+    is_pythons = name.startswith(_PYTHON) and "-packages" not in name
+    return not is_pythons and not any(part in name for part in _SKIPPED)

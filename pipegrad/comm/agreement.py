@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from functools import partial
 from typing import NoReturn, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -227,7 +226,7 @@ def _exchange(
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
-        with Activity(subject, ranks, absent=partial(_absent, keys)):
+        with Activity(subject, ranks):
             kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
     except dist.DistNetworkError:
         raise

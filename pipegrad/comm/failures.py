@@ -1,4 +1,4 @@
-"""Failed steps: the one protocol by which all ranks learn of a failure and go on after it.
+"""Failures: how all ranks learn of a failed step and go on; and which rank has made a job fail.
 
 [Note: failed steps]
 1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
@@ -6,7 +6,7 @@
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
    step. It sends zeros. So no other rank waits for ever, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
-   long wait. It raises an error with the first message.
+   long wait. It raises an error with the first message; a failed rank, too (`raise_first`).
 4. A rank begins its next step when everything that it launched has ended (`FailedSteps.settle`).
    This needs no message.
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
@@ -14,40 +14,47 @@
 
 A GradientSync, a Scheduler and an attached schedule each have a board, since each counts its own
 steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
+
+[Note: the cause of a failure] Most ranks of a failed job only wait. The cause is, in this order:
+
+1. an error that follows from no other rank's; or one that a rank has told to another rank, and that
+   has not answered yet, or not with its error;
+2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
+3. a rank that did not come to an agreement;
+4. the first error, if all follow from others: a connection was lost between two live ranks;
+5. a rank that others wait for, and that waits for nobody: it is slow, or it is elsewhere;
+6. ranks that have all come to one collective, which does not end;
+7. ranks that wait for each other in a circle.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import torch.distributed as dist
 
-from pipegrad.comm.activity import Failed, failed_at
+from pipegrad.comm.activity import FAILED_BEFORE, Drawing, Record, is_of_others
 from pipegrad.comm.agreement import STORE_IS_GONE, store
-from pipegrad.errors import (
-    AgreementError,
-    PipegradError,
-    ReduceError,
-    StepError,
-    in_words,
-    root_of,
-)
+from pipegrad.errors import DriftError, PipegradError, ReduceError, StallError, StepError, root_of
 
+# Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
+FAILED = 1  # an error
+STALLED = 3  # a rank was lost: a restart may help
 FAILED_ELSEWHERE = "a step failed on another rank"
-_FAILED_BEFORE = "failed before"
-# What torch's backends say when another rank is gone, and what pipegrad says of others.
-_CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
-_OF_OTHERS = re.compile(
-    rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
-)
+_MOVING_SECONDS = 1.0  # at one item: a rank that goes on
+_MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
+Kind = Literal["common", "raised", "lost"]
+# What ranks put before an error that they tell each other.
+_TOLD = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
 
 class FailureNotice:
@@ -60,12 +67,14 @@ class FailureNotice:
     def __init__(self, name: str) -> None:
         self._name = name
         self.step = 0
+        self._first: str | None = None  # the post of a rank that failed before this one, if it did
 
     def next_step(self) -> None:
         """Goes to the next step. All ranks must call it equally often."""
         # The number is a part of the keys in the store. A rank that counts differently would read
         # the board of another step.
         self.step += 1
+        self._first = None
 
     def post(self, message: str, *, final: bool = False) -> str:
         """Posts `message` for this step, unless a message is posted; returns it with its rank.
@@ -79,8 +88,8 @@ class FailureNotice:
         # A store takes no surrogates, as names of files may have.
         message = message.encode("utf-8", "backslashreplace").decode()
         # This board may be read by the rank that is the cause before it has posted here itself.
-        _, _, cause = message.partition(f"{FAILED_ELSEWHERE}: ")
-        message = cause if cause.startswith("rank ") else f"rank {dist.get_rank()}: {message}"
+        told = told_by(message) if FAILED_ELSEWHERE in message else None
+        message = told[1] if told else f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
             store().set_first(self._key, message)
@@ -98,7 +107,21 @@ class FailureNotice:
         """
         notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
-        return self.cause()
+        self._first = self.cause()
+        return self._first
+
+    def raise_first(self, error: BaseException, kind: type[PipegradError]) -> None:
+        """Raises the words of the rank that failed before this one, if `fail` has found one.
+
+        An interrupt stays one. All ranks raise a DriftError, and a StallError has the cause.
+
+        Args:
+            error: Of this rank.
+            kind: The class of the error that takes its place.
+        """
+        is_own = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
+        if self._first is not None and not is_own:
+            raise kind(f"{FAILED_ELSEWHERE}: {self._first}") from error
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
@@ -224,9 +247,9 @@ class FailedSteps:
         self.settle()
         if self._final is not None:
             self._notice.next_step()
-            self._notice.post(f"it {_FAILED_BEFORE}: {self._final}", final=True)
+            self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
             raise ReduceError(
-                f"this GradientSync {_FAILED_BEFORE} and its communicators are out of step; end "
+                f"this GradientSync {FAILED_BEFORE} and its communicators are out of step; end "
                 f"the process and resume from a checkpoint. The failure: {self._final}"
             ) from self._final
 
@@ -289,58 +312,191 @@ class FailedSteps:
         return self._notice.cause()
 
 
+# Which rank has made a job fail? Pure: it reads records alone.
+
+
 @dataclass(frozen=True)
-class Failure:
-    """What a rank has raised.
+class FailureReport:
+    """The report of a failed job.
 
     Attributes:
-        error: In words.
-        follows: Whether it follows from another rank's failure.
-        time: In seconds since the epoch.
-        absent: The ranks for which it has waited in vain.
-        note: Follows the error in a report, if it is the cause.
-        failed: What the rank was at.
+        cause: One line: which rank, and what it was at.
+        text: The cause, then what each rank was at, and the grid.
+        reporter: The rank that has written it, and shows it.
+        kind: ``"common"``: all ranks have raised the same error, as those of a set-up do.
+            ``"raised"``: the cause is an error. ``"lost"``: a rank did not go on.
     """
 
-    error: str
-    follows: bool
-    time: float
-    absent: tuple[int, ...] = ()
-    note: str = ""
-    failed: Failed | None = None
+    cause: str
+    text: str
+    reporter: int
+    kind: Kind = "lost"
+
+    @property
+    def exit_code(self) -> int:
+        """The exit code of the processes that it ends."""
+        return STALLED if self.kind == "lost" else FAILED
+
+    def tell_launcher(self) -> None:
+        """Writes the cause where torchrun, or `pipegrad launch`, looks for it, to print it last."""
+        if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+            # Of a common error a rank of this machine prints all: the launcher need not repeat it.
+            is_all, now = self.kind == "common", str(int(time.time()))
+            info = {"py_callstack": self.cause, "timestamp": now, "is_all": is_all}
+            message = {"message": self.cause, "extraInfo": info}
+            with contextlib.suppress(OSError):
+                Path(file).write_text(json.dumps({"message": message}))
 
 
-def failure_of(error: BaseException) -> Failure:
-    """Returns what this rank has raised, as other ranks get to know it."""
-    root = root_of(error)
-    agreement = error if isinstance(error, AgreementError) else AgreementError()
-    absent, follows, began = agreement.absent, agreement.follows, agreement.began
-    if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
-        follows = follows or is_of_others(f"{error} {root}")
-    # The words of pipegrad name bucket or batch. Those of others also need their line.
-    words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
-    notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
-    words, failed = " ".join([words, *notes]), failed_at(error)
-    return Failure(words, follows, began or time.time(), absent, failed=failed)
+def make_report(
+    records: Mapping[int, Record],
+    silent: Mapping[int, str],
+    *,
+    reporter: int,
+    alarm: str,
+    draw: Drawing,
+) -> FailureReport:
+    """Returns the report.
+
+    Args:
+        records: By rank, of the ranks that have answered.
+        silent: What is known of the ranks that have not.
+        reporter: The rank that makes the report.
+        alarm: What the first rank has noticed.
+        draw: Returns the grid of a pipeline, by its number, with marked cells, by row.
+    """
+    ranks, cause, kind = find_cause(records, silent, alarm)
+    if kind == "common":
+        return FailureReport(cause, cause, reporter, kind)
+    if kind == "raised" and len(records) == 1:
+        cause = _sentences(cause, alarm)  # why this rank reports alone
+    every = {*records, *silent}
+    ordered = [*(rank for rank in ranks if rank in every), *sorted(every - {*ranks})]
+    lines = [cause]
+    for rank in ordered[:_MOST_LINES]:
+        known = records.get(rank)
+        lines.append(f"  rank {rank}{f': {silent[rank]}' if known is None else _line(known)}")
+    if len(ordered) > _MOST_LINES:
+        lines.append(f"  ... and {len(ordered) - _MOST_LINES} more ranks")
+    rows = [(r.row, r.mark) for rank in ordered if (r := records.get(rank)) and r.row]
+    if rows:
+        pipeline = rows[0][0][0]
+        lines.append(
+            draw(pipeline, {row: mark for (which, row), mark in rows if which == pipeline})
+        )
+    return FailureReport(cause, "\n".join(filter(None, lines)), reporter, kind)
 
 
-def has_lost_connection(error: BaseException) -> bool:
-    """Returns whether an error says that a connection to another rank is gone, on any rank."""
-    # An interrupt cuts connections, too, and says so before: then it is the cause. Later verbs
-    # repeat the words of the failure.
-    if not isinstance(error, dist.DistError | RuntimeError) or _is_raised_by_user(error):
-        return False
-    words = str(error)
-    return bool(_CONNECTION.search(words)) and _FAILED_BEFORE not in words
+def find_cause(
+    records: Mapping[int, Record], silent: Mapping[int, str], alarm: str
+) -> tuple[list[int], str, Kind]:
+    """Returns the ranks that are the cause, words, and their kind: see the note above."""
+    failed = [record for record in records.values() if record.failure.error]
+    failed.sort(key=lambda record: (record.failure.time, record.rank))
+    own = [record for record in failed if not record.failure.follows]
+    errors = {record.failure.error for record in own}
+    every = {record.failure.error for record in records.values()}
+    if every == errors and len(errors) == 1 < len(records) and not silent:
+        return [], own[0].failure.error, "common"
+    if own:
+        return [own[0].rank], f"{_error(own[0])}{own[0].failure.note}", "raised"
+    for record in failed:
+        told = told_by(record.failure.error)
+        if told is not None and not is_of_others(told[1]):
+            return [told[0]], told[1], "raised"
+    if failed and not silent:
+        return *_who_was_awaited(records, failed), "lost"
+    ranks, words = list(silent), _some(f"rank {rank} {sign}" for rank, sign in silent.items())
+    if not silent:
+        ranks, words = _who_stalls(records)
+    return ranks, _sentences(words, alarm), "lost"
 
 
-def is_of_others(words: str) -> bool:
-    """Returns whether an error says that another rank failed, or cannot be reached."""
-    return bool(_OF_OTHERS.search(words))
+def _who_was_awaited(
+    records: Mapping[int, Record], failed: Sequence[Record]
+) -> tuple[list[int], str]:
+    """Returns who has not come, if errors say so, or else who has seen it first; and words."""
+    if absent := sorted({rank for record in failed for rank in record.failure.absent}):
+        words = _some(f"rank {rank} {records[rank].words}" for rank in absent)
+        return absent, f"{words}. Rank {failed[0].rank}: {failed[0].failure.error}"
+    return [failed[0].rank], _error(failed[0])
 
 
-def _is_raised_by_user(error: BaseException) -> bool:
-    """Whether the line that has raised an error is neither torch's nor pipegrad's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    parts = (f"{os.sep}torch{os.sep}", f"{Path(__file__).parents[1]}{os.sep}")
-    return bool(frames) and not any(part in frames[-1].filename for part in parts)
+def _who_stalls(records: Mapping[int, Record]) -> tuple[list[int], str]:
+    """Returns who makes the others wait, if nobody has failed, and words."""
+    waits_for = {rank: _waits_for(record, records) for rank, record in records.items()}
+    awaited = {other for others in waits_for.values() for other in others}
+    free = [record for record in records.values() if record.is_busy or not record.waits]
+    # A rank inside a collective of torch waits, too: nobody knows for whom.
+    free.sort(key=lambda r: (r.is_in_torch, r.rank not in awaited, -r.seconds, r.rank))
+    first = free[0] if free else next(iter(records.values()))
+    words = f"rank {first.rank} {first.words}"
+    if len(records) == 1:
+        return [first.rank], words
+    if free and first.at and first.seconds < _MOVING_SECONDS:
+        return [first.rank], f"no rank is stuck, they are too slow; {words}"
+    if free:
+        return [first.rank], f"{words}; other ranks wait for it"
+    if together := sorted(rank for rank, others in waits_for.items() if not others):
+        what, are = records[together[0]].waits[0][0], "is" if len(together) == 1 else "are"
+        words = f"{_numbers(together)} {are} in {what!r}, and it does not end: look at the network"
+        return together, f"{words} between them"
+    circle = [min(records)]
+    while (rank := waits_for[circle[-1]][0]) not in circle:
+        circle.append(rank)
+    circle = circle[circle.index(rank) :]
+    words = "; ".join(
+        f"rank {rank} waits for {_numbers(waits_for[rank])}: {records[rank].waits[0][0]}"
+        for rank in circle
+    )
+    return circle, f"ranks wait for each other in a circle: {words}"
+
+
+def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
+    """Returns the ranks that a rank waits for: those that do not wait for the same."""
+    return sorted(
+        {
+            other
+            for what, ranks in record.waits
+            for other in ranks
+            if other in records and what not in (text for text, _ in records[other].waits)
+        }
+    )
+
+
+def _error(record: Record) -> str:
+    """Returns the error of a rank, and where it was."""
+    at = f" [{record.at}]" if record.at else ""
+    return f"rank {record.rank}: {record.failure.error}{at}"
+
+
+def _line(record: Record) -> str:
+    words = f" ({record.process}): {record.words}"
+    for what, ranks in record.waits:
+        if what not in record.at:
+            words += f"; waits with {_numbers([r for r in ranks if r != record.rank])}: {what}"
+    if len(error := record.failure.error) > _MOST_CHARACTERS:
+        error = f"{error[:_MOST_CHARACTERS]}..."
+    return f"{words}; its error: {error}" if error else words
+
+
+def _numbers(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    return f"ranks {ranks}" if len(ranks) <= 8 else f"{len(ranks)} ranks"
+
+
+def _some(texts: Iterable[str]) -> str:
+    first, more = (every := [*texts])[:_MOST_RANKS], len(every) - _MOST_RANKS
+    return "; ".join([*first, *([f"and {more} more"] if more > 0 else ())])
+
+
+def _sentences(*parts: str) -> str:
+    return ". ".join(part for part in parts if part)
+
+
+def told_by(words: str) -> tuple[int, str] | None:
+    """Returns the rank whose error is told in these words, and its words; None if none is named."""
+    chain = _TOLD.match(words, max(0, words.find(FAILED_ELSEWHERE)))
+    begin = words.rfind("rank ", chain.start(), chain.end()) if chain else -1
+    return None if begin < 0 else (int(words[begin + 5 :].partition(":")[0]), words[begin:])

@@ -33,8 +33,8 @@ _VERSION = 1
 _RECORDS = {
     "audit.report": ("Finding", "Gradient"),
     "audit.compare.judge": ("Verdict",),
+    "comm.activity": ("Failure", "Record"),
     "comm.agreement": ("_Failure",),
-    "comm.watch.rank_state": ("RankState", "Wait"),
     "model.dtensor": ("Layout", "Shard"),
     "model.manifest": ("ParameterEntry", "RankManifest"),
     "observe.clocks": ("Reading",),

@@ -75,26 +75,6 @@ class SignedStore:
         """Returns a value that is text, as `get` does."""
         return self.get(key).decode(errors="replace")
 
-    def add_line(self, key: str, line: str) -> None:
-        """Adds a line to those at a key, if the store can."""
-        if self.raw.has_extended_api():  # type: ignore[attr-defined]  # public
-            signed = self._signed(key, line).hex()
-            self.raw.append(key, f"{signed}\n")  # type: ignore[attr-defined]
-
-    def lines(self, key: str) -> list[str]:
-        """Returns the lines that were added.
-
-        Raises:
-            MessageError: If another program has written one of them.
-        """
-        lines = self.raw.get(key).split()
-        try:
-            return [self._opened(key, bytes.fromhex(line.decode())).decode() for line in lines]
-        except MessageError:
-            raise
-        except ValueError as error:
-            raise MessageError(_refusal(key)) from error
-
     def count(self, key: str) -> int:
         """Adds 1 to a number; returns it. It is not signed: it names keys, and no more."""
         return self.raw.add(key, 1)

@@ -464,4 +464,4 @@ class Reducer:
         if message is None and not self._has_given_up:
             self._raise_refusal()
         if message is not None:
-            raise ReduceError(f"{FAILED_ELSEWHERE}, so its collectives never end: {message}")
+            raise ReduceError(f"{FAILED_ELSEWHERE}: {message}")

@@ -29,7 +29,7 @@ from torch import nn
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.tape import Tape
-from pipegrad.comm.watch.watch import Bounded, watch
+from pipegrad.comm.watch import Bounded, watch
 from pipegrad.errors import AgreementError, PlanError, StepError, in_words
 from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.main_params import (

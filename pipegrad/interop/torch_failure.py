@@ -14,8 +14,8 @@ from typing import Any, cast
 
 import torch
 
-from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import DriftError, ReduceError, StepError, root_of
+from pipegrad.comm.failures import FailureNotice
+from pipegrad.errors import ReduceError, StepError, root_of
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards
 from pipegrad.interop.torch_schedule import TorchSchedule, replace, stages_of
@@ -49,7 +49,6 @@ class TorchFailure:
         self._notice = FailureNotice(f"attach {next(_instances)}")
         self.error: BaseException | None = None
         self.reduced = set[int]()
-        self._cause: str | None = None
         self._begun = False  # the gradients of this step have been prepared
         self._entered = False  # torch has come to the first transfer of a value
         self._is_learning = False  # stages exchange the metadata of their values
@@ -63,7 +62,7 @@ class TorchFailure:
     def begin(self) -> None:
         """Begins a step or an evaluation."""
         self._notice.next_step()
-        self.error = self._cause = None
+        self.error = None
         self._begun = self._entered = False
         self.reduced.clear()
 
@@ -93,7 +92,7 @@ class TorchFailure:
         if self.error is not None:
             return
         self.error = error
-        self._cause = self._notice.fail(root_of(error), where)  # torch wraps it
+        self._notice.fail(root_of(error), where)  # torch wraps it
         if self._schedule._has_backward:
             self._sync.abort(error, begun=self._begun)
             stages = {stage.stage_index: stage.submod for stage in stages_of(self._schedule)}
@@ -125,13 +124,9 @@ class TorchFailure:
         if error is None:
             return
         self._schedule._internal_losses.clear()
-        # An interrupt stays an interrupt, even if another rank failed first. An error before the
-        # step has begun, such as that of a wrong batch, is this rank's own. All ranks raise
-        # DriftError.
-        is_own = not isinstance(error, Exception) or isinstance(error, DriftError)
-        counts = self._begun or not self._schedule._has_backward
-        if self._cause is not None and counts and not is_own:
-            raise ReduceError(f"{FAILED_ELSEWHERE}: {self._cause}") from error
+        # An error before the step has begun, such as that of a wrong batch, is this rank's own.
+        if self._begun or not self._schedule._has_backward:
+            self._notice.raise_first(error, ReduceError)
         raise error
 
     # The rest of a failed step.

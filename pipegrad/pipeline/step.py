@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from pipegrad.comm.activity import Activity
-from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import DriftError, StallError, StepError
+from pipegrad.comm.failures import FailureNotice
+from pipegrad.errors import StepError
 from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -365,7 +365,7 @@ class StepKind:
         context, executor = self._context, self._executor
         # The notice comes first. Ranks that receive zeros below may fail on them, and must then
         # find the cause there.
-        cause = context.notice.fail(error)
+        context.notice.fail(error)
         if not self.program.forward_only:
             context.sync.abort(error, begun=begun, final=executor.is_in_doubt)
         interrupt: BaseException | None = None
@@ -393,12 +393,8 @@ class StepKind:
             )
         if interrupt is not None:
             raise interrupt from error
-        # An interrupt stays one, whichever rank failed first. An error before the step has begun,
-        # such as that of a batch that does not fit, is this rank's own. All ranks raise DriftError,
-        # and StallError, which has the cause already.
-        is_own = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
-        if begun and not is_own and cause is not None:
-            raise StepError(f"{FAILED_ELSEWHERE}: {cause}") from error
+        if begun:  # the error of a batch that does not fit is this rank's own
+            context.notice.raise_first(error, StepError)
 
 
 def _read_times(read: Callable[[], list[float] | None], layout: Layout) -> Times | None:

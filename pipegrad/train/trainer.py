@@ -25,7 +25,7 @@ import torch.distributed as dist
 from rich.console import RenderableType
 
 from pipegrad.comm.agreement import agree, agree_keeping, same
-from pipegrad.comm.watch.watch import Bounded, watch
+from pipegrad.comm.watch import Bounded
 from pipegrad.gradients.grad_scaler import GradScaler
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
@@ -108,8 +108,6 @@ class Trainer:
 
     def __init__(self, load: Callable[[], Config]) -> None:
         config = self._agreed_configuration(load)
-        if (watched := watch()) is not None:
-            watched.end_seconds = config.train.step_timeout_seconds
         with Bounded("the set-up", within_seconds=config.train.start_timeout_seconds):
             self._set_up(config)
 

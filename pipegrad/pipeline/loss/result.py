@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.tape import Tape
-from pipegrad.comm.watch.watch import Bounded
+from pipegrad.comm.watch import Bounded
 from pipegrad.errors import StepError
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
 

@@ -17,11 +17,10 @@ from typing import Protocol
 import torch.distributed as dist
 
 from pipegrad import run_files
+from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import once_a_machine
-from pipegrad.comm.failures import failure_of
-from pipegrad.comm.watch.failure_report import FAILED, FailureReport
-from pipegrad.comm.watch.launcher import tell_launcher
-from pipegrad.comm.watch.watch import watch
+from pipegrad.comm.failures import FAILED, FailureReport
+from pipegrad.comm.watch import watch
 from pipegrad.errors import PipegradError
 from pipegrad.printable import printable_lines
 
@@ -60,11 +59,11 @@ def fail(error: BaseException, run: Run | None, *, shows_traceback: bool) -> int
     note = f" (traceback: {file})" if file else ""
     watched = watch()
     # In a process group of the caller, whose ranks go on, nobody may end the job.
-    if watched is not None and watched.minds_ends:
+    if watched is not None and watched.ends_process:
         return _end(watched.fail(error, note))
     words = str(error) if isinstance(error, PipegradError) else failure_of(error).error
     once_a_machine(partial(_print, f"{words}{note}"))
-    tell_launcher(words, is_all=True)
+    FailureReport(words, words, 0, "common").tell_launcher()
     return FAILED
 
 

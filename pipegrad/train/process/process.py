@@ -25,7 +25,8 @@ from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-define
 from torch.distributed.rendezvous import rendezvous
 
 from pipegrad.comm.ending import note_all_in_vain
-from pipegrad.comm.watch.watch import watch
+from pipegrad.comm.failures import STALLED
+from pipegrad.comm.watch import watch
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.process.last_words import fail
@@ -41,6 +42,7 @@ _JOIN_SECONDS = 600.0  # timeout for the last rank to join
 _SILENT_SECONDS = 10.0  # a rank that waits longer prints a line
 # Longer than any that the watch may have: torch's own timeout ends a process without a report.
 _COLLECTIVE_SECONDS = 7 * 86400.0
+_END_SECONDS = 600.0  # for threads of the user to end, after a run that has ended well
 _LOCAL = {"LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
 
 
@@ -121,7 +123,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     _join(timeout_seconds)
     watched = watch()
     if watched is not None:
-        watched.minds_ends = True
+        watched.ends_process = True
     # From here on every way out ends in `os._exit`. The exit code must be right all the same, as
     # torchrun decides by it whether the job has failed.
     code = 0
@@ -131,6 +133,9 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
         yield
         if watched is not None:
             watched.leave()
+            timer = threading.Timer(_END_SECONDS, _end_late)
+            timer.daemon = True
+            timer.start()
         dist.destroy_process_group()
         # Waits for all threads that are not daemons, as the interpreter would at its end.
         threading._shutdown()  # type: ignore[attr-defined]
@@ -152,12 +157,23 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     os._exit(code)
 
 
+def _end_late() -> None:
+    """Ends a process whose run has ended, and which does not."""
+    names = [t.name for t in threading.enumerate() if not t.daemon and t.name != "MainThread"]
+    print(  # noqa: T201
+        f"Error: the run has ended, but not its process; threads that still run: {names}",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(STALLED)
+
+
 def _end_at_once(number: int) -> None:
     """Ends this process by a signal, outside of the steps of a run: there is nothing to save."""
     watched = watch()
     # A launcher that sees one rank end sends SIGTERM to all others. Then the last words of this
     # process are the report, and the watch ends the process if the main thread does not.
-    if watched is not None and watched.look_beside():
+    if watched is not None and watched.has_alarm_soon():
         return
     if os.environ.get("LOCAL_RANK", "0") == "0":
         print(f"stopped by {signal.Signals(number).name}", file=sys.stderr, flush=True)  # noqa: T201

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.watch.processes import ProcessId
+from pipegrad.comm.processes import process_state
 from pipegrad.train.process.start import LAUNCH
 
 
@@ -34,4 +34,4 @@ def launch_of(environment: Mapping[str, str] = os.environ) -> str:
 def process(number: int) -> str:
     """Returns a name of a process that no other process has, at any time on any machine."""
     # Process numbers come again, also in another container of this machine.
-    return f"{socket.gethostname()} {ProcessId.of(number).dumped()}"
+    return f"{socket.gethostname()} {number} {process_state(number)[1]}"

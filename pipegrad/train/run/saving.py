@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.watch.watch import Bounded
+from pipegrad.comm.watch import Bounded
 from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.folders import checkpoint_folder, checkpoints, prune, step_of
 from pipegrad.train.checkpoint.writer.kept import num_new

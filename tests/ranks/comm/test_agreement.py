@@ -10,8 +10,9 @@ from typing import Any, NoReturn
 import pytest
 import torch.distributed as dist
 
+from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.failures import FailureNotice, failure_of
+from pipegrad.comm.failures import FailureNotice
 from pipegrad.errors import AgreementError, PlanError, StallError
 from tests.support.gradients.cases import outcome, rank
 

@@ -13,9 +13,9 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 
 from pipegrad.comm.agreement import Board, agree, store
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.processes import Neighbours
 from pipegrad.comm.store import STORE_KEY, SignedStore
-from pipegrad.comm.watch.processes import Processes
-from pipegrad.comm.watch.watch import Watch
+from pipegrad.comm.watch import Watch
 from pipegrad.errors import MessageError
 from pipegrad.pipeline.first_step import LearnedSpecs
 from pipegrad.schedules.program.program import Channel
@@ -121,7 +121,7 @@ def test_a_job_ends_in_words_whatever_of_its_watch_is_forged(
         )
         watch.fail(ValueError("a"))
     causes = gathered(watch.report().cause)
-    watch.stop()
+    watch.leave()
     # A forged answer is read by the rank that makes the report alone.
     read = ["another program has written 'pipegrad/watch/" in cause for cause in causes]
     assert any(read) if forged == "state/0" else all(read)
@@ -150,14 +150,11 @@ def test_only_ranks_with_the_key_of_a_launch_understand_each_other(
             reader.get(key)
 
 
-@pytest.mark.parametrize("line", ["1 a|2|3\n", "zz\n", "\xff\n"])
-def test_a_process_that_somebody_else_adds_is_refused(
-    monkeypatch: pytest.MonkeyPatch, line: str
-) -> None:
+def test_a_process_that_somebody_else_names_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(STORE_KEY, "one")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     raw: Store = HashStore()
-    processes = Processes(SignedStore(raw), "job", 0)
-    processes.learn()
-    raw.append(processes._machine, line)  # type: ignore[attr-defined]
-    with pytest.raises(MessageError, match="another program has written"):
-        processes.learn()
+    neighbours = Neighbours(SignedStore(raw), "job", 0)
+    raw.set("job/1", "1 2")
+    with pytest.raises(MessageError, match="another program has written 'job/1'"):
+        neighbours.learn()

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm.activity import Activity, Details, activities, failed_at, give_back
-from pipegrad.comm.watch.watch import watch
+from pipegrad.comm.watch import State, watch
 from pipegrad.errors import AgreementError, StallError, StepError
 from pipegrad.testing import run_ranks
 
@@ -45,7 +45,7 @@ class Sleeper(nn.Module):
             give_back(-LIMIT, before=time.monotonic())
             own = watch()
             assert own is not None
-            own._has_report.wait()
+            own._comes_to(State.REPORTED)
         return self.linear(x)  # type: ignore[no-any-return]
 
 

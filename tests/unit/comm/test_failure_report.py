@@ -1,45 +1,49 @@
-"""Who is the cause of a failure, from the states of the ranks. The drawing is the grid's."""
+"""Who is the cause of a failure, from the records of the ranks. The drawing is the grid's."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 
 from pipegrad.comm import plain
-from pipegrad.comm.watch.failure_report import FailureReport, make_report
-from pipegrad.comm.watch.rank_state import RankState, Wait
+from pipegrad.comm.activity import Failure, Record
+from pipegrad.comm.failures import FailureReport, make_report, told_by
 
 ALL = (0, 1, 2, 3)
 TOLD = "a step failed on another rank: rank 2: ValueError: boom. In 1F0"
 
 
-def state(rank: int, **more: object) -> RankState:
-    return RankState(rank, "host", 100 + rank, **more)  # type: ignore[arg-type]
+def state(rank: int, **more: object) -> Record:
+    return Record(rank, f"pid 10{rank} on host", **more)  # type: ignore[arg-type]
 
 
-def waiting(rank: int, *ranks: int, what: str = "", shared: bool = False) -> RankState:
+def waiting(rank: int, *ranks: int, what: str = "") -> Record:
     text = what or f"a value of {list(ranks)}"
-    return state(rank, doing=("step 3",), item=text, waits=(Wait(text, ranks, shared, 9.0),))
+    return state(rank, at=f"step 3, {text}", waits=((text, ranks),))
 
 
-def computing(rank: int, seconds: float = 9.0) -> RankState:
-    return state(rank, doing=("step 3",), item="compute 2F1", seconds=seconds, where="m.py:7 in f")
+def computing(rank: int, seconds: float = 9.0) -> Record:
+    return state(rank, at="step 3, compute 2F1", seconds=seconds, line="m.py:7 in f")
 
 
-def failed(rank: int, error: str, time: float, *, follows: bool = False) -> RankState:
-    return state(rank, doing=("step 3",), error=error, error_time=time, follows=follows)
+def failed(rank: int, error: str, time: float, *, follows: bool = False) -> Record:
+    return state(rank, at="step 3", failure=Failure(error, follows, time))
 
 
 def report(
-    states: list[RankState], *, alarm: str = "", signs: Mapping[int, str] | None = None
+    records: list[Record],
+    *,
+    alarm: str = "",
+    silent: Mapping[int, str] | None = None,
+    reporter: int = 0,
 ) -> FailureReport:
     return make_report(
-        {state.rank: state for state in states},
-        4,
-        reporter=0,
+        {record.rank: record for record in records},
+        silent or {},
+        reporter=reporter,
         alarm=alarm,
-        signs=signs or {},
         draw=lambda pipeline, marks: f"{pipeline} drawn {dict(marks)}",
     )
 
@@ -53,23 +57,6 @@ CASES = {
             waiting(3, 2),
         ],
         "rank 2: ValueError('boom') [step 3]",
-        "raised",
-    ),
-    "an error that came back from other ranks": (
-        [
-            waiting(0, 3),
-            waiting(1, 3),
-            failed(2, "a step failed on another rank: rank 3: boom", 2.0, follows=True),
-            failed(
-                3,
-                (
-                    "a step failed on another rank: rank 2: ReduceError: "
-                    "a step failed on another rank: rank 3: bucket 0: boom of rank 3: bad"
-                ),
-                2.0,
-            ),
-        ],
-        "rank 3: bucket 0: boom of rank 3: bad [step 3]",
         "raised",
     ),
     "who has told its error, and is on the way out with it": (
@@ -88,18 +75,18 @@ CASES = {
         "lost",
     ),
     "who is outside, and not who is in torch": (
-        [waiting(0, 2), waiting(1, 2), state(2), state(3, doing=("step 3",), is_in_torch=True)],
+        [waiting(0, 2), waiting(1, 2), state(2), state(3, at="step 3", is_in_torch=True)],
         "rank 2 was outside of pipegrad; other ranks wait for it. LATE",
         "lost",
     ),
     "who has not come to a collective": (
-        [computing(2) if r == 2 else waiting(r, *ALL, what="x", shared=True) for r in ALL],
+        [computing(2) if r == 2 else waiting(r, *ALL, what="x") for r in ALL],
         "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
         "lost",
     ),
     "who is elsewhere, in a circle": (
         [
-            waiting(0, *ALL, what="the optimizer", shared=True),
+            waiting(0, *ALL, what="the optimizer"),
             *(waiting(1, 0, what="a value"), waiting(2, 1), waiting(3, 2)),
         ],
         (
@@ -112,11 +99,10 @@ CASES = {
         [
             state(
                 0,
-                doing=("step 3",),
-                item="compute 0B3",
+                at="step 3, compute 0B3",
                 seconds=9.0,
                 is_busy=True,
-                waits=(Wait("bucket 0", (0, 1), True, 9.0),),
+                waits=(("bucket 0", (0, 1)),),
             ),
             waiting(1, 0),
             waiting(2, 1),
@@ -134,7 +120,7 @@ CASES = {
         "lost",
     ),
     "all have come, and it does not end": (
-        [waiting(rank, *ALL, what="the loss", shared=True) for rank in ALL],
+        [waiting(rank, *ALL, what="the loss") for rank in ALL],
         (
             "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network "
             "between them. LATE"
@@ -165,28 +151,38 @@ def test_the_cause_is_named_first(name: str) -> None:
     assert len(lines) == 5  # the cause, and a line for each rank
 
 
+def test_a_free_rank_for_which_others_wait_comes_before_one_that_is_slower() -> None:
+    found = report([waiting(0, 3), computing(1, 50.0), waiting(2, 3), computing(3)], alarm="LATE")
+    assert found.cause.startswith("rank 3 was in step 3, compute 2F1, for 9.0 s")
+
+
 def test_a_rank_without_an_answer_comes_before_errors_that_follow() -> None:
-    states = [failed(0, "gloo: Connection closed", 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
-    found = report(states, signs={2: "has ended without a word (process 102)"})
+    records = [failed(0, "gloo: closed", 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
+    found = report(records, silent={2: "has ended without a word (process 102)"})
     assert found.cause == "rank 2 has ended without a word (process 102)"
     assert found.text.splitlines()[1] == "  rank 2: has ended without a word (process 102)"
     assert found.kind == "lost"
 
 
+def test_of_many_ranks_without_an_answer_the_first_are_named() -> None:
+    found = report([waiting(0, 1)], silent=dict.fromkeys(range(1, 7), "is gone"), alarm="LATE")
+    ranks = "; ".join(f"rank {rank} is gone" for rank in (1, 2, 3, 4))
+    assert found.cause == f"{ranks}; and 2 more. LATE"
+
+
 def test_what_an_ended_rank_has_told_is_the_cause_unless_it_tells_of_others() -> None:
     told = [failed(0, TOLD, 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
-    found = report(told, signs={2: "has ended with code 1"})
+    found = report(told, silent={2: "has ended with code 1"})
     assert (found.cause, found.kind) == ("rank 2: ValueError: boom. In 1F0", "raised")
     of_others = "a step failed on another rank: rank 2: RuntimeError: gloo: Connection closed"
     told[0] = failed(0, of_others, 1.0, follows=True)
-    found = report(told, signs={2: "has ended with code 1"})
+    found = report(told, silent={2: "has ended with code 1"})
     assert (found.cause, found.kind) == ("rank 2 has ended with code 1", "lost")
 
 
 def test_who_did_not_come_to_an_agreement_is_the_cause() -> None:
-    absent = RankState(
-        0, "h", 1, error="nothing heard of [2]", follows=True, absent=(2,), error_time=1.0
-    )
+    failure = Failure("nothing heard of [2]", follows=True, time=1.0, absent=(2,))
+    absent = state(0, failure=failure)
     found = report([absent, waiting(1, 2), computing(2), waiting(3, 2)])
     assert found.cause == (
         "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f). Rank 0: nothing heard of [2]"
@@ -202,39 +198,48 @@ def test_one_error_of_all_ranks_is_common_and_one_line() -> None:
 def test_the_grid_is_of_the_pipeline_of_the_cause() -> None:
     rows = {0: (0, 0), 1: (0, 1), 2: (1, 0), 3: (1, 1)}
     states = [
-        state(rank, doing=("step",), row=row, mark=f"{row[1]}F{rank}", waits=())
-        for rank, row in rows.items()
+        state(rank, at="step", row=row, mark=f"{row[1]}F{rank}") for rank, row in rows.items()
     ]
-    states[2] = RankState(**{**vars(states[2]), "error": "boom"})
+    states[2] = replace(states[2], failure=Failure("boom"))
     found = report(states)
     assert found.text.splitlines()[-1] == "1 drawn {0: '0F2', 1: '1F3'}"
 
 
 def test_a_table_of_many_ranks_has_those_of_the_cause_first() -> None:
     many = [waiting(rank, 77) for rank in range(100) if rank != 77] + [computing(77)]
-    found = make_report({s.rank: s for s in many}, 100, reporter=0, alarm="", signs={}, draw=None)
+    found = report(many)
     lines = found.text.splitlines()
     assert lines[1].startswith("  rank 77 ")
     assert lines[-1] == "  ... and 68 more ranks"
     assert len(lines) == 34
 
 
-def test_a_state_travels_unchanged() -> None:
-    waits = (Wait("x", (0, 2), True, 1.5),)
-    sent = state(1, doing=("step 3",), item="compute", waits=waits, row=(0, 1), absent=(3,))
-    assert plain.loads(plain.dumps(sent), RankState) == sent
-    assert plain.loads(plain.dumps(state(0)), RankState) == state(0)
+def test_a_record_travels_unchanged() -> None:
+    failure = Failure("boom", time=1.5, absent=(3,))
+    sent = replace(waiting(1, 0, 2), row=(0, 1), failure=failure)
+    assert plain.loads(plain.dumps(sent), Record) == sent
+    assert plain.loads(plain.dumps(state(0)), Record) == state(0)
 
 
 def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:
-    own = waiting(2, 1)
-    alone = FailureReport.of_one_rank(own, "LATE. no store", {})
+    own, line = (
+        waiting(2, 1),
+        "  rank 2 (pid 102 on host): was in step 3, a value of [1], for 0.0 s",
+    )
+    alone = report([own], alarm="LATE. no store", reporter=2)
     assert alone.cause == "rank 2 was in step 3, a value of [1], for 0.0 s. LATE. no store"
-    assert alone.text == alone.cause
-    beside = FailureReport.of_one_rank(own, "no store", {0: "has ended without a word"})
+    assert (alone.text.splitlines()[1:], alone.reporter) == ([line], 2)
+    beside = report([own], alarm="no store", silent={0: "has ended without a word"})
     assert beside.cause == "rank 0 has ended without a word. no store"
-    assert beside.text.splitlines()[1:] == ["  rank 2 was in step 3, a value of [1], for 0.0 s"]
-    raised = FailureReport.of_one_rank(failed(2, "boom", 1.0), "no store", {0: "is stopped"})
+    assert beside.text.splitlines()[2:] == [line]
+    raised = report([failed(2, "boom", 1.0)], alarm="no store", silent={0: "is stopped"})
     assert (raised.cause, raised.kind) == ("rank 2: boom [step 3]. no store", "raised")
-    told = FailureReport.of_one_rank(failed(0, TOLD, 1.0, follows=True), "no store", {})
+    told = report([failed(0, TOLD, 1.0, follows=True)], alarm="no store")
     assert (told.cause, told.kind) == ("rank 2: ValueError: boom. In 1F0. no store", "raised")
+
+
+def test_the_rank_that_others_tell_of_is_the_last_one_in_front_of_its_words() -> None:
+    assert told_by(TOLD) == (2, "rank 2: ValueError: boom. In 1F0")
+    assert told_by(f"ReduceError: a step failed on another rank: rank 1: {TOLD}") == told_by(TOLD)
+    assert told_by(f"bucket 0 (w): sum over ranks [0, 1] failed: {TOLD}") == told_by(TOLD)
+    assert told_by("no shard of rank 3: a") is None

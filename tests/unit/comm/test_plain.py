@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from pipegrad.comm import plain
-from pipegrad.comm.watch.rank_state import RankState, Wait
+from pipegrad.comm.activity import Failure, Record
 from pipegrad.errors import MessageError
 from pipegrad.model.dtensor import Layout
 from pipegrad.model.manifest import ParameterEntry
@@ -31,7 +31,7 @@ VALUES: list[Any] = [
     torch.bfloat16,
     torch.device("cuda", 1),
     Spec((2, 3), torch.float32, differentiable=True),
-    RankState(1, "a", 2, waits=(Wait("x", (0,), True, math.inf),), row=(0, 1)),
+    Record(1, "a", seconds=math.inf, waits=(("x", (0,)),), row=(0, 1), failure=Failure("x")),
     ParameterEntry("w", (), (2,), (1,), torch.int8, torch.half, True, Layout((), (), (), ())),
 ]
 
@@ -121,7 +121,7 @@ WRONG = {
     "a list of unknown values": (b"\x01l\x01\0\0\0q", "no value begins with b'q'"),
     "an unknown record": (record("os.system", "true"), "no record is called 'os.system'"),
     "a function of a record's module": (record("comm.agreement.agree", "a"), "no record is called"),
-    "a record with other fields": (record("comm.watch.rank_state.Wait", 1), "other fields than"),
+    "a record with other fields": (record("comm.activity.Failure", 1), "other fields than"),
     "bytes behind it": (plain.dumps(1) + b"N", "1 bytes follow its end"),
     "text that is too short": (b"\x01s\xff\xff\xff\xff", "ends before its time"),
     "more values than bytes": (b"\x01l\xff\xff\xff\x0f", "too many values"),
@@ -158,8 +158,8 @@ def test_a_message_with_changed_bytes_is_another_value_or_an_error() -> None:
 
 
 def test_a_message_of_another_kind_is_refused() -> None:
-    with pytest.raises(MessageError, match="it is of tuple, expected RankState"):
-        plain.loads(plain.dumps(()), RankState)
+    with pytest.raises(MessageError, match="it is of tuple, expected Record"):
+        plain.loads(plain.dumps(()), Record)
 
 
 def test_every_record_exists() -> None:

@@ -1,0 +1,399 @@
+"""Watch: ends a job on all ranks, with one report, when a rank fails or stays away.
+
+[Note: watch] Two threads of each rank sleep nearly always. One looks at what the rank is at, and
+never blocks. The other looks at the processes of this machine and talks to the key-value store, on
+a connection of its own. It may block if the network is gone.
+
+1. An activity takes longer than it may, a process of this machine has ended, or the thread of verbs
+   calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
+2. All ranks see the alarm within half a second, and each posts its `Record`.
+3. The rank of the alarm waits some seconds for the records, finds the cause in them, shows the
+   report, and posts the cause. A rank that cannot reach the store reports what it knows alone.
+4. The connections of this rank are closed, so that waits fail. The thread of verbs raises a
+   StallError with the cause. If it does not come, it gets the error where it runs Python. Only
+   `pipegrad train` and `launch` end the process then: another one is its user's.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import faulthandler
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+from functools import partial
+from weakref import WeakKeyDictionary, ref
+
+import torch.distributed as dist
+
+from pipegrad.comm import plain
+from pipegrad.comm.activity import (
+    Account,
+    Activity,
+    Record,
+    has_lost_connection,
+    in_debugger,
+    verb_thread,
+)
+from pipegrad.comm.agreement import store
+from pipegrad.comm.failures import FailureReport, make_report
+from pipegrad.comm.process_groups import cut_all
+from pipegrad.comm.processes import Neighbours
+from pipegrad.errors import MessageError, StallError
+
+_POLL_SECONDS, _QUICK_SECONDS, _TICK_SECONDS = 0.5, 0.1, 0.02
+_ANSWER_SECONDS = 8.0  # for all ranks to post their records
+_REPORT_SECONDS = 4.0  # then for the report
+_LIMIT_SECONDS = _ANSWER_SECONDS + 2 * _REPORT_SECONDS
+_LEAVE_SECONDS = 5.0  # for the thread of verbs to come out of its wait; then for the process to end
+_JOIN_SECONDS = 1.0
+_SIGN_SECONDS = 5.0  # without a new sign of a debugger: who gave it has ended
+_NO_STORE = "the key-value store does not answer: who keeps it has ended, or the network is cut"
+_KEEPER = "keeps the key-value store: it has ended, or the connection to it is lost"
+_watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
+
+
+class State(IntEnum):
+    """What a watch has come to; it only goes on."""
+
+    WATCHING = 0  # nothing has failed, as far as this rank knows
+    ALARM = 1  # a rank has failed
+    ASKED = 2  # the store has the alarm
+    REPORTED = 3  # the report is there
+    TAKEN = 4  # the thread of verbs goes on with it
+    LEFT = 5  # this rank may end, and that is no failure; only after WATCHING
+
+
+class Watch:
+    """The watch of this rank under one default process group; see [Note: watch].
+
+    Attributes:
+        show: Takes the text of a report, on the rank that has made it; by default it prints it.
+        ends_process: Whether it may end this process, and a process of this machine that ends
+            without `leave` raises the alarm.
+        last_verb: What has ended well on this rank; whoever waits for it is told.
+    """
+
+    def __init__(self) -> None:
+        self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
+        self.show: Callable[[str], object] = _print
+        self.ends_process, self.last_verb = False, "its set-up"
+        self._world = ref(dist.group.WORLD)
+        # A wait of another thread holds its connection to the store until it ends.
+        self._store = store().clone()
+        life = self._store.count(f"pipegrad/watch/lives/{self.rank}")
+        self._prefix = f"pipegrad/watch/{life}"
+        self._neighbours = Neighbours(self._store, self._key("process"), self.rank)
+        self._left = set[int]()  # neighbours
+        self._account = Account(self.rank)
+        self._state, self._moved = State.WATCHING, threading.Condition()
+        self._alarm, self._report = "", FailureReport("", "", self.rank)
+        self._is_debugged = False  # this rank, or one for which it waits
+        self._sign, self._sign_since = b"", 0.0  # of a debugger of another rank, and since when
+        self._make_report = partial(make_report, reporter=self.rank, draw=self._account.draw)
+        self._threads = [_started("watch", self._look), _started("watch store", self._talk)]
+
+    # What the thread of verbs calls.
+
+    def fail(self, error: BaseException, note: str = "", words: str = "") -> FailureReport:
+        """Tells all ranks that this one has failed for good; returns the report of the job.
+
+        It takes some seconds at most. In the report the note follows the error, if that is the
+        cause, and the words follow the cause, if that is another rank.
+        """
+        self._account.fail(error, note)
+        self._raise_alarm(words)
+        return self.report()
+
+    def report(self) -> FailureReport:
+        """Returns the report of an alarm, when it is there; the caller goes on with it."""
+        if not self._comes_to(State.REPORTED, _LIMIT_SECONDS + 2 * _POLL_SECONDS):
+            self._report_alone("the other ranks have made no report")
+        with self._moved:
+            self._go(State.TAKEN)
+            _raise_in(threading.get_ident(), None)
+        return self._report
+
+    @property
+    def has_alarm(self) -> bool:
+        """Whether a rank has raised the alarm, as far as this rank knows."""
+        return State.WATCHING < self._state < State.LEFT
+
+    def has_alarm_soon(self) -> bool:
+        """Returns `has_alarm`, after the time in which a process that ended here is noticed."""
+        return self._comes_to(State.ALARM, 2 * _POLL_SECONDS) and self.has_alarm
+
+    def leave(self) -> None:
+        """Ends the watch of this rank: its process may end from now on, and that is no failure."""
+        with self._moved:
+            leaves = self._state is State.WATCHING
+            self._go(State.LEFT if leaves else self._state)
+        if leaves:  # the network may be cut
+            self._threads.append(_started("watch end", self._tell_end))
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join(_JOIN_SECONDS)
+
+    def _tell_end(self) -> None:
+        with suppress(Exception):
+            self._store.set(self._key("left", self.rank), self.last_verb)
+
+    # The state.
+
+    def _go(self, state: State) -> None:
+        with self._moved:
+            self._state = max(self._state, state)
+            self._moved.notify_all()
+
+    def _comes_to(self, state: State, seconds: float | None = None) -> bool:
+        """Waits for a state, at most so long; returns whether the watch has come to it."""
+        with self._moved:
+            return self._moved.wait_for(lambda: self._state >= state, seconds)
+
+    def _raise_alarm(self, words: str) -> None:
+        with self._moved:
+            if self._state is State.WATCHING:
+                self._alarm = words
+                self._go(State.ALARM)
+
+    def _take(self, report: FailureReport, *, shows: bool = False) -> None:
+        """Takes the first report for that of the job, and wakes the thread of verbs."""
+        with self._moved:
+            if self._report.cause:
+                return
+            self._report = report
+        if shows:
+            self._show(report)
+        report.tell_launcher()
+        self._go(State.REPORTED)
+
+    # The thread that never blocks.
+
+    def _look(self) -> None:
+        while not self._comes_to(State.ALARM, _POLL_SECONDS):
+            self._account.look(counts=not self._is_debugged)
+            if dist.group.WORLD is not self._world():
+                self.leave()  # another default process group has another watch
+            elif (late := self._account.late()) is not None:
+                self._raise_alarm(late)
+        # A store that does not even take an alarm is gone.
+        for state, seconds in ((State.ASKED, _REPORT_SECONDS), (State.REPORTED, _LIMIT_SECONDS)):
+            if self.has_alarm and not self._comes_to(state, seconds):
+                self._report_alone(_NO_STORE)
+        if self.has_alarm:
+            self._end()
+
+    def _end(self) -> None:
+        """Makes waits of the thread of verbs fail, and then what it runs, if it does not come."""
+        if self.ends_process:
+            # gloo may wait for a stopped rank when a group is destroyed, and may hold Python's lock
+            # then. So only a thread of C can end the process.
+            faulthandler.dump_traceback_later(3 * _LEAVE_SECONDS, exit=True)
+        if not self._comes_to(State.TAKEN, _POLL_SECONDS):
+            # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
+            self._threads.append(_started("watch cut", cut_all))
+        is_taken = self._comes_to(State.TAKEN, _LEAVE_SECONDS)
+        if dist.group.WORLD is not self._world():
+            return
+        if self.ends_process:
+            timer = threading.Timer(_LEAVE_SECONDS * is_taken, os._exit, [self._report.exit_code])
+            timer.daemon = True
+            timer.start()
+            return
+        with self._moved:
+            if self._state < State.TAKEN:
+                _raise_in(verb_thread(), _stalled(self._report.cause))
+
+    # The thread that talks to the store.
+
+    def _talk(self) -> None:
+        pause = _QUICK_SECONDS  # a rank may end at once
+        try:
+            while not self._comes_to(State.ALARM, pause):
+                pause = _POLL_SECONDS if self._neighbours.learn() else _QUICK_SECONDS
+                self._is_debugged = self._is_one_debugged()
+                has_lost = self.ends_process and self._has_lost_neighbour()
+                if has_lost or self._store.check([self._key("alarm")]):
+                    self._raise_alarm("")
+            if self.has_alarm:
+                self._exchange()
+        except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
+            self._is_debugged = False
+            if isinstance(error, MessageError):
+                self._raise_alarm("")
+            # Without an alarm, who keeps the store may have ended because the job is done.
+            self._comes_to(State.ALARM)
+            if self.has_alarm:
+                is_store = isinstance(error, dist.DistError | RuntimeError)
+                has_lost = isinstance(error, dist.DistNetworkError)
+                self._report_alone(_NO_STORE if is_store else repr(error), has_lost_store=has_lost)
+
+    def _is_one_debugged(self) -> bool:
+        """Returns whether this rank is in a debugger, or it is late and another one is."""
+        key, now = self._key("debugger"), time.monotonic()
+        if in_debugger():
+            self._store.set(key, f"{self.rank} {now}")
+            return True
+        if self._account.late(share=0.5) is None or not self._store.check([key]):
+            return False
+        # Whoever has ended in his debugger tells nothing new.
+        if (sign := self._store.get(key)) != self._sign:
+            self._sign, self._sign_since = sign, now
+        return now - self._sign_since < _SIGN_SECONDS
+
+    def _has_lost_neighbour(self) -> bool:
+        ended = (r for r in self._neighbours.known if self._neighbours.state(r) == "ended")
+        for rank in (r for r in ended if r not in self._left):
+            if not self._store.check([self._key("left", rank)]):
+                return True
+            self._left.add(rank)
+        return False
+
+    def _exchange(self) -> None:
+        """Posts what this rank is at; makes the report, or takes it."""
+        first = self._store.set_first(self._key("alarm"), f"{self.rank} {self._alarm}")
+        self._go(State.ASKED)
+        number, _, words = first.decode().partition(" ")
+        self._store.set(self._key("state", self.rank), plain.dumps(self._account.record()))
+        key, deadline = self._key("report"), time.monotonic() + _ANSWER_SECONDS + _REPORT_SECONDS
+        if int(number) == self.rank:
+            self._neighbours.learn()
+            records = self._answers()
+            silent = {r: self._sign_of(r) for r in range(self._num_ranks) if r not in records}
+            report = self._make_report(records, silent, alarm=words)
+            # This thread shows it: the thread of verbs may never come back. A common error is not
+            # shown here, since each rank raises it in its own words.
+            if report.kind != "common":
+                self._show(report)
+            self._store.set(key, plain.dumps((report.cause, report.kind)))
+        while not self._store.check([key]):
+            if time.monotonic() > deadline:
+                self._report_alone(f"rank {number} has not made its report")
+                return
+            time.sleep(_TICK_SECONDS)
+        cause, kind = plain.loads(self._store.get(key), tuple)
+        self._take(FailureReport(cause, "", int(number), kind))
+
+    def _answers(self) -> dict[int, Record]:
+        """Returns the records of the ranks that answer in time."""
+        records, silent = dict[int, Record](), set(range(self._num_ranks))
+        now = time.monotonic()
+        deadline, known_by = now + _ANSWER_SECONDS, now + 3 * _POLL_SECONDS
+        while silent and time.monotonic() < deadline:
+            for rank in sorted(silent):
+                if self._store.check([key := self._key("state", rank)]):
+                    records[rank] = plain.loads(self._store.get(key), Record)
+                    silent.remove(rank)
+            if time.monotonic() > known_by and silent <= self._neighbours.gone():
+                break
+            time.sleep(_TICK_SECONDS)
+        return records
+
+    def _sign_of(self, rank: int) -> str:
+        """Returns in words what is known of a rank that has not answered."""
+        left = self._key("left", rank)
+        if self._store.check([left]):
+            return f"has ended after {self._store.text(left)}"
+        return self._neighbours.sign(rank)
+
+    def _report_alone(self, reason: str, *, has_lost_store: bool = False) -> None:
+        """Takes a report of this rank, which cannot reach the others. One of a machine shows it."""
+        gone = self._neighbours.gone()
+        silent = {rank: self._neighbours.sign(rank) for rank in sorted(gone - self._left)}
+        is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+        if has_lost_store and self.rank and not is_of_torchrun:
+            silent, reason = {0: _KEEPER} | silent, ""
+        try:
+            record = self._account.record()
+        except Exception as error:  # noqa: BLE001 - there must be a report
+            record, reason = Record(self.rank, ""), repr(error)
+        words = ". ".join(part for part in (self._alarm, reason) if part)
+        report = self._make_report({self.rank: record}, silent, alarm=words)
+        self._take(report, shows=self._neighbours.known.keys() & range(self.rank) <= gone)
+
+    def _show(self, report: FailureReport) -> None:
+        with suppress(Exception):  # a report must come to its end, also if nobody can read it
+            self.show(report.text)
+
+    def _key(self, *parts: object) -> str:
+        return "/".join([self._prefix, *map(str, parts)])
+
+
+def watch() -> Watch | None:
+    """Returns the watch of the default process group; None without one, and for one rank alone.
+
+    Every rank of the group must call it. The first call begins to watch.
+    """
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if world not in _watches:
+        _watches[world] = Watch()
+    return _watches[world]
+
+
+class Bounded(Activity):
+    """An activity that a watch ends if it takes too long. It is part of a verb.
+
+    After an alarm of any rank, an error inside becomes a StallError with the cause. A lost
+    connection is an alarm: nobody can go on without that rank.
+    """
+
+    __slots__ = ()
+
+    def __exit__(self, *raised: object) -> None:
+        super().__exit__(*raised)
+        error, world = raised[1], dist.group.WORLD
+        own = None if world is None else _watches.get(world)
+        if own is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
+            return
+        if error is None and self.within_seconds is not None:
+            own.last_verb = self.what
+        if own.has_alarm:
+            # Also a verb that has ended well: after an alarm other ranks have ended.
+            raise StallError(own.report().cause) from error
+        if error is not None and has_lost_connection(error):
+            # A symptom: another rank has ended, or its machine is gone. The watch knows more.
+            words = f"Rank {own.rank} lost the connection in {self.what}"
+            raise StallError(own.fail(error, words=words).cause) from error
+
+
+def _raise_in(thread: int, error: type[StallError] | None) -> None:
+    """Raises an error in a thread, where it runs Python; None withdraws one not raised yet."""
+    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
+    raise_in.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
+    raise_in(thread, None if error is None else id(error))
+
+
+def _stalled(words: str) -> type[StallError]:
+    """Returns a StallError that needs no arguments: Python raises a class in another thread."""
+    own = {
+        "__module__": StallError.__module__,
+        "__init__": lambda self: super(StallError, self).__init__(words),
+        "__reduce__": lambda _: (StallError, (words,)),
+    }
+    return type(StallError.__name__, (StallError,), own)
+
+
+def _started(name: str, target: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=target, name=f"pipegrad {name}", daemon=True)
+    thread.start()
+    return thread
+
+
+@atexit.register
+def _at_exit() -> None:
+    # Python would end these threads inside of torch, which aborts the process.
+    for own in list(_watches.values()):
+        own.leave()
+
+
+def _print(text: str) -> None:
+    with suppress(Exception):  # nobody may be there to read it
+        print(f"Error: {text}", file=sys.stderr, flush=True)  # noqa: T201

@@ -1,0 +1,72 @@
+"""What a rank tells of itself: where it is, for how long, and what it has raised."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from pipegrad.comm import activity
+from pipegrad.comm.activity import Account, Activity, Details
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    now = [100.0]
+    time = SimpleNamespace(monotonic=lambda: now[0], time=lambda: 0.0)
+    monkeypatch.setattr(activity, "time", time)
+    return now
+
+
+def test_an_item_counts_from_when_it_is_seen(clock: list[float]) -> None:
+    account, position = Account(0), 0
+    with Activity("step 1", within_seconds=1e9, position=lambda: position):
+        account.look()
+        clock[0] = 103.0
+        assert account.record().seconds == 3.0
+        position, clock[0] = 1, 107.0
+        account.look()
+        clock[0] = 110.0
+        assert account.record().seconds == 3.0
+
+
+def test_a_rank_has_been_in_its_innermost_activity_since_that_began(clock: list[float]) -> None:
+    account = Account(0)
+    with Activity("step 1", within_seconds=1e9):
+        clock[0] = 104.0
+        with Activity("the optimizer"):
+            clock[0] = 109.5
+            record = account.record()
+    assert (record.at, record.seconds, record.waits) == ("step 1, the optimizer", 5.5, ())
+    assert record.words.startswith("was in step 1, the optimizer, for 5.5 s (")
+
+
+def test_time_that_does_not_count_makes_nothing_late(clock: list[float]) -> None:
+    account = Account(3)
+    with Activity("step 1", within_seconds=8.0):
+        clock[0] = 102.0
+        account.look()
+        clock[0] = 106.0
+        account.look(counts=False)
+        clock[0] = 112.0
+        late = "step 1 took longer than 8 s on rank 3"
+        assert (account.late(), account.late(share=0.5)) == (None, late)
+        clock[0] = 112.1
+        assert account.late() == late
+
+
+def test_a_rank_that_has_failed_is_where_it_failed_and_waits_for_nobody() -> None:
+    account, error = Account(1), ValueError("boom")
+    with pytest.raises(ValueError, match="boom"):  # noqa: SIM117
+        with Activity("step 3", details=lambda: Details("compute 1F0", waits_for=(2,))):
+            raise error
+    account.fail(error, " (a file)")
+    with Activity("the report", within_seconds=1e9):
+        record = account.record()
+    assert (record.at, record.waits, record.words) == (
+        "step 3, compute 1F0",
+        (),
+        "was in step 3, compute 1F0",
+    )
+    assert record.failure.error.startswith("ValueError('boom') (test_account.py:")
+    assert (record.failure.follows, record.failure.note) == (False, " (a file)")
