@@ -150,7 +150,7 @@ HABITS = {
     "writes into its input, detached": Habit(1, writes_input, "", GIVEN),
     "writes into the batch": Habit(0, lambda m, x: plain(m, x.mul_(2)), "", GIVEN),
     "writes into its output": Habit(0, lambda m, x: plain(m, x).mul_(2)),
-    "writes into an earlier output": Habit(0, writes_earlier_output, "return a clone of it"),
+    "writes into an earlier output": Habit(0, writes_earlier_output, *["return a clone of it"] * 2),
     "returns an expanded tensor": Habit(
         0, lambda m, x: plain(m, x).mean(0, keepdim=True).expand(ROWS, WIDTH)
     ),
@@ -166,7 +166,6 @@ HABITS = {
     "returns a negated view": Habit(0, lambda m, x: torch.complex(y := plain(m, x), y).conj().imag),
     "adds a parameter to its input": Habit(1, lambda m, x: x + m.position),
 }
-WRONG = {"keeps its input", "keeps an input without a gradient"}  # today
 
 
 def parts(habit: Habit) -> list[Part]:
@@ -224,10 +223,7 @@ def rows() -> Iterator[Any]:
         for recompute in (False, True):
             some = ways if everything() else [ways[number % len(ways)]]
             if everything() or not recompute or habit.recomputed != habit.refused:
-                marks = [pytest.mark.xfail(reason="memory is used again")] * (
-                    name in WRONG and not recompute
-                )
-                yield from (pytest.param(name, *way, recompute, marks=marks) for way in some)
+                yield from (pytest.param(name, *way, recompute) for way in some)
 
 
 @pytest.mark.parametrize(("name", "schedule", "tags", "recompute"), list(rows()))
