@@ -42,7 +42,6 @@ _RECORDS = {
     "observe.profile": ("_Reply",),
     "observe.recorder": ("Message", "Own"),
     "partition.weights.saved": ("_Shard",),
-    "pipeline.coding.timing": ("Coded",),
     "pipeline.first_step": ("_Learned",),
     "pipeline.transfers.specs": ("Spec",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),

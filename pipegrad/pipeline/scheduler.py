@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.messages import can_send
@@ -35,7 +35,6 @@ from pipegrad.pipeline.adapting import Adapting
 from pipegrad.pipeline.batch.microbatch import Batch, Batches
 from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec
 from pipegrad.pipeline.coding.coding import Codings
-from pipegrad.pipeline.coding.worth import HopsChooser
 from pipegrad.pipeline.first_step import run_first_step
 from pipegrad.pipeline.loss import Losses, StepResult
 from pipegrad.pipeline.other_numbers import OtherNumbers
@@ -78,7 +77,6 @@ class Scheduler:
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`. Some change it
             when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"``,
             ``"hop-aware-zb-h1"`` and ``"auto"`` after the second one, unless they are given costs.
-            With codecs that are ``"auto"`` all of these wait for one more step.
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
             another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
@@ -100,8 +98,7 @@ class Scheduler:
         codecs: How values cross hops between pipeline ranks in fewer bytes. A name or table of the
             group ``pipegrad.codecs``, or an `EdgeCodec`: on all hops. ``{"activations": ...,
             "gradients": ...}``: another one for each. ``{"0-1": ..., "2-3": ...}``: on these hops,
-            in both directions. ``{"auto": ...}``: on those hops where it saves time, as the second
-            step shows; ``"auto"`` is ``{"auto": "int8"}``. None: values cross as they are.
+            in both directions. None: values cross as they are.
         tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
@@ -178,11 +175,6 @@ class Scheduler:
             "timeout_seconds": agree_seconds,
         }
         self._adapting = Adapting(pipeline, schedule, **meetings)
-        context = self._context
-        self._hops = HopsChooser(
-            context.codings, context.edges, self.topology, self.sync.device, **meetings
-        )
-        self._agree_seconds = agree_seconds
         self._numbers = OtherNumbers(pipeline, schedule, **meetings)
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
@@ -402,14 +394,13 @@ class Scheduler:
     def times(self) -> Times | None:
         """What the step before the last one took, on all ranks; None if it was not measured.
 
-        Steps are measured from the second one on, while the schedule may still change by it, or
-        until codecs that are ``"auto"`` are chosen.
+        Steps are measured from the second one on, while the schedule may still change by it.
         """
         return self._adapting.times
 
     @property
     def codecs(self) -> CodecChoice:
-        """Which codec carries what over which hop, in the next step; printable."""
+        """Which codec carries what over which hop; printable."""
         return self._context.codings.choice
 
     @property
@@ -459,8 +450,8 @@ class Scheduler:
         schedule = self.schedule
         try:
             times = None if forward_only else self._adapting.read()
-            if times is not None:
-                self._adapt(times, context.notice.step)
+            if times is not None and self._adapting.decide(times, context.notice.step):
+                self._take(self._adapting.schedule)
             schedule = self.schedule
             if batch.number not in (None, schedule.num_microbatches):
                 schedule = self._numbers.agreed(batch.number, context.notice.step)
@@ -482,41 +473,6 @@ class Scheduler:
             self._adapting.note(kind.times_reader(result))
         return result
 
-    @property
-    def _wants_times(self) -> bool:
-        return self._adapting.wants_times or self._hops.wants_times
-
-    def _adapt(self, times: Times, step: int) -> None:
-        """Chooses codecs and a schedule by the times of the step before, which was measured."""
-        if self._hops.wants_times:
-            # The schedule is decided by a later step, which is measured with the codecs.
-            kind = next(kind for (forward, _), kind in self._kinds.items() if not forward)
-            self._encode(self._hops.decide(times, kind.program, kind.specs, step), step)
-        elif self._adapting.decide(times, step):
-            self._take(self._adapting.schedule)
-
-    def _encode(self, choice: CodecChoice, step: int) -> None:
-        """Takes codecs on all ranks, or on none if one of them fails."""
-        made = dict[tuple[bool, int], StepKind]()
-
-        def make() -> None:
-            # The ends of a kind's channels have their codecs for good: all kinds are made anew.
-            for key, kind in self._kinds.items():
-                made[key] = kind.with_schedule(
-                    kind.program.schedule, is_measured=self._adapting.wants_times
-                )
-
-        agree(
-            "steps with codecs",
-            make,
-            ranks=sorted(self.topology.ranks),
-            timeout_seconds=self._agree_seconds,
-            meeting=f"scheduler {self._context.name}/coded/{step}",
-        )
-        self._context.codings.take(choice)
-        self._context.pool.clear()  # messages are of other sizes now
-        self._kinds = made
-
     def _take(self, schedule: Schedule) -> None:
         """Takes another schedule for training; evaluations have the forwards of any."""
         kind = self._known_kind(schedule, forward_only=False)
@@ -534,7 +490,7 @@ class Scheduler:
         if not learned:
             return None
         try:
-            return learned[0].with_schedule(schedule, is_measured=self._wants_times)
+            return learned[0].with_schedule(schedule, is_measured=self._adapting.wants_times)
         except BaseException as error:
             # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
             self._leave(error)
@@ -547,7 +503,7 @@ class Scheduler:
             schedule,
             batch,
             forward_only=forward_only,
-            is_measured=self._wants_times,
+            is_measured=self._adapting.wants_times,
             wait_seconds=self._first_step_seconds,
         )
         self._kinds[forward_only, schedule.num_microbatches] = kind

@@ -114,10 +114,6 @@ class Codings:
     def __init__(self, choice: CodecChoice, cut: str) -> None:
         self.feedback = Feedback()
         self._cut = cut
-        self.take(choice)
-
-    def take(self, choice: CodecChoice) -> None:
-        """Takes another choice, on all ranks alike, between two steps."""
         self.choice = choice
         self._made: dict[tuple[Hop, Carried], Coding | None] = {}
 
