@@ -96,7 +96,7 @@ def main() -> None:
             scheduler.step(x, target=target).loss.item()
             seconds = time.perf_counter() - begin
             dist.barrier()
-            for stage in scheduler.context.stages.values():
+            for stage in scheduler.steps.pipeline.stages:
                 clear(stage.module)
             if repeat >= WARM_UP:
                 times[name].append(seconds)

@@ -42,7 +42,7 @@ _RECORDS = {
     "observe.profile": ("_Reply",),
     "observe.recorder": ("Message", "Own"),
     "partition.weights.saved": ("_Shard",),
-    "pipeline.first_step": ("_Learned",),
+    "pipeline.first_step": ("Learned",),
     "pipeline.transfers.specs": ("Spec",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),

@@ -148,7 +148,7 @@ def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes() -> None:
         for step, lengths in enumerate(GROWING):  # each is longer than all before
             x, length = batch(lengths, step)
             train(scheduler, x, length, target=x)
-        free = scheduler._context.pool._free
+        free = scheduler.steps.pool._free
         num_bytes = sum(capacity * len(buffers) for capacity, buffers in free.items())
     largest = 128 + 3 * GROWING[-2][0] * ROWS * WIDTH * 8
     assert 0 < num_bytes <= 2 * NUM_MICROBATCHES * largest

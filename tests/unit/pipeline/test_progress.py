@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipegrad import Topology, schedules
-from pipegrad.pipeline.progress import Progress
+from pipegrad.pipeline.executor import drawn as grid_of
 from pipegrad.schedules import lower
 from pipegrad.schedules.program.program import Program
 
@@ -14,7 +14,7 @@ RANKS = 2
 
 def drawn(program: Program, marks: dict[int, str]) -> list[str]:
     topology = Topology((("pp", RANKS),), tuple(range(RANKS)), tuple(range(RANKS)), 0)
-    return Progress(program, topology, lambda: 0).drawing(0, marks).splitlines()[1:]
+    return grid_of(program, topology, 0, marks).splitlines()[1:]
 
 
 @pytest.mark.parametrize(
