@@ -12,8 +12,7 @@ from torch import Tensor
 
 from pipegrad.comm import sync_points
 from pipegrad.pipeline.coding.choice import Codec, CodecChoice, Hop
-from pipegrad.pipeline.coding.coding import Coding
-from pipegrad.pipeline.coding.feedback import Feedback, Position
+from pipegrad.pipeline.coding.coding import Coding, Feedback, Position
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.transfers.specs import Spec
 from pipegrad.plugins.codec import CARRIED, Carried

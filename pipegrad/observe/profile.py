@@ -29,7 +29,7 @@ from pipegrad.observe.step_costs import (
 )
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.batch.trees import flattened
-from pipegrad.pipeline.loss.terms import loss_parts
+from pipegrad.pipeline.loss.losses import loss_parts
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.transfers.specs import Spec
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts

@@ -1,51 +1,29 @@
-"""Executor: one rank of a Program, item by item. It interprets, and decides nothing.
-
-[Note: times of a step] Clocks of two ranks differ, and no clock is read on both ends of a message.
-Still a hop can be measured without a message of its own. Rank s sends a value at t1, and rank s+1
-has it at t2. Rank s+1 sends the gradient back at t3, and rank s has it at t4. What both transfers
-took is::
-
-    (t4 - t1) - (t3 - t2)
-
-Each bracket has times of one clock. So rank s adds its own to a number that all ranks sum anyway,
-beside the loss, and rank s+1 subtracts its own. A message that waits, for the one before it or for
-a rank that still computes, makes the difference larger, but nothing makes it smaller. So a hop
-takes what the smallest difference of the first microbatches says: rank s+1 is idle before the
-first of them, and rank s before its gradient.
-
-Where the device has streams, times are those of events on the current stream, and the host waits
-for the device at the end of a step.
-"""
+"""Executor: one rank of a Program, item by item. It interprets, and decides nothing."""
 
 from __future__ import annotations
 
 import contextlib
 import re
-import statistics
-import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 
-import torch
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipegrad.comm import sync_points
 from pipegrad.comm.activity import Details
+from pipegrad.comm.tape import Recorder
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
 from pipegrad.pipeline.loss import LossTerms
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.schedules import Action
-from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Item, Op, Program
-from pipegrad.schedules.schedule import Kind
 from pipegrad.topology import Topology
 
 _Call = tuple[Method, int, int]  # and its arguments: what the item means, and a microbatch
@@ -53,9 +31,6 @@ _Keep = Callable[[object], object]  # of a point in time
 _COLUMNS = 24  # of a grid
 # An item that waits, and the end of its channel that it waits for.
 _AWAITED: Mapping[Op, str] = {Op.WAIT_RECEIVE: "source", Op.RELEASE: "target"}
-_SAMPLES = 3  # microbatches that measure hops
-_Stamp = float | torch.Event
-_FORWARD, _BACKWARD, _WEIGHTS = _ROWS = 0, 1, 2  # of a rank's computes; W is a part of a backward
 
 
 class Executor:
@@ -165,8 +140,12 @@ class Executor:
             self._sharded.begin_evaluation()
         else:
             self._sharded.begin()
+        recorder = None if self._program.forward_only else self._sync.tape.recorder
+        calls: Sequence[_Call] = self._calls
         try:
-            for method, which, microbatch in self._watched_calls():
+            if recorder is not None or is_profiled():
+                calls = self._watched_calls(recorder)
+            for method, which, microbatch in calls:
                 method(which, microbatch)
                 self._position += 1
         except BaseException as error:
@@ -178,7 +157,7 @@ class Executor:
         self._forget()
         return outputs
 
-    def _watched_calls(self) -> Sequence[_Call]:
+    def _watched_calls(self, recorder: Recorder | None) -> Sequence[_Call]:
         """Returns the calls of a step, inside of what a profiler and a recorder want of each."""
         calls: Sequence[_Call] = self._calls
         if is_profiled():
@@ -187,10 +166,9 @@ class Executor:
                 for item in self._items()
             ]
             calls = [
-                (partial(_ranged, name, call[0]), *call[1:]) if name else call
+                (partial(_in_range, name, call[0]), *call[1:]) if name else call
                 for name, call in zip(names, calls, strict=True)
             ]
-        recorder = None if self._program.forward_only else self._sync.tape.recorder
         if recorder is not None:
             is_kept, keep = recorder.items()
             calls = [
@@ -297,7 +275,7 @@ def _become_final(sync: GradientSync, stage: int, _microbatch: int) -> None:
     sync.stage_final(stage)
 
 
-def _ranged(name: str, compute: Method, stage: int, microbatch: int) -> None:
+def _in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
     """Computes inside a range that profilers see: ``pipegrad 2F0``."""
     with record_function(name):
         compute(stage, microbatch)
@@ -326,131 +304,3 @@ def drawn(program: Program, topology: Topology, pipeline: int, marks: Mapping[in
     rows = enumerate(schedule.around(actions, _COLUMNS).splitlines())
     grid = "\n".join(row.replace(f"rank {i} ", f"rank {ranks[i]} ", 1) for i, row in rows)
     return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"
-
-
-class StepTimes:
-    """How long the computes of a rank take, and the transfers between neighbours.
-
-    Each rank has a place for its numbers among those that all ranks sum.
-
-    Args:
-        program: What all ranks do.
-        topology: As this rank sees it.
-        device: Where the rank computes.
-
-    Attributes:
-        num_samples: Microbatches that measure hops.
-        size: How many numbers there are of all ranks.
-    """
-
-    def __init__(self, program: Program, topology: Topology, device: torch.device) -> None:
-        self._program = program
-        self._device = device
-        self._rank = topology.coordinate(topology.pipeline)
-        self._num_ranks = topology.size(topology.pipeline)
-        self.num_samples = min(_SAMPLES, program.schedule.num_microbatches)
-        self._of_pipeline = len(_ROWS) * self._num_ranks + self.num_samples * (self._num_ranks - 1)
-        pipelines = topology.pipelines
-        self.size = len(pipelines) * self._of_pipeline
-        ranks = topology.ranks_along(topology.pipeline)
-        self._first = pipelines.index(ranks) * self._of_pipeline  # place of this pipeline
-        self.begin()
-
-    def begin(self) -> None:
-        """Forgets what was seen; called when a step begins."""
-        self._computes = defaultdict[tuple[int, Kind], list[tuple[_Stamp, _Stamp]]](list)
-        # By the direction in which a transfer goes, whether this rank sends it, and microbatch.
-        self._transfers: dict[tuple[str, bool, int], _Stamp] = {}
-
-    def watched(self, item: Item, method: Method) -> Method:
-        """Returns the method of an item, watched if it says something of time."""
-        if item.op is Op.COMPUTE:
-            stage, kind, _ = self._program.action(item)
-            return partial(self._compute, method, (stage, kind))
-        if item.microbatch < self.num_samples and item.op in (Op.SEND, Op.WAIT_RECEIVE):
-            channel = self._program.channels[item.which]
-            if channel.target - channel.source == (1 if channel.kind == "F" else -1):
-                watch = self._send if item.op is Op.SEND else self._receive
-                return partial(watch, method, channel.kind)
-        return method
-
-    def _compute(
-        self, method: Method, action: tuple[int, Kind], which: int, microbatch: int
-    ) -> None:
-        begin = self._now()
-        method(which, microbatch)
-        self._computes[action].append((begin, self._now()))
-
-    def _send(self, method: Method, kind: str, which: int, microbatch: int) -> None:
-        # Several values may go to the neighbour. They take from the first send to the last arrival.
-        self._transfers.setdefault((kind, True, microbatch), self._now())
-        method(which, microbatch)
-
-    def _receive(self, method: Method, kind: str, which: int, microbatch: int) -> None:
-        method(which, microbatch)
-        self._transfers[kind, False, microbatch] = self._now()
-
-    def _now(self) -> _Stamp:
-        if self._device.type == "cpu":
-            return time.perf_counter()
-        event = sync_points.timing_event(self._device)
-        sync_points.record_time(event, self._device)
-        return event
-
-    def numbers(self) -> list[float]:
-        """Returns what this rank adds to the numbers of all ranks.
-
-        Sync: the host waits for the device.
-        """
-        sync_points.finish_device(self._device)
-        numbers = [0.0] * self.size
-        for (_, kind), stamps in self._computes.items():
-            row = _FORWARD if kind == "F" else _BACKWARD
-            median = statistics.median(_seconds(begin, end) for begin, end in stamps)
-            numbers[self.place_of_compute(row)] += median
-            if kind == "W":
-                numbers[self.place_of_compute(_WEIGHTS)] += median
-        marks = self._transfers
-        for microbatch in range(self.num_samples):
-            out, back = ("F", True, microbatch), ("B", False, microbatch)
-            if out in marks and back in marks:  # t1 and t4
-                seconds = _seconds(marks[out], marks[back])
-                numbers[self.place_of_hop(microbatch, self._rank)] = seconds
-            out, back = ("F", False, microbatch), ("B", True, microbatch)
-            if out in marks and back in marks:  # t2 and t3
-                seconds = _seconds(marks[out], marks[back])
-                numbers[self.place_of_hop(microbatch, self._rank - 1)] = -seconds
-        return numbers
-
-    def place_of_compute(self, row: int) -> int:
-        """Returns where this rank has its forwards, backwards or W."""
-        return self._first + row * self._num_ranks + self._rank
-
-    def place_of_hop(self, microbatch: int, hop: int) -> int:
-        """Returns where a hop of this pipeline has a microbatch."""
-        hops = self._first + len(_ROWS) * self._num_ranks
-        return hops + microbatch * (self._num_ranks - 1) + hop
-
-    def times(self, numbers: Sequence[float]) -> Times:
-        """Returns what the sums of all ranks say, the same on every rank."""
-        size, hops = self._num_ranks, self._num_ranks - 1
-        pipelines = list[list[Sequence[float]]]()
-        for begin in range(0, self.size, self._of_pipeline):
-            own = numbers[begin : begin + self._of_pipeline]
-            computes = [own[row * size : (row + 1) * size] for row in _ROWS]
-            both_ways = own[len(_ROWS) * size :]
-            # A clock that is read twice at once may go backwards by a rounding error.
-            hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
-            pipelines.append([*computes, hop_seconds])
-        forwards, backwards, weights, slowest_hops = (
-            tuple(map(max, zip(*column, strict=True))) for column in zip(*pipelines, strict=True)
-        )
-        return Times(forwards, backwards, slowest_hops, weights)
-
-
-def _seconds(begin: _Stamp, end: _Stamp) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
-    return float(begin.elapsed_time(end)) / 1e3

@@ -1,4 +1,4 @@
-"""Programs: which schedule has the next step of a Scheduler, and the proven Program of it.
+"""Programs: which schedule has the next step, its Program, and the times that it follows.
 
 [Note: adaptive schedules] All ranks must run the same Program. So a schedule changes only between
 two steps, on all ranks at once:
@@ -23,21 +23,51 @@ no message. So a rank that was not given the number may already run the Schedule
 wait for a rank that is in the meeting. The meeting then ends after ``agree_seconds``. A rank whose
 meeting fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
 That sends what the other ranks wait for, and they raise too.
+
+[Note: times of a step] Clocks of two ranks differ, and no clock is read on both ends of a message.
+Still a hop can be measured without a message of its own. Rank s sends a value at t1, and rank s+1
+has it at t2. Rank s+1 sends the gradient back at t3, and rank s has it at t4. What both transfers
+took is::
+
+    (t4 - t1) - (t3 - t2)
+
+Each bracket has times of one clock. So rank s adds its own to a number that all ranks sum anyway,
+beside the loss, and rank s+1 subtracts its own. A message that waits, for the one before it or for
+a rank that still computes, makes the difference larger, but nothing makes it smaller. So a hop
+takes what the smallest difference of the first microbatches says: rank s+1 is idle before the
+first of them, and rank s before its gradient.
+
+Where the device has streams, times are those of events on the current stream, and the host waits
+for the device at the end of a step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
 from numbers import Integral
 
+import torch
+
+from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.errors import StepError
+from pipegrad.pipeline.compute import Method
 from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, refuse_moved, schedule_of
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import lower
-from pipegrad.schedules.program.program import Collective, Link, Program
+from pipegrad.schedules.program.program import Collective, Item, Link, Op, Program
 from pipegrad.schedules.program.verify import Proof, verify
+from pipegrad.schedules.schedule import Kind
+from pipegrad.topology import Topology
+
+_SAMPLES = 3  # microbatches that measure hops
+_Stamp = float | torch.Event
+_FORWARD, _BACKWARD, _WEIGHTS = _ROWS = 0, 1, 2  # of a rank's computes; W is a part of a backward
 
 
 class Programs:
@@ -79,7 +109,6 @@ class Programs:
         self._name = name
         self._timeout_seconds = timeout_seconds
         self._ranks = sorted(pipeline.topology.ranks)
-        self._read: Callable[[], Times | None] | None = None
         self._generator: MeasuredGenerator | None = None
         self.times: Times | None = None
         self.spec, self.schedule = spec, pipeline.schedule
@@ -130,29 +159,19 @@ class Programs:
         """Whether steps are to be measured."""
         return self._generator is not None and self._generator.wants_times
 
-    def read_later(self, read: Callable[[], Times | None]) -> None:
-        """Takes what reads the times of a step, on all ranks alike."""
-        self._read = read
-
-    def adapted(self, step: int) -> Schedule | None:
+    def adapted(self, times: Times, step: int) -> Schedule | None:
         """Returns another schedule for the next training step; None if it stays as it is.
 
         Args:
+            times: What steps take now.
             step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
                 are in the meeting. Then nothing has changed.
-
-        Sync: the host waits for the loss of the step before, if that was measured.
         """
-        if self._read is None:
-            return None
-        read, self._read = self._read, None
-        times = read()
-        if times is None or self._generator is None:
-            return None
         self.times = times
+        assert self._generator is not None  # nothing else has steps measured
         generator = self._generator.planned(times)
         if generator is self._generator:
             return None
@@ -193,18 +212,16 @@ class Programs:
     # Other numbers of microbatches.
 
     def of_number(self, number: object, step: int) -> Schedule:
-        """Returns the schedule of a step; of another number than the Scheduler's all ranks meet.
+        """Returns the schedule of a step of another number, after a meeting of all ranks.
 
         Args:
-            number: How many microbatches this rank has; None for the Scheduler's own number.
+            number: How many microbatches this rank has.
             step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If there is no schedule of this number. Or if another rank has another
                 number, or does not come; then on all ranks that are in the meeting.
         """
-        if number in (None, self.schedule.num_microbatches):
-            return self.schedule
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
         number = int(number)  # also numpy's
@@ -230,3 +247,131 @@ class Programs:
         refuse_moved(schedule, self._pipeline.schedule)
         _ = schedule.ticks  # raises if it cannot be run on this wiring
         return schedule
+
+
+class StepTimes:
+    """How long the computes of a rank take, and the transfers between neighbours.
+
+    Each rank has a place for its numbers among those that all ranks sum.
+
+    Args:
+        program: What all ranks do.
+        topology: As this rank sees it.
+        device: Where the rank computes.
+
+    Attributes:
+        num_samples: Microbatches that measure hops.
+        size: How many numbers there are of all ranks.
+    """
+
+    def __init__(self, program: Program, topology: Topology, device: torch.device) -> None:
+        self._program = program
+        self._device = device
+        self._rank = topology.coordinate(topology.pipeline)
+        self._num_ranks = topology.size(topology.pipeline)
+        self.num_samples = min(_SAMPLES, program.schedule.num_microbatches)
+        self._of_pipeline = len(_ROWS) * self._num_ranks + self.num_samples * (self._num_ranks - 1)
+        pipelines = topology.pipelines
+        self.size = len(pipelines) * self._of_pipeline
+        ranks = topology.ranks_along(topology.pipeline)
+        self._first = pipelines.index(ranks) * self._of_pipeline  # place of this pipeline
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what was seen; called when a step begins."""
+        self._computes = defaultdict[tuple[int, Kind], list[tuple[_Stamp, _Stamp]]](list)
+        # By the direction in which a transfer goes, whether this rank sends it, and microbatch.
+        self._transfers: dict[tuple[str, bool, int], _Stamp] = {}
+
+    def watched(self, item: Item, method: Method) -> Method:
+        """Returns the method of an item, watched if it says something of time."""
+        if item.op is Op.COMPUTE:
+            stage, kind, _ = self._program.action(item)
+            return partial(self._compute, method, (stage, kind))
+        if item.microbatch < self.num_samples and item.op in (Op.SEND, Op.WAIT_RECEIVE):
+            channel = self._program.channels[item.which]
+            if channel.target - channel.source == (1 if channel.kind == "F" else -1):
+                watch = self._send if item.op is Op.SEND else self._receive
+                return partial(watch, method, channel.kind)
+        return method
+
+    def _compute(
+        self, method: Method, action: tuple[int, Kind], which: int, microbatch: int
+    ) -> None:
+        begin = self._now()
+        method(which, microbatch)
+        self._computes[action].append((begin, self._now()))
+
+    def _send(self, method: Method, kind: str, which: int, microbatch: int) -> None:
+        # Several values may go to the neighbour. They take from the first send to the last arrival.
+        self._transfers.setdefault((kind, True, microbatch), self._now())
+        method(which, microbatch)
+
+    def _receive(self, method: Method, kind: str, which: int, microbatch: int) -> None:
+        method(which, microbatch)
+        self._transfers[kind, False, microbatch] = self._now()
+
+    def _now(self) -> _Stamp:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = sync_points.timing_event(self._device)
+        sync_points.record_time(event, self._device)
+        return event
+
+    def numbers(self) -> list[float]:
+        """Returns what this rank adds to the numbers of all ranks.
+
+        Sync: the host waits for the device.
+        """
+        sync_points.finish_device(self._device)
+        numbers = [0.0] * self.size
+        for (_, kind), stamps in self._computes.items():
+            row = _FORWARD if kind == "F" else _BACKWARD
+            median = statistics.median(_seconds(begin, end) for begin, end in stamps)
+            numbers[self.place_of_compute(row)] += median
+            if kind == "W":
+                numbers[self.place_of_compute(_WEIGHTS)] += median
+        marks = self._transfers
+        for microbatch in range(self.num_samples):
+            out, back = ("F", True, microbatch), ("B", False, microbatch)
+            if out in marks and back in marks:  # t1 and t4
+                seconds = _seconds(marks[out], marks[back])
+                numbers[self.place_of_hop(microbatch, self._rank)] = seconds
+            out, back = ("F", False, microbatch), ("B", True, microbatch)
+            if out in marks and back in marks:  # t2 and t3
+                seconds = _seconds(marks[out], marks[back])
+                numbers[self.place_of_hop(microbatch, self._rank - 1)] = -seconds
+        return numbers
+
+    def place_of_compute(self, row: int) -> int:
+        """Returns where this rank has its forwards, backwards or W."""
+        return self._first + row * self._num_ranks + self._rank
+
+    def place_of_hop(self, microbatch: int, hop: int) -> int:
+        """Returns where a hop of this pipeline has a microbatch."""
+        hops = self._first + len(_ROWS) * self._num_ranks
+        return hops + microbatch * (self._num_ranks - 1) + hop
+
+    def times(self, numbers: Sequence[float]) -> Times:
+        """Returns what the sums of all ranks say, the same on every rank."""
+        size, hops = self._num_ranks, self._num_ranks - 1
+        pipelines = list[list[Sequence[float]]]()
+        for begin in range(0, self.size, self._of_pipeline):
+            own = numbers[begin : begin + self._of_pipeline]
+            computes = [own[row * size : (row + 1) * size] for row in _ROWS]
+            both_ways = own[len(_ROWS) * size :]
+            # A clock that is read twice at once may go backwards by a rounding error.
+            hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
+            pipelines.append([*computes, hop_seconds])
+        forwards, backwards, weights, slowest_hops = (
+            tuple(map(max, zip(*column, strict=True))) for column in zip(*pipelines, strict=True)
+        )
+        return Times(forwards, backwards, slowest_hops, weights)
+
+
+def _seconds(begin: _Stamp, end: _Stamp) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+    return float(begin.elapsed_time(end)) / 1e3

@@ -24,10 +24,10 @@ from pipegrad.pipeline.aliases import Aliases
 from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.coding.coding import Codings
 from pipegrad.pipeline.compute import Compute
-from pipegrad.pipeline.executor import Executor, StepTimes, drawn
+from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, run_together
 from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
-from pipegrad.pipeline.programs import Programs
+from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.transfers.buffers import BufferPool
 from pipegrad.pipeline.transfers.edges import Edges
@@ -50,6 +50,7 @@ class Kind:
         proof: What that needs.
         specs: What values look like in the first microbatch.
         executor: Runs the items of this rank.
+        activity: What the report of a failure needs to know of it.
         times: Measures how long computes and transfers take; None if nothing does.
     """
 
@@ -57,6 +58,7 @@ class Kind:
     proof: Proof
     specs: Specs
     executor: Executor
+    activity: Activity
     times: StepTimes | None
 
 
@@ -147,10 +149,13 @@ class Steps:
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
         self.codings = Codings(pipeline.codecs, hashlib.sha256(words.encode()).hexdigest())
+        # The errors of encoded gradients; None if everything crosses as it is.
+        self._feedback = None if pipeline.codecs.is_none else self.codings.feedback
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
         self._kinds: dict[tuple[bool, int], Kind] = {}
+        self._read: Callable[[], Times | None] | None = None  # the times of the step before
         self._closed = False
 
     @property
@@ -188,9 +193,11 @@ class Steps:
                 raise StepError("this Scheduler is closed: make another one")
             notice.next_step()
             try:
-                if not forward_only and (adapted := programs.adapted(notice.step)) is not None:
-                    self._take(adapted)
-                schedule = programs.of_number(batch.number, notice.step)
+                if not forward_only and self._read is not None:
+                    self._adapt(self._read)
+                schedule = programs.schedule
+                if batch.number not in (None, schedule.num_microbatches):
+                    schedule = programs.of_number(batch.number, notice.step)
             except BaseException as error:  # noqa: BLE001 - raised in the step
                 # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
                 # After an interrupt they may also run one of this number, and wait for other
@@ -198,31 +205,35 @@ class Steps:
                 if not isinstance(error, Exception):
                     self._leave(error)
                 schedule, batch = programs.schedule, batch._replace(error=error)
-            kind = self._kind_of(schedule, forward_only=forward_only)
-            if kind is None:
-                return self._run_first(schedule, batch, forward_only=forward_only)
+            key = forward_only, schedule.num_microbatches
+            if key not in self._kinds:
+                kind = self._like_known(schedule, forward_only=forward_only)
+                if kind is None:
+                    return self._run_first(schedule, batch, forward_only=forward_only)
+                self._kinds[key] = kind
+            kind = self._kinds[key]
             result, _ = self._run(kind, batch)
             if kind.times is not None:
-                programs.read_later(partial(_read_times, result.times_reader(), kind.times))
+                self._read = partial(_read_times, result.times_reader(), kind.times)
             return result
 
-    def _take(self, schedule: Schedule) -> None:
-        """Takes another schedule for training; evaluations have the forwards of any."""
-        evaluations = {key: kind for key, kind in self._kinds.items() if key[0]}
-        kind = self._like_known(schedule, forward_only=False)
-        assert kind is not None  # a step of this kind was measured
-        self._kinds = evaluations | {(False, schedule.num_microbatches): kind}
-        self._programs.take(schedule)
+    def _adapt(self, read: Callable[[], Times | None]) -> None:
+        """Takes another schedule for training, if the times of the step before want it.
 
-    def _kind_of(self, schedule: Schedule, *, forward_only: bool) -> Kind | None:
-        """Returns the kind of a step; None before values were learned."""
-        key = forward_only, schedule.num_microbatches
-        if key not in self._kinds:
-            kind = self._like_known(schedule, forward_only=forward_only)
-            if kind is None:
-                return None
-            self._kinds[key] = kind
-        return self._kinds[key]
+        Sync: the host waits for the message of the loss of that step.
+        """
+        self._read = None
+        times = read()
+        if times is None:
+            return
+        schedule = self._programs.adapted(times, self._notice.step)
+        if schedule is not None:
+            kind = self._like_known(schedule, forward_only=False)
+            assert kind is not None  # a step of this kind was measured
+            # Evaluations have the forwards of any schedule.
+            evaluations = {key: kind for key, kind in self._kinds.items() if key[0]}
+            self._kinds = evaluations | {(False, schedule.num_microbatches): kind}
+            self._programs.take(schedule)
 
     def _like_known(self, schedule: Schedule, *, forward_only: bool) -> Kind | None:
         """Returns a new kind, whose values a kind alike has learned; None if none has."""
@@ -301,7 +312,13 @@ class Steps:
             sharded=self._sharded,
             times=times,
         )
-        return Kind(program, proof, specs, executor, times)
+        activity = Activity(
+            "",
+            details=executor.details,
+            drawing=partial(drawn, program, topology),
+            position=executor.position,
+        )
+        return Kind(program, proof, specs, executor, activity, times)
 
     def _leave(self, error: BaseException) -> None:
         """Makes ranks fail that run a step which this rank cannot take."""
@@ -313,13 +330,7 @@ class Steps:
     def _run(self, kind: Kind, batch: Batch) -> tuple[StepResult, _Accepted]:
         """Runs a step of a kind; returns the result, and what the step was given."""
         executor, forward_only = kind.executor, kind.program.forward_only
-        doing = Activity(  # what the report of a failure needs to know
-            "",
-            details=executor.details,
-            drawing=partial(drawn, kind.program, self._topology),
-            position=executor.position,
-        )
-        with doing:
+        with kind.activity:
             self._rewind(kind)
             begun = False
             try:
@@ -346,7 +357,8 @@ class Steps:
                 # communicators and buffers. So it holds this object weakly.
                 on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
             )
-            self.codings.feedback.end(result.failure_reader())
+            if self._feedback is not None:
+                self._feedback.end(result.failure_reader())
             return result, accepted
 
     def _rewind(self, kind: Kind) -> None:
@@ -368,9 +380,11 @@ class Steps:
             # All ranks must take part, also one that refuses its batch below.
             sync.publish_if_due()
         losses.refuse_earlier()
-        self.codings.feedback.settle()
+        if self._feedback is not None:
+            self._feedback.settle()
         divisor, shared_divisor = self._divisors(batch, number)
-        terms = self._terms(divisor, forward_only=not training)
+        is_last = self._has_last_stage
+        terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
         inputs, targets = self.batches.cut(batch, number, needs_target=training)
         if training and batch.loss_divisor is None:
             losses.look_at_labels(targets, self.pipeline.loss_fn)
@@ -382,11 +396,6 @@ class Steps:
             sync.prepare(divisor=None if losses.is_weighted else divisor)
             self._loose.begin()
         return _Accepted(inputs, targets, terms, divisor, shared_divisor)
-
-    def _terms(self, divisor: float, *, forward_only: bool) -> LossTerms:
-        """Returns where the losses of a step on this rank are collected."""
-        is_last = self._has_last_stage
-        return self._losses.terms(divisor, forward_only=forward_only, is_last=is_last)
 
     def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.
@@ -468,7 +477,7 @@ class Steps:
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.
             self._losses.send(
-                self._terms(1.0, forward_only=forward_only),
+                self._losses.terms(1.0, forward_only=forward_only, is_last=self._has_last_stage),
                 None,
                 forward_only=forward_only,
                 failed=True,
@@ -518,7 +527,8 @@ class Steps:
             refuse_unlike(learned, topology, self._losses, forward_only=forward_only)
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.
-            self.codings.feedback.drop_pending()
+            if self._feedback is not None:
+                self._feedback.drop_pending()
             self._losses.forget_unread()
             if not forward_only:
                 self._sync.drop_gradients()

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from pipegrad.pipeline.executor import StepTimes
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules.measured import Times
 from tests.parity.test_scheduler_parity import TIED, batch_of, truth
 from tests.support.pipeline.models import build

@@ -51,8 +51,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.work import Done, Work
 from pipegrad.errors import StepError
 from pipegrad.interop.private import storage_holders
-from pipegrad.pipeline.coding.coding import Codings
-from pipegrad.pipeline.coding.feedback import Position
+from pipegrad.pipeline.coding.coding import Codings, Position
 from pipegrad.pipeline.transfers.buffers import OWN_HOLDERS, Buffer, BufferPool, rounded
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.pipeline.transfers.ends import End, Ends

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree_keeping, store
-from pipegrad.pipeline.executor import StepTimes
 from pipegrad.pipeline.measure import measure_hops
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from tests.support.gradients.cases import outcome, rank

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipegrad import Topology
-from pipegrad.pipeline import executor
-from pipegrad.pipeline.executor import StepTimes
+from pipegrad.pipeline import programs
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules import build, lower
 from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Item, Op, Program
@@ -53,7 +53,7 @@ def run(times: StepTimes, made: Program, rank: int, script: dict[str, tuple[floa
         clock.now = float(begin)
         times.watched(item, method)(item.which, item.microbatch)
 
-    with mock.patch.object(executor, "time", clock):
+    with mock.patch.object(programs, "time", clock):
         for item in made.decoded(rank):
             take(item)
 
