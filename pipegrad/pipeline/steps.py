@@ -63,7 +63,7 @@ class Kind:
 
 
 class _Accepted(NamedTuple):
-    """What a step is given, when it has begun on this rank.
+    """What a step needs of a batch that fits.
 
     Attributes:
         inputs: External name -> its value for each microbatch.
@@ -329,26 +329,29 @@ class Steps:
 
     def _run(self, kind: Kind, batch: Batch) -> tuple[StepResult, _Accepted]:
         """Runs a step of a kind; returns the result, and what the step was given."""
-        executor, forward_only = kind.executor, kind.program.forward_only
+        executor, training = kind.executor, not kind.program.forward_only
         with kind.activity:
             self._rewind(kind)
             begun = False
             try:
                 accepted = self._accepted(kind, batch)
+                inputs, targets, terms, divisor, shared_divisor = accepted
+                # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
+                if training:
+                    is_weighted = self._losses.is_weighted
+                    self._sync.prepare(divisor=None if is_weighted else divisor)
+                    self._loose.begin()
                 begun = True
-                terms, keeps_outputs = accepted.terms, batch.keeps_outputs
-                outputs = executor.run(
-                    accepted.inputs, accepted.targets, terms, keeps_outputs=keeps_outputs
-                )
+                outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
                 whole_outputs = joined(outputs)
-                self._finish(kind, terms, accepted.divisor)
+                self._finish(kind, terms, divisor)
             except BaseException as error:
                 self._fail(kind, error, begun=begun)
                 raise
             result = self._losses.send(
                 terms,
-                accepted.shared_divisor,
-                forward_only=forward_only,
+                shared_divisor,
+                forward_only=not training,
                 passed=self.batches.passed,
                 num_different=executor.num_different,
                 times=() if kind.times is None else kind.times.numbers(),
@@ -373,7 +376,7 @@ class Steps:
             losses.begin(continues=sync.is_in_step, reduces=not sync.is_accumulating)
 
     def _accepted(self, kind: Kind, batch: Batch) -> _Accepted:
-        """Refuses what does not fit; else gradients are prepared, and the step has begun."""
+        """Returns what a step needs of a batch; refuses one that does not fit."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         number = kind.program.schedule.num_microbatches
         if not training:
@@ -390,12 +393,7 @@ class Steps:
             losses.look_at_labels(targets, self.pipeline.loss_fn)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
-        divisor = 1.0 if sync.is_scaled else divisor
-        # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
-        if training:
-            sync.prepare(divisor=None if losses.is_weighted else divisor)
-            self._loose.begin()
-        return _Accepted(inputs, targets, terms, divisor, shared_divisor)
+        return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)
 
     def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.
