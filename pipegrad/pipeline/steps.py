@@ -42,7 +42,7 @@ from pipegrad.schedules.program.verify import Proof
 
 
 @dataclass(frozen=True, eq=False)
-class Kind:
+class StepKind:
     """A kind of step: training or evaluation, with a schedule of one number of microbatches.
 
     Attributes:
@@ -154,7 +154,7 @@ class Steps:
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
-        self._kinds: dict[tuple[bool, int], Kind] = {}
+        self._kinds: dict[tuple[bool, int], StepKind] = {}
         self._read: Callable[[], Times | None] | None = None  # the times of the step before
         self._closed = False
 
@@ -235,7 +235,7 @@ class Steps:
             self._kinds = evaluations | {(False, schedule.num_microbatches): kind}
             self._programs.take(schedule)
 
-    def _like_known(self, schedule: Schedule, *, forward_only: bool) -> Kind | None:
+    def _like_known(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
         """Returns a new kind, whose values a kind alike has learned; None if none has."""
         for (is_forward, _), known in self._kinds.items():
             if is_forward is forward_only:
@@ -258,7 +258,7 @@ class Steps:
         *,
         forward_only: bool,
         is_first: bool = False,
-    ) -> Kind:
+    ) -> StepKind:
         """Proves the Program of a kind of step, and makes what runs it on this rank.
 
         Args:
@@ -318,7 +318,7 @@ class Steps:
             drawing=partial(drawn, program, topology),
             position=executor.position,
         )
-        return Kind(program, proof, specs, executor, activity, times)
+        return StepKind(program, proof, specs, executor, activity, times)
 
     def _leave(self, error: BaseException) -> None:
         """Makes ranks fail that run a step which this rank cannot take."""
@@ -327,7 +327,7 @@ class Steps:
 
     # One step.
 
-    def _run(self, kind: Kind, batch: Batch) -> tuple[StepResult, _Accepted]:
+    def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, _Accepted]:
         """Runs a step of a kind; returns the result, and what the step was given."""
         executor, training = kind.executor, not kind.program.forward_only
         with kind.activity:
@@ -364,7 +364,7 @@ class Steps:
                 self._feedback.end(result.failure_reader())
             return result, accepted
 
-    def _rewind(self, kind: Kind) -> None:
+    def _rewind(self, kind: StepKind) -> None:
         """Begins what counts a step, before anything of it can fail."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         kind.executor.rewind()
@@ -375,7 +375,7 @@ class Steps:
         if losses.is_weighted and training:
             losses.begin(continues=sync.is_in_step, reduces=not sync.is_accumulating)
 
-    def _accepted(self, kind: Kind, batch: Batch) -> _Accepted:
+    def _accepted(self, kind: StepKind, batch: Batch) -> _Accepted:
         """Returns what a step needs of a batch; refuses one that does not fit."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         number = kind.program.schedule.num_microbatches
@@ -428,7 +428,7 @@ class Steps:
                 "its graph, make the tensor a parameter of a stage, or accumulate no steps"
             )
 
-    def _finish(self, kind: Kind, terms: LossTerms, divisor: Tensor | float) -> None:
+    def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
         """Divides and reduces gradients, behind the last backward of this rank."""
         sync, training, late = self._sync, not kind.program.forward_only, None
         # All microbatches have their gradients now: see [Note: outer graphs].
@@ -446,7 +446,7 @@ class Steps:
             # A training step that reduces has looked for failures of other ranks in `finish`.
             self._notice.refuse_failed(PeerFailedError)
 
-    def _fail(self, kind: Kind, error: BaseException, *, begun: bool) -> None:
+    def _fail(self, kind: StepKind, error: BaseException, *, begun: bool) -> None:
         """Ends a failed step: posts the error, and sends everything that other ranks wait for.
 
         Raises:
