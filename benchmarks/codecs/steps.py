@@ -23,7 +23,7 @@ from stages import SleepingStage, ratios, split_seconds
 
 MICROBATCHES, ROWS, WIDTH = 16, 256, 1024  # of a microbatch; 1 MiB of float32
 FORWARD, BACKWARD = 0.010, 0.020
-WARM_UP = 3  # the first step learns shapes, the second one is measured by auto
+WARM_UP = 3  # the first step learns shapes
 CODECS = {
     "none": None,
     "bf16": "bf16",
@@ -31,7 +31,6 @@ CODECS = {
     "int8": "int8",
     "topk, gradients": "topk",
     "int8, topk gradients": {"activations": "int8", "gradients": "topk"},
-    "auto": {"auto": "int8"},
 }
 
 
@@ -97,7 +96,7 @@ def main() -> None:
             scheduler.step(x, target=target).loss.item()
             seconds = time.perf_counter() - begin
             dist.barrier()
-            for stage in scheduler.context.stages.values():
+            for stage in scheduler.steps.pipeline.stages:
                 clear(stage.module)
             if repeat >= WARM_UP:
                 times[name].append(seconds)
@@ -127,10 +126,9 @@ def show(
     schedulers: dict[str, Scheduler], times: dict[str, list[float]], sent: dict[str, float]
 ) -> None:
     """Prints the table."""
-    print("\n| codecs | promised MiB | sent MiB | of none | step, of none | ms | on hops |")
-    print("|---|---|---|---|---|---|---|")
+    print("\n| codecs | promised MiB | sent MiB | of none | step, of none | ms |")
+    print("|---|---|---|---|---|---|")
     for name, scheduler in schedulers.items():
-        hops = ", ".join(f"{a}-{b}" for a, b in sorted(scheduler.codecs.hops)) or "-"
         cells = [
             name,
             f"{promised_bytes(scheduler) / 2**20:.1f}",
@@ -138,7 +136,6 @@ def show(
             f"{sent[name] / sent['none']:.3f}",
             ratios(times[name], times["none"]),
             f"{1e3 * statistics.median(times[name]):.0f}",
-            hops if name == "auto" else "all" if name != "none" else "-",
         ]
         print(f"| {' | '.join(cells)} |", flush=True)
 

@@ -29,7 +29,7 @@ from pipegrad.observe.step_costs import (
 )
 from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.batch.trees import flattened
-from pipegrad.pipeline.loss.terms import loss_parts
+from pipegrad.pipeline.loss.losses import loss_parts
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.transfers.specs import Spec
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
@@ -117,7 +117,7 @@ def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float
     pipeline = topology.ranks_along(topology.pipeline)
     hosts = agree("hosts", host_name, ranks=pipeline)
     measured = measure_links(
-        scheduler.context.edges,
+        scheduler.steps.edges,
         rank=topology.coordinate(topology.pipeline),
         ranks=pipeline,
         pairs=pairs,
@@ -146,7 +146,8 @@ class _Profile:
         self, scheduler: Scheduler, batch: Batch, optimizer: Optimizer | None, repeats: int
     ) -> None:
         self._scheduler = scheduler
-        self._context = scheduler.context
+        self._pipeline = scheduler.steps.pipeline
+        self._stages = {stage.index: stage for stage in self._pipeline.stages}
         self._batch = batch
         self._optimizer = optimizer
         self._repeats = repeats
@@ -159,13 +160,13 @@ class _Profile:
         Raises:
             PipegradError: If it does not fit, or nothing can be measured now.
         """
-        sync, context = self._scheduler.sync, self._context
+        sync = self._scheduler.sync
         sync.refuse_closed()
         if sync.is_in_step:
             raise StepError("measure_costs() inside of a step: call it between steps")
         if self._repeats < 1:
             raise ScheduleError(f"repeats is {self._repeats!r}, expected a number, at least 1")
-        modules = {index: stage.module for index, stage in context.stages.items()}
+        modules = {index: stage.module for index, stage in self._stages.items()}
         if any(fsdp_modules(modules).values()):
             raise ScheduleError(
                 "stages of FSDP2 gather parameters and reduce gradients in each pass, so they "
@@ -175,30 +176,31 @@ class _Profile:
         number = self._batch.num_microbatches or self._scheduler.schedule.num_microbatches
         number = number if ready is None else len(ready)
         with torch.no_grad():  # nothing is cut off a graph of the caller's
-            parts, targets = context.batches.apart().cut(self._batch, number, needs_target=True)
+            batches = self._scheduler.steps.batches.apart()
+            parts, targets = batches.cut(self._batch, number, needs_target=True)
         self._external = {name: _detached(column[0]) for name, column in parts.items()}
         self._target = None if targets is None else _detached(targets[0])
 
     def stage(self, stage: int) -> _Reply | None:
         """Measures a stage; None if it is on another rank."""
-        context = self._context
-        if stage not in context.stages:
+        if stage not in self._stages:
             return None
-        taken = context.wiring.taken[stage]
+        wiring = self._pipeline.wiring
+        taken = wiring.taken[stage]
         links = {
             link: _random(self.specs[link], self._device) for link in taken if isinstance(link, int)
         }
         inputs = [links[x] if isinstance(x, int) else self._external[x] for x in taken]
         alone = StageAlone(
-            context.stages[stage],
+            self._stages[stage],
             inputs,
             list(links.values()),
             target=self._target,
-            loss=self._loss if stage == len(context.wiring.taken) - 1 else None,
+            loss=self._loss if stage == len(wiring.taken) - 1 else None,
             splits=self._scheduler.schedule.splits_backward,
             device=self._device,
         )
-        made = dict(zip(context.wiring.made[stage], alone.outputs(), strict=False))
+        made = dict(zip(wiring.made[stage], alone.outputs(), strict=False))
         outputs = {self._scheduler.program.links[i].name: x for i, x in made.items()}
         steps = optimizer_costs(self._scheduler.sync, self._optimizer, stage, self._repeats)
         costs = replace(
@@ -211,7 +213,7 @@ class _Profile:
 
     @property
     def _loss(self) -> Loss:
-        function, is_weighted = self._context.loss_fn, self._context.losses.is_weighted
+        function, is_weighted = self._pipeline.loss_fn, self._pipeline.is_weighted
 
         def loss(outputs: tuple[Tensor, ...]) -> Tensor:
             assert function is not None

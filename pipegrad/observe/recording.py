@@ -71,7 +71,7 @@ class Recording:
             if tape.recorder is not None:
                 raise ScheduleError("this Scheduler is being recorded: end that recording first")
             scheduler.sync.refuse_closed()
-            if scheduler.context.edges.is_cut:
+            if scheduler.steps.edges.is_cut:
                 raise ScheduleError(
                     "an interrupted step has cut this Scheduler's connections: make another one"
                 )
@@ -128,7 +128,7 @@ class Recording:
 
     def _read_clocks(self) -> list[Reading]:
         """Returns the readings of all ranks; those from before if a rank cannot send any more."""
-        edges, sync = self._scheduler.context.edges, self._scheduler.sync
+        edges, sync = self._scheduler.steps.edges, self._scheduler.sync
         if any(agree("clocks", lambda: edges.is_cut or sync.is_closed, ranks=self._ranks)):
             return self._before
         read = partial(read_clock, edges, self._rank, len(self._ranks))

@@ -16,7 +16,7 @@ from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.aliases import Aliases, check_plain
 from pipegrad.pipeline.batch.trees import versions_of
 from pipegrad.pipeline.loss import LossTerms, loss_parts
-from pipegrad.pipeline.loss.terms import LossParts
+from pipegrad.pipeline.loss.losses import LossParts
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.values import Key, Values

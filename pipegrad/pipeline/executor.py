@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 
 from torch import Tensor
 from torch.profiler import record_function
 
+from pipegrad.comm.activity import Details
 from pipegrad.comm.tape import Recorder
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
 from pipegrad.pipeline.loss import LossTerms
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.step_times import StepTimes
 from pipegrad.pipeline.transfers.transfers import Transfers
 from pipegrad.pipeline.values import Values
-from pipegrad.schedules.program.program import Op, Program
+from pipegrad.schedules import Action
+from pipegrad.schedules.program.program import Item, Op, Program
+from pipegrad.topology import Topology
 
 _Call = tuple[Method, int, int]  # and its arguments: what the item means, and a microbatch
+_Keep = Callable[[object], object]  # of a point in time
+_COLUMNS = 24  # of a grid
+# An item that waits, and the end of its channel that it waits for.
+_AWAITED: Mapping[Op, str] = {Op.WAIT_RECEIVE: "source", Op.RELEASE: "target"}
 
 
 class Executor:
@@ -29,7 +38,7 @@ class Executor:
 
     Args:
         program: What all ranks do.
-        rank: The pipeline rank.
+        topology: As this rank sees it; its pipelines run the Program.
         values: Receives, sends and sums values and gradients.
         compute: Runs forwards and backwards.
         transfers: Posts receives, and frees what was sent.
@@ -42,7 +51,7 @@ class Executor:
     def __init__(
         self,
         program: Program,
-        rank: int,
+        topology: Topology,
         *,
         values: Values,
         compute: Compute,
@@ -52,75 +61,46 @@ class Executor:
         sharded: ShardedStages,
         times: StepTimes | None = None,
     ) -> None:
-        self._rank = rank
-        self._forward_only = program.forward_only
+        self._program = program
+        self._topology = topology
+        self._rank = topology.coordinate(topology.pipeline)
         self._values = values
         self._compute = compute
         self._transfers = transfers
         self._sync = sync
         self._sharded = sharded
-        # Three lists of equal length: the calls of a step, the same calls inside of ranges for a
-        # profiler, and the calls that finish a failed step.
-        self._calls: list[_Call] = []
-        self._ranged_calls: list[_Call] = []
-        self._drain_calls: list[_Call] = []
-        self._labels: dict[Method, str] = {}  # for messages and traces
-        self._compile(program, weights, times)
-        self._position = 0  # of the next call
-        self.num_different: int | Tensor = 0  # second forwards of the last step: see `Recompute`
-
-    def _compile(self, program: Program, weights: WeightGradients, times: StepTimes | None) -> None:
-        """Turns items into calls, so that a step looks nothing up."""
-        # None of them is a method of this object. It would hold itself, and the threads of a
+        # None of these is a method of this object. It would hold itself, and the threads of a
         # Scheduler that nobody holds any more would wait for the garbage collector.
-        transfers, values, sync = self._transfers, self._values, self._sync
         methods: dict[Op, Method] = {
             Op.FIRST_USE: partial(_first_use, sync),
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive,
             Op.JOIN: values.join,
-            Op.LAST_BACKWARD: partial(_last_backward, sync, self._sharded),
+            Op.LAST_BACKWARD: partial(_last_backward, sync, sharded),
             Op.SEND: values.send,
             Op.RELEASE: transfers.release,
             Op.FINAL: partial(_become_final, sync),
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: weights.compute_shared,
         }
-        self._labels[weights.compute_shared] = "shared weights of stage {0}"
-        drain_methods: dict[Op, Method] = {
-            Op.POST_RECEIVE: transfers.post,
-            Op.WAIT_RECEIVE: values.receive_and_drop,
-            Op.SEND: transfers.send_failed,
-            Op.RELEASE: transfers.release,
-        }
+        self._calls = list[_Call]()  # of all items, so that a step looks nothing up
         for item in program.called(self._rank):
-            method: Method
-            ranged: Method | None = None
             which = item.which
             if item.op is Op.COMPUTE:
                 which, kind, _ = program.action(item)
-                method = self._compute.method_of(which, kind)
-                if times is not None:
-                    method = times.watched(item, method)
-                self._labels[method] = f"{{0}}{kind}{{1}}"
-                ranged = partial(_in_range, method, self._labels[method])
+                method = compute.method_of(which, kind)
             else:
                 method = methods[item.op]
-                if times is not None:
-                    method = times.watched(item, method)
+            if times is not None:
+                method = times.watched(item, method)
             self._calls.append((method, which, item.microbatch))
-            self._ranged_calls.append((ranged or method, which, item.microbatch))
-            self._drain_calls.append((drain_methods.get(item.op, _skip), which, item.microbatch))
+        self._position = 0  # of the next call
+        self.num_different: int | Tensor = 0  # second forwards of the last step: see `Recompute`
 
     @property
     def is_in_doubt(self) -> bool:
         """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
         return self._transfers.is_in_doubt
-
-    @property
-    def position(self) -> int:
-        """The number of the item that runs, of those that are called."""
-        return self._position
 
     def rewind(self) -> None:
         """Goes back to the first item.
@@ -156,19 +136,18 @@ class Executor:
         self._forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
-        if self._forward_only:
+        if self._program.forward_only:
             self._sharded.begin_evaluation()
         else:
             self._sharded.begin()
-        calls = self._ranged_calls if is_profiled() else self._calls
-        recorder = None if self._forward_only else self._sync.tape.recorder
+        recorder = None if self._program.forward_only else self._sync.tape.recorder
+        calls: Sequence[_Call] = self._calls
         try:
-            if recorder is not None:
-                self._run_recorded(calls, recorder)
-            else:
-                for method, which, microbatch in calls:
-                    method(which, microbatch)
-                    self._position += 1
+            if recorder is not None or is_profiled():
+                calls = self._watched_calls(recorder)
+            for method, which, microbatch in calls:
+                method(which, microbatch)
+                self._position += 1
         except BaseException as error:
             self._add_location(error)
             raise
@@ -178,16 +157,26 @@ class Executor:
         self._forget()
         return outputs
 
-    def _run_recorded(self, calls: Sequence[_Call], recorder: Recorder) -> None:
-        """Runs all items, and keeps the times between those that matter."""
-        now = recorder.now
-        kept, keep = recorder.items()
-        keep(now())
-        for (method, which, microbatch), is_kept in zip(calls, kept, strict=True):
-            method(which, microbatch)
-            self._position += 1
-            if is_kept:
-                keep(now())
+    def _watched_calls(self, recorder: Recorder | None) -> Sequence[_Call]:
+        """Returns the calls of a step, inside of what a profiler and a recorder want of each."""
+        calls: Sequence[_Call] = self._calls
+        if is_profiled():
+            names = [
+                f"pipegrad {self._program.action(item)}" if item.op is Op.COMPUTE else ""
+                for item in self._items()
+            ]
+            calls = [
+                (partial(_in_range, name, call[0]), *call[1:]) if name else call
+                for name, call in zip(names, calls, strict=True)
+            ]
+        if recorder is not None:
+            is_kept, keep = recorder.items()
+            calls = [
+                (partial(_recorded, call[0], keep, recorder.now), *call[1:]) if kept else call
+                for kept, call in zip(is_kept, calls, strict=True)
+            ]
+            keep(recorder.now())
+        return calls
 
     def finish_transfers(self) -> None:
         """Makes the transfers that are left of a failed step, without values.
@@ -196,12 +185,20 @@ class Executor:
         these transfers ends on any backend, and the next step begins with the same messages on
         both ends of every edge.
         """
-        self._transfers.note_ended()
+        transfers, values = self._transfers, self._values
+        methods: dict[Op, Method] = {
+            Op.POST_RECEIVE: transfers.post,
+            Op.WAIT_RECEIVE: values.receive_and_drop,
+            Op.SEND: transfers.send_failed,
+            Op.RELEASE: transfers.release,
+        }
+        transfers.note_ended()
         # Transfers are made in the order of the program. It is proven that ranks which keep this
         # order never wait for each other in a circle.
-        for method, which, microbatch in self._drain_calls[self._position :]:
-            with contextlib.suppress(Exception):  # the first error is the one to raise
-                method(which, microbatch)
+        for op, which, microbatch in islice(self._items(), self._position, None):
+            if op in methods:
+                with contextlib.suppress(Exception):  # the first error is the one to raise
+                    methods[op](which, microbatch)
         self._forget()
 
     def _forget(self) -> None:
@@ -209,17 +206,55 @@ class Executor:
         self._values.forget()
         self._compute.forget()
 
+    # How far it is.
+
+    def position(self) -> int:
+        """Returns the number of the item that runs, of those that are called."""
+        return self._position
+
+    def details(self) -> Details:
+        """Returns what this rank is at; any thread may call it."""
+        topology, position = self._topology, self._position
+        begun = list(islice(self._items(), position + 1))
+        actions = [self._program.action(item) for item in begun if item.op is Op.COMPUTE]
+        item = begun[position] if position < len(begun) else None
+        number = next(i for i, ranks in enumerate(topology.pipelines) if topology.rank in ranks)
+        return Details(
+            "all items of the step are done" if item is None else self._words(item),
+            self._waits_for(item),
+            (number, self._rank),
+            str(actions[-1]) if actions else "",
+        )
+
+    def _items(self) -> Iterator[Item]:
+        """Yields what the calls were made of."""
+        return self._program.called(self._rank)
+
+    def _words(self, item: Item) -> str:
+        """Returns an item as text, with global ranks; a Program has ranks of a pipeline."""
+        words = " ".join(self._program.words(item).split())
+        return re.sub(
+            r"(?<=(?:om|to) rank )\d+$", lambda rank: str(self._global(int(rank[0]))), words
+        )
+
+    def _waits_for(self, item: Item | None) -> tuple[int, ...]:
+        if item is None or item.op not in _AWAITED:
+            return ()
+        channel = self._program.channels[item.which]
+        return (self._global(getattr(channel, _AWAITED[item.op])),)
+
+    def _global(self, rank: int) -> int:
+        """Returns the global rank of a rank of this pipeline."""
+        return self._topology.ranks_along(self._topology.pipeline)[rank]
+
     def _add_location(self, error: BaseException) -> None:
         """Adds the failed action and this rank to an error's notes."""
-        method, stage, microbatch = self._calls[self._position]
-        label = self._labels.get(method)
-        if label is not None:
-            where = label.format(stage, microbatch)
-            error.add_note(f"In {where} on pipeline rank {self._rank}.")
-
-
-def _skip(_index: int, _microbatch: int) -> None:
-    """Does nothing, in the place of an item that a failed step leaves out."""
+        for item in islice(self._items(), self._position, self._position + 1):
+            if item.op is Op.COMPUTE:
+                error.add_note(f"In {self._program.action(item)} on pipeline rank {self._rank}.")
+            elif item.op is Op.SHARED_WEIGHTS:
+                where = f"shared weights of stage {item.which}"
+                error.add_note(f"In {where} on pipeline rank {self._rank}.")
 
 
 def _first_use(sync: GradientSync, stage: int, _microbatch: int) -> None:
@@ -237,7 +272,32 @@ def _become_final(sync: GradientSync, stage: int, _microbatch: int) -> None:
     sync.stage_final(stage)
 
 
-def _in_range(compute: Method, label: str, stage: int, microbatch: int) -> None:
+def _in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
     """Computes inside a range that profilers see: ``pipegrad 2F0``."""
-    with record_function(f"pipegrad {label.format(stage, microbatch)}"):
+    with record_function(name):
         compute(stage, microbatch)
+
+
+def _recorded(
+    method: Method, keep: _Keep, now: Callable[[], object], which: int, microbatch: int
+) -> None:
+    """Runs an item, and keeps the time of its end."""
+    method(which, microbatch)
+    keep(now())
+
+
+def drawn(program: Program, topology: Topology, pipeline: int, marks: Mapping[int, str]) -> str:
+    """Returns the grid of a pipeline, with the last action of each rank marked.
+
+    Args:
+        program: What its ranks do.
+        topology: Of all ranks.
+        pipeline: Its number in the topology; rows have the global ranks of this one.
+        marks: The action of a pipeline rank as text; "" if it has not begun one.
+    """
+    schedule, words = program.schedule, {mark for mark in marks.values() if mark}
+    actions = [a for actions in schedule.actions for a in actions if str(a) in words]
+    ranks = topology.pipelines[pipeline]
+    rows = enumerate(schedule.around(actions, _COLUMNS).splitlines())
+    grid = "\n".join(row.replace(f"rank {i} ", f"rank {ranks[i]} ", 1) for i, row in rows)
+    return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"

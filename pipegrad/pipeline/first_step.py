@@ -1,4 +1,4 @@
-"""The first step of a kind: ranks learn what values look like.
+"""First step: ranks learn what values look like.
 
 [Note: first step] A rank can make a receive buffer only if it knows how large a value is. Nobody
 declares that, so the first step of each kind (training, evaluation) finds out what values look like
@@ -20,19 +20,19 @@ in the first microbatch. What changes later travels with the values: see [Note: 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import TypeVar
 
 from pipegrad.comm.agreement import Board, agree_keeping, same
-from pipegrad.comm.failures import FAILED_ELSEWHERE
-from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError, StepError
-from pipegrad.pipeline.batch.microbatch import Batch
-from pipegrad.pipeline.loss import StepResult
-from pipegrad.pipeline.step import StepContext, StepKind
+from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError
+from pipegrad.pipeline.loss import Losses
 from pipegrad.pipeline.transfers.specs import Spec, Specs
-from pipegrad.schedules import Schedule
 from pipegrad.schedules.program.program import Channel
+from pipegrad.topology import Topology
+
+T = TypeVar("T")
 
 
 class LearnedSpecs(Specs):
@@ -48,6 +48,11 @@ class LearnedSpecs(Specs):
         super().__init__(self._by_link)
         self._board = board
         self._timeout = timedelta(seconds=wait_seconds)
+
+    @property
+    def known(self) -> dict[int, Spec]:
+        """By link, of the values that this rank made or received."""
+        return {link: spec for link, spec in self._by_link.items() if spec is not None}
 
     def first(self, link: int, spec: Spec) -> Spec | None:
         """Returns what the first microbatch looked like; `spec` itself if it is the first."""
@@ -82,7 +87,7 @@ class LearnedSpecs(Specs):
 
 
 @dataclass(frozen=True)
-class _Learned:
+class Learned:
     """What the first step of a kind has shown on one rank.
 
     Attributes:
@@ -100,112 +105,62 @@ class _Learned:
     passed: dict[str, int]
 
 
-def run_first_step(
-    context: StepContext,
-    schedule: Schedule,
-    batch: Batch,
-    *,
-    forward_only: bool,
-    is_measured: bool,
-    wait_seconds: float,
-) -> tuple[StepKind, StepResult]:
-    """Runs the first step of a kind; returns the kind for all later steps, and the result.
+def run_together(
+    what: str, run: Callable[[], tuple[T, Learned]], *, ranks: Sequence[int], wait_seconds: float
+) -> tuple[T, dict[int, Learned]]:
+    """Runs a first step on all ranks; returns its result here, and what each rank has learned.
 
     Args:
-        context: What all kinds of step share.
-        schedule: What every rank computes.
-        batch: What the step is given.
-        forward_only: Which kind it is: evaluation or training.
-        is_measured: Whether later steps measure how long computes and transfers take.
-        wait_seconds: How long ranks wait for each other. Kernels may be compiled meanwhile.
+        what: What is run, in words.
+        run: Runs it on this rank.
+        ranks: All ranks; those that failed have learned nothing.
+        wait_seconds: How long ranks wait for each other.
 
     Raises:
-        StepError: If the step failed on another rank.
-        AgreementError: If what ranks have learned does not fit together.
-        Exception: What failed in the step on this rank.
+        AgreementError: If a rank does not come.
+        Exception: What `run` raised on this rank.
     """
-    topology, links = context.topology, context.wiring.links
-    # Each pipeline has a board of its own: replicas may have batches of another size.
-    pipeline = topology.ranks_along(topology.pipeline)
-    board = Board(f"{context.name}/{context.notice.step}/{pipeline[0]}")
-    specs = LearnedSpecs(board, wait_seconds)
-    first = StepKind(context, schedule, links, specs, depth=0, forward_only=forward_only)
 
-    def learn() -> tuple[StepResult | BaseException, _Learned | None]:
+    def ended() -> tuple[T | BaseException, Learned | None]:
         # An error is not raised inside of `agree`, which would raise it on all ranks in its own
         # words. It is raised behind `agree`, when all ranks have ended the step.
         try:
-            result = first.run(batch)
+            return run()
         except StallError:
             raise  # the job has ended: nobody comes to `agree` any more
         except BaseException as error:  # noqa: BLE001 - raised behind `agree`
             return error, None
-        known = {link: spec for link, spec in specs.by_link.items() if spec is not None}
-        divisor = first.divisors(batch)[1]
-        batches = context.batches
-        passed = {name: int(number) for name, number in batches.passed.items()}
-        return result, _Learned(known, divisor, first.terms.metrics, batches.rows, passed)
 
-    ranks = sorted(topology.ranks)
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
-    outcome, replies = agree_keeping(
-        f"the first {'evaluation' if forward_only else 'step'} of a Scheduler",
-        learn,
-        ranks=ranks,
-        timeout_seconds=wait_seconds,
-    )
+    outcome, replies = agree_keeping(what, ended, ranks=ranks, timeout_seconds=wait_seconds)
     if isinstance(outcome, BaseException):
         raise outcome
-    learned = {rank: reply for rank, reply in zip(ranks, replies, strict=True) if reply}
-    try:
-        if len(learned) < len(ranks):
-            raise StepError(f"{FAILED_ELSEWHERE}: {context.notice.read()}")
-        _check_alike(context, learned, forward_only=forward_only)
-    except PipegradError:
-        # All ranks raise it, with the step behind them: what the step has left goes on all ranks.
-        context.codings.feedback.drop_pending()
-        context.losses.forget_unread()
-        if not forward_only:
-            context.sync.drop_gradients()
-        raise
-    metrics = [reply.metrics for reply in learned.values() if reply.metrics is not None]
-    context.losses.learn(
-        metrics[0] if metrics else None,
-        forward_only=forward_only,
-        terms=first.terms,
-        result=outcome,
-    )
-    # Each rank has seen the values that it made or received. All ranks of a pipeline together have
-    # seen all of them, and a rank needs them all to lower the programs of the others.
-    by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
-    kind = StepKind(
-        context,
-        schedule,
-        [
-            link._replace(differentiable=by_link[number].differentiable)
-            for number, link in enumerate(links)
-        ],
-        Specs(by_link),
-        depth=context.depth,
-        forward_only=forward_only,
-        is_measured=is_measured and not forward_only,
-    )
-    return kind, outcome
+    return outcome, {rank: one for rank, one in zip(ranks, replies, strict=True) if one}
 
 
-def _check_alike(
-    context: StepContext, learned: Mapping[int, _Learned], *, forward_only: bool
+def refuse_unlike(
+    learned: Mapping[int, Learned], topology: Topology, losses: Losses, *, forward_only: bool
 ) -> None:
-    """Refuses different divisors or metrics, and batches that differ within a pipeline."""
-    divisors = {rank: reply.divisor for rank, reply in learned.items()}
+    """Refuses different divisors or metrics, and batches that differ within a pipeline.
+
+    Args:
+        learned: By rank.
+        topology: Of all ranks.
+        losses: Learn what ranks were given.
+        forward_only: Which kind of step it was.
+
+    Raises:
+        AgreementError: If there are some; on all ranks alike.
+    """
+    divisors = {rank: one.divisor for rank, one in learned.items()}
     same("loss_divisor", {rank: str(d) for rank, d in divisors.items() if d is not None})
-    names = {rank: reply.metrics for rank, reply in learned.items()}
+    names = {rank: one.metrics for rank, one in learned.items()}
     same("the metrics of loss_fn", {rank: str(n) for rank, n in names.items() if n is not None})
     # A target that is cut unlike its input, such as a list of tensors of each sample, would be cut
     # in all steps. So one comparison is enough, and it costs later steps nothing.
-    for pipeline in context.topology.pipelines:
+    for pipeline in topology.pipelines:
         rows = {rank: learned[rank].rows for rank in pipeline}
         same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
-    passed = {rank: reply.passed for rank, reply in learned.items()}
-    if (wrong := context.losses.learn_passed(passed, forward_only=forward_only)) is not None:
+    passed = {rank: one.passed for rank, one in learned.items()}
+    if (wrong := losses.learn_passed(passed, forward_only=forward_only)) is not None:
         raise AgreementError(wrong)

@@ -12,7 +12,6 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
@@ -20,41 +19,25 @@ from typing import Any
 
 import torch
 
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
-from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds
 from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.comm.messages import can_send
-from pipegrad.errors import PlanError, ScheduleError, StepError, level_of_caller
-from pipegrad.gradients.loose_leaves import LooseLeaves
+from pipegrad.errors import PlanError, ScheduleError, level_of_caller
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.model.ties import Tied
-from pipegrad.pipeline.adapting import Adapting
-from pipegrad.pipeline.batch.microbatch import Batch, Batches
+from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec
-from pipegrad.pipeline.coding.coding import Codings
-from pipegrad.pipeline.coding.worth import HopsChooser
-from pipegrad.pipeline.first_step import run_first_step
-from pipegrad.pipeline.loss import Losses, StepResult
-from pipegrad.pipeline.other_numbers import OtherNumbers
-from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.loss import StepResult
+from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Stage, StageSource
-from pipegrad.pipeline.step import StepContext, StepKind
-from pipegrad.pipeline.transfers.edges import Edges
-from pipegrad.pipeline.wiring import (
-    Loss,
-    ScheduleSpec,
-    WiredPipeline,
-    agree_on_wiring,
-    collectives_of,
-)
+from pipegrad.pipeline.steps import Steps
+from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, collectives_of
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
-from pipegrad.schedules import Schedule
+from pipegrad.schedules import Program, Proof, Schedule
 from pipegrad.schedules.measured import Times
-from pipegrad.schedules.program.lower import DEPTH, lower
-from pipegrad.schedules.program.verify import verify
+from pipegrad.schedules.program.lower import DEPTH
 from pipegrad.simulation.auto import Auto
 from pipegrad.simulation.choose import Choice
 from pipegrad.topology import Topology
@@ -77,7 +60,6 @@ class Scheduler:
         schedule: Name or table of the group ``pipegrad.schedules``, or a `Schedule`. Some change it
             when steps were measured: ``"adaptive-1f1b"`` after any step, ``"hop-aware-1f1b"``,
             ``"hop-aware-zb-h1"`` and ``"auto"`` after the second one, unless they are given costs.
-            With codecs that are ``"auto"`` all of these wait for one more step.
         num_microbatches: Into how many a batch is cut, along the first dimension. A step may have
             another number.
         loss_fn: Takes the last stage's outputs and a microbatch's ``target``, which go to its
@@ -99,8 +81,7 @@ class Scheduler:
         codecs: How values cross hops between pipeline ranks in fewer bytes. A name or table of the
             group ``pipegrad.codecs``, or an `EdgeCodec`: on all hops. ``{"activations": ...,
             "gradients": ...}``: another one for each. ``{"0-1": ..., "2-3": ...}``: on these hops,
-            in both directions. ``{"auto": ...}``: on those hops where it saves time, as the second
-            step shows; ``"auto"`` is ``{"auto": "int8"}``. None: values cross as they are.
+            in both directions. None: values cross as they are.
         tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
@@ -110,9 +91,6 @@ class Scheduler:
             that is longer: kernels may be compiled there.
 
     Attributes:
-        schedule: What every rank computes, in the next step.
-        program: What every rank does; printable.
-        proof: How many live activations and buffers that needs on each rank.
         sync: The gradient layer: clipping, statistics, its plan.
         topology: With the schedule's stages.
 
@@ -151,7 +129,6 @@ class Scheduler:
             depth=depth,
             timeout_seconds=agree_seconds,
         )
-        self.schedule = pipeline.schedule
         self.topology = pipeline.topology
         modules = {stage.index: stage.module for stage in pipeline.stages}
         if not isinstance(stages, Sequence):
@@ -163,96 +140,43 @@ class Scheduler:
             self.topology,
             tied=tied,
             handlers=handlers,
-            stage_ticks=self.schedule.stage_ticks,
-            shared_ticks=self.schedule.shared_ticks,
+            stage_ticks=pipeline.schedule.stage_ticks,
+            shared_ticks=pipeline.schedule.shared_ticks,
             **options,
         )
         self._stages = {stage.index: stage for stage in pipeline.stages}
-        self._context = self._make_context(pipeline, depth, frozenset(whole))
-        self.program, self.proof = self._context.program, self._context.proof
-        # How long ranks wait for each other in first steps: kernels may be compiled there.
-        self._first_step_seconds = slow_seconds(self.sync.device, agree_seconds)
-        meetings: dict[str, Any] = {
-            "name": f"scheduler {self._context.name}",
-            "timeout_seconds": agree_seconds,
-        }
-        self._adapting = Adapting(pipeline, schedule, **meetings)
-        context = self._context
-        self._hops = HopsChooser(
-            context.codings, context.edges, self.topology, self.sync.device, **meetings
+        name = f"{next(_instances)}"
+        try:
+            self._refuse_unsendable()
+            self._programs = Programs(
+                pipeline,
+                schedule,
+                collectives=collectives_of(self.sync),
+                depth=depth,
+                name=f"scheduler {name}",
+                timeout_seconds=agree_seconds,
+            )
+        except (PlanError, ScheduleError):
+            self.sync.close()  # on all ranks alike
+            raise
+        self._steps = Steps(
+            pipeline,
+            self._programs,
+            self.sync,
+            name=name,
+            whole=frozenset(whole),
+            wait_seconds=slow_seconds(self.sync.device, agree_seconds),
         )
-        self._agree_seconds = agree_seconds
-        self._numbers = OtherNumbers(pipeline, schedule, **meetings)
-        # By forward_only, and number of microbatches. There is none before the first step of any
-        # number has ended on all ranks.
-        self._kinds: dict[tuple[bool, int], StepKind] = {}
-        self._closed = False
         self._knows_modes = False  # whether it has looked for dropout in evaluation mode
 
-    def _make_context(
-        self, pipeline: WiredPipeline, depth: int, whole: frozenset[str]
-    ) -> StepContext:
-        """Lowers and proves the program; makes everything that all kinds of step share."""
+    def _refuse_unsendable(self) -> None:
         device = self.sync.device
         if len(self.topology.pipelines[0]) > 1 and not can_send(None, device):
-            self.sync.close()  # on all ranks alike
             raise PlanError(
                 f"stages are on {device}, and gloo sends from the CPU alone: begin with "
                 f'torch.distributed.init_process_group("cpu:gloo,{device.type}:BACKEND"), where '
                 f"BACKEND is nccl on CUDA"
             )
-        collectives = collectives_of(self.sync)
-        program = lower(
-            self.schedule, links=pipeline.wiring.links, depth=depth, collectives=collectives
-        )
-        try:
-            proof = verify(program)
-        except ScheduleError:
-            self.sync.close()  # on all ranks alike
-            raise
-        modules = {index: stage.module for index, stage in self._stages.items()}
-        name = f"{next(_instances)}"
-        return StepContext(
-            name=name,
-            schedule=self.schedule,
-            topology=self.topology,
-            wiring=pipeline.wiring,
-            collectives=collectives,
-            depth=depth,
-            program=program,
-            proof=proof,
-            stages=self._stages,
-            loss_fn=pipeline.loss_fn,
-            batches=Batches(
-                pipeline.wiring,
-                self._stages,
-                accepts=next((stage.accepts for stage in pipeline.stages), None),
-                has_loss=pipeline.loss_fn is not None,
-                whole=whole,
-                labels=pipeline.labels,
-            ),
-            sync=self.sync,
-            weights=WeightGradients(modules, self.sync),
-            sharded=ShardedStages(modules, self.sync),
-            loose=LooseLeaves(self.sync, modules),
-            # All ranks make these groups, in this order.
-            edges=Edges(program.channels, self.topology, device, skips=program.skips),
-            losses=Losses(
-                self.topology,
-                device,
-                is_weighted=pipeline.is_weighted,
-                auxiliary=pipeline.wiring.losses,
-                tape=self.sync.tape,
-            ),
-            codings=Codings(pipeline.codecs, self._cut(pipeline)),
-            notice=FailureNotice(f"step {name}"),
-        )
-
-    def _cut(self, pipeline: WiredPipeline) -> str:
-        """Returns a digest of what the stages hold and hand on, and of where they are."""
-        held = [[(e.name, e.shape) for e in stage] for stage in self.sync.manifest.stages]
-        words = f"{held} {pipeline.wiring.links} {self.topology.stage_to_rank}"
-        return hashlib.sha256(words.encode()).hexdigest()
 
     # What users call.
 
@@ -323,8 +247,7 @@ class Scheduler:
         if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
             self._knows_modes = True
             _warn_of_evaluation_mode([stage.module for stage in self._stages.values()])
-        with self.sync.bounded(f"scheduler.step() {self._context.notice.step + 1}"):
-            return self._run(batch, forward_only=False)
+        return self._steps.run(batch, forward_only=False)
 
     @outside_of_graphs
     def evaluate(
@@ -343,9 +266,8 @@ class Scheduler:
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         modules = [stage.module for stage in self._stages.values()]
-        bounded = self.sync.bounded(f"scheduler.evaluate() {self._context.notice.step + 1}")
-        with bounded, _evaluating(modules), torch.no_grad():
-            return self._run(batch, forward_only=True)
+        with _evaluating(modules), torch.no_grad():
+            return self._steps.run(batch, forward_only=True)
 
     def optimizer(
         self,
@@ -367,7 +289,7 @@ class Scheduler:
         Raises:
             StepError: Inside a step.
         """
-        state, errors = self.sync.state_dict(), self._context.codings.state_dict()
+        state, errors = self.sync.state_dict(), self._steps.codings.state_dict()
         plan = {"plan": self.sync.plan.digest, "handlers": {}}
         return {**plan, **state, "codecs": errors} if errors else state
 
@@ -381,11 +303,26 @@ class Scheduler:
                 none of theirs, or of another cut. Then they start anew.
             StepError: Inside a step.
         """
-        codings = self._context.codings
+        codings = self._steps.codings
         codings.feedback.clear()
         self.sync.load_state_dict({key: v for key, v in state.items() if key != "codecs"})
         if not codings.choice.is_none:
             codings.load(state.get("codecs", {}), sorted(self.topology.ranks))
+
+    @property
+    def schedule(self) -> Schedule:
+        """What every rank computes, in the next step."""
+        return self._programs.schedule
+
+    @property
+    def program(self) -> Program:
+        """What every rank does in the next training step; printable."""
+        return self._steps.proven[0]
+
+    @property
+    def proof(self) -> Proof:
+        """How many live activations and buffers that needs on each rank."""
+        return self._steps.proven[1]
 
     @property
     def inputs(self) -> dict[str, str]:
@@ -394,26 +331,25 @@ class Scheduler:
         By name, and for a tree by name and path: ``{"x": "8 rows, cut into 4 microbatches of 2",
         "batch['scale']": "whole in every microbatch"}``. Empty before the first step.
         """
-        return dict(self._context.batches.report)
+        return dict(self._steps.batches.report)
 
     @property
     def times(self) -> Times | None:
         """What the step before the last one took, on all ranks; None if it was not measured.
 
-        Steps are measured from the second one on, while the schedule may still change by it, or
-        until codecs that are ``"auto"`` are chosen.
+        Steps are measured from the second one on, while the schedule may still change by it.
         """
-        return self._adapting.times
+        return self._programs.times
 
     @property
     def codecs(self) -> CodecChoice:
-        """Which codec carries what over which hop, in the next step; printable."""
-        return self._context.codings.choice
+        """Which codec carries what over which hop; printable."""
+        return self._steps.codings.choice
 
     @property
     def choice(self) -> Choice | None:
         """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
-        generator = self._adapting.spec
+        generator = self._programs.spec
         if not isinstance(generator, Auto) or generator.wants_times:
             return None
         return generator.choice(
@@ -421,130 +357,13 @@ class Scheduler:
         )
 
     @property
-    def context(self) -> StepContext:
-        """What all steps share on this rank; for `pipegrad.observe`."""
-        return self._context
+    def steps(self) -> Steps:
+        """What runs the steps of this rank; for `pipegrad.observe`."""
+        return self._steps
 
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
-        if self._closed:
-            return
-        self._closed = True
-        with contextlib.ExitStack() as closing:  # each is called, whatever another raises
-            closing.callback(self._context.losses.close)
-            closing.callback(self._context.edges.close)
-            closing.callback(self.sync.close)
-
-    # Inside.
-
-    def _run(self, batch: Batch, *, forward_only: bool) -> StepResult:
-        if self._closed:
-            raise StepError("this Scheduler is closed: make another one")
-        context = self._context
-        context.notice.next_step()
-        schedule = self.schedule
-        try:
-            times = None if forward_only else self._adapting.read()
-            if times is not None:
-                self._adapt(times, context.notice.step)
-            schedule = self.schedule
-            if batch.number not in (None, schedule.num_microbatches):
-                schedule = self._numbers.agreed(batch.number, context.notice.step)
-        except BaseException as error:  # noqa: BLE001 - raised in the step
-            # Other ranks may run a step of the Scheduler's own number: [Note: other numbers]. After
-            # an interrupt they may also run one of this number, and wait for other transfers.
-            if not isinstance(error, Exception):
-                self._leave(error)
-            batch = batch._replace(error=error)
-        key = forward_only, schedule.num_microbatches
-        if key not in self._kinds:
-            kind = self._known_kind(schedule, forward_only=forward_only)
-            if kind is None:
-                return self._first_step(schedule, batch, forward_only=forward_only)
-            self._kinds[key] = kind
-        kind = self._kinds[key]
-        result = kind.run(batch)
-        if kind.is_measured:
-            self._adapting.note(kind.times_reader(result))
-        return result
-
-    @property
-    def _wants_times(self) -> bool:
-        return self._adapting.wants_times or self._hops.wants_times
-
-    def _adapt(self, times: Times, step: int) -> None:
-        """Chooses codecs and a schedule by the times of the step before, which was measured."""
-        if self._hops.wants_times:
-            # The schedule is decided by a later step, which is measured with the codecs.
-            kind = next(kind for (forward, _), kind in self._kinds.items() if not forward)
-            self._encode(self._hops.decide(times, kind.program, kind.specs, step), step)
-        elif self._adapting.decide(times, step):
-            self._take(self._adapting.schedule)
-
-    def _encode(self, choice: CodecChoice, step: int) -> None:
-        """Takes codecs on all ranks, or on none if one of them fails."""
-        made = dict[tuple[bool, int], StepKind]()
-
-        def make() -> None:
-            # The ends of a kind's channels have their codecs for good: all kinds are made anew.
-            for key, kind in self._kinds.items():
-                made[key] = kind.with_schedule(
-                    kind.program.schedule, is_measured=self._adapting.wants_times
-                )
-
-        agree(
-            "steps with codecs",
-            make,
-            ranks=sorted(self.topology.ranks),
-            timeout_seconds=self._agree_seconds,
-            meeting=f"scheduler {self._context.name}/coded/{step}",
-        )
-        self._context.codings.take(choice)
-        self._kinds = made
-
-    def _take(self, schedule: Schedule) -> None:
-        """Takes another schedule for training; evaluations have the forwards of any."""
-        kind = self._known_kind(schedule, forward_only=False)
-        assert kind is not None  # a step of this kind was measured
-        self._kinds = {key: kind for key, kind in self._kinds.items() if key[0]}
-        self._kinds[False, schedule.num_microbatches] = kind
-        self._numbers.take(self._adapting.spec)
-        self.schedule, self.program, self.proof = schedule, kind.program, kind.proof
-
-    def _known_kind(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
-        """Returns a kind of step whose values a kind alike has learned; None if none has."""
-        learned = [
-            kind for (is_forward, _), kind in self._kinds.items() if is_forward is forward_only
-        ]
-        if not learned:
-            return None
-        try:
-            return learned[0].with_schedule(schedule, is_measured=self._wants_times)
-        except BaseException as error:
-            # Ctrl-C may come in a long proof. Other ranks run the step and wait for this one.
-            self._leave(error)
-            raise
-
-    def _first_step(self, schedule: Schedule, batch: Batch, *, forward_only: bool) -> StepResult:
-        """Runs the first step of a kind, which shows what values look like."""
-        kind, result = run_first_step(
-            self._context,
-            schedule,
-            batch,
-            forward_only=forward_only,
-            is_measured=self._wants_times,
-            wait_seconds=self._first_step_seconds,
-        )
-        self._kinds[forward_only, schedule.num_microbatches] = kind
-        if schedule is self.schedule and not forward_only:
-            # The first step has shown which values have a gradient. Others have no channel back.
-            self.program, self.proof = kind.program, kind.proof
-        return result
-
-    def _leave(self, error: BaseException) -> None:
-        """Makes ranks fail that run a step which this rank cannot take."""
-        self._context.notice.fail(error)  # first: the ranks that fail next find the cause there
-        self._context.edges.cut()
+        self._steps.close()
 
 
 def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module]) -> None:

@@ -18,9 +18,8 @@ from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec, Hop, choice_of
-from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
-from pipegrad.pipeline.loss.terms import MEAN
+from pipegrad.pipeline.loss.losses import MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plan.plan import Plan
@@ -122,8 +121,6 @@ def agree_on_wiring(
             )
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
-        if choice.auto:
-            check_auto(generated)
         placed = topology.with_stages(generated.stage_to_rank)
         made = made_stages(stages, generated, placed, own_loss=bool(labels))
         check_stages(generated, made, placed)

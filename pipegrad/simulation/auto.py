@@ -131,17 +131,10 @@ def _begun(num_ranks: int, num_microbatches: int) -> Schedule:
     return replace(made, name="auto")
 
 
-def costs_of(times: Times, latency_seconds: Sequence[float] = ()) -> Costs:
-    """Returns the costs of one stage a rank whose computes and hops take what was measured.
-
-    Args:
-        times: What was measured.
-        latency_seconds: What an empty message takes on each hop; by default nothing. The rest of
-            the time of a hop is that of its bytes.
-    """
-    num_ranks, num_hops = len(times.forward_seconds), len(times.hop_seconds)
+def costs_of(times: Times) -> Costs:
+    """Returns the costs of one stage a rank whose computes and hops take what was measured."""
+    num_ranks = len(times.forward_seconds)
     weights = times.weight_seconds or (0.0,) * num_ranks
-    latencies = latency_seconds or (0.0,) * num_hops
     stages = tuple(
         StageCosts(
             forward_seconds=forward,
@@ -155,13 +148,8 @@ def costs_of(times: Times, latency_seconds: Sequence[float] = ()) -> Costs:
         )
     )
     links = tuple(
-        LinkCosts(
-            source,
-            target,
-            latency_seconds=min(latency, seconds),
-            bytes_per_second=_BYTES / max(seconds - latency, 1e-9),
-        )
-        for hop, (seconds, latency) in enumerate(zip(times.hop_seconds, latencies, strict=True))
+        LinkCosts(source, target, bytes_per_second=_BYTES / max(seconds, 1e-9))
+        for hop, seconds in enumerate(times.hop_seconds)
         for source, target in ((hop, hop + 1), (hop + 1, hop))
     )
     return Costs(stages, Network(links=links))

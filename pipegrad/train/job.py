@@ -24,7 +24,6 @@ from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.sequential import only_layers
 from pipegrad.pipeline.coding.choice import CodecChoice, choice_of
-from pipegrad.pipeline.coding.worth import check_auto
 from pipegrad.pipeline.loss import TOKEN_MEAN
 from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
@@ -303,8 +302,6 @@ class Job:
         choice = choice_of(self.config.parallel.codecs)
         # Which hops are crossed depends on the model; a rank that is none never is.
         choice.check(list(combinations(range(self.pipeline), 2)))
-        if choice.auto:
-            check_auto(self.schedule)
         return choice
 
     def _schedule(self) -> Schedule:

@@ -229,8 +229,7 @@ class Parallel(Table):
         default=None,
         description="how values cross between pipeline ranks in fewer bytes: a name that `pipegrad "
         "codecs` lists, or a table of name and options; { activations = ..., gradients = ... } for "
-        "one of them, { '0-1' = ... } for some hops, { auto = ... } for those where it saves time; "
-        "by default values cross as they are",
+        "one of them, { '0-1' = ... } for some hops; by default values cross as they are",
     )
     microbatches: int = Field(default=4, ge=1, description="microbatches a step, on every replica")
     boundaries: list[Annotated[int | str, BeforeValidator(_check_boundary)]] | None = Field(

@@ -212,7 +212,7 @@ class Trainer:
             elapsed_seconds=max(elapsed),
             peak_memory_bytes=int(max(memory)),
             skipped=self._update.skipped,
-            note=update.note or self._chosen_codecs(),
+            note=update.note,
         )
 
     def save(self, folder: Path, number: int) -> None:
@@ -328,15 +328,6 @@ class Trainer:
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync
-        self._codecs = str(self._scheduler.codecs)  # those of the step before
-
-    def _chosen_codecs(self) -> str | None:
-        """Returns which hops have a codec, if that was chosen in this step."""
-        words = str(self._scheduler.codecs)
-        if words == self._codecs:
-            return None
-        self._codecs = words
-        return f"codecs from here on: {words}"
 
     def _make_evaluation(self) -> Evaluation:
         """Makes what is measured and shown between steps; every rank must call it."""

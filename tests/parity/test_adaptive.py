@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 from torch import Tensor
 
-from pipegrad.pipeline.step_times import Layout
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules.measured import Times
 from tests.parity.test_scheduler_parity import TIED, batch_of, truth
 from tests.support.pipeline.models import build
@@ -63,7 +63,7 @@ def test_gradients_are_those_of_one_process_whatever_the_warm_up(case: Case) -> 
         warm_ups.append([a.kind in "BI" for a in scheduler.schedule.actions[0]].index(True))
         return loss
 
-    with mock.patch.object(Layout, "times", side_effect=times):
+    with mock.patch.object(StepTimes, "times", side_effect=times):
         seen = train(step, functools.partial(held_by, scheduler), sync=scheduler.sync, steps=STEPS)
     scheduler.close()
 

@@ -5,21 +5,26 @@ model's arguments, and these may be others in another step. An input of such sta
 all that a step is given and that no stage names. Up to the end it is kept name by name, so all
 rules for inputs hold for each of them. One more holds: a tensor of one row beside tensors of more
 rows, such as position_ids, goes whole to every microbatch, as it would be broadcast in the model.
+
+[Note: outer graphs] An input may have a graph of the caller's, such as an encoder's output. The
+pipeline runs a backward for each microbatch, and the caller's graph can be run only once. So such a
+value is cut off its graph. The gradients of all microbatches go into the graph together, when the
+step ends.
 """
 
 from __future__ import annotations
 
 import copy
+import warnings
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from pipegrad.errors import StepError
-from pipegrad.pipeline.batch.outer_graphs import OuterGraphs, has_graph
+from pipegrad.errors import StepError, level_of_caller
 from pipegrad.pipeline.batch.passed import Numbers, number_of
-from pipegrad.pipeline.batch.repeated import Repeated
 from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
 from pipegrad.pipeline.stage import fields_of
 from pipegrad.pipeline.wiring import REST, Wiring
@@ -343,3 +348,129 @@ def _joined(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
         return parts
     return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+
+
+def has_graph(leaf: object) -> bool:
+    """Returns whether a leaf is a tensor that is to get a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+
+
+class OuterGraphs:
+    """The values of a step that were cut off their graphs; see [Note: outer graphs].
+
+    Attributes:
+        leaves: What stages read instead, by name and microbatch; the same table in all steps.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, dict[int, list[Tensor]]] = {}
+        self._cut_off: list[tuple[Tensor, Sequence[Tensor]]] = []
+
+    def microbatches(
+        self, name: str, value: Tensor, microbatches: Sequence[int], *, whole: bool
+    ) -> Sequence[Tensor]:
+        """Returns a tensor for each microbatch; they are leaves if `value` requires a gradient.
+
+        Args:
+            name: The input whose tensor it is, or "target".
+            value: What the step is given.
+            microbatches: Their numbers.
+            whole: Whether each of them gets all of the value.
+        """
+        number = len(microbatches)
+        if not has_graph(value):
+            return [value] * number if whole else value.tensor_split(number)
+        detached = value.detach()
+        leaves = [detached] if whole else list(detached.tensor_split(number))
+        for leaf in leaves:
+            leaf.requires_grad_()
+        self._cut_off.append((value, leaves))
+        parts = leaves * number if whole else leaves
+        by_microbatch = self.leaves.setdefault(name, {})
+        for microbatch, part in zip(microbatches, parts, strict=True):
+            by_microbatch.setdefault(microbatch, []).append(part)
+        return parts
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no value of the step came from a graph."""
+        return not self._cut_off
+
+    def backward(self, divisor: Tensor | float) -> None:
+        """Runs one backward through the graphs that the values came from.
+
+        Args:
+            divisor: What the gradients of all microbatches are still to be divided by.
+
+        Sync: on the current stream.
+        """
+        values, gradients = list[Tensor](), list[Tensor]()
+        for value, leaves in self._cut_off:
+            leaf_gradients = [leaf.grad for leaf in leaves]
+            if any(gradient is not None for gradient in leaf_gradients):
+                # No microbatch may be missing: `value` has one gradient, of its own shape.
+                parts = [
+                    torch.zeros_like(leaf) if gradient is None else gradient
+                    for leaf, gradient in zip(leaves, leaf_gradients, strict=True)
+                ]
+                values.append(value)
+                gradient = parts[0] if parts[0].shape == value.shape else torch.cat(parts)
+                gradients.append(gradient / divisor)
+        self.forget()
+        if values:
+            torch.autograd.backward(values, gradients)
+
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self.leaves.clear()
+        self._cut_off = []
+
+
+class Repeated:
+    """Looks for tables that are cut as if their rows were samples.
+
+    Such a tensor is the same in two steps, while others are not.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._warned = set[str]()
+
+    def check(self, values: Mapping[str, object], cut: Collection[str]) -> None:
+        """Warns of a tensor that may belong to no sample, once for each name.
+
+        Args:
+            values: What a step is given, by name.
+            cut: Names of the values that are cut.
+        """
+        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        # Torch counts changes in place in `_version`. A tensor that was filled anew is a new batch.
+        now = {
+            name: (weakref.ref(x), 0 if x.is_inference() else x._version)
+            for name, x in tensors.items()
+        }
+        same = [
+            name
+            for name, (_, version) in now.items()
+            if name in self._before
+            and self._before[name][0]() is tensors[name]
+            and self._before[name][1] == version
+        ]
+        # If all tensors are the same, then the caller repeats one batch, as benchmarks do.
+        is_new_batch = bool(self._before) and len(same) < len(now)
+        self._before = now
+        for name in same if is_new_batch else ():
+            value = tensors[name]
+            if name in self._warned or name not in cut:
+                continue
+            self._warned.add(name)
+            if not bool((value == value[:1]).all()):  # else it does not matter which rows are read
+                is_leaf = not name.isidentifier()  # of a tree: no name for `whole`
+                warnings.warn(
+                    f"the input {name!r} is the same tensor as in the step before, while others "
+                    f"are not, and is cut into microbatches: its first dimension, "
+                    f"{len(value)}, is taken for the batch's. If its rows are not of the samples, "
+                    f"{'give it by a name of its own, and ' if is_leaf else ''}make the Scheduler "
+                    f"with whole={'' if is_leaf else (name,)}",
+                    stacklevel=level_of_caller(),
+                )

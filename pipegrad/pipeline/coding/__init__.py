@@ -1,5 +1,5 @@
 """How do values cross a slow hop in fewer bytes?
 
 `choice` is which codec each hop has, as a user gives it. `coding` makes messages with one of them,
-and `feedback` keeps the errors of gradients. `worth` decides for which hops a codec saves time.
+and keeps the errors of gradients.
 """

@@ -5,7 +5,6 @@ A user gives one of these::
     "int8", or a table, class or instance      everything, over all hops
     {"activations": ..., "gradients": ...}     either of them, over all hops
     {"0-1": ..., (2, 3): ...}                  over these hops, each as one of the two above
-    {"auto": ...}, or "auto" for int8          over those hops where it saves time
 """
 
 from __future__ import annotations
@@ -19,8 +18,12 @@ from pipegrad.errors import ScheduleError
 from pipegrad.plugins.codec import CARRIED, Carried, CodecSpec, EdgeCodec, codecs
 from pipegrad.plugins.registry import ResolvedPlugin
 
-AUTO, NONE = "auto", "none"
-AUTO_CODEC = "int8"
+NONE = "none"
+_AUTO = "auto"
+_NO_AUTO = (
+    "codecs are 'auto', and no run chooses them: name the codec, on all hops or on some such as "
+    "{'0-1': 'int8'}; `pipegrad plan --costs` says what a step takes with it"
+)
 _SHOWN = 20  # hops in a message
 
 Hop = tuple[int, int]  # two pipeline ranks, the lower one first
@@ -36,25 +39,19 @@ class CodecChoice:
     Attributes:
         hops: By hop.
         others: Over all other hops.
-        auto: Over those hops where it will be found to save time.
     """
 
     hops: Mapping[Hop, Both] = field(default_factory=dict)
     others: Both = field(default_factory=dict)
-    auto: Both = field(default_factory=dict)
 
     @property
     def is_none(self) -> bool:
         """Whether everything crosses as it is."""
-        return not (self.others or self.auto or any(self.hops.values()))
+        return not (self.others or any(self.hops.values()))
 
     def of(self, hop: Hop, carried: Carried) -> Codec | None:
         """Returns the codec of a hop; None if values cross as they are."""
         return self.hops.get(hop, self.others).get(carried)
-
-    def decided(self, hops: Collection[Hop]) -> CodecChoice:
-        """Returns the choice in which `auto` carries over these hops alone."""
-        return CodecChoice(hops=dict.fromkeys(hops, self.auto))
 
     def check(self, known: Collection[Hop]) -> None:
         """Refuses hops that nothing crosses.
@@ -82,7 +79,6 @@ class CodecChoice:
     def _words(self, words: Callable[[Codec], str]) -> str:
         parts = {f"{a}-{b}": both for (a, b), both in sorted(self.hops.items())}
         parts |= {"all hops": self.others} if self.others else {}
-        parts |= {"hops where it saves time": self.auto} if self.auto else {}
         named = {
             where: ", ".join(f"{carried} {words(codec)}" for carried, codec in both.items())
             for where, both in parts.items()
@@ -97,18 +93,9 @@ def choice_of(spec: CodecsSpec) -> CodecChoice:
         ScheduleError: If it is none.
         PluginError: If there is no such codec, or it does not take these options.
     """
-    if spec == AUTO:
-        return CodecChoice(auto=_both(AUTO_CODEC))
     if not _is_by_hop(spec):
         return CodecChoice(others=_both(spec))
     assert isinstance(spec, Mapping)
-    if AUTO in spec:
-        if len(spec) > 1:
-            raise ScheduleError(
-                f"codecs have {AUTO!r} beside {[k for k in spec if k != AUTO]}: expected either "
-                f"hops, or {AUTO!r} alone, which finds the hops itself"
-            )
-        return CodecChoice(auto=_both(spec[AUTO]))
     choice = CodecChoice()
     for key, value in spec.items():
         hop = _hop(key)
@@ -123,6 +110,8 @@ def _is_by_hop(spec: object) -> bool:
 
 
 def _hop(key: object) -> Hop:
+    if key == _AUTO:
+        raise ScheduleError(_NO_AUTO)
     ranks: Any = key
     if isinstance(key, str) and re.fullmatch(r"\d+-\d+", key):
         ranks = tuple(map(int, key.split("-")))
@@ -130,8 +119,7 @@ def _hop(key: object) -> Hop:
     if not is_pair or any(type(r) is not int for r in ranks) or ranks[0] == ranks[1]:
         raise ScheduleError(
             f"codecs have the key {key!r}: expected 'activations' and 'gradients', or hops between "
-            f"two pipeline ranks such as '0-1', or {AUTO!r}; a codec and its options is "
-            f"{{'name': ..., ...}}"
+            f"two pipeline ranks such as '0-1'; a codec and its options is {{'name': ..., ...}}"
         )
     low, high = sorted(ranks)
     return low, high
@@ -157,6 +145,8 @@ def _both(spec: Any) -> Both:  # noqa: ANN401 - of a user
 def _resolved(spec: Any) -> Codec | None:  # noqa: ANN401 - of a user
     if spec is None or spec == NONE:
         return None
+    if _AUTO in (spec, spec.get("name") if isinstance(spec, Mapping) else None):
+        raise ScheduleError(_NO_AUTO)
     codec = codecs.resolve(spec)
     wrong = [carried for carried in codec.plugin.carries if carried not in CARRIED]
     if wrong or not codec.plugin.carries:

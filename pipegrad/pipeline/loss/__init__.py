@@ -4,8 +4,7 @@
 a `StepResult` is what they read.
 """
 
-from pipegrad.pipeline.loss.losses import Losses
+from pipegrad.pipeline.loss.losses import REDUCTIONS, TOKEN_MEAN, Losses, LossTerms, loss_parts
 from pipegrad.pipeline.loss.result import StepResult
-from pipegrad.pipeline.loss.terms import REDUCTIONS, TOKEN_MEAN, LossTerms, loss_parts
 
 __all__ = ["REDUCTIONS", "TOKEN_MEAN", "LossTerms", "Losses", "StepResult", "loss_parts"]

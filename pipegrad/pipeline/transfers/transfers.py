@@ -59,8 +59,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.messages import HEADERS, TRANSFERS
 from pipegrad.comm.work import Done, Work
 from pipegrad.errors import StepError
-from pipegrad.pipeline.coding.coding import Codings
-from pipegrad.pipeline.coding.feedback import Position
+from pipegrad.pipeline.coding.coding import Codings, Position
 from pipegrad.pipeline.transfers.edges import Edges, Inbox, has_ended
 from pipegrad.pipeline.transfers.ends import End, Ends, Receive, Sizes
 from pipegrad.pipeline.transfers.messages import Key, as_bytes, header, read_header

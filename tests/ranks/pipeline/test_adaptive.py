@@ -18,7 +18,7 @@ from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree_keeping, store
 from pipegrad.pipeline.measure import measure_hops
-from pipegrad.pipeline.step_times import Layout, StepTimes
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from tests.support.gradients.cases import outcome, rank
@@ -40,7 +40,7 @@ def script(hops: Sequence[float]) -> Times:
 @contextmanager
 def told(*hops: Sequence[float]) -> Iterator[None]:
     """Lets the steps that are read inside have these times."""
-    with mock.patch.object(Layout, "times", side_effect=[script(each) for each in hops]):
+    with mock.patch.object(StepTimes, "times", side_effect=[script(each) for each in hops]):
         yield
 
 
@@ -104,7 +104,7 @@ def test_the_warm_up_follows_and_gradients_stay_those_of_one_process() -> None:
     with (
         told(FAST, FAST, SLOW, SLOW, FAST, FAST),
         mock.patch.object(StepTimes, "numbers", counted),
-        mock.patch("pipegrad.pipeline.adapting.agree_keeping", wraps=agree_keeping) as met,
+        mock.patch("pipegrad.pipeline.programs.agree_keeping", wraps=agree_keeping) as met,
     ):
         for seed, warm_ups in enumerate(wanted):
             assert pipeline.step(seed=seed) == "True"
@@ -123,7 +123,7 @@ def test_other_numbers_go_on_and_a_failure_ends_its_step_alone() -> None:
             for options in ({}, {"num_microbatches": 4}) * 2 + ({},):
                 assert pipeline.step(**options) == "True"
                 assert float(pipeline.scheduler.evaluate(x, target=x).loss) > 0
-        others = pipeline.scheduler._kinds[False, 4].program.schedule
+        others = pipeline.scheduler.steps._kinds[False, 4].program.schedule
         assert pipeline.warm_ups() == warm_ups_of(others) == LATER
     # A failure in the step of a change ends that step alone. A stage fails in the step of a change,
     # and in a step whose times are to be read.
@@ -165,7 +165,7 @@ def test_ranks_that_disagree_all_raise_and_go_on(
         assert pipeline.step() == pipeline.step() == "True"
         with told(FAST):
             assert pipeline.step() == "True"
-        pipeline.scheduler._adapting._timeout_seconds = seconds
+        pipeline.scheduler._programs._timeout_seconds = seconds
         with told(own if rank() == 1 else others):
             assert words in pipeline.step()
         with told(FAST):
@@ -220,7 +220,7 @@ def test_options_that_differ_are_refused_and_with_costs_nothing_is_measured() ->
     # With costs nothing is measured.
     costs = {"hop_seconds": [0.0, 1.5], "compute_seconds": 3.0}
     with (
-        mock.patch("pipegrad.pipeline.step.StepTimes") as watched,
+        mock.patch("pipegrad.pipeline.steps.StepTimes") as watched,
         closing(Adapting({"name": "hop-aware-1f1b", **costs})) as pipeline,
     ):
         assert [pipeline.step() for _ in range(3)] == ["True"] * 3

@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from functools import partial
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, codecs, measure_costs, simulate
-from pipegrad.pipeline.coding import worth
-from pipegrad.pipeline.coding.latency import latency_shares
-from pipegrad.pipeline.step import StepKind
-from pipegrad.pipeline.step_times import Layout
-from pipegrad.schedules.measured import Times
-from pipegrad.simulation.auto import Auto
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.codecs import Fails, Holds, RefusesOdd
@@ -221,7 +213,7 @@ def test_what_does_not_fit_is_refused_in_words_on_all_ranks() -> None:
         ({"name": "int8", "feedbak": True}, "has no option 'feedbak'"),
         ({"name": "topk", "fraction": 2}, "fraction is 2, expected a number above 0, at most 1"),
         ({"0-1": "int8", (1, 0): "fp8"}, "name the hop 0-1 twice"),
-        ({"auto": "int8", "0-1": "int8"}, "'auto' beside ['0-1']"),
+        ({"auto": "int8"}, "no run chooses them: name the codec"),
         ({"activation": "int8"}, f"the key 'activation': {carried}, or hops"),
         (3, "expected a concrete subclass of pipegrad.plugins.codec:EdgeCodec"),
         (["int8"], "expected a concrete subclass"),
@@ -339,91 +331,7 @@ def test_no_access_is_left_to_luck(streams: bool) -> None:
     assert checker.violations == []
 
 
-def times(*hops: float) -> Times:
-    return Times((0.010,) * RANKS, (0.020,) * RANKS, hops)
-
-
-@contextmanager
-def measured(*told: Times) -> Iterator[None]:
-    """Gives these times to steps, of which all is that of bytes."""
-    options = {"return_value": told[0]} if len(told) == 1 else {"side_effect": told}
-    with (
-        mock.patch.object(Layout, "times", **options),
-        mock.patch.object(worth, "latency_shares", return_value={}),
-    ):
-        yield
-
-
-@pytest.mark.parametrize(
-    ("spec", "schedule", "hops", "words", "expected"),
-    [
-        ("auto", "1f1b", (0.5, 0.0), f"0-1: {INT8}", [["int8"], ["int8", None], [None]]),
-        ("auto", "gpipe", (0.0, 0.5), f"1-2: {INT8}", [[None], ["int8", None], ["int8"]]),
-        ("auto", "1f1b", (0.0, 0.0), "none", [[None]] * 3),
-        ("auto", "auto", (0.5, 0.5), f"0-1: {INT8}; 1-2: {INT8}", [["int8"]] * 3),
-        ({"auto": TOPK}, "1f1b", (0.0, 0.5), "1-2: gradients topk", [[None], [None], ["topk"]]),
-    ],
-    ids=str,
-)
-def test_codecs_are_chosen_for_the_hops_where_they_save_time(
-    spec: Any, schedule: str, hops: Any, words: str, expected: list[list[str | None]]
-) -> None:
-    x, target = batch()
-    with closing(made(spec, schedule=schedule)) as scheduler:
-        with measured(times(*hops)):
-            for seed in range(3):
-                train(scheduler, seed)
-        with counted() as sent:
-            train(scheduler, 3)
-            scheduler.evaluate(x, target=target)
-        assert str(scheduler.codecs) == words
-        assert set(sent) == {size(codec) for codec in expected[rank()]}
-        assert not scheduler._wants_times
-
-
-def test_codecs_are_chosen_on_all_ranks_or_on_none() -> None:
-    """The other ranks sent coded values to one that expected plain ones, and it was aborted."""
-    with closing(made("auto")) as scheduler, closing(made("int8")) as fresh:
-        with measured(times(0.5, 0.5)):
-            plain = [train(scheduler) for _ in range(2)]
-            error = MemoryError("too large")
-            method = mock.Mock(side_effect=error) if rank() == 1 else StepKind.with_schedule
-            with mock.patch.object(StepKind, "with_schedule", method):
-                said = outcome(partial(train, scheduler))
-            assert "rank 1: MemoryError: too large" in said
-            assert str(scheduler.codecs) == f"hops where it saves time: {INT8}"
-            # The next step is measured once more, without codecs.
-            assert [*plain, train(scheduler)] == plain[:1] * 3
-            coded = [train(scheduler) for _ in range(2)]
-        assert coded == [train(fresh) for _ in range(2)]
-    # Codecs are not chosen for two stages a rank.
-    assert "one stage on each rank" in outcome(partial(made, "auto", schedule="zbv"))
-    # A measured schedule is made of a step with the codecs. It was made of times that were
-    # computed, and that no step had shown.
-    scheduler, read, planned = made("auto", schedule="auto"), list[Any](), Auto.planned
-
-    def noted(self: Auto, times: Times) -> Auto:
-        read.append((str(scheduler.codecs), times))
-        return planned(self, times)
-
-    slow, fast = times(0.5, 0.5), times(0.1, 0.1)
-    with measured(slow, fast), mock.patch.object(Auto, "planned", noted):
-        for seed in range(4):
-            train(scheduler, seed)
-    scheduler.close()
-    assert read == [(f"0-1: {INT8}; 1-2: {INT8}", fast)]
-
-
 def test_measured_costs_have_the_bytes_and_times_of_messages() -> None:
-    with closing(made(None)) as scheduler:
-        train(scheduler)
-        sizes = {(0, 1): 2**20, (1, 2): 8}
-        edges = scheduler._context.edges
-        shares = latency_shares(sizes, rank(), edges, torch.device("cpu"))
-        train(scheduler)
-    assert sorted(shares) == [(hop, hop + 1) for hop in (0, 1) if hop == rank()]
-    assert all(0 < share <= 1 for share in shares.values())
-    # Measured costs have the bytes of messages.
     x, target = batch()
     with closing(made({"0-1": "int8", "1-2": {"gradients": "topk"}})) as scheduler:
         costs = measure_costs(scheduler, x, target=target, links=False, repeats=1)

@@ -39,7 +39,7 @@ def disagree(
 ) -> str:
     """Takes a step with a number that others do not have; they may come to its meeting."""
     seconds = 60.0 if meet else ALONE
-    with mock.patch.object(pipeline.scheduler._numbers, "_timeout_seconds", seconds):
+    with mock.patch.object(pipeline.scheduler._programs, "_timeout_seconds", seconds):
         return call(8, num_microbatches=number)
 
 
@@ -59,9 +59,9 @@ def test_any_number_of_rows_and_microbatches_is_taken() -> None:
     # steps of the Scheduler's own number do not meet.
     patch = mock.patch
     with (
-        patch("pipegrad.pipeline.other_numbers.schedule_of", wraps=wiring.schedule_of) as generated,
-        patch("pipegrad.pipeline.step.lower", wraps=lower) as lowered,
-        patch("pipegrad.pipeline.other_numbers.agree", wraps=agree) as met,
+        patch("pipegrad.pipeline.programs.schedule_of", wraps=wiring.schedule_of) as generated,
+        patch("pipegrad.pipeline.programs.lower", wraps=lower) as lowered,
+        patch("pipegrad.pipeline.programs.agree", wraps=agree) as met,
         closing(Pipeline(schedule="zb-h1")) as pipeline,
     ):
         step, evaluate = pipeline.step, pipeline.evaluate
@@ -233,7 +233,7 @@ def test_an_interrupt_or_a_missing_output_names_its_place() -> None:
     # on with the number.
     with closing(Pipeline()) as pipeline:
         assert pipeline.step(8, num_microbatches=2) == "True"
-        target = "pipegrad.pipeline.other_numbers.same"
+        target = "pipegrad.pipeline.programs.same"
         interrupt = mock.patch(target, side_effect=KeyboardInterrupt)
         with interrupt if rank() else contextlib.nullcontext():
             if rank():

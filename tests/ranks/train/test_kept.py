@@ -13,9 +13,6 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipegrad.pipeline.coding import worth
-from pipegrad.pipeline.step_times import Layout
-from pipegrad.schedules.measured import Times
 from pipegrad.train.checkpoint import checkpoint
 from tests.support.ranked import gathered
 from tests.support.train.jobs import Trained, refusal, trained, trained_to, with_job
@@ -104,16 +101,6 @@ def test_a_run_with_other_codecs_or_ranks_says_what_is_another(
     notes = from_saved(job, "coded", *settings).notes
     assert len(notes) == 1 or not settings
     assert re.search(says, notes[0])
-
-
-def test_the_step_that_chooses_codecs_says_so(job: Path) -> None:
-    """Its hops are slow, and by bytes alone: on a busy machine latency would be most of it."""
-    times = Times((0.01,) * 2, (0.02,) * 2, (0.5,))
-    shares = mock.patch.object(worth, "latency_shares", return_value={})
-    with mock.patch.object(Layout, "times", return_value=times), shares:
-        run = trained(job, *SETTINGS, "parallel.codecs=auto", until=4)
-    words = "codecs from here on: 0-1: activations int8, gradients int8"
-    assert [step.note for step in run.steps] == [None, None, words, None]
 
 
 def afresh(run: Trained, says: str) -> None:

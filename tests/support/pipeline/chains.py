@@ -141,10 +141,10 @@ def step(scheduler: Scheduler) -> float:
 
 @contextmanager
 def watched(note: Callable[[str, str], object]) -> Iterator[None]:
-    """Tells when a compute of a Scheduler made inside starts and ends: "start" or "end", "0F1"."""
+    """Tells when a compute of a step inside starts and ends: "start" or "end", "0F1"."""
 
-    def in_range(compute: Method, label: str, stage: int, microbatch: int) -> None:
-        action = label.format(stage, microbatch)
+    def in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
+        action = name.removeprefix("pipegrad ")
         note("start", action)
         compute(stage, microbatch)
         note("end", action)

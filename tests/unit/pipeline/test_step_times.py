@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from pipegrad import Topology
-from pipegrad.pipeline import step_times
-from pipegrad.pipeline.step_times import Layout, StepTimes
+from pipegrad.pipeline import programs
+from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules import build, lower
 from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Item, Op, Program
@@ -53,7 +53,7 @@ def run(times: StepTimes, made: Program, rank: int, script: dict[str, tuple[floa
         clock.now = float(begin)
         times.watched(item, method)(item.which, item.microbatch)
 
-    with mock.patch.object(step_times, "time", clock):
+    with mock.patch.object(programs, "time", clock):
         for item in made.decoded(rank):
             take(item)
 
@@ -76,7 +76,7 @@ def test_a_hop_is_what_two_clocks_say_together() -> None:
         "send gradient of x of 0F1 to rank 0": (1060, 1060),
     })  # fmt: skip
     sums = [a + b for a, b in zip(sender.numbers(), receiver.numbers(), strict=True)]
-    assert sender.layout.times(sums).hop_seconds == (6.0,)
+    assert sender.times(sums).hop_seconds == (6.0,)
 
 
 def test_computes_are_medians_and_belong_to_their_rank() -> None:
@@ -84,11 +84,11 @@ def test_computes_are_medians_and_belong_to_their_rank() -> None:
     times = StepTimes(made, topology(1), CPU)
     run(times, made, 1, {"1F0": (0, 99)})
     times.begin()  # with nothing of the step before
-    assert times.numbers() == [0.0] * times.layout.size
+    assert times.numbers() == [0.0] * times.size
     script = {f"1F{m}": (10.0 * m, 10.0 * m + s) for m, s in enumerate((9, 2, 3))}
     script |= {f"1B{m}": (10.0 * m + 5, 10.0 * m + 5 + s) for m, s in enumerate((8, 4, 1))}
     run(times, made, 1, script)
-    assert times.layout.times(times.numbers()) == Times((0, 3), (0, 4), (0,), (0, 0))
+    assert times.times(times.numbers()) == Times((0, 3), (0, 4), (0,), (0, 0))
 
 
 def test_the_weights_part_of_a_backward_has_a_time_of_its_own() -> None:
@@ -100,18 +100,21 @@ def test_the_weights_part_of_a_backward_has_a_time_of_its_own() -> None:
 
     run(times, made, 0, script)
 
-    assert times.layout.times(times.numbers()) == Times((3, 0), (4 + 6, 0), (0,), (6, 0))
+    assert times.times(times.numbers()) == Times((3, 0), (4 + 6, 0), (0,), (6, 0))
 
 
 def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -> None:
-    layouts = [Layout(topology(rank, 3, 2), 8) for rank in range(6)]
+    made = program(num_ranks=3, num_microbatches=8)
+    layouts = [StepTimes(made, topology(rank, 3, 2), CPU) for rank in range(6)]
     own = [topology(rank, 3, 2).coordinate("pp") for rank in range(6)]
 
     def places() -> Iterator[int]:
         for layout, rank in zip(layouts, own, strict=True):
-            yield from (layout.compute(row, rank) for row in (0, 1, 2))
+            yield from map(layout.place_of_compute, (0, 1, 2))
             if rank < 2:
-                yield from (layout.hop(sample, rank) for sample in range(layout.num_samples))
+                yield from (
+                    layout.place_of_hop(sample, rank) for sample in range(layout.num_samples)
+                )
 
     assert sorted(places()) == list(range(layouts[0].size))
     numbers = [float(n) for n in itertools.islice(places(), layouts[0].size)]
@@ -128,9 +131,10 @@ def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -
 
 @pytest.mark.parametrize(("num_microbatches", "expected"), [(1, 1), (2, 2), (64, 3)])
 def test_few_microbatches_measure_hops(num_microbatches: int, expected: int) -> None:
-    layout = Layout(topology(0), num_microbatches)
+    layout = StepTimes(program(num_microbatches=num_microbatches), topology(0), CPU)
     assert (layout.num_samples, layout.size) == (expected, 6 + expected)
-    alone = Layout(topology(0, pipeline=1), num_microbatches)  # one rank has no hops
+    one = program(num_ranks=1, num_microbatches=num_microbatches)
+    alone = StepTimes(one, topology(0, pipeline=1), CPU)  # one rank has no hops
     assert alone.times([1.0, 2.0, 0.5]) == Times((1.0,), (2.0,), (), (0.5,))
 
 

@@ -75,10 +75,6 @@ def test_measured_hops_take_what_was_measured() -> None:
     assert [s.backward_seconds for s in costs.stages] == [3.0, 4.0]
     assert costs.network.seconds(0, 1, sizes) == pytest.approx(0.5)
     assert costs.network.seconds(1, 0, sizes) == pytest.approx(0.5)
-    costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,)), (0.4,))  # of which is latency
-    for pair in ((0, 1), (1, 0)):
-        assert costs.network.seconds(*pair, 0) == pytest.approx(0.4)
-        assert costs.network.seconds(*pair, sizes) == pytest.approx(0.5)
     # W took no time, so a split backward was simulated as a whole one.
     costs = costs_of(Times((1.0, 2.0), (3.0, 4.0), (0.5,), (1.0, 4.5)))
     assert [stage.seconds("W") for stage in costs.stages] == [1.0, 4.0]

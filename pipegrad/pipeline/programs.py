@@ -1,0 +1,377 @@
+"""Programs: which schedule has the next step, its Program, and the times that it follows.
+
+[Note: adaptive schedules] All ranks must run the same Program. So a schedule changes only between
+two steps, on all ranks at once:
+
+1. In a step that is not the first of its kind, each rank measures its computes and its hops:
+   [Note: times of a step]. The numbers of all ranks are summed by the message of the loss, so no
+   message is added.
+2. Before the next training step, every rank reads the sums. They have the same bits on all ranks:
+   each is one number, or a difference of two, and otherwise zeros.
+3. The generator, which is pure, says on every rank whether another schedule is to be taken.
+4. Only then do the ranks meet. They compare the schedules that they have made, and an error of one
+   rank is an error of all. Each rank lowers and proves the Program, and goes on with it.
+
+The sums of a step in which a rank failed are ignored. A step cannot begin before the message of the
+one before it has arrived. On CPU that costs little, since the first rank ends a step last and
+begins the next one first. Where the device has streams, the host waits for the device.
+
+[Note: other numbers] Each number of microbatches has a Program of its own, which is made and proven
+once. All ranks must run the same Program, so a step with a number that is not the Scheduler's own
+begins with a meeting of all ranks. A step of the Scheduler's own number has no meeting, and costs
+no message. So a rank that was not given the number may already run the Scheduler's own Program, and
+wait for a rank that is in the meeting. The meeting then ends after ``agree_seconds``. A rank whose
+meeting fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
+That sends what the other ranks wait for, and they raise too.
+
+[Note: times of a step] Clocks of two ranks differ, and no clock is read on both ends of a message.
+Still a hop can be measured without a message of its own. Rank s sends a value at t1, and rank s+1
+has it at t2. Rank s+1 sends the gradient back at t3, and rank s has it at t4. What both transfers
+took is::
+
+    (t4 - t1) - (t3 - t2)
+
+Each bracket has times of one clock. So rank s adds its own to a number that all ranks sum anyway,
+beside the loss, and rank s+1 subtracts its own. A message that waits, for the one before it or for
+a rank that still computes, makes the difference larger, but nothing makes it smaller. So a hop
+takes what the smallest difference of the first microbatches says: rank s+1 is idle before the
+first of them, and rank s before its gradient.
+
+Where the device has streams, times are those of events on the current stream, and the host waits
+for the device at the end of a step.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import partial
+from numbers import Integral
+
+import torch
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.agreement import agree, agree_keeping, same
+from pipegrad.errors import StepError
+from pipegrad.pipeline.compute import Method
+from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, refuse_moved, schedule_of
+from pipegrad.schedules import Schedule, generate, registry
+from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.program.lower import lower
+from pipegrad.schedules.program.program import Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.verify import Proof, verify
+from pipegrad.schedules.schedule import Kind
+from pipegrad.topology import Topology
+
+_SAMPLES = 3  # microbatches that measure hops
+_Stamp = float | torch.Event
+_FORWARD, _BACKWARD, _WEIGHTS = _ROWS = 0, 1, 2  # of a rank's computes; W is a part of a backward
+
+
+class Programs:
+    """The schedules and Programs of one Scheduler.
+
+    See [Note: adaptive schedules] and [Note: other numbers].
+
+    Args:
+        pipeline: What all ranks agreed on, with the first schedule.
+        spec: What that was made of.
+        collectives: The reductions of this rank's pipeline.
+        depth: How many receives of an edge are posted ahead.
+        name: Of the meetings; no other Scheduler has it.
+        timeout_seconds: How long a meeting waits for the slowest rank.
+
+    Attributes:
+        spec: What schedules are made of now.
+        schedule: That of training steps of the Scheduler's own number of microbatches.
+        first: The Program of the first schedule if every value has a gradient, and its proof.
+        times: Of the last step that was measured and read; None if there is none.
+
+    Raises:
+        ScheduleError: If the proof of the first Program fails.
+    """
+
+    def __init__(
+        self,
+        pipeline: WiredPipeline,
+        spec: ScheduleSpec,
+        *,
+        collectives: Sequence[Collective],
+        depth: int,
+        name: str,
+        timeout_seconds: float,
+    ) -> None:
+        self._pipeline = pipeline
+        self._collectives = collectives
+        self._depth = depth
+        self._name = name
+        self._timeout_seconds = timeout_seconds
+        self._ranks = sorted(pipeline.topology.ranks)
+        self._generator: MeasuredGenerator | None = None
+        self.times: Times | None = None
+        self.spec, self.schedule = spec, pipeline.schedule
+        if not isinstance(spec, Schedule):
+            resolved = registry.resolve(spec)
+            if isinstance(resolved.plugin, MeasuredGenerator):
+                self.spec = self._generator = resolved.plugin
+        self._others: dict[int, Schedule] = {}  # by number; the same numbers on all ranks
+        self.first = self._lowered(self.schedule, pipeline.wiring.links, depth)
+
+    def proven(
+        self, schedule: Schedule, links: Sequence[Link], *, posts_ahead: bool, forward_only: bool
+    ) -> tuple[Program, Proof]:
+        """Returns the Program of a schedule, and its proof.
+
+        Args:
+            schedule: What every rank computes.
+            links: The values that stages hand on, differentiable or not.
+            posts_ahead: Whether receives are posted ahead of their waits.
+            forward_only: Whether it is an evaluation.
+
+        Raises:
+            ScheduleError: If the proof fails.
+        """
+        depth = self._depth if posts_ahead else 0
+        # The proof of a large schedule takes long, and most models need no other Program.
+        first = self._pipeline.schedule, self.first[0].links, self._depth, False
+        if (schedule, tuple(links), depth, forward_only) == first:
+            return self.first
+        return self._lowered(schedule, links, depth, forward_only=forward_only)
+
+    def _lowered(
+        self, schedule: Schedule, links: Sequence[Link], depth: int, *, forward_only: bool = False
+    ) -> tuple[Program, Proof]:
+        program = lower(
+            schedule,
+            links=links,
+            depth=depth,
+            collectives=self._collectives,
+            forward_only=forward_only,
+        )
+        return program, verify(program)
+
+    # The Scheduler's own number of microbatches.
+
+    @property
+    def wants_times(self) -> bool:
+        """Whether steps are to be measured."""
+        return self._generator is not None and self._generator.wants_times
+
+    def adapted(self, times: Times, step: int) -> Schedule | None:
+        """Returns another schedule for the next training step; None if it stays as it is.
+
+        Args:
+            times: What steps take now.
+            step: Which step it is, counted alike on all ranks.
+
+        Raises:
+            PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
+                are in the meeting. Then nothing has changed.
+        """
+        self.times = times
+        assert self._generator is not None  # nothing else has steps measured
+        generator = self._generator.planned(times)
+        if generator is self._generator:
+            return None
+        schedule = self._agreed(generator, step)
+        self.spec = self._generator = generator
+        return schedule
+
+    def take(self, schedule: Schedule) -> None:
+        """Takes a schedule that `adapted` returned, on all ranks alike."""
+        self.schedule = schedule
+        self._others.clear()
+
+    def _agreed(self, generator: MeasuredGenerator, step: int) -> Schedule:
+        pipeline = self._pipeline
+        num_ranks = pipeline.topology.size(pipeline.topology.pipeline)
+
+        def make() -> tuple[Schedule, str]:
+            schedule = generate(
+                registry.resolve(generator),
+                num_ranks=num_ranks,
+                num_microbatches=self.schedule.num_microbatches,
+            )
+            fitted = fed(schedule, pipeline.wiring)
+            _ = fitted.ticks  # raises if it cannot be run on this wiring
+            return fitted, f"stages on ranks {fitted.stage_to_rank}\n{fitted}"
+
+        schedule, replies = agree_keeping(
+            "another schedule",
+            make,
+            ranks=self._ranks,
+            timeout_seconds=self._timeout_seconds,
+            meeting=f"{self._name}/schedule/{step}",
+        )
+        same("the schedule", dict(zip(self._ranks, replies, strict=True)))
+        refuse_moved(schedule, self.schedule)
+        return schedule
+
+    # Other numbers of microbatches.
+
+    def of_number(self, number: object, step: int) -> Schedule:
+        """Returns the schedule of a step of another number, after a meeting of all ranks.
+
+        Args:
+            number: How many microbatches this rank has.
+            step: Which step it is, counted alike on all ranks.
+
+        Raises:
+            PipegradError: If there is no schedule of this number. Or if another rank has another
+                number, or does not come; then on all ranks that are in the meeting.
+        """
+        if isinstance(number, bool) or not isinstance(number, Integral):
+            raise StepError(f"num_microbatches is {number!r}, expected a whole number")
+        number = int(number)  # also numpy's
+        schedule = self._others.get(number) or self._generated(number)
+        what = "num_microbatches of a step, which every rank is given alike, with or without inputs"
+        replies = agree(
+            what,
+            lambda: (str(number), "" if number in self._others else str(schedule)),
+            ranks=self._ranks,
+            timeout_seconds=self._timeout_seconds,
+            # Ranks that stay away from this meeting come to later ones.
+            meeting=f"{self._name}/{step}",
+        )
+        by_rank = dict(zip(self._ranks, replies, strict=True))
+        same(what, {rank: words for rank, (words, _) in by_rank.items()})
+        same("the schedule", {rank: grid for rank, (_, grid) in by_rank.items()})
+        self._others[number] = schedule
+        return schedule
+
+    def _generated(self, number: int) -> Schedule:
+        schedule = schedule_of(self.spec, self._pipeline.topology, number)
+        schedule = fed(schedule, self._pipeline.wiring)
+        refuse_moved(schedule, self._pipeline.schedule)
+        _ = schedule.ticks  # raises if it cannot be run on this wiring
+        return schedule
+
+
+class StepTimes:
+    """How long the computes of a rank take, and the transfers between neighbours.
+
+    Each rank has a place for its numbers among those that all ranks sum.
+
+    Args:
+        program: What all ranks do.
+        topology: As this rank sees it.
+        device: Where the rank computes.
+
+    Attributes:
+        num_samples: Microbatches that measure hops.
+        size: How many numbers there are of all ranks.
+    """
+
+    def __init__(self, program: Program, topology: Topology, device: torch.device) -> None:
+        self._program = program
+        self._device = device
+        self._rank = topology.coordinate(topology.pipeline)
+        self._num_ranks = topology.size(topology.pipeline)
+        self.num_samples = min(_SAMPLES, program.schedule.num_microbatches)
+        self._of_pipeline = len(_ROWS) * self._num_ranks + self.num_samples * (self._num_ranks - 1)
+        pipelines = topology.pipelines
+        self.size = len(pipelines) * self._of_pipeline
+        ranks = topology.ranks_along(topology.pipeline)
+        self._first = pipelines.index(ranks) * self._of_pipeline  # place of this pipeline
+        self.begin()
+
+    def begin(self) -> None:
+        """Forgets what was seen; called when a step begins."""
+        self._computes = defaultdict[tuple[int, Kind], list[tuple[_Stamp, _Stamp]]](list)
+        # By the direction in which a transfer goes, whether this rank sends it, and microbatch.
+        self._transfers: dict[tuple[str, bool, int], _Stamp] = {}
+
+    def watched(self, item: Item, method: Method) -> Method:
+        """Returns the method of an item, watched if it says something of time."""
+        if item.op is Op.COMPUTE:
+            stage, kind, _ = self._program.action(item)
+            return partial(self._compute, method, (stage, kind))
+        if item.microbatch < self.num_samples and item.op in (Op.SEND, Op.WAIT_RECEIVE):
+            channel = self._program.channels[item.which]
+            if channel.target - channel.source == (1 if channel.kind == "F" else -1):
+                watch = self._send if item.op is Op.SEND else self._receive
+                return partial(watch, method, channel.kind)
+        return method
+
+    def _compute(
+        self, method: Method, action: tuple[int, Kind], which: int, microbatch: int
+    ) -> None:
+        begin = self._now()
+        method(which, microbatch)
+        self._computes[action].append((begin, self._now()))
+
+    def _send(self, method: Method, kind: str, which: int, microbatch: int) -> None:
+        # Several values may go to the neighbour. They take from the first send to the last arrival.
+        self._transfers.setdefault((kind, True, microbatch), self._now())
+        method(which, microbatch)
+
+    def _receive(self, method: Method, kind: str, which: int, microbatch: int) -> None:
+        method(which, microbatch)
+        self._transfers[kind, False, microbatch] = self._now()
+
+    def _now(self) -> _Stamp:
+        if self._device.type == "cpu":
+            return time.perf_counter()
+        event = sync_points.timing_event(self._device)
+        sync_points.record_time(event, self._device)
+        return event
+
+    def numbers(self) -> list[float]:
+        """Returns what this rank adds to the numbers of all ranks.
+
+        Sync: the host waits for the device.
+        """
+        sync_points.finish_device(self._device)
+        numbers = [0.0] * self.size
+        for (_, kind), stamps in self._computes.items():
+            row = _FORWARD if kind == "F" else _BACKWARD
+            median = statistics.median(_seconds(begin, end) for begin, end in stamps)
+            numbers[self.place_of_compute(row)] += median
+            if kind == "W":
+                numbers[self.place_of_compute(_WEIGHTS)] += median
+        marks = self._transfers
+        for microbatch in range(self.num_samples):
+            out, back = ("F", True, microbatch), ("B", False, microbatch)
+            if out in marks and back in marks:  # t1 and t4
+                seconds = _seconds(marks[out], marks[back])
+                numbers[self.place_of_hop(microbatch, self._rank)] = seconds
+            out, back = ("F", False, microbatch), ("B", True, microbatch)
+            if out in marks and back in marks:  # t2 and t3
+                seconds = _seconds(marks[out], marks[back])
+                numbers[self.place_of_hop(microbatch, self._rank - 1)] = -seconds
+        return numbers
+
+    def place_of_compute(self, row: int) -> int:
+        """Returns where this rank has its forwards, backwards or W."""
+        return self._first + row * self._num_ranks + self._rank
+
+    def place_of_hop(self, microbatch: int, hop: int) -> int:
+        """Returns where a hop of this pipeline has a microbatch."""
+        hops = self._first + len(_ROWS) * self._num_ranks
+        return hops + microbatch * (self._num_ranks - 1) + hop
+
+    def times(self, numbers: Sequence[float]) -> Times:
+        """Returns what the sums of all ranks say, the same on every rank."""
+        size, hops = self._num_ranks, self._num_ranks - 1
+        pipelines = list[list[Sequence[float]]]()
+        for begin in range(0, self.size, self._of_pipeline):
+            own = numbers[begin : begin + self._of_pipeline]
+            computes = [own[row * size : (row + 1) * size] for row in _ROWS]
+            both_ways = own[len(_ROWS) * size :]
+            # A clock that is read twice at once may go backwards by a rounding error.
+            hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
+            pipelines.append([*computes, hop_seconds])
+        forwards, backwards, weights, slowest_hops = (
+            tuple(map(max, zip(*column, strict=True))) for column in zip(*pipelines, strict=True)
+        )
+        return Times(forwards, backwards, slowest_hops, weights)
+
+
+def _seconds(begin: _Stamp, end: _Stamp) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        assert isinstance(begin, float)
+        assert isinstance(end, float)
+        return end - begin
+    return float(begin.elapsed_time(end)) / 1e3

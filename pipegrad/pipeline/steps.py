@@ -1,0 +1,563 @@
+"""Steps: one step on this rank, from a batch to its result, and what all steps share."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import math
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pipegrad.comm.activity import Activity
+from pipegrad.comm.agreement import Board
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
+from pipegrad.errors import PipegradError, StepError
+from pipegrad.gradients.loose_leaves import LooseLeaves
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.pipeline.aliases import Aliases
+from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
+from pipegrad.pipeline.coding.coding import Codings
+from pipegrad.pipeline.compute import Compute
+from pipegrad.pipeline.executor import Executor, drawn
+from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, run_together
+from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
+from pipegrad.pipeline.programs import Programs, StepTimes
+from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.transfers.specs import Specs
+from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.values import Values
+from pipegrad.pipeline.wiring import WiredPipeline
+from pipegrad.schedules import Schedule
+from pipegrad.schedules.measured import Times
+from pipegrad.schedules.program.program import Link, Program
+from pipegrad.schedules.program.verify import Proof
+
+
+@dataclass(frozen=True, eq=False)
+class StepKind:
+    """A kind of step: training or evaluation, with a schedule of one number of microbatches.
+
+    Attributes:
+        program: What all ranks do.
+        proof: What that needs.
+        specs: What values look like in the first microbatch.
+        executor: Runs the items of this rank.
+        activity: What the report of a failure needs to know of it.
+        times: Measures how long computes and transfers take; None if nothing does.
+    """
+
+    program: Program
+    proof: Proof
+    specs: Specs
+    executor: Executor
+    activity: Activity
+    times: StepTimes | None
+
+
+class _Accepted(NamedTuple):
+    """What a step needs of a batch that fits.
+
+    Attributes:
+        inputs: External name -> its value for each microbatch.
+        targets: For each microbatch, on the rank of the last stage.
+        terms: Collects the losses of this rank.
+        divisor: What complete gradients are still to be divided by.
+        shared_divisor: The loss_divisor to compare with other ranks; None if there is none.
+    """
+
+    inputs: Mapping[str, Sequence[object]]
+    targets: Sequence[object] | None
+    terms: LossTerms
+    divisor: float
+    shared_divisor: float | None
+
+
+class Steps:
+    """Runs the steps of a Scheduler on this rank.
+
+    All ranks make it together.
+
+    Args:
+        pipeline: What all ranks agreed on.
+        programs: The schedules and Programs of steps.
+        sync: The gradient layer; `close` closes it, too.
+        name: The same on all ranks, and of no other Scheduler.
+        whole: Names of values that every microbatch gets whole.
+        wait_seconds: How long ranks wait for each other in a first step. Kernels may be compiled
+            meanwhile.
+
+    Attributes:
+        pipeline: The argument.
+        batches: Turns what a step is given into microbatches.
+        edges: The communicators between stages.
+        codings: Which values cross in fewer bytes.
+    """
+
+    def __init__(
+        self,
+        pipeline: WiredPipeline,
+        programs: Programs,
+        sync: GradientSync,
+        *,
+        name: str,
+        whole: frozenset[str],
+        wait_seconds: float,
+    ) -> None:
+        topology, device = pipeline.topology, sync.device
+        program, _ = programs.first
+        self.pipeline = pipeline
+        self._programs = programs
+        self._sync = sync
+        self._name = name
+        self._wait_seconds = wait_seconds
+        self._topology = topology
+        self._stages = {stage.index: stage for stage in pipeline.stages}
+        self._has_last_stage = topology.num_stages - 1 in self._stages
+        self._has_loss = self._has_last_stage or any(stage.losses for stage in pipeline.stages)
+        self.batches = Batches(
+            pipeline.wiring,
+            self._stages,
+            accepts=next((stage.accepts for stage in pipeline.stages), None),
+            has_loss=pipeline.loss_fn is not None,
+            whole=whole,
+            labels=pipeline.labels,
+        )
+        modules = {index: stage.module for index, stage in self._stages.items()}
+        self._weights = WeightGradients(modules, sync)
+        self._sharded = ShardedStages(modules, sync)
+        self._loose = LooseLeaves(sync, modules)
+        # All ranks make these groups, in this order.
+        self.edges = Edges(program.channels, topology, device, skips=program.skips)
+        self._losses = Losses(
+            topology,
+            device,
+            is_weighted=pipeline.is_weighted,
+            auxiliary=pipeline.wiring.losses,
+            tape=sync.tape,
+        )
+        # Of what the stages hold and hand on, and of where they are.
+        held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
+        words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
+        self.codings = Codings(pipeline.codecs, hashlib.sha256(words.encode()).hexdigest())
+        # The errors of encoded gradients; None if everything crosses as it is.
+        self._feedback = None if pipeline.codecs.is_none else self.codings.feedback
+        self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
+        # By forward_only, and number of microbatches. There is none before the first step of any
+        # number has ended on all ranks.
+        self._kinds: dict[tuple[bool, int], StepKind] = {}
+        self._read: Callable[[], Times | None] | None = None  # the times of the step before
+        self._closed = False
+
+    @property
+    def proven(self) -> tuple[Program, Proof]:
+        """The Program of a training step of the Scheduler's own number, and its proof."""
+        # The first step shows which values have a gradient. Others have no channel back.
+        kind = self._kinds.get((False, self._programs.schedule.num_microbatches))
+        return self._programs.first if kind is None else (kind.program, kind.proof)
+
+    def close(self) -> None:
+        """Ends comm streams and destroys process groups, once; every rank must call it."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.ExitStack() as closing:  # each is called, whatever another raises
+            closing.callback(self._losses.close)
+            closing.callback(self.edges.close)
+            closing.callback(self._sync.close)
+
+    # Which kind of step.
+
+    def run(self, batch: Batch, *, forward_only: bool) -> StepResult:
+        """Runs a step: training, or evaluation.
+
+        Sync: all on the current stream.
+
+        Raises:
+            StepError: If the batch does not fit, or if the step failed on another rank first.
+            Exception: What failed on this rank.
+        """
+        notice, programs = self._notice, self._programs
+        verb = "evaluate" if forward_only else "step"
+        with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"):
+            if self._closed:
+                raise StepError("this Scheduler is closed: make another one")
+            notice.next_step()
+            try:
+                if not forward_only and self._read is not None:
+                    self._adapt(self._read)
+                schedule = programs.schedule
+                if batch.number not in (None, schedule.num_microbatches):
+                    schedule = programs.of_number(batch.number, notice.step)
+            except BaseException as error:  # noqa: BLE001 - raised in the step
+                # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
+                # After an interrupt they may also run one of this number, and wait for other
+                # transfers.
+                if not isinstance(error, Exception):
+                    self._leave(error)
+                schedule, batch = programs.schedule, batch._replace(error=error)
+            key = forward_only, schedule.num_microbatches
+            if key not in self._kinds:
+                kind = self._like_known(schedule, forward_only=forward_only)
+                if kind is None:
+                    return self._run_first(schedule, batch, forward_only=forward_only)
+                self._kinds[key] = kind
+            kind = self._kinds[key]
+            result, _ = self._run(kind, batch)
+            if kind.times is not None:
+                self._read = partial(_read_times, result.times_reader(), kind.times)
+            return result
+
+    def _adapt(self, read: Callable[[], Times | None]) -> None:
+        """Takes another schedule for training, if the times of the step before want it.
+
+        Sync: the host waits for the message of the loss of that step.
+        """
+        self._read = None
+        times = read()
+        if times is None:
+            return
+        schedule = self._programs.adapted(times, self._notice.step)
+        if schedule is not None:
+            kind = self._like_known(schedule, forward_only=False)
+            assert kind is not None  # a step of this kind was measured
+            # Evaluations have the forwards of any schedule.
+            evaluations = {key: kind for key, kind in self._kinds.items() if key[0]}
+            self._kinds = evaluations | {(False, schedule.num_microbatches): kind}
+            self._programs.take(schedule)
+
+    def _like_known(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
+        """Returns a new kind, whose values a kind alike has learned; None if none has."""
+        for (is_forward, _), known in self._kinds.items():
+            if is_forward is forward_only:
+                try:
+                    return self._new_kind(
+                        schedule, known.program.links, known.specs, forward_only=forward_only
+                    )
+                except BaseException as error:
+                    # Ctrl-C may come in a long proof. Other ranks run the step and wait for this
+                    # one.
+                    self._leave(error)
+                    raise
+        return None
+
+    def _new_kind(
+        self,
+        schedule: Schedule,
+        links: Sequence[Link],
+        specs: Specs,
+        *,
+        forward_only: bool,
+        is_first: bool = False,
+    ) -> StepKind:
+        """Proves the Program of a kind of step, and makes what runs it on this rank.
+
+        Args:
+            schedule: What every rank computes.
+            links: The values that stages hand on, differentiable or not.
+            specs: What these values look like in the first microbatch.
+            forward_only: Whether it is evaluation.
+            is_first: Whether the specs are learned in it; see [Note: first step].
+
+        Raises:
+            ScheduleError: If the proof fails.
+        """
+        topology, sync, stages = self._topology, self._sync, self._stages
+        program, proof = self._programs.proven(
+            schedule, links, posts_ahead=not is_first, forward_only=forward_only
+        )
+        times = None
+        if self._programs.wants_times and not forward_only and not is_first:
+            times = StepTimes(program, topology, sync.device)
+        transfers = Transfers(program.channels, self.edges, self._sync.device, specs, self.codings)
+        aliases = Aliases(stages, self._sharded)
+        values = Values(
+            program,
+            topology.coordinate(topology.pipeline),
+            stages,
+            self.pipeline.wiring,
+            transfers=transfers,
+            aliases=aliases,
+            specs=specs,
+            outer=self.batches.outer.leaves,
+        )
+        compute = Compute(
+            program,
+            stages,
+            values,
+            aliases=aliases,
+            sync=None if forward_only else sync,
+            weights=self._weights,
+            sharded=self._sharded,
+            loose=self._loose,
+            loss_fn=self.pipeline.loss_fn,
+        )
+        executor = Executor(
+            program,
+            topology,
+            values=values,
+            compute=compute,
+            transfers=transfers,
+            sync=sync,
+            weights=self._weights,
+            sharded=self._sharded,
+            times=times,
+        )
+        activity = Activity(
+            "",
+            details=executor.details,
+            drawing=partial(drawn, program, topology),
+            position=executor.position,
+        )
+        return StepKind(program, proof, specs, executor, activity, times)
+
+    def _leave(self, error: BaseException) -> None:
+        """Makes ranks fail that run a step which this rank cannot take."""
+        self._notice.fail(error)  # first: the ranks that fail next find the cause there
+        self.edges.cut()
+
+    # One step.
+
+    def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, _Accepted]:
+        """Runs a step of a kind; returns the result, and what the step was given."""
+        executor, training = kind.executor, not kind.program.forward_only
+        with kind.activity:
+            self._rewind(kind)
+            begun = False
+            try:
+                accepted = self._accepted(kind, batch)
+                inputs, targets, terms, divisor, shared_divisor = accepted
+                # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
+                if training:
+                    is_weighted = self._losses.is_weighted
+                    self._sync.prepare(divisor=None if is_weighted else divisor)
+                    self._loose.begin()
+                begun = True
+                outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
+                whole_outputs = joined(outputs)
+                self._finish(kind, terms, divisor)
+            except BaseException as error:
+                self._fail(kind, error, begun=begun)
+                raise
+            result = self._losses.send(
+                terms,
+                shared_divisor,
+                forward_only=not training,
+                passed=self.batches.passed,
+                num_different=executor.num_different,
+                times=() if kind.times is None else kind.times.numbers(),
+                outputs=whole_outputs,
+                # A result may be kept for longer than the Scheduler, and must not keep its
+                # communicators and buffers. So it holds this object weakly.
+                on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
+            )
+            if self._feedback is not None:
+                self._feedback.end(result.failure_reader())
+            return result, accepted
+
+    def _rewind(self, kind: StepKind) -> None:
+        """Begins what counts a step, before anything of it can fail."""
+        sync, losses, training = self._sync, self._losses, not kind.program.forward_only
+        kind.executor.rewind()
+        if training and (recorder := sync.tape.recorder) is not None:
+            recorder.begin_step(self._notice.step, kind.program)
+        if kind.times is not None:
+            kind.times.begin()
+        if losses.is_weighted and training:
+            losses.begin(continues=sync.is_in_step, reduces=not sync.is_accumulating)
+
+    def _accepted(self, kind: StepKind, batch: Batch) -> _Accepted:
+        """Returns what a step needs of a batch; refuses one that does not fit."""
+        sync, losses, training = self._sync, self._losses, not kind.program.forward_only
+        number = kind.program.schedule.num_microbatches
+        if not training:
+            # All ranks must take part, also one that refuses its batch below.
+            sync.publish_if_due()
+        losses.refuse_earlier()
+        if self._feedback is not None:
+            self._feedback.settle()
+        divisor, shared_divisor = self._divisors(batch, number)
+        is_last = self._has_last_stage
+        terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
+        inputs, targets = self.batches.cut(batch, number, needs_target=training)
+        if training and batch.loss_divisor is None:
+            losses.look_at_labels(targets, self.pipeline.loss_fn)
+        self._refuse_graphs()
+        # With a GradScaler backward begins with a gradient that is divided already.
+        return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)
+
+    def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
+        """Returns the divisor of losses, and the divisor to compare with those of other ranks.
+
+        The second is None if this rank has no stage with a loss and was given no ``loss_divisor``:
+        then its default may differ from theirs, and does no harm.
+
+        Raises:
+            StepError: If it is not a number above 0, or if losses have weights.
+        """
+        given = batch.loss_divisor
+        if self._losses.is_weighted:
+            if given is not None:
+                raise StepError(
+                    f"loss_divisor is {given}, and with loss_reduction='token_mean' the weights "
+                    f"that loss_fn returns divide: leave it out"
+                )
+            return 1.0, None
+        divisor = float(number if given is None else given)
+        if not (math.isfinite(divisor) and divisor > 0):
+            raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
+        return divisor, divisor if self._has_loss or given is not None else None
+
+    def _refuse_graphs(self) -> None:
+        """Refuses gradients that would be divided by the weights of this step alone."""
+        has_graph = not (self.batches.outer.is_empty and self._loose.is_empty)
+        if has_graph and self._losses.is_weighted and self._sync.is_accumulating:
+            raise StepError(
+                "an input comes from a graph of yours, or a tensor that gets a gradient is no "
+                "stage's, in a step inside accumulate() with loss_reduction='token_mean': its "
+                "gradient would not be divided by the weights of all steps. Give the input without "
+                "its graph, make the tensor a parameter of a stage, or accumulate no steps"
+            )
+
+    def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
+        """Divides and reduces gradients, behind the last backward of this rank."""
+        sync, training, late = self._sync, not kind.program.forward_only, None
+        # All microbatches have their gradients now: see [Note: outer graphs].
+        if training and self._losses.is_weighted:
+            late = self._losses.divisor(terms)
+            divisor = divisor if late is None else late
+        if training:
+            self._loose.refuse(kind.program.schedule.num_microbatches)
+            self._refuse_graphs()
+            self._loose.end(divisor)
+        self.batches.outer.backward(divisor)
+        if training:
+            sync.finish(divisor=late)
+        if not training or sync.is_accumulating:
+            # A training step that reduces has looked for failures of other ranks in `finish`.
+            self._notice.refuse_failed(PeerFailedError)
+
+    def _fail(self, kind: StepKind, error: BaseException, *, begun: bool) -> None:
+        """Ends a failed step: posts the error, and sends everything that other ranks wait for.
+
+        Raises:
+            StepError: If another rank failed first. It has the words of that rank.
+        """
+        executor, sync, forward_only = kind.executor, self._sync, kind.program.forward_only
+        # The notice comes first. Ranks that receive zeros below may fail on them, and must then
+        # find the cause there.
+        self._notice.fail(error)
+        if not forward_only:
+            sync.abort(error, begun=begun, final=executor.is_in_doubt)
+        interrupt: BaseException | None = None
+        if not executor.is_in_doubt:
+            try:
+                executor.finish_transfers()
+            except BaseException as again:  # noqa: BLE001 - such as a second Ctrl-C; raised below
+                interrupt = again
+                if not forward_only:
+                    sync.abort(again, final=True)
+        if executor.is_in_doubt or interrupt is not None:
+            # It is unknown which messages were sent, so no edge can be used again. Connections are
+            # closed, and ranks that wait fail at once.
+            self.edges.cut()
+        self._sharded.forget()
+        self._loose.drop()
+        with contextlib.suppress(RuntimeError):  # another rank has died
+            # Every rank sends a loss in every step, or later losses would be added to this one.
+            self._losses.send(
+                self._losses.terms(1.0, forward_only=forward_only, is_last=self._has_last_stage),
+                None,
+                forward_only=forward_only,
+                failed=True,
+                times=() if kind.times is None else [0.0] * kind.times.size,
+            )
+        if interrupt is not None:
+            raise interrupt from error
+        if begun:  # the error of a batch that does not fit is this rank's own
+            self._notice.raise_first(error, StepError)
+
+    # The first step of a kind.
+
+    def _run_first(self, schedule: Schedule, batch: Batch, *, forward_only: bool) -> StepResult:
+        """Runs the first step of a kind; later steps know what it has learned.
+
+        Raises:
+            StepError: If the step failed on another rank.
+            AgreementError: If what ranks have learned does not fit together.
+            Exception: What failed in the step on this rank.
+        """
+        topology, links = self._topology, self.pipeline.wiring.links
+        # Each pipeline has a board of its own: replicas may have batches of another size.
+        pipeline = topology.ranks_along(topology.pipeline)
+        board = Board(f"{self._name}/{self._notice.step}/{pipeline[0]}")
+        specs = LearnedSpecs(board, self._wait_seconds)
+        kind = self._new_kind(schedule, links, specs, forward_only=forward_only, is_first=True)
+
+        def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
+            result, given = self._run(kind, batch)
+            passed = {name: int(number) for name, number in self.batches.passed.items()}
+            metrics, rows = given.terms.metrics, self.batches.rows
+            learned = Learned(specs.known, given.shared_divisor, metrics, rows, passed)
+            return (result, given.terms), learned
+
+        what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"
+        ranks = sorted(topology.ranks)
+        (result, terms), learned = run_together(
+            what, learn, ranks=ranks, wait_seconds=self._wait_seconds
+        )
+        try:
+            if len(learned) < len(ranks):
+                raise StepError(f"{FAILED_ELSEWHERE}: {self._notice.read()}")
+            refuse_unlike(learned, topology, self._losses, forward_only=forward_only)
+        except PipegradError:
+            # All ranks raise it, with the step behind them: what the step has left goes everywhere.
+            if self._feedback is not None:
+                self._feedback.drop_pending()
+            self._losses.forget_unread()
+            if not forward_only:
+                self._sync.drop_gradients()
+            raise
+        names = [one.metrics for one in learned.values() if one.metrics is not None]
+        self._losses.learn(
+            names[0] if names else None,
+            forward_only=forward_only,
+            terms=terms,
+            result=result,
+        )
+        # Each rank has seen the values that it made or received. All ranks of a pipeline together
+        # have seen all of them, and a rank needs them all to lower the programs of the others.
+        by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
+        self._kinds[forward_only, schedule.num_microbatches] = self._new_kind(
+            schedule,
+            [
+                link._replace(differentiable=by_link[number].differentiable)
+                for number, link in enumerate(links)
+            ],
+            Specs(by_link),
+            forward_only=forward_only,
+        )
+        return result
+
+
+def _read_times(read: Callable[[], list[float] | None], times: StepTimes) -> Times | None:
+    numbers = read()
+    return None if numbers is None else times.times(numbers)
+
+
+def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:
+    """Drops the gradients of a step that failed on another rank; returns that rank's words.
+
+    Does nothing if another step has begun since: the gradients are its own then.
+    """
+    steps = reference()
+    if steps is None or step != steps._notice.step:
+        return ""
+    steps._sync.drop_gradients()
+    return f": {steps._notice.read()}"
