@@ -43,7 +43,7 @@ _RECORDS = {
     "observe.recorder": ("Message", "Own"),
     "partition.weights.saved": ("_Shard",),
     "pipeline.first_step": ("Learned",),
-    "pipeline.transfers.specs": ("Spec",),
+    "pipeline.transfers.messages": ("Spec",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),
     "train.data.tokens": ("TokenFile",),

@@ -31,7 +31,7 @@ from pipegrad.pipeline.batch.microbatch import Batch
 from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.pipeline.loss.losses import loss_parts
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.pipeline.transfers.specs import Spec
+from pipegrad.pipeline.transfers.messages import Spec
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.timeline import Timeline
 

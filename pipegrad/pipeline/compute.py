@@ -65,6 +65,7 @@ class Compute:
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
         self._weights = weights
+        self._splits = sync is not None and program.schedule.splits_backward
         self._sharded = sharded
         self._loose = loose
         self._is_trained = sync is not None and any(
@@ -94,7 +95,8 @@ class Compute:
         self._is_scaled = self._sync is not None and self._sync.is_scaled
         if self._sync is not None and terms is not None:
             self._sync.note_scaled()
-            self._weights.begin()
+            if self._splits:
+                self._weights.begin()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
@@ -108,7 +110,8 @@ class Compute:
         # A new list: `Executor.run` returns the old one.
         self.outputs = list[tuple[Tensor, ...]]()
         self._aliases.forget()
-        self._weights.forget()
+        if self._splits:
+            self._weights.forget()
 
     @property
     def num_different(self) -> int | Tensor:

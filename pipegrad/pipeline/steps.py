@@ -30,7 +30,7 @@ from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.split_backward.weights import WeightGradients
 from pipegrad.pipeline.transfers.edges import Edges
-from pipegrad.pipeline.transfers.specs import Specs
+from pipegrad.pipeline.transfers.messages import Specs
 from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.wiring import WiredPipeline

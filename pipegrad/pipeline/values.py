@@ -29,7 +29,7 @@ from torch import Tensor
 from pipegrad.errors import StepError
 from pipegrad.pipeline.aliases import Aliases
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.pipeline.transfers.messages import Spec, Specs
 from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.wiring import Wiring
 from pipegrad.schedules.program.program import Program

@@ -30,7 +30,7 @@ from torch import Tensor
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PipegradError, PlanError, StepError
 from pipegrad.pipeline.coding.choice import Codec, CodecChoice, Hop
-from pipegrad.pipeline.transfers.specs import Spec
+from pipegrad.pipeline.transfers.messages import Spec
 from pipegrad.plugins.codec import Carried
 
 

@@ -13,8 +13,7 @@ from pipegrad.comm.work import Work
 from pipegrad.errors import StepError
 from pipegrad.pipeline.coding.coding import Coding, Codings
 from pipegrad.pipeline.transfers.edges import Edges, Inbox
-from pipegrad.pipeline.transfers.messages import Key
-from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.pipeline.transfers.messages import Key, Spec, Specs
 from pipegrad.schedules.program.program import Channel
 
 # Of a value, by the largest before it; any value may have the bytes.

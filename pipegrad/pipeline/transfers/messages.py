@@ -1,4 +1,4 @@
-"""Messages: headers, which say what a value looks like; see [Note: shapes] in `transfers`.
+"""Messages: what values look like, and the headers that say it; see [Note: shapes] in `transfers`.
 
 A header is 18 numbers of 8 bytes: a mark, the channel and the microbatch of its transfer, the kind
 of value, how many dimensions it has, and its shape.
@@ -6,12 +6,14 @@ of value, how many dimensions it has, and its shape.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.transfers.specs import Spec
+from pipegrad.schedules.program.program import Channel
 
 Key = tuple[int, int]  # channel and microbatch
 
@@ -28,6 +30,59 @@ _DTYPES = tuple(
         *("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz"),
     )
 )
+
+
+class Spec(NamedTuple):
+    """What a value looks like in one microbatch."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Spec:
+        """Returns the spec of a tensor."""
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes the value has."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        gradient = "with" if self.differentiable else "without"
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {gradient} gradient"
+
+
+class Specs:
+    """What the values of a kind of step look like in its first microbatch, known before the step.
+
+    Args:
+        by_link: A spec for each link; None if its producer failed before it made the value.
+
+    Attributes:
+        by_link: The same.
+    """
+
+    def __init__(self, by_link: Mapping[int, Spec | None]) -> None:
+        self.by_link = by_link
+
+    def first(self, link: int, spec: Spec) -> Spec | None:
+        """Returns what a value that this rank makes looked like in the first microbatch.
+
+        Args:
+            link: The value.
+            spec: What it looks like now.
+        """
+        return self.by_link[link]
+
+    def of_send(self, channel: Channel) -> Spec | None:
+        """Returns what crosses a channel that begins here; called before its first send."""
+        return self.by_link[channel.link]
+
+    def of_receive(self, channel: Channel) -> Spec | None:
+        """Returns what crosses a channel that ends here; called before its first receive."""
+        return self.by_link[channel.link]
 
 
 def header(key: Key, spec: Spec | None) -> torch.Tensor:

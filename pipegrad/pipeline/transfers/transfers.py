@@ -62,8 +62,7 @@ from pipegrad.errors import StepError
 from pipegrad.pipeline.coding.coding import Codings, Position
 from pipegrad.pipeline.transfers.edges import Edges, Inbox, has_ended
 from pipegrad.pipeline.transfers.ends import End, Ends, Receive, Sizes
-from pipegrad.pipeline.transfers.messages import Key, as_bytes, header, read_header
-from pipegrad.pipeline.transfers.specs import Spec, Specs
+from pipegrad.pipeline.transfers.messages import Key, Spec, Specs, as_bytes, header, read_header
 from pipegrad.schedules.program.program import Channel
 
 RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")

@@ -7,8 +7,7 @@ import torch
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline.transfers.ends import Sizes
-from pipegrad.pipeline.transfers.messages import header, read_header
-from pipegrad.pipeline.transfers.specs import Spec
+from pipegrad.pipeline.transfers.messages import Spec, header, read_header
 from pipegrad.pipeline.wiring import REST, wire
 from tests.unit.pipeline.test_batches import Named, X, Y, batches, cut, returned, rows
 
