@@ -4,8 +4,8 @@ A seed makes stages that are hung together at random, where they are, and what r
 of the registry, or any order that can be run. ``scripts/fuzz --minutes 60 -k wirings`` draws seeds
 that are new each time. ``PIPEGRAD_FUZZ_SEED=7 pytest tests/fuzz -k wirings`` repeats one.
 
-[Note: order of outputs] A schedule may take a stage's microbatches in any order. The rows of
-`evaluate().outputs` are in that of the last stage then, and are not compared here.
+[Note: order of outputs] A schedule may take a stage's microbatches in any order. Then the rows of
+`StepResult.outputs` are still in that of the last stage, not in that of the batch: not compared.
 """
 
 from __future__ import annotations
