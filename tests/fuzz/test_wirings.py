@@ -246,5 +246,5 @@ def test_random_wirings_compute_what_one_process_does(num_ranks: int) -> None:
     said = {seed: gathered(outcome(partial(complaints, seed, num_ranks))) for seed in seeds()}
     wrong = {seed: words for seed, words in said.items() if {*words} != {"{}"}}
     if SECONDS and rank() == 0:
-        sys.stderr.write(f"{len(said)} pipelines of {num_ranks} ranks, {len(wrong)} wrong\n")
+        sys.stderr.write(f"{len(said)} pipelines of {num_ranks} ranks, wrong seeds: {[*wrong]}\n")
     assert wrong == {}
