@@ -117,8 +117,8 @@ def twice(m: Part, x: Tensor) -> Any:
 
 
 AGAIN = "something else when its forward ran again"
+CLONE = "return a clone of it"
 GIVEN = "has changed in place what the stage was given"
-WRITTEN = "return a clone of it"
 GRADIENT = "always or never has a gradient"
 LEAF = "a leaf Variable that requires grad is being used in an in-place operation"
 HABITS = {
@@ -151,7 +151,7 @@ HABITS = {
     "writes into its input, detached": Habit(1, writes_input, "", GIVEN),
     "writes into the batch": Habit(0, lambda m, x: plain(m, x.mul_(2)), "", GIVEN),
     "writes into its output": Habit(0, lambda m, x: plain(m, x).mul_(2)),
-    "writes into an earlier output": Habit(0, writes_earlier_output, WRITTEN, WRITTEN),
+    "writes into an earlier output": Habit(0, writes_earlier_output, CLONE, CLONE),
     "returns an expanded tensor": Habit(
         0, lambda m, x: plain(m, x).mean(0, keepdim=True).expand(ROWS, WIDTH)
     ),
