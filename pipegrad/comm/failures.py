@@ -466,8 +466,12 @@ def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
 
 def _error(record: Record) -> str:
     """Returns the error of a rank, and where it was."""
-    at = f" [{record.at}]" if record.at else ""
-    return f"rank {record.rank}: {record.failure.error}{at}"
+    # What this rank has posted, or others have told back to it, names it already.
+    told = told_by(record.failure.error)
+    words = f"rank {record.rank}: {record.failure.error}"
+    if told is not None and told[0] == record.rank:
+        words = told[1]
+    return f"{words} [{record.at}]" if record.at else words
 
 
 def _line(record: Record) -> str:

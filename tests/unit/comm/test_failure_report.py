@@ -59,6 +59,16 @@ CASES = {
         "rank 2: ValueError('boom') [step 3]",
         "raised",
     ),
+    "an error that its post, or another rank, has given a number": (
+        [
+            waiting(0, 3),
+            waiting(1, 3),
+            failed(2, "a step failed on another rank: rank 3: boom", 2.0, follows=True),
+            failed(3, "rank 3: rank 3: bucket 0: boom of rank 3: bad", 2.0),
+        ],
+        "rank 3: bucket 0: boom of rank 3: bad [step 3]",
+        "raised",
+    ),
     "who has told its error, and is on the way out with it": (
         [failed(0, TOLD, 2.0, follows=True), waiting(1, 2), state(2), waiting(3, 2)],
         "rank 2: ValueError: boom. In 1F0",
