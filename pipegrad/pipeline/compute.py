@@ -42,7 +42,7 @@ class Compute:
         loss_fn: Takes the last stage's outputs and a microbatch's target.
 
     Attributes:
-        outputs: What the last stage made, if the step keeps it.
+        outputs: What the last stage made, by microbatch, if the step keeps it.
     """
 
     def __init__(
@@ -107,8 +107,7 @@ class Compute:
             recompute.forget()
         self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
         self._ran_forward = set[int]()  # stages
-        # A new list: `Executor.run` returns the old one.
-        self.outputs = list[tuple[Tensor, ...]]()
+        self.outputs = dict[int, tuple[Tensor, ...]]()
         self._aliases.forget()
         if self._splits:
             self._weights.forget()
@@ -170,7 +169,8 @@ class Compute:
     def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Computes the loss of the last stage; returns the roots of its backward."""
         if self._keeps_outputs:
-            self.outputs.append(tuple(map(self._kept, self._stages[self._last].outputs, outputs)))
+            names = self._stages[self._last].outputs
+            self.outputs[microbatch] = tuple(map(self._kept, names, outputs))
         # A loss may do more than return, such as add to gradients. So it runs once: behind the
         # second forward, if there is one.
         if self._targets is None or (self._sync is not None and self._last in self._recomputes):

@@ -151,8 +151,8 @@ class Executor:
         except BaseException as error:
             self._add_location(error)
             raise
-        # The list is taken first: `forget` makes a new one.
-        outputs = self._compute.outputs
+        # A stage may take microbatches in any order.
+        outputs = [output for _, output in sorted(self._compute.outputs.items())]
         self.num_different = self._compute.num_different
         self._forget()
         return outputs
