@@ -20,6 +20,7 @@ from pipegrad.schedules import build, lower
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.layers import NUM_MICROBATCHES as OWN
 from tests.support.pipeline.layers import (
+    WIDTH,
     Layer,
     Pipeline,
     batch,
@@ -78,6 +79,18 @@ def test_any_number_of_rows_and_microbatches_is_taken() -> None:
         assert evaluate(9, num_microbatches=2) == "True"
         assert met.call_count == 13
         assert (generated.call_count, lowered.call_count) == (0, 0)
+
+
+def test_the_program_is_that_of_the_next_step_whichever_number_came_first() -> None:
+    """Another number had shown that no gradient comes back, and the Program still sent one."""
+    x = torch.ones(2 * OWN, WIDTH, dtype=torch.float64)
+    cut_off = Layer(lambda linear, x: linear(x).detach())
+    with closing(make(cut_off, Layer())) as scheduler:
+        assert [channel.kind for channel in scheduler.program.channels] == ["F", "B"]
+        train(scheduler, x, target=x, num_microbatches=2)
+        train(scheduler, x, target=x)
+        assert [channel.kind for channel in scheduler.program.channels] == ["F"]
+        assert scheduler.program.schedule is scheduler.schedule
 
 
 WRONG = {
