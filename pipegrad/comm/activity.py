@@ -67,6 +67,7 @@ class Activity:
     Args:
         what: In words. Of a collective they are the same on all its ranks.
         ranks: The global ranks that take part, or for which it waits.
+        in_store: Whether it waits for what each of these ranks has yet to write into the store.
         within_seconds: If it takes longer, the job ends with a report; see `comm.watch`.
         details: Returns more, when a report is made; any thread may call it.
         drawing: Returns the grid of a pipeline, by its number, with marked cells, by row.
@@ -79,6 +80,7 @@ class Activity:
     __slots__ = (
         "details",
         "drawing",
+        "in_store",
         "position",
         "ranks",
         "since",
@@ -91,6 +93,7 @@ class Activity:
         what: str,
         ranks: Sequence[int] = (),
         *,
+        in_store: bool = False,
         within_seconds: float | None = None,
         details: Callable[[], Details] | None = None,
         drawing: Drawing | None = None,
@@ -98,6 +101,7 @@ class Activity:
     ) -> None:
         self.what = what
         self.ranks = ranks
+        self.in_store = in_store
         self.within_seconds = within_seconds
         self.details = details
         self.drawing = drawing
@@ -333,6 +337,13 @@ class Account:
                 if limit is not None and now - activity.since > share * limit:
                     return f"{activity.what} took longer than {limit:g} s on rank {self._rank}"
         return None
+
+    def awaited(self, seconds: float) -> Sequence[int]:
+        """Returns the ranks for which the thread of verbs has waited in the store for so long."""
+        for activity in activities().get(verb_thread(), [])[-1:]:
+            if activity.in_store and time.monotonic() - activity.since > seconds:
+                return activity.ranks
+        return ()
 
     def record(self) -> Record:
         """Returns what this rank is at, or was at when it failed; any thread may call it."""

@@ -226,7 +226,7 @@ def _exchange(
     keys = {rank: f"{prefix}/{rank}" for rank in ranks}
     verdict, cause = _COMPLETE, None
     try:
-        with Activity(subject, ranks):
+        with Activity(subject, ranks, in_store=True):
             kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
     except dist.DistNetworkError:
         raise
@@ -356,10 +356,12 @@ class Board:
 
     Args:
         name: The same on all ranks. No other board may have it.
+        ranks: The global ranks that post, all of them, if they are known.
     """
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
         self._name = name
+        self._ranks = ranks
 
     def post(self, key: str, message: object) -> None:
         """Posts `message`, which is plain data; returns at once."""
@@ -374,7 +376,8 @@ class Board:
         """
         full = f"pipegrad/board/{self._name}/{key}"
         try:
-            store().wait([full], timeout)
+            with Activity(f"the message {key!r}", self._ranks, in_store=True):
+                store().wait([full], timeout)
         except dist.DistStoreError as error:
             late = AgreementError(
                 f"nothing heard within {timeout.total_seconds():g} s of {key!r}: one of the other "

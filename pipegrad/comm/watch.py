@@ -197,7 +197,9 @@ class Watch:
         if not self._comes_to(State.TAKEN, _POLL_SECONDS):
             # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
             self._threads.append(_started("watch cut", cut_all))
-        is_taken = self._comes_to(State.TAKEN, _LEAVE_SECONDS)
+        # A wait in the store runs Python, and no connection ends it.
+        is_in_store = not self.ends_process and bool(self._account.awaited(0))
+        is_taken = self._comes_to(State.TAKEN, 0 if is_in_store else _LEAVE_SECONDS)
         if dist.group.WORLD is not self._world():
             return
         if self.ends_process:
@@ -218,7 +220,7 @@ class Watch:
                 pause = _POLL_SECONDS if self._neighbours.learn() else _QUICK_SECONDS
                 self._is_debugged = self._is_one_debugged()
                 has_lost = self.ends_process and self._has_lost_neighbour()
-                if has_lost or self._store.check([self._key("alarm")]):
+                if has_lost or self._waits_in_vain() or self._store.check([self._key("alarm")]):
                     self._raise_alarm("")
             if self.has_alarm:
                 self._exchange()
@@ -253,6 +255,14 @@ class Watch:
                 return True
             self._left.add(rank)
         return False
+
+    def _waits_in_vain(self) -> bool:
+        """Returns whether this rank waits for what a rank that is gone has not written."""
+        ranks = [r for r in self._account.awaited(2 * _POLL_SECONDS) if r != self.rank]
+        return any(
+            self._neighbours.state(r) == "ended" or self._store.check([self._key("left", r)])
+            for r in ranks
+        )
 
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""

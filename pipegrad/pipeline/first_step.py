@@ -62,7 +62,7 @@ class LearnedSpecs(Specs):
         """Posts what a value looks like; None if this rank failed before it made the value."""
         if channel.kind == "F":
             spec = self._by_link.setdefault(channel.link, None)
-            self._board.post(f"{channel.link} to {channel.target}", spec)
+            self._board.post(_key(channel), spec)
         return self._by_link.get(channel.link)
 
     def of_receive(self, channel: Channel) -> Spec | None:
@@ -74,7 +74,7 @@ class LearnedSpecs(Specs):
         """
         if channel.kind == "F" and channel.link not in self._by_link:
             try:
-                message = self._board.wait(f"{channel.link} to {channel.target}", self._timeout)
+                message = self._board.wait(_key(channel), self._timeout)
                 if not isinstance(message, Spec | None):
                     raise MessageError(f"what a value looks like is {message!r}, expected a Spec")
             except PipegradError:
@@ -84,6 +84,10 @@ class LearnedSpecs(Specs):
                 raise
             self._by_link[channel.link] = message
         return self._by_link.get(channel.link)
+
+
+def _key(channel: Channel) -> str:
+    return f"value {channel.link} to pipeline rank {channel.target}"
 
 
 @dataclass(frozen=True)

@@ -496,7 +496,7 @@ class Steps:
         topology, links = self._topology, self.pipeline.wiring.links
         # Each pipeline has a board of its own: replicas may have batches of another size.
         pipeline = topology.ranks_along(topology.pipeline)
-        board = Board(f"{self._name}/{self._notice.step}/{pipeline[0]}")
+        board = Board(f"{self._name}/{self._notice.step}/{pipeline[0]}", pipeline)
         specs = LearnedSpecs(board, self._wait_seconds)
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only, is_first=True)
 

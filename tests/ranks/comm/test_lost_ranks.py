@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 
 import pytest
 
+from pipegrad.comm.agreement import AGREE_SECONDS
 from tests.support.train.launched import Launched, torchrun
 
 SCRIPT = """
@@ -14,10 +16,10 @@ import os, sys, time, torch, torch.distributed as dist
 from torch import nn
 import pipegrad
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-loop, how, where, lost = *sys.argv[1:4], int(sys.argv[4])
+loop, how, where, lost, last = *sys.argv[1:4], *map(int, sys.argv[4:])
 number = 0
 def end(place):
-    if (place, rank, number) == (where, lost, 3):
+    if (place, rank, number) == (where, lost, last):
         sys.exit() if how == "exit" else os._exit(0)
 class Layer(nn.Linear):
     def forward(self, x):
@@ -60,7 +62,7 @@ else:
         sync.stage_final(0)
         sync.finish()
 for number in range(1, 6):
-    if (how, rank, number) == ("less", lost, 3):
+    if (how, rank, number) == ("less", lost, last):
         break
     end("between")
     try:
@@ -105,7 +107,7 @@ def test_a_rank_that_ended_is_the_cause_on_all_others(
     tmp_path: Path, loop: str, how: str, where: str, lost: int
 ) -> None:
     """Its neighbours were: "rank 0: Connection closed by peer"."""
-    told, run = ended(tmp_path, loop, how, where, lost)
+    told, run = ended(tmp_path, loop, how, where, lost, 3)
     last, now = re.escape(LAST[loop]), re.escape(NOW[loop])
     now = r"scheduler\.evaluate\(\) 6" if where == "evaluation" else now
     after = r"without a word \(process \d+\)" if how == "_exit" else f"after {last}"
@@ -115,11 +117,33 @@ def test_a_rank_that_ended_is_the_cause_on_all_others(
     assert run.errors.count("\nError: rank") + run.errors.startswith("Error: rank") == 1, str(run)
 
 
+@pytest.mark.parametrize(
+    ("how", "where", "lost"),
+    [
+        ("_exit", "between", 1),
+        ("exit", "between", 0),
+        ("less", "between", 2),
+        ("_exit", "forward", 1),
+        ("_exit", "backward", 2),
+    ],
+)
+def test_a_rank_that_ended_in_the_first_step_is_the_cause_on_all_others(
+    tmp_path: Path, how: str, where: str, lost: int
+) -> None:
+    """The others wait for what it writes into the store, and did so until the time was over."""
+    began = time.monotonic()
+    told, run = ended(tmp_path, "scheduler", how, where, lost, 1)
+    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
+    after = "without a word" if how == "_exit" else "after its set-up"
+    assert [t for t in told.values() if f"StallError: rank {lost} has ended {after}" not in t] == []
+    assert time.monotonic() - began < AGREE_SECONDS
+
+
 @pytest.mark.parametrize(("where", "lost", "action"), INSIDE)
 def test_a_rank_that_exits_in_a_step_tells_all_others(
     tmp_path: Path, where: str, lost: int, action: str
 ) -> None:
-    told, run = ended(tmp_path, "scheduler", "exit", where, lost)
+    told, run = ended(tmp_path, "scheduler", "exit", where, lost, 3)
     words = f"StepError: a step failed on another rank: rank {lost}: SystemExit:  In {action} on "
     assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
     assert [text for text in told.values() if not text.startswith(words)] == []

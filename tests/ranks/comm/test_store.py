@@ -93,7 +93,7 @@ def test_a_message_of_a_board_and_the_notice_of_a_failure_are_refused() -> None:
 def test_a_first_step_refuses_what_is_no_spec() -> None:
     board, channel = Board("no spec"), Channel(0, "F", 0, 1)
     specs = LearnedSpecs(board, 60)
-    board.post("0 to 1", "a")
+    board.post("value 0 to pipeline rank 1", "a")
     words = "MessageError: what a value looks like is 'a', expected a Spec"
     assert outcome(lambda: specs.of_receive(channel)) == words
     assert specs.of_receive(channel) is None  # nothing crosses the channel
