@@ -46,15 +46,13 @@ from pipegrad.comm.process_groups import cut_all
 from pipegrad.comm.processes import Neighbours
 from pipegrad.errors import MessageError, StallError
 
-_POLL_SECONDS, _QUICK_SECONDS, _TICK_SECONDS = 0.5, 0.1, 0.02
+_POLL_SECONDS, _QUICK_SECONDS, _TICK_SECONDS, _JOIN_SECONDS = 0.5, 0.1, 0.02, 1.0
 _ANSWER_SECONDS = 8.0  # for all ranks to post their records
 _REPORT_SECONDS = 4.0  # then for the report
 _LIMIT_SECONDS = _ANSWER_SECONDS + 2 * _REPORT_SECONDS
 _LEAVE_SECONDS = 5.0  # for the thread of verbs to come out of its wait; then for the process to end
-_JOIN_SECONDS = 1.0
 _SIGN_SECONDS = 5.0  # without a new sign of a debugger: who gave it has ended
 _NO_STORE = "the key-value store does not answer: who keeps it has ended, or the network is cut"
-_KEEPER = "keeps the key-value store: it has ended, or the connection to it is lost"
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
 
 
@@ -135,9 +133,8 @@ class Watch:
             self._go(State.LEFT if leaves else self._state)
         if leaves:  # the network may be cut
             self._threads.append(_started("watch end", self._tell_end))
-        for thread in self._threads:
-            if thread is not threading.current_thread():
-                thread.join(_JOIN_SECONDS)
+        for thread in {*self._threads} - {threading.current_thread()}:
+            thread.join(_JOIN_SECONDS)
 
     def _tell_end(self) -> None:
         with suppress(Exception):
@@ -203,10 +200,8 @@ class Watch:
         if dist.group.WORLD is not self._world():
             return
         if self.ends_process:
-            timer = threading.Timer(_LEAVE_SECONDS * is_taken, os._exit, [self._report.exit_code])
-            timer.daemon = True
-            timer.start()
-            return
+            time.sleep(_LEAVE_SECONDS * is_taken)
+            os._exit(self._report.exit_code)
         with self._moved:
             if self._state < State.TAKEN:
                 _raise_in(verb_thread(), _stalled(self._report.cause))
@@ -219,8 +214,7 @@ class Watch:
             while not self._comes_to(State.ALARM, pause):
                 pause = _POLL_SECONDS if self._neighbours.learn() else _QUICK_SECONDS
                 self._is_debugged = self._is_one_debugged()
-                has_lost = self.ends_process and self._has_lost_neighbour()
-                if has_lost or self._waits_in_vain() or self._store.check([self._key("alarm")]):
+                if self._has_lost_rank() or self._store.check([self._key("alarm")]):
                     self._raise_alarm("")
             if self.has_alarm:
                 self._exchange()
@@ -248,21 +242,17 @@ class Watch:
             self._sign, self._sign_since = sign, now
         return now - self._sign_since < _SIGN_SECONDS
 
-    def _has_lost_neighbour(self) -> bool:
-        ended = (r for r in self._neighbours.known if self._neighbours.state(r) == "ended")
-        for rank in (r for r in ended if r not in self._left):
-            if not self._store.check([self._key("left", rank)]):
-                return True
-            self._left.add(rank)
+    def _has_lost_rank(self) -> bool:
+        """Returns whether a rank has ended without `leave`, or without what this one waits for."""
+        awaited = {*self._account.awaited(2 * _POLL_SECONDS)} - {self.rank}
+        for rank in awaited.union(self._neighbours.known if self.ends_process else ()):
+            has_ended = rank not in self._left and self._neighbours.state(rank) == "ended"
+            if has_ended or rank in awaited:
+                has_left = self._store.check([self._key("left", rank)])
+                self._left.update([rank] * has_left)
+                if (has_left and rank in awaited) or (has_ended and not has_left):
+                    return True
         return False
-
-    def _waits_in_vain(self) -> bool:
-        """Returns whether this rank waits for what a rank that is gone has not written."""
-        ranks = [r for r in self._account.awaited(2 * _POLL_SECONDS) if r != self.rank]
-        return any(
-            self._neighbours.state(r) == "ended" or self._store.check([self._key("left", r)])
-            for r in ranks
-        )
 
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
@@ -317,7 +307,8 @@ class Watch:
         silent = {rank: self._neighbours.sign(rank) for rank in sorted(gone - self._left)}
         is_of_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
         if has_lost_store and self.rank and not is_of_torchrun:
-            silent, reason = {0: _KEEPER} | silent, ""
+            keeps = "keeps the key-value store: it has ended, or the connection to it is lost"
+            silent, reason = {0: keeps} | silent, ""
         try:
             record = self._account.record()
         except Exception as error:  # noqa: BLE001 - there must be a report
