@@ -2,7 +2,8 @@
 
 Such a test is a function at the top of its file. Every rank calls it, and it asserts there. Tests
 of one file and number of ranks share the processes, one after the other, each within seconds of its
-own; after a failure the next test has new ones. A test takes its parameters, `tmp_path` (one folder
+own; after a failure the next test has new ones, and behind one that leaves ranks of no use
+(``ends_world=True``). A test takes its parameters, `tmp_path` (one folder
 for all ranks), `monkeypatch` (one a rank), and fixtures whose values can be pickled.
 
     @pytest.mark.ranks(2)
@@ -59,6 +60,8 @@ def run(item: pytest.Function) -> bool:
         _worlds[num_ranks].run(
             run_test, where, rows, given, "monkeypatch" in names, timeout_seconds=seconds
         )
+        if mark.kwargs.get("ends_world"):
+            _worlds.pop(num_ranks).close()
     except Exception as error:  # noqa: BLE001 - whatever a rank raised
         failure = "\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])])
     else:

@@ -218,6 +218,7 @@ def test_an_interrupt_behind_a_transfer_is_no_hang(where: list[int]) -> None:
 
 
 # The third: a second Ctrl-C, while the transfers of the failed step end.
+@pytest.mark.ranks(4, ends_world=True)  # a StallError ends the job of these ranks
 @pytest.mark.parametrize(("what", "times"), [("send", 1), ("receive", 1), ("wait", 2)])
 def test_what_nobody_can_know_is_final(what: str, times: int) -> None:
     """Ctrl-C behind the start of a transfer, before it is noted."""
