@@ -175,9 +175,7 @@ class Transfers:
                 self._look(sizes)
             spec = receive.spec
         else:
-            spec = self._said.get(key, known)
-            if known is not None and spec is not None and spec[:2] != known[:2]:
-                raise StepError(f"a gradient is {spec}, and its value is {known}")
+            spec = self._checked(key, known) if key in self._said else known
         if key in self._said:
             del self._said[key]
         else:
@@ -215,10 +213,10 @@ class Transfers:
         if receive is None or end is None:
             raise StepError(f"another rank has sent a header of {key}, which nobody waits for")
         receive.work = Done()
-        if spec is None:
-            return
         if end.is_value:
             self._look(end.sizes)
+        if spec is None:
+            return
         wire = end.sizes.on_wire(spec)
         if wire.nbytes > receive.memory.nbytes:
             receive.memory, receive.like = _memory_for(wire, self._device), wire
@@ -230,6 +228,17 @@ class Transfers:
                 receive.work = sync_points.in_use.receive(
                     end.group, message, end.peer, self._tag(*key)
                 )
+
+    def _checked(self, key: Key, known: Spec | None) -> Spec | None:
+        """Returns what a gradient looks like that has a header; None if it never comes.
+
+        Raises:
+            StepError: If the header says something else than is known.
+        """
+        said = self._said[key]
+        if said is not None and (known is None or said[:2] != known[:2]):
+            raise StepError(f"a gradient is {said}, and its value is {known}")
+        return None if said is None else known
 
     def _look(self, sizes: Sizes) -> None:
         """Finds out what the first unread value of a link looks like, and notes it.
