@@ -19,6 +19,7 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from pipegrad import FlatBucket, GradientHandler, ReductionStep, Scheduler, Stage, Work
+from pipegrad.comm.activity import Details, activities
 from pipegrad.comm.agreement import store
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -203,3 +204,20 @@ def test_an_action_costs_few_calls_of_the_host(schedule: str) -> None:
     # Not by pstats, which counts one of all generated functions that begin on one line.
     num_calls = sum(entry.callcount for entry in profiler.getstats())
     assert 10 < num_calls / num_actions <= MOST_CALLS
+
+
+@pytest.mark.ranks(1)
+def test_a_rank_is_at_the_item_that_runs_and_its_grid_at_the_action() -> None:
+    """Of one rank alone no item stands between two actions."""
+    seen = list[Details]()
+
+    class Looks(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            stacks = activities().values()
+            seen.extend(one.details() for stack in stacks for one in stack if one.details)
+            return x.clone()
+
+    with closing(make(1, "gpipe", lambda s: Stage(Looks(), s), handlers=[DATA])) as scheduler:
+        scheduler.evaluate(torch.ones(4, WIDTH))
+    found = [(details.item, details.mark) for details in seen]
+    assert found == [(f"compute 0F{number}", f"0F{number}") for number in range(4)]
