@@ -320,8 +320,8 @@ TWINS: dict[str, Twin] = {
 }
 _RANKS = "needs ranks: tests/support/ordering/programs.py; on a card test_ranks_on_one_card.py"
 ELSEWHERE = {  # the file of sites -> why they have no twin here
-    **dict.fromkeys(("bucketer", "collective", "reduce", "staging", "transfer"), _RANKS),
-    **dict.fromkeys(("clocks", "latency", "links"), "measures: tests/support/ordering/programs.py"),
+    **dict.fromkeys(("bucketer", "collective", "header", "reduce", "staging", "transfer"), _RANKS),
+    **dict.fromkeys(("clocks", "links"), "measures: tests/support/ordering/programs.py"),
     "checkpoint": "tests/unit/ordering/test_order.py: copied_early",
 }
 
