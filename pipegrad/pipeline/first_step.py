@@ -1,6 +1,6 @@
 """First step: ranks learn what values look like.
 
-[Note: first step] A rank can make a receive buffer only if it knows how large a value is. Nobody
+[Note: first step] A rank can post a receive only if it knows how large a value is. Nobody
 declares that, so the first step of each kind (training, evaluation) finds out what values look like
 in the first microbatch. What changes later travels with the values: see [Note: shapes].
 

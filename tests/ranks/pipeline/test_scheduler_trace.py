@@ -175,7 +175,7 @@ def test_buckets_leave_at_the_last_backward_before_the_pipeline_has_drained(sche
         assert drained < found.launches[0][1]
 
 
-# Eight more than it was: who else holds a received buffer or an output is asked for each.
+# Those of Python and of C, of torch's module and of autograd too.
 MICROBATCHES, MOST_CALLS = 64, 68
 
 
