@@ -169,20 +169,16 @@ class Ends:
         """Returns the end of a channel that ends here."""
         if number not in self.known:
             channel = self._channels[number]
-            serving = self._edges.of(channel.source, channel)
-            self.known[number] = self._made(
-                channel, self._specs.of_receive(channel), channel.source, serving
-            )
+            spec, serving = self._specs.of_receive(channel), self._edges.of(channel.source, channel)
+            self.known[number] = self._made(channel, spec, channel.source, serving)
         return self.known[number]
 
     def of_send(self, number: int) -> End | None:
         """Returns the end of a channel that begins here."""
         if number not in self.known:
             channel = self._channels[number]
-            serving = self._edges.to(channel.target, channel)
-            self.known[number] = self._made(
-                channel, self._specs.of_send(channel), channel.target, serving
-            )
+            spec, serving = self._specs.of_send(channel), self._edges.to(channel.target, channel)
+            self.known[number] = self._made(channel, spec, channel.target, serving)
         return self.known[number]
 
     def _made(
