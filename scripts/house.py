@@ -1,6 +1,7 @@
-"""Measures the house: what one step enters, how long files are, how many names are public.
+"""Measures the house: lines, files and functions, and what one step enters.
 
-    python scripts/house.py
+    python scripts/house.py                                        # this tree
+    PYTHONPATH=OTHER:OTHER/handlers python scripts/house.py        # another checkout
 
 Two gloo ranks hold a tied weight. The third step is measured: the first two compare copies, and
 the first makes what is kept. This works on any commit whose GradientSync has the verbs of today.
@@ -11,6 +12,7 @@ torch.distributed.pipelining, and for torchgpipe if it can be imported. Each cou
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import sys
 import threading
@@ -27,9 +29,22 @@ import pipegrad
 from pipegrad.testing import run_ranks
 
 PACKAGE = Path(pipegrad.__file__).parent
-HANDLERS = PACKAGE.parent / "handlers"
+ROOT = PACKAGE.parent
+HANDLERS = ROOT / "handlers"
 PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
 TIE = "tied" if hasattr(pipegrad, "find_tied") else "shared"
+CORE = [
+    "comm",
+    "plugins",
+    "model",
+    "plan",
+    "gradients",
+    "schedules",
+    "pipeline",
+    "interop",
+    "testing",
+]
+TOOLS = ["partition", "simulation", "observe", "picture", "audit", "train", "commands"]
 ROWS, WIDTH, MICROBATCHES = 8, 4, 4
 
 
@@ -39,6 +54,10 @@ class Stage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.w = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Multiplies by the weight."""
+        return self.w * x
 
 
 class Entered:
@@ -80,44 +99,14 @@ def functions_of(codes: Iterable[CodeType]) -> set[CodeType]:
     return {code for code in codes if not code.co_name.startswith("<")}
 
 
-def entered() -> dict[str, int]:
-    """Returns how many files, classes and functions of pipegrad one step enters."""
-    watch = Entered(PACKAGE, HANDLERS)
-    topology = pipegrad.Topology.create(pipeline=2)
-    stage, module = topology.coordinate("pp"), Stage()
-    handlers = ["pipeline-shared", "data-parallel"]
-    ties = {TIE: [["w"]]}
-    sync = pipegrad.GradientSync({stage: module}, topology, handlers=handlers, **ties)
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.1)
-    for number in range(3):
-        measured = number == 2
-        watch.phase = "before" if measured else ""
-        sync.prepare()
-        sync.stage_first_use(stage)
-        watch.phase = "gradient" if measured else ""
-        module.w.sum().backward()
-        sync.stage_final(stage)
-        sync.finish()
-        watch.phase = "behind" if measured else ""
-        sync.clip_grad_norm_(1.0)
-        optimizer.step()
-        sync.publish()
-        optimizer.zero_grad()
-    watch.phase = ""
-    watch.end()
-    main = watch.threads()[0]
-    classes = {c.co_qualname.rpartition(".")[0] for c in main if "." in c.co_qualname}
-    return {
-        "files that one step enters, main thread": len(files_of(main)),
-        "classes, likewise": len({c for c in classes if "<locals>" not in c}),
-        "functions, likewise": len(functions_of(main)),
-        "files from backward to the end of finish, all threads": len(
-            files_of(code for thread in watch.threads("gradient") for code in thread)
-        ),
-    }
-
-
 Numbers = tuple[int, int, int, int]  # files, functions, changes of file, threads
+
+
+def numbers(threads: list[list[CodeType]]) -> Numbers:
+    """Returns how many files and functions were entered, and how often the file changed."""
+    codes = [code for thread in threads for code in thread]
+    changes = sum(a.co_filename != b.co_filename for t in threads for a, b in pairwise(t))
+    return len(files_of(codes)), len(functions_of(codes)), changes, sum(map(bool, threads))
 
 
 def third(watch: Entered, step: Callable[[], object]) -> list[Numbers]:
@@ -127,13 +116,49 @@ def third(watch: Entered, step: Callable[[], object]) -> list[Numbers]:
         step()
     watch.phase = ""
     watch.end()
-    found = []
-    for threads in (watch.threads()[:1], watch.threads()):
-        codes = [code for thread in threads for code in thread]
-        changes = sum(a.co_filename != b.co_filename for t in threads for a, b in pairwise(t))
-        used = sum(map(bool, threads))
-        found.append((len(files_of(codes)), len(functions_of(codes)), changes, used))
-    return found
+    return [numbers(watch.threads()[:1]), numbers(watch.threads())]
+
+
+def of_sync() -> list[Numbers]:
+    """Returns what a tied gradient enters from its backward until its parameter has stepped."""
+    watch = Entered(PACKAGE, HANDLERS)
+    topology = pipegrad.Topology.create(pipeline=2)
+    stage, module = topology.coordinate("pp"), Stage()
+    handlers = ["pipeline-shared", "data-parallel"]
+    ties = {TIE: [["w"]]}
+    sync = pipegrad.GradientSync({stage: module}, topology, handlers=handlers, **ties)
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.1)
+
+    def step() -> None:
+        sync.prepare()
+        sync.stage_first_use(stage)
+        module.w.sum().backward()
+        sync.stage_final(stage)
+        sync.finish()
+        sync.clip_grad_norm_(1.0)
+        optimizer.step()
+        sync.publish()
+        optimizer.zero_grad()
+
+    return third(watch, step)
+
+
+def of_fsdp2() -> list[Numbers]:
+    """Returns what a sharded gradient of FSDP2 enters, likewise."""
+    import torch.distributed.fsdp._fully_shard as folder
+    from torch.distributed.device_mesh import init_device_mesh
+
+    watch, module = Entered(Path(folder.__file__).parent), Stage()
+    folder.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step() -> None:
+        module(torch.ones(4)).sum().backward()
+        torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return third(watch, step)
 
 
 def of_scheduler() -> list[Numbers]:
@@ -170,38 +195,87 @@ def of_torchgpipe() -> list[Numbers]:
     return third(watch, lambda: F.mse_loss(model(x), x).backward())
 
 
-def print_pipelines() -> None:
-    """Prints the table of pipelines."""
-    systems = {"pipegrad": (of_scheduler, 2), "torch.distributed.pipelining": (of_torch, 2)}
+def print_walks() -> None:
+    """Prints what one step enters, beside peers. FSDP2 computes its forward in it, too."""
+    walks = {
+        "a tied gradient": {"pipegrad": (of_sync, 2), "FSDP2, sharded": (of_fsdp2, 2)},
+        "a step of a pipeline": {
+            "pipegrad": (of_scheduler, 2),
+            "torch.distributed.pipelining": (of_torch, 2),
+        },
+    }
     if importlib.util.find_spec("torchgpipe"):
-        systems["torchgpipe"] = (of_torchgpipe, 1)
-    print(f"{'one step of a pipeline enters':48}   files  functions  changes of file  threads")
-    for system, (counted, num_ranks) in systems.items():
-        for rank, numbers in enumerate(run_ranks(counted, num_ranks)):
-            where = f"{system}, rank {rank}" if num_ranks > 1 else system
-            for which, row in zip(("main thread", "all threads"), numbers, strict=True):
-                print(f"{f'{where}, {which}':48} {row[0]:7} {row[1]:10} {row[2]:16} {row[3]:8}")
-    if "torchgpipe" not in systems:
-        print("torchgpipe is not installed")
+        walks["a step of a pipeline"]["torchgpipe"] = (of_torchgpipe, 1)
+    for what, systems in walks.items():
+        print(f"\n{what + ' enters':48}   files  functions  changes of file  threads")
+        for system, (counted, num_ranks) in systems.items():
+            for rank, found in enumerate(run_ranks(counted, num_ranks)):
+                for which, row in zip(("main thread", "all threads"), found, strict=True):
+                    where = f"{system}, rank {rank}, {which}"
+                    print(f"{where:48} {row[0]:7} {row[1]:10} {row[2]:16} {row[3]:8}")
 
 
-def main() -> None:
-    """Prints the table."""
-    files = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
-    comments = sum(
-        line.lstrip().startswith("#") for p in files for line in p.read_text().splitlines()
-    )
-    biggest = max(files, key=lambda path: files[path])
-    words = len((PACKAGE.parent / "README.md").read_text().split())
-    for what, number in run_ranks(entered, 2)[0].items():
-        print(f"{what}: {number}")
-    print(f"lines: {sum(files.values())} in {len(files)} files")
-    print(f"biggest file: {biggest.relative_to(PACKAGE.parent)}, {files[biggest]} lines")
-    print(f"lines that are comments: {comments / sum(files.values()):.1%}")
+def functions_in(path: Path) -> list[int]:
+    """Returns the lines of each function of a file."""
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return [(n.end_lineno or n.lineno) - n.lineno + 1 for n in nodes if isinstance(n, kinds)]
+
+
+def importers(files: Iterable[Path]) -> dict[Path, set[Path]]:
+    """Returns each file -> the files that import from it. Faces of folders do not count."""
+    found: dict[Path, set[Path]] = {path: set() for path in files}
+    for path in found:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if path.name == "__init__.py" or not isinstance(node, ast.ImportFrom):
+                continue
+            for name in (str(node.module), *(f"{node.module}.{a.name}" for a in node.names)):
+                home = (ROOT / name.replace(".", "/")).with_suffix(".py")
+                if home in found and home != path:
+                    found[home].add(path)
+    return found
+
+
+def words(*pages: Path) -> int:
+    """Returns the words of pages."""
+    return sum(len(page.read_text().split()) for page in pages)
+
+
+def print_tree() -> None:
+    """Prints what can be counted without a step."""
+    files = sorted([*PACKAGE.rglob("*.py"), *HANDLERS.rglob("*.py")])
+    lines = {path: path.read_text().splitlines() for path in files}
+    print(f"{'':24}  lines  files  functions")
+    folders: dict[str, list[Path]] = {}
+    for path in files:
+        top = path.relative_to(PACKAGE).parts[0] if path.is_relative_to(PACKAGE) else "handlers"
+        folders.setdefault(top if path.parent != PACKAGE else "beside them", []).append(path)
+    for what, parts in (("core", CORE), ("tools", TOOLS), ("product", list(folders))):
+        folders[what] = [path for part in parts for path in folders.get(part, [])]
+    for name, own in folders.items():
+        length, count = sum(len(lines[p]) for p in own), sum(len(functions_in(p)) for p in own)
+        print(f"{name:24} {length:6} {len(own):6} {count:10}")
+    users, names = importers(files), [p.name for p in files if p.name != "__init__.py"]
+    once = [p for p, who in users.items() if len(who) == 1 and p.name != "__init__.py"]
+    every = [line for own in lines.values() for line in own]
+    tests = [*(ROOT / "tests").rglob("*.py")]
+    docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
+    biggest = max(files, key=lambda path: len(lines[path]))
+    long = sorted(n for path in files for n in functions_in(path))
+    print(f"biggest file: {biggest.relative_to(ROOT)}, {len(lines[biggest])} lines")
+    print(f"lines of a function, median: {long[len(long) // 2]}")
+    print(f"lines that are comments: {sum(x.lstrip()[:1] == '#' for x in every) / len(every):.1%}")
+    print(f"file names that are used twice: {len({n for n in names if names.count(n) > 1})}")
+    small = [path for path in once if len(lines[path]) <= 100]
+    print(f"modules with one importer: {len(once)}, of at most 100 lines: {len(small)}")
     print(f"public names: {len(pipegrad.__all__)}")
-    print(f"words of the README: {words}")
-    print_pipelines()
+    print(
+        f"tests: {sum(len(p.read_text().splitlines()) for p in tests)} lines in {len(tests)} files"
+    )
+    docs = [page for page in docs if "_build" not in page.parts]
+    print(f"words of the README: {words(docs[0])}, of all pages: {words(*docs)}")
 
 
 if __name__ == "__main__":
-    main()
+    print_tree()
+    print_walks()
