@@ -8,4 +8,4 @@ from pipegrad.audit.report import Report as Report
 from pipegrad.audit.runtimes import of_deepspeed as of_deepspeed
 from pipegrad.audit.runtimes import of_megatron as of_megatron
 from pipegrad.audit.runtimes import of_torch as of_torch
-from pipegrad.audit.watch import before_clipping as before_clipping
+from pipegrad.audit.seen import before_clipping as before_clipping

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.outputs import Batch
-from pipegrad.audit.compare.truth import names_by_use
+from pipegrad.audit.outputs import Batch
 from pipegrad.audit.report import shown
+from pipegrad.audit.truth import names_by_use
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import FSDP1, wrapper_of

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipegrad.audit.audit import Audit
-from pipegrad.audit.compare.outputs import Batch
-from pipegrad.audit.compare.truth import leaves_cut
-from pipegrad.audit.watch import gradient_of
+from pipegrad.audit.outputs import Batch
+from pipegrad.audit.seen import gradient_of
+from pipegrad.audit.truth import leaves_cut
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

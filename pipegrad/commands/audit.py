@@ -110,7 +110,7 @@ def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | No
 
 def _show(report: Report, files: Mapping[str, Path | None]) -> NoReturn:
     """Prints and saves a report; ends with its exit code."""
-    from pipegrad.audit.page import as_html
+    from pipegrad.audit.report import as_html
 
     click.echo(str(report))
     texts = {"--json": report.as_json(), "--html": as_html(report)}

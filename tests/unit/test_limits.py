@@ -12,8 +12,7 @@ from xml.etree import ElementTree
 import pytest
 from click.testing import CliRunner, Result
 
-from pipegrad.audit.page import as_html
-from pipegrad.audit.report import Finding, Report
+from pipegrad.audit.report import Finding, Report, as_html
 from pipegrad.cli import main
 from pipegrad.errors import ScheduleError
 from pipegrad.picture import write_figure, write_html

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.causes import (
+from pipegrad.audit.causes import (
     GRADIENT,
     OTHER_VALUES,
     Cause,
@@ -18,8 +18,8 @@ from pipegrad.audit.compare.causes import (
     explained,
     factors_of,
 )
-from pipegrad.audit.compare.contributions import Fit
-from pipegrad.audit.compare.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS, WHOLE
+from pipegrad.audit.contributions import Fit
+from pipegrad.audit.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS, WHOLE
 
 COUNTS = {"microbatches": 3, "replicas": 2, "targets": 140}
 TIMES, BY = "it is multiplied by the number of", "it is divided by the number of"

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.clipping import factor, judged, right_norm, unclipped
-from pipegrad.audit.compare.entries import Entry, entries_of
+from pipegrad.audit.clipping import factor, judged, right_norm, unclipped
+from pipegrad.audit.placed import Entry, entries_of
 from pipegrad.audit.report import Finding
-from pipegrad.audit.watch import Seen
+from pipegrad.audit.seen import Seen
 
 # Two stages of two replicas: stage s of replica r is rank 2 s + r. Both stages hold "tie".
 STAGES = {"tie": (0, 1), "first": (0,), "other": (0,), "last": (1,), "bias": (1,)}

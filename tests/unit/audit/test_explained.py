@@ -17,11 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.compare.causes import OTHER_VALUES
-from pipegrad.audit.compare.judge import Judge, Sizes
-from pipegrad.audit.compare.outputs import Data
-from pipegrad.audit.compare.truth import leaves_cut
-from pipegrad.audit.watch import Seen
+from pipegrad.audit.causes import OTHER_VALUES
+from pipegrad.audit.judge import Judge, Sizes
+from pipegrad.audit.outputs import Data
+from pipegrad.audit.seen import Seen
+from pipegrad.audit.truth import leaves_cut
 
 VOCABULARY, WIDTH, LENGTH, ROWS, MICROBATCHES = 9, 5, 4, 2, 4
 CUTS = {2: ["e a", "b h"], 4: ["e", "a", "b", "h"]}

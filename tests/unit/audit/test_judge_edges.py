@@ -10,10 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad.audit.compare.entries import Entry
-from pipegrad.audit.compare.judge import Judge, Sizes
-from pipegrad.audit.placed import Placed
-from pipegrad.audit.watch import Clip, Watch
+from pipegrad.audit.judge import Judge, Sizes
+from pipegrad.audit.placed import Entry, Placed
+from pipegrad.audit.seen import Clip, Watch
 
 
 def test_the_limit_and_the_norm_of_torchs_clipping_are_seen_but_not_a_measurement() -> None:

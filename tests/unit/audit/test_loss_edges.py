@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from pipegrad.audit.compare.states import losses
+from pipegrad.audit.states import losses
 
 # Microbatches of 1 and 3 targets on replica 0; those of replica 1 make the whole another loss.
 TRUTH: Any = SimpleNamespace(

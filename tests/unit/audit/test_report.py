@@ -7,8 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipegrad.audit.page import as_html
-from pipegrad.audit.report import Finding, Gradient, Report, listed, merged
+from pipegrad.audit.report import Finding, Gradient, Report, as_html, listed, merged
 
 FINDING = Finding("the gradient is stale", "call zero_grad", ("0.weight",), (0, 1), step=2)
 GRADIENTS = (

@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.stepping import Reference, several
-from pipegrad.audit.watch import Seen, Stepped
+from pipegrad.audit.seen import Seen, Stepped
+from pipegrad.audit.stepping import Reference, several
 
 FIRST = {"a": "a", "b": "b", "b.again": "b"}
 STEPS = 3

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.compare.outputs import (
+from pipegrad.audit.outputs import (
     BEFORE,
     BEHIND,
     WHOLE,
@@ -20,13 +20,13 @@ from pipegrad.audit.compare.outputs import (
     Data,
     LossFn,
 )
-from pipegrad.audit.compare.outputs import (
+from pipegrad.audit.outputs import (
     MICROBATCHES as OF_MICROBATCHES,
 )
-from pipegrad.audit.compare.outputs import (
+from pipegrad.audit.outputs import (
     REPLICAS as OF_REPLICAS,
 )
-from pipegrad.audit.compare.truth import (
+from pipegrad.audit.truth import (
     Truth,
     compute,
     doubled,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare import clipping, states, stepping
-from pipegrad.audit.compare.causes import (
+from pipegrad.audit import clipping, states, stepping
+from pipegrad.audit.causes import (
     GRADIENT,
     LATE,
     OTHER_VALUES,
@@ -22,13 +22,12 @@ from pipegrad.audit.compare.causes import (
     explained,
     factors_of,
 )
-from pipegrad.audit.compare.contributions import Fit, fits
-from pipegrad.audit.compare.entries import Entry, entries_of
-from pipegrad.audit.compare.outputs import Data
-from pipegrad.audit.compare.truth import Truth, computed, names_by_use, sampled
-from pipegrad.audit.placed import joined
+from pipegrad.audit.contributions import Fit, fits
+from pipegrad.audit.outputs import Data
+from pipegrad.audit.placed import Entry, entries_of, joined
 from pipegrad.audit.report import Finding, Gradient, shown
-from pipegrad.audit.watch import Seen
+from pipegrad.audit.seen import Seen
+from pipegrad.audit.truth import Truth, computed, names_by_use, sampled
 from pipegrad.errors import PlanError
 
 _ROUNDING = 32.0  # factor of the rounding of a gradient

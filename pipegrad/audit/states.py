@@ -8,11 +8,11 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.causes import Cause
-from pipegrad.audit.compare.entries import Entry
-from pipegrad.audit.compare.truth import Truth
+from pipegrad.audit.causes import Cause
+from pipegrad.audit.placed import Entry
 from pipegrad.audit.report import Finding
-from pipegrad.audit.watch import Seen
+from pipegrad.audit.seen import Seen
+from pipegrad.audit.truth import Truth
 
 _STARTS = Cause(
     "copies of the parameter start with different values",

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipegrad.audit.report import Finding
-from pipegrad.audit.watch import Seen
+from pipegrad.audit.seen import Seen
 
 _ROUNDING = 64.0  # factor of the rounding of an update
 _SAME = 0.01  # of shares that are one

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.compare.outputs import (
+from pipegrad.audit.outputs import (
     WHOLE,
     Batch,
     Data,

@@ -15,10 +15,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.causes import Cause
-from pipegrad.audit.compare.entries import Entry, entries_of
+from pipegrad.audit.causes import Cause
+from pipegrad.audit.placed import Entry, entries_of
 from pipegrad.audit.report import Finding
-from pipegrad.audit.watch import Seen
+from pipegrad.audit.seen import Seen
 
 _CLOSE = 1e-4  # of a norm
 _ADDED = 1e-6  # by torch to a norm, before it divides

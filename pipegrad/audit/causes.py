@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipegrad.audit.compare.contributions import Fit
-from pipegrad.audit.compare.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS
+from pipegrad.audit.contributions import Fit
+from pipegrad.audit.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS
 from pipegrad.audit.report import shown
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more

@@ -1,1 +1,0 @@
-"""What one process computes, and what a difference from it says. It sends nothing."""
