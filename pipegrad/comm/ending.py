@@ -148,9 +148,10 @@ def note_all_in_vain() -> None:
 
 def cut(group: dist.ProcessGroup) -> None:
     """Closes this rank's connections of a gloo group. Calls that wait for them fail at once."""
-    if group.size() > 1:
-        peer = (group.rank() + 1) % group.size()
-        with suppress(RuntimeError):  # it timed out, or the connections were closed before
+    # The first receive that times out closes all connections. A receive from a rank that has ended
+    # fails at once and closes none, so every rank is asked.
+    for peer in {*range(group.size())} - {group.rank()}:
+        with suppress(RuntimeError):  # it timed out, or the connection was closed before
             group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
 
 
