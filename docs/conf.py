@@ -8,6 +8,8 @@ GitHub shows too. What Sphinx alone needs is added here: the side bar is the lis
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sphinx.domains.python import PythonDomain
@@ -90,10 +92,13 @@ def with_side_bar(index: str) -> str:
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Takes the markers of tests from a page, and gives the home page the side bar."""
+    """Drops the markers of tests; gives the home page its side bar, and the list of files."""
     source[0] = _COMMENT.sub("", source[0])
     if docname == root_doc:
         source[0] = with_side_bar(source[0])
+    if docname == "docs/files":
+        script = Path(app.confdir).parent / "scripts" / "docs"
+        source[0] += "\n".join(runpy.run_path(str(script))["files"]())
 
 
 def tidy(
