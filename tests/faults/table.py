@@ -13,7 +13,7 @@ from typing import Any
 import click
 
 from tests.faults.cell import FAULTS, LAYOUTS, PLACES, Cell
-from tests.faults.expected import Excluded, Expected, expected
+from tests.faults.expected import Excluded, expected
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEADING = "## All cells\n"
@@ -30,53 +30,49 @@ def main(results: Path, page: Path) -> None:
 
 
 def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table for each layout, places by faults; then why cells are as they are."""
-    yield "Seconds are those from the fault to the end of the last rank."
-    for layout, (pipeline, data) in LAYOUTS.items():
-        yield f"\n### {pipeline * data} ranks: pipeline {pipeline}, data {data}"
-        yield f"| | {' | '.join(FAULTS)} |"
-        yield "|---" * (len(FAULTS) + 1) + "|"
-        for place in PLACES:
-            row = [entry(Cell.of(fault, place, layout), results) for fault in FAULTS]
-            yield f"| **{place}** | {' | '.join(row)} |"
+    """Yields the table, places by faults; then why cells end as they do."""
+    layouts = ", and ".join(f"pipeline {p} x data {d}" for p, d in LAYOUTS.values())
+    yield "`python -m tests.faults.table` writes what follows, from the results of one run: seconds"
+    yield f"from the fault to the end of the last rank, the longer of both layouts ({layouts})."
+    yield f"\n| | {' | '.join(FAULTS)} |"
+    yield "|---" * (len(FAULTS) + 1) + "|"
+    for place in PLACES:
+        row = [entry(fault, place, results) for fault in FAULTS]
+        yield f"| **{place}** | {' | '.join(row)} |"
     yield "\n### What the faults are"
     yield from (f"- **{fault}**: the rank {words}." for fault, words in FAULTS.items())
-    yield "\n### Cells of their own"
+    yield "\n### Why a cell ends so"
     yield from notes()
 
 
-def entry(cell: Cell, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns what the table says of a cell."""
-    wanted = expected(cell)
+def entry(fault: str, place: str, results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what the table says of a cell in all layouts."""
+    cells = [Cell.of(fault, place, layout) for layout in LAYOUTS]
+    wanted = expected(cells[0])
     if isinstance(wanted, Excluded):
         return "-"
-    if str(cell) not in results:
+    if any(str(cell) not in results for cell in cells):
         return "not run"
-    found = results[str(cell)]
-    if found["complaints"]:
-        return f"**{found['complaints'][0]}**"
+    for cell in cells:
+        if complaints := results[str(cell)]["complaints"]:
+            return f"**{complaints[0]}**"
     if wanted.ends == "finishes":
         return "goes on"
-    return f"{found['ended']['seconds']:.1f} s"
+    return f"{max(results[str(cell)]['ended']['seconds'] for cell in cells):.1f}"
 
 
 def notes() -> Iterator[str]:
-    """Yields why cells do not exist, or end in a way of their own: for each fault, each reason."""
+    """Yields why cells that are run end in a way of their own: for each fault, each reason."""
     for fault in FAULTS:
         reasons: dict[str, list[str]] = {}
         for place in PLACES:
             wanted = expected(Cell.of(fault, place, "4"))
-            if wanted.why:
-                reasons.setdefault(f"{_ending(wanted)}: {wanted.why}", []).append(place)
+            if wanted.why and not isinstance(wanted, Excluded):
+                end = "goes on" if wanted.ends == "finishes" else "ends"
+                reasons.setdefault(f"the job {end}: {wanted.why}", []).append(place)
         for reason, places in reasons.items():
             where = "everywhere" if len(places) == len(PLACES) else ", ".join(places)
             yield f"- **{fault}** ({where}): {reason}."
-
-
-def _ending(wanted: Expected | Excluded) -> str:
-    if isinstance(wanted, Excluded):
-        return "not applicable"
-    return "the job goes on" if wanted.ends == "finishes" else "the job ends"
 
 
 if __name__ == "__main__":
