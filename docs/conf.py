@@ -68,7 +68,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-_LISTED = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
+_LISTED = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _PUBLIC = {name: f"pipegrad.{name}" for name in pipegrad._HOME_OF}

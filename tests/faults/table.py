@@ -38,7 +38,7 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     yield "|---" * (len(FAULTS) + 1) + "|"
     for place in PLACES:
         row = [entry(fault, place, results) for fault in FAULTS]
-        yield f"| **{place}** | {' | '.join(row)} |"
+        yield f"| **{place}**: {PLACES[place]} | {' | '.join(row)} |"
     yield "\n### What the faults are"
     yield from (f"- **{fault}**: the rank {words}." for fault, words in FAULTS.items())
     yield "\n### Why a cell ends so"

@@ -85,7 +85,7 @@ def test_links_lead_somewhere(name: str) -> None:
 
 def test_the_index_has_every_page() -> None:
     """The side bar of the site is made from it."""
-    listed = re.findall(r"^\| \[[^\]]+\]\((\S+?)\)", PAGES["docs/index.md"], re.MULTILINE)
+    listed = re.findall(r"^- \[[^\]]+\]\((\S+?)\)", PAGES["docs/index.md"], re.MULTILINE)
     pages = {path.resolve() for path in (ROOT / "docs").rglob("*.[mr][ds]*") if is_page(path)}
     pages |= {*ROOT.glob("benchmarks/*/README.md"), *ROOT.glob("examples/*/README.md")}
     pages |= {ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"}
