@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from tests.faults.expected import Excluded, expected
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEADING = "## All cells\n"
+STARTING, LATER = [*PLACES][:2], [*PLACES][2:]
 
 
 @click.command()
@@ -30,35 +31,34 @@ def main(results: Path, page: Path) -> None:
 
 
 def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields the table, places by faults; then why cells end as they do."""
-    layouts = ", and ".join(f"pipeline {p} x data {d}" for p, d in LAYOUTS.values())
+    """Yields a line for each fault; then where faults strike, and why runs end as they do."""
+    layouts = " and ".join(f"pipeline {p} x data {d}" for p, d in LAYOUTS.values())
     yield "`python -m tests.faults.table` writes what follows, from the results of one run: seconds"
-    yield f"from the fault to the end of the last rank, the longer of both layouts ({layouts})."
-    yield f"\n| | {' | '.join(FAULTS)} |"
-    yield "|---" * (len(FAULTS) + 1) + "|"
-    for place in PLACES:
-        row = [entry(fault, place, results) for fault in FAULTS]
-        yield f"| **{place}**: {PLACES[place]} | {' | '.join(row)} |"
-    yield "\n### What the faults are"
-    yield from (f"- **{fault}**: the rank {words}." for fault, words in FAULTS.items())
-    yield "\n### Why a cell ends so"
+    yield f"from the fault to the end of the last rank, over all points, with {layouts}."
+    yield "\n| fault | the rank | while the run starts | later |\n|---|---|---|---|"
+    for fault, words in FAULTS.items():
+        early, later = (entry(fault, places, results) for places in (STARTING, LATER))
+        yield f"| **{fault}** | {words} | {early} | {later} |"
+    yield "\nThe points:"
+    yield from (f"- **{place}**: {words}." for place, words in PLACES.items())
+    yield "\nEnds of another kind:"
     yield from notes()
 
 
-def entry(fault: str, place: str, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns what the table says of a cell in all layouts."""
-    cells = [Cell.of(fault, place, layout) for layout in LAYOUTS]
-    wanted = expected(cells[0])
-    if isinstance(wanted, Excluded):
-        return "-"
-    if any(str(cell) not in results for cell in cells):
-        return "not run"
-    for cell in cells:
+def entry(fault: str, places: Sequence[str], results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what the table says of a fault: the least and the most seconds of its cells."""
+    cells = [Cell.of(fault, place, layout) for place in places for layout in LAYOUTS]
+    wanted = {cell: expected(cell) for cell in cells}
+    run = {cell: end for cell, end in wanted.items() if not isinstance(end, Excluded)}
+    if missing := [str(cell) for cell in run if str(cell) not in results]:
+        return f"not run: {missing[0]}"
+    for cell in run:
         if complaints := results[str(cell)]["complaints"]:
-            return f"**{complaints[0]}**"
-    if wanted.ends == "finishes":
-        return "goes on"
-    return f"{max(results[str(cell)]['ended']['seconds'] for cell in cells):.1f}"
+            return f"**{cell}: {complaints[0]}**"
+    ended = [cell for cell, end in run.items() if end.ends != "finishes"]
+    seconds = [results[str(cell)]["ended"]["seconds"] for cell in ended]
+    span = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else ""
+    return ", or ".join(filter(None, [span, "goes on" * (len(ended) < len(run))])) or "-"
 
 
 def notes() -> Iterator[str]:
