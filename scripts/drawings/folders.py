@@ -6,9 +6,10 @@ from pathlib import Path
 
 from drawings.svg import COLOURS, Box, drawn, label, svg
 
-# From the first that is imported to the last. Each folder that is not here is a tool.
+# From the first that is imported to the last; a folder that is not here is a tool.
 CORE = ["comm", "plugins", "model", "plan", "gradients"]
-CORE += ["schedules", "pipeline", "interop", "testing"]
+CORE += ["interop", "schedules", "pipeline", "testing"]
+TOOLS = ["simulation", "picture", "cut", "partition", "observe", "train", "audit", "commands"]
 LINES_A_PIXEL, HEIGHT = 20, 20
 
 
@@ -16,7 +17,7 @@ def picture(package: Path) -> str:
     """Returns the picture: a bar for each folder, as long as it has lines."""
     folders = {path.parent.name for path in package.glob("*/__init__.py")}
     core = [name for name in CORE if name in folders]
-    tools = sorted(folders - {*CORE})
+    tools = [name for name in TOOLS if name in folders] + sorted(folders - {*CORE, *TOOLS})
     parts, top = [], 8
     for title, names, colour in (
         ("core: runs in a step", core, COLOURS["F"]),

@@ -39,8 +39,7 @@ def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for fault, words in FAULTS.items():
         early, later = (entry(fault, places, results) for places in (STARTING, LATER))
         yield f"| **{fault}** | {words} | {early} | {later} |"
-    yield "\nThe points:"
-    yield from (f"- **{place}**: {words}." for place, words in PLACES.items())
+    yield f"\nThe points are {', '.join(STARTING)}; then {', '.join(LATER)}."
     yield "\nEnds of another kind:"
     yield from notes()
 
