@@ -8,6 +8,8 @@ GitHub shows too. What Sphinx alone needs is added here: the side bar is the lis
 from __future__ import annotations
 
 import re
+import runpy
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sphinx.domains.python import PythonDomain
@@ -66,7 +68,7 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
-_LISTED = re.compile(r"^\| \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
+_LISTED = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
 _SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):")
 _COMMENT = re.compile(r"^<!--.*?-->\n", re.MULTILINE | re.DOTALL)
 _PUBLIC = {name: f"pipegrad.{name}" for name in pipegrad._HOME_OF}
@@ -90,10 +92,13 @@ def with_side_bar(index: str) -> str:
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Takes the markers of tests from a page, and gives the home page the side bar."""
+    """Drops the markers of tests; gives the home page its side bar, and the list of files."""
     source[0] = _COMMENT.sub("", source[0])
     if docname == root_doc:
         source[0] = with_side_bar(source[0])
+    if docname == "docs/files":
+        script = Path(app.confdir).parent / "scripts" / "docs"
+        source[0] += "\n".join(runpy.run_path(str(script))["files"]())
 
 
 def tidy(

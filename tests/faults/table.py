@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
 from tests.faults.cell import FAULTS, LAYOUTS, PLACES, Cell
-from tests.faults.expected import Excluded, Expected, expected
+from tests.faults.expected import Excluded, expected
 
 PAGE = Path(__file__).parents[2] / "docs" / "faults.md"
 HEADING = "## All cells\n"
+STARTING, LATER = [*PLACES][:2], [*PLACES][2:]
 
 
 @click.command()
@@ -30,53 +31,47 @@ def main(results: Path, page: Path) -> None:
 
 
 def lines(results: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
-    """Yields a table for each layout, places by faults; then why cells are as they are."""
-    yield "Seconds are those from the fault to the end of the last rank."
-    for layout, (pipeline, data) in LAYOUTS.items():
-        yield f"\n### {pipeline * data} ranks: pipeline {pipeline}, data {data}"
-        yield f"| | {' | '.join(FAULTS)} |"
-        yield "|---" * (len(FAULTS) + 1) + "|"
-        for place in PLACES:
-            row = [entry(Cell.of(fault, place, layout), results) for fault in FAULTS]
-            yield f"| **{place}** | {' | '.join(row)} |"
-    yield "\n### What the faults are"
-    yield from (f"- **{fault}**: the rank {words}." for fault, words in FAULTS.items())
-    yield "\n### Cells of their own"
+    """Yields a line for each fault; then where faults strike, and why runs end as they do."""
+    layouts = " and ".join(f"pipeline {p} x data {d}" for p, d in LAYOUTS.values())
+    yield "`python -m tests.faults.table` writes what follows, from the results of one run: seconds"
+    yield f"from the fault to the end of the last rank, over all points, with {layouts}."
+    yield "\n| fault | the rank | while the run starts | later |\n|---|---|---|---|"
+    for fault, words in FAULTS.items():
+        early, later = (entry(fault, places, results) for places in (STARTING, LATER))
+        yield f"| **{fault}** | {words} | {early} | {later} |"
+    yield f"\nThe points are {', '.join(STARTING)}; then {', '.join(LATER)}."
+    yield "\nEnds of another kind:"
     yield from notes()
 
 
-def entry(cell: Cell, results: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns what the table says of a cell."""
-    wanted = expected(cell)
-    if isinstance(wanted, Excluded):
-        return "-"
-    if str(cell) not in results:
-        return "not run"
-    found = results[str(cell)]
-    if found["complaints"]:
-        return f"**{found['complaints'][0]}**"
-    if wanted.ends == "finishes":
-        return "goes on"
-    return f"{found['ended']['seconds']:.1f} s"
+def entry(fault: str, places: Sequence[str], results: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what the table says of a fault: the least and the most seconds of its cells."""
+    cells = [Cell.of(fault, place, layout) for place in places for layout in LAYOUTS]
+    wanted = {cell: expected(cell) for cell in cells}
+    run = {cell: end for cell, end in wanted.items() if not isinstance(end, Excluded)}
+    if missing := [str(cell) for cell in run if str(cell) not in results]:
+        return f"not run: {missing[0]}"
+    for cell in run:
+        if complaints := results[str(cell)]["complaints"]:
+            return f"**{cell}: {complaints[0]}**"
+    ended = [cell for cell, end in run.items() if end.ends != "finishes"]
+    seconds = [results[str(cell)]["ended"]["seconds"] for cell in ended]
+    span = f"{min(seconds):.1f} to {max(seconds):.1f}" if seconds else ""
+    return ", or ".join(filter(None, [span, "goes on" * (len(ended) < len(run))])) or "-"
 
 
 def notes() -> Iterator[str]:
-    """Yields why cells do not exist, or end in a way of their own: for each fault, each reason."""
+    """Yields why cells that are run end in a way of their own: for each fault, each reason."""
     for fault in FAULTS:
         reasons: dict[str, list[str]] = {}
         for place in PLACES:
             wanted = expected(Cell.of(fault, place, "4"))
-            if wanted.why:
-                reasons.setdefault(f"{_ending(wanted)}: {wanted.why}", []).append(place)
+            if wanted.why and not isinstance(wanted, Excluded):
+                end = "goes on" if wanted.ends == "finishes" else "ends"
+                reasons.setdefault(f"the job {end}: {wanted.why}", []).append(place)
         for reason, places in reasons.items():
             where = "everywhere" if len(places) == len(PLACES) else ", ".join(places)
             yield f"- **{fault}** ({where}): {reason}."
-
-
-def _ending(wanted: Expected | Excluded) -> str:
-    if isinstance(wanted, Excluded):
-        return "not applicable"
-    return "the job goes on" if wanted.ends == "finishes" else "the job ends"
 
 
 if __name__ == "__main__":
