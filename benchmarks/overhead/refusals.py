@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, Topology
-from pipegrad.gradients.loose_leaves import LooseLeaves, _leaves
+from pipegrad.gradients.local_gradients import LooseLeaves, _leaves
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.step import Step
 from pipegrad.pipeline.batch.trees import versions_of

@@ -1,18 +1,20 @@
-"""One step of a GradientSync: the code of each verb on this rank."""
+"""One step of a GradientSync: states and verbs in one table, and the code of each verb."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
 from operator import attrgetter, eq, is_
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from pipegrad.comm.comm_stream import outside_of_graphs
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps
-from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.bucket import BucketState, GradientBucket
 from pipegrad.gradients.drift import DriftCheck
@@ -20,17 +22,96 @@ from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.param_sync import ParameterSync
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import LiveParameter, ModuleTree
 from pipegrad.gradients.reducer import Reducer
-from pipegrad.gradients.state import TRANSITIONS, State, Statistics, refusal
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
-from pipegrad.model.module_tree import ModuleTree
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import has_result
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Numbers of the last finished step on this rank.
+
+    Attributes:
+        steps: Steps finished so far.
+        collectives: Collectives launched.
+        reduced_bytes: Bytes of gradients that they reduced. A communication hook sends fewer.
+        copies: Gradients copied out of a bucket; 0 if all are views.
+        early: Parameters whose gradient was sent before the backward of their stage ended.
+        published_bytes: Bytes of its parameter sync, to this rank and from it.
+        exposed_seconds: Time for which `finish` waited for collectives, and `stage_first_use`
+            before it for parameters.
+    """
+
+    steps: int = 0
+    collectives: int = 0
+    reduced_bytes: int = 0
+    copies: int = 0
+    early: int = 0
+    published_bytes: int = 0
+    exposed_seconds: float = 0.0
+
+
+class State(Enum):
+    """The states of a GradientSync."""
+
+    BETWEEN = "between two steps"
+    OPEN = "gradients accumulate"
+    LEAVING = "some gradients are final, and may be on their way"
+    CLOSED = "closed"
+
+
+# For each verb, the states in which it may be called, and the state after it. In any other state it
+# is refused. A gradient that becomes final also leads from OPEN to LEAVING, whichever verb or hook
+# has made it final. A step that only accumulates stays OPEN until it is reduced.
+_INSIDE = {State.OPEN: State.OPEN, State.LEAVING: State.LEAVING}
+_BETWEEN = {State.BETWEEN: State.BETWEEN}
+TRANSITIONS: Mapping[str, Mapping[State, State]] = {
+    "prepare": {State.BETWEEN: State.OPEN, State.OPEN: State.OPEN},
+    "stage_first_use": _BETWEEN | _INSIDE,
+    "stage_last_backward": _INSIDE,
+    "parameters_final": _INSIDE,
+    "stage_final": {State.OPEN: State.LEAVING, State.LEAVING: State.LEAVING},
+    "finish": {State.OPEN: State.BETWEEN, State.LEAVING: State.BETWEEN},
+    "drop_gradients": dict.fromkeys(State, State.BETWEEN) | {State.CLOSED: State.CLOSED},
+    "publish_if_due": _BETWEEN | _INSIDE,
+    **dict.fromkeys(
+        (
+            "publish",
+            "wait_parameters",
+            "clip_grad_norm_",
+            "non_finite",
+            "check_replicas",
+            "synchronize_parameters",
+            "state_dict",
+            "load_state_dict",
+        ),
+        _BETWEEN,
+    ),
+    "close": dict.fromkeys(State, State.CLOSED),
+}
+
+
+def refusal(verb: str, state: State) -> StepError:
+    """Returns the error of a verb in a state that `TRANSITIONS` does not list for it.
+
+    It names the verb to call first.
+    """
+    if state is State.CLOSED:
+        return StepError("this GradientSync is closed: make another one, on all ranks")
+    if verb == "prepare":
+        return StepError("prepare() inside a step whose gradients are leaving: call finish()")
+    if verb == "finish":
+        return StepError("finish() without prepare(): there is no step to finish")
+    if state is State.BETWEEN:
+        return StepError(f"{verb}() outside a step: call prepare() first")
+    return StepError(f"{verb}() inside a step: call finish() first")
+
 
 _TRAITS = tuple(map(attrgetter, ("requires_grad", "dtype", "grad_dtype", "shape")))
 

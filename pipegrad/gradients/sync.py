@@ -26,14 +26,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from pipegrad.comm.activity import Tape
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
-from pipegrad.comm.graph_capture import outside_of_graphs
-from pipegrad.comm.tape import Tape
+from pipegrad.comm.comm_stream import outside_of_graphs
 from pipegrad.comm.watch import Bounded, watch
 from pipegrad.errors import AgreementError, PlanError, StepError, in_words
 from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.main_params import (
     GroupOf,
+    Locations,
     MainParameter,
     NamedGroupOf,
     group_keys,
@@ -41,12 +42,9 @@ from pipegrad.gradients.main_params import (
     refuse_unless_elementwise,
 )
 from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer, parts_of
-from pipegrad.gradients.names import Locations
-from pipegrad.gradients.negotiate import Agreed
-from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
-from pipegrad.gradients.norm import clip_
-from pipegrad.gradients.set_up import set_up
-from pipegrad.gradients.state import State, Statistics
+from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
+from pipegrad.gradients.set_up import Agreed, set_up
+from pipegrad.gradients.step import State, Statistics
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard

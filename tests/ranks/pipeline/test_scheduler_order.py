@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipegrad import Stage, Work
 from pipegrad.comm import sync_points
-from pipegrad.comm.messages import TRANSFERS
+from pipegrad.comm.collectives import TRANSFERS
 from pipegrad.pipeline.transfers import edges
 from pipegrad.schedules.program.program import Op
 from pipegrad.testing import OrderChecker

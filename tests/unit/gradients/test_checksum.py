@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrad.gradients.checksum import bytes_of, checksum, full_checksum
+from pipegrad.gradients.drift import bytes_of, checksum, full_checksum
 
 DTYPES = [
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64),

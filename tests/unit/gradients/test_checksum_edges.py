@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pipegrad.gradients.checksum import checksum, full_checksum
+from pipegrad.gradients.drift import checksum, full_checksum
 
 
 def test_signs_that_are_exchanged_in_two_pairs_are_seen_by_the_full_one() -> None:

@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from pipegrad import ParameterRecord, Topology, make_plan
-from pipegrad.gradients.main_params import MainParameter
+from pipegrad.gradients.main_params import Locations, MainParameter
 from pipegrad.gradients.named_optimizer import NamedState
-from pipegrad.gradients.names import Locations
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.diloco import DiLoCo

@@ -7,14 +7,14 @@ import torch
 from torch import nn
 
 from pipegrad import Topology
-from pipegrad.gradients.non_finite import (
+from pipegrad.gradients.norm import (
     NonFinite,
+    clip_,
     in_a_sentence,
     merge_non_finite,
     non_finite_keys,
 )
-from pipegrad.gradients.norm import clip_
-from pipegrad.model.merge import make_manifest
+from pipegrad.model.describe import make_manifest
 
 INF, NAN = float("inf"), float("nan")
 

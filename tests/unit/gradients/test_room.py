@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from pipegrad.gradients import room
-from pipegrad.gradients.room import Room
+from pipegrad.gradients import reducer
+from pipegrad.gradients.reducer import Room
 
 
 class Clock:
@@ -39,7 +39,7 @@ def waits(takes_seconds: list[float], *, is_patient: bool = True) -> list[float]
     """Returns how long each step waits whose two reductions take so long."""
     clock, found = Clock(), list[float]()
     buffers: Any = {0: mock.Mock(is_taken=True), 1: mock.Mock(is_taken=True)}
-    with mock.patch.object(room, "time", clock):
+    with mock.patch.object(reducer, "time", clock):
         made = Room(buffers, is_patient=is_patient)
         for seconds in takes_seconds:
             made.begin()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError
-from pipegrad.model.memory import refuse_partly_shared
+from pipegrad.model.ties import refuse_partly_shared
 
 
 def views(*ranges: tuple[int, int]) -> list[tuple[str, nn.Parameter]]:

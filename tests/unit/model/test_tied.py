@@ -12,9 +12,8 @@ from torch.distributed.pipelining import pipe_split, pipeline
 
 from pipegrad import Topology, find_tied, make_manifest
 from pipegrad.errors import PlanError
-from pipegrad.model.describe import describe_rank
+from pipegrad.model.describe import describe_rank, starts_of
 from pipegrad.model.gradient_storage import GradAttribute
-from pipegrad.model.merge import starts_of
 from pipegrad.model.suspects import likely_ties
 from pipegrad.model.ties import declared, link_local
 from tests.support.gradients.cases import stage

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pipegrad.plugins.options import closest_first, complaints_of
+from pipegrad.plugins.registry import closest_first, complaints_of
 
 
 def plain(model: object, *, width: int, depth: int = 2) -> None: ...

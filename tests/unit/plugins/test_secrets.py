@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from pipegrad.errors import ConfigError, PluginOptionError
-from pipegrad.plugins.secrets import REDACTED, redacted
+from pipegrad.plugins.registry import REDACTED, redacted
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.reporters.report import manifest_of
