@@ -14,16 +14,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
+from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import local
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plugins.handler import Placement
 
-Lookup = Callable[[str], nn.Parameter]
+Parameters = Mapping[str, LiveParameter]
 Sums = Callable[[torch.Tensor], torch.Tensor]  # `checksum` or `full_checksum`
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
@@ -43,13 +43,13 @@ _GONE = "none that differs still, so they are written while they are compared"
 
 
 def make_equal(
-    packs: Sequence[Bucket], lookup: Lookup, groups: Groups, device: torch.device
+    packs: Sequence[Bucket], parameters: Parameters, groups: Groups, device: torch.device
 ) -> None:
     """Copies every parameter from the lowest rank that holds it to all replicas.
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
-        lookup: Key -> live parameter.
+        parameters: Of this rank, by key.
         groups: The communicators; those of comm stream 0 are used.
         device: Of the parameters.
 
@@ -58,21 +58,22 @@ def make_equal(
     # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
     # reduction already has the values of the owners before it, so all ranks end with the same bits.
     for pack in packs:
-        flat = _gather(pack, lookup, device)
+        flat = _gather(pack, parameters, device)
         for step in pack.route:
             # Bytes can be sent on every backend. Some backends lack other dtypes.
             dist.broadcast(flat.view(torch.uint8), src=step.owner, group=groups.of(step.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
-                local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+                view = flat.as_strided(slot.shape, slot.stride, slot.offset)
+                local(parameters[slot.key].parameter).copy_(view)
         del flat  # otherwise two copies would exist at a time
 
 
-def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
+def _gather(pack: Bucket, parameters: Parameters, device: torch.device) -> torch.Tensor:
     flat = torch.zeros(pack.payload_numel, dtype=pack.dtype, device=device)
     for slot in pack.slots:
         view = flat.as_strided(slot.shape, slot.stride, slot.offset)
-        view.copy_(local(lookup(slot.key)).detach())
+        view.copy_(local(parameters[slot.key].parameter).detach())
     return flat
 
 
@@ -97,9 +98,7 @@ class DriftCheck:
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
-        lookup: Key -> live parameter.
-        main_of: Key -> its master copy on this rank, or the part that this rank steps; None if
-            another rank steps it.
+        parameters: Of this rank, by key.
         with_main: Keys of the parameters that have master copies, the same on all ranks.
         groups: The communicators; those of comm stream 0 are used.
         ranks: All ranks.
@@ -112,8 +111,7 @@ class DriftCheck:
     def __init__(
         self,
         packs: Sequence[Bucket],
-        lookup: Lookup,
-        main_of: Callable[[str], torch.Tensor | None],
+        parameters: Parameters,
         with_main: Collection[str],
         *,
         groups: Groups,
@@ -123,8 +121,7 @@ class DriftCheck:
         every: int,
         is_exact: bool,
     ) -> None:
-        self._lookup = lookup
-        self._main_of = main_of
+        self._parameters = parameters
         self._groups = groups
         self._ranks = ranks
         self._device = device
@@ -195,7 +192,8 @@ class DriftCheck:
                 (name, ranks)
                 for name, ranks in differing
                 if not name[1]
-                and _spread(local(self._lookup(name[0])), self._groups.of(ranks, 0)) > limit
+                and _spread(local(self._parameters[name[0]].parameter), self._groups.of(ranks, 0))
+                > limit
             ]
         self._refuse([name for name, _ in differing])
 
@@ -239,10 +237,15 @@ class DriftCheck:
         ]
 
     def _tensor(self, name: Name) -> torch.Tensor | None:
-        """Returns the tensor of a copy, without version counter of the parameter; or None."""
-        key, is_main = name
-        tensor = self._main_of(key) if is_main else local(self._lookup(key))
-        return None if tensor is None else tensor.data
+        """Returns the tensor of a copy, without version counter of the parameter.
+
+        None for a master copy, or a part of one, that another rank steps.
+        """
+        parameter = self._parameters[name[0]]
+        if not name[1]:
+            return local(parameter.parameter).data
+        main_shard = parameter.main_shard
+        return main_shard.tensor.data if main_shard is not None and main_shard.copied else None
 
     def _facts(self, names: Collection[Name]) -> dict[Name, Facts]:
         """Returns what this rank says of its copies of some names."""

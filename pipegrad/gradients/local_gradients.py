@@ -48,7 +48,7 @@ class LocalGradients:
         self.parameters = parameters
         self._accessor = accessor
         self._own_divisors = divisors
-        self._main_shards = [p.placed.main_shard for p in parameters]
+        self._main_shards = [p.main_shard for p in parameters]
         self._is_attribute = isinstance(accessor, GradAttribute)
         self._is_open = False
         self._before: list[torch.Tensor | None] | None = None
@@ -149,8 +149,8 @@ class LocalGradients:
             return None
         return torch.empty_like(tensor, dtype=self._accessor.dtype(tensor))
 
-    def settle(self) -> None:
-        """Moves what was computed without hooks, at the end of a step."""
+    def late(self) -> None:
+        """Moves what was computed without hooks. Until the step ends, nothing here is too late."""
         for tensor in self._live if not self._is_plain else ():
             if tensor.grad is not None and not self._is_attribute:
                 self._accessor.accumulated(tensor)

@@ -24,38 +24,6 @@ from pipegrad.plan.routes import is_counted
 from pipegrad.topology import Topology
 
 
-def global_norm(
-    gradients: Sequence[torch.Tensor],
-    norm_type: float,
-    *,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    tape: Tape | None = None,
-) -> torch.Tensor:
-    """Returns the norm over the `gradients` of all ranks, a scalar of `dtype`.
-
-    Args:
-        gradients: Those that count on this rank, in a fixed order.
-        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
-        group: Of all ranks; None if there is one rank.
-        device: Of the result.
-        dtype: Of the result; the same on all ranks.
-        tape: Where the wait for other ranks is noted.
-
-    Sync: on the current stream; one scalar all-reduce over `group`.
-    """
-    term = local_term(gradients, norm_type, device=device, dtype=dtype)
-    if group is not None:
-        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        began = None if tape is None else tape.now()
-        with Activity("the norm of the gradients", dist.get_process_group_ranks(group)):
-            dist.all_reduce(term, op=op, group=group)
-        if tape is not None:
-            tape.note("wait for ranks", "the norm of the gradients", began)
-    return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
-
-
 def local_term(
     gradients: Sequence[torch.Tensor],
     norm_type: float,
@@ -68,7 +36,7 @@ def local_term(
 
     Args:
         gradients: Those that count on this rank.
-        norm_type: As in `global_norm`.
+        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
         device: Of the result.
         dtype: Of the result.
         least: The norm of each gradient is computed at least in this dtype.
@@ -206,24 +174,36 @@ class GlobalNorm:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> torch.Tensor:
-        """Returns the norm, a scalar with the same bits on all ranks; see `global_norm`.
+        """Returns the norm, a scalar with the same bits on all ranks.
 
         Args:
-            gradients: Of this rank, by key.
-            norm_type: The p of the p-norm.
+            gradients: Of this rank, by key, in a fixed order.
+            norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
             group: Of all ranks; None if there is one rank.
             device: Of the result.
+
+        Sync: on the current stream; one all-reduce over `group`, of a scalar, or of one for each
+        rank if replicas train alone.
         """
-        counted = self._counting(gradients)
-        if self._own is not None and group is not None:
+        dtype, least = self._dtype, torch.float32
+        term = self.term(gradients, norm_type, device=device, dtype=dtype, least=least)
+        if group is None:
+            return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+        began = self._tape.now()
+        ranks = dist.get_process_group_ranks(group)
+        if self._own is not None:
             terms = torch.zeros(self._num_ranks, dtype=self._dtype, device=device)
-            terms[self._index] = local_term(counted, norm_type, device=device, dtype=self._dtype)
-            with Activity("the norms of the replicas", dist.get_process_group_ranks(group)):
+            terms[self._index] = term
+            with Activity("the norms of the replicas", ranks):
                 dist.all_reduce(terms, group=group)
-            return self.total(terms, norm_type, factor=torch.ones_like(terms[0]))
-        return global_norm(
-            counted, norm_type, group=group, device=device, dtype=self._dtype, tape=self._tape
-        )
+            norm = self.total(terms, norm_type, factor=torch.ones_like(term))
+        else:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            with Activity("the norm of the gradients", ranks):
+                dist.all_reduce(term, op=op, group=group)
+            norm = term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+        self._tape.note("wait for ranks", "the norm of the gradients", began)
+        return norm
 
     def term(
         self,
@@ -232,13 +212,14 @@ class GlobalNorm:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        least: torch.dtype,
     ) -> torch.Tensor:
-        """Returns what this rank adds to the norm, a scalar of `dtype`; arguments are as in `of`.
+        """Returns what this rank adds to the norm; arguments are as in `of` and `local_term`.
 
         A caller that sends it with other numbers gives the terms of all ranks to `total`.
         """
-        counted = self._counting(gradients)
-        return local_term(counted, norm_type, device=device, dtype=dtype, least=dtype)
+        counted = [gradient for key, gradient in gradients.items() if key in self._counted]
+        return local_term(counted, norm_type, device=device, dtype=dtype, least=least)
 
     def total(self, terms: torch.Tensor, norm_type: float, *, factor: torch.Tensor) -> torch.Tensor:
         """Returns `factor` times the norm of these terms of all ranks, ``(ranks,)``; a scalar.
@@ -250,10 +231,6 @@ class GlobalNorm:
         norm = own.max() if math.isinf(norm_type) else own.sum().pow(1.0 / norm_type)
         norm = norm.where(terms.isfinite().all(), terms.sum())
         return (norm * factor).to(self._dtype)
-
-    def _counting(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the gradients that count on this rank."""
-        return [gradient for key, gradient in gradients.items() if key in self._counted]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,9 @@ class Reducer:
         is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
 
     Attributes:
-        room: Frees the memory of buckets whose parts were taken.
+        buffers: The memory of each bucket, by its number.
+        notice: The board.
+        meets_always: Whether only a meeting says that no rank has failed: no wait blocks the host.
         comm_streams: They run the collectives.
         tape: Where collectives are noted.
     """
@@ -69,10 +71,13 @@ class Reducer:
         self._handlers = handlers
         self._rank = plan.rank
         self._device = device
-        self.buffers = {b.index: BucketBuffer(b, device, rank=plan.rank) for b in plan.buckets}
-        self.room = Room(self.buffers, is_patient=is_patient)
-        for buffer in self.buffers.values():
-            buffer.on_making = self.room.make
+        room = Room(is_patient=is_patient)
+        self.buffers = {
+            b.index: BucketBuffer(b, device, rank=plan.rank, on_making=room.make)
+            for b in plan.buckets
+        }
+        # Without SHARD and WHOLE all memory stays, and no step asks for room.
+        self._room = room if any(buffer.goes for buffer in self.buffers.values()) else None
         self._queues = [
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
@@ -83,6 +88,7 @@ class Reducer:
             for comm_stream in range(comm_streams)
         ]
         self._groups = groups
+        self.meets_always = groups.host is not None
         self.notice = notice
         self.tape = Tape()
         self._lock = threading.Lock()
@@ -107,20 +113,17 @@ class Reducer:
         Raises:
             ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
-        self.reset()
-        for comm_stream in self.comm_streams:
-            if comm_stream.error is not None:
-                raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
-
-    def reset(self) -> None:
-        """Sets all buckets to incomplete, and all collectives to not launched."""
         self._ending.clear()
-        self.room.begin()
+        if self._room is not None:
+            self._room.begin()
         self._complete.clear()
         self._next = [0] * len(self.comm_streams)
         self.num_launched = 0
         self._has_given_up = False
         self._refusal = None
+        for comm_stream in self.comm_streams:
+            if comm_stream.error is not None:
+                raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
 
     @property
     def has_failed(self) -> bool:
@@ -195,9 +198,10 @@ class Reducer:
             buffer = self.buffers[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
-            ticket = self.submit(comm_stream, partial(self._reduce, launch), buffer.producers())
-            if launch.step == buffer.scatters_at:
-                self.room.launched(launch.bucket, ticket)
+            after = [] if buffer.event is None else [buffer.event]
+            ticket = self.submit(comm_stream, partial(self._reduce, launch), after)
+            if launch.step == buffer.scatters_at and self._room is not None:
+                self._room.launched(buffer, ticket)
 
     def mean_of(self, bucket: Bucket) -> int:
         """Returns by what gradients are divided before the first reduction; 1 for nothing."""
@@ -353,9 +357,10 @@ class Reducer:
             ReduceError: If a collective failed on this rank, or another rank posted a failure.
         """
         start, began = time.perf_counter(), self.tape.now()
-        for ticket in self.room.tickets():
-            self.wait_for(ticket)
-            self.room.free_done()
+        if self._room is not None:
+            for ticket in self._room.tickets():
+                self.wait_for(ticket)
+                self._room.free_done()
         self._wait_for_comm_streams()
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
@@ -369,6 +374,16 @@ class Reducer:
         for comm_stream in self.comm_streams:
             while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
+
+    def end_step(self) -> None:
+        """Ends a step, whose results are in place; frees the memory that goes.
+
+        Sync: as `BucketBuffer.end_step`.
+        """
+        for buffer in self.buffers.values():
+            buffer.end_step()
+        if self._room is not None:
+            self._room.free()
 
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
@@ -402,11 +417,6 @@ class Reducer:
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
 
-    @property
-    def meets_always(self) -> bool:
-        """Whether only a meeting says that no rank has failed: no wait blocks the host."""
-        return self._groups.host is not None
-
     def meet(self) -> Callable[[], None]:
         """Starts a collective of all ranks; ranks that have failed take part, too.
 
@@ -437,14 +447,6 @@ class Reducer:
         with self.reporting(what, ranks):
             work.wait()  # raises its error
 
-    def refuse_failed(self) -> None:
-        """Raises an error if a rank has posted that this step failed.
-
-        Raises:
-            ReduceError: With the message of that rank.
-        """
-        self.notice.refuse_failed()
-
     def _raise_refusal(self) -> None:
         """Raises an error if a verb was refused on another rank, and was not called again."""
         message = self.notice.read_refusal()
@@ -474,16 +476,14 @@ class Room:
     """Frees the memory of buckets in the order of their launches. Each backward asks for room.
 
     Args:
-        buffers: By number.
         is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
     """
 
-    def __init__(self, buffers: Mapping[int, BucketBuffer], *, is_patient: bool) -> None:
-        self._buffers = buffers
+    def __init__(self, *, is_patient: bool) -> None:
         self._is_patient = is_patient
         self._allowed_seconds = _PATIENCE_SECONDS
         self._patience_seconds = _PATIENCE_SECONDS  # what is left of it in this step
-        self._leaving: dict[int, Ticket] = {}
+        self._leaving: dict[BucketBuffer, Ticket] = {}
         self._lock = threading.Lock()
 
     def begin(self) -> None:
@@ -500,14 +500,14 @@ class Room:
             self._allowed_seconds = min(2 * self._allowed_seconds, _PATIENCE_SECONDS)
         self._patience_seconds = self._allowed_seconds
 
-    def launched(self, bucket: int, ticket: Ticket) -> None:
+    def launched(self, buffer: BucketBuffer, ticket: Ticket) -> None:
         """Notes a reduction after which the memory of a bucket may go.
 
         Args:
-            bucket: Its number.
+            buffer: Of the bucket.
             ticket: Of the reduction.
         """
-        self._leaving[bucket] = ticket
+        self._leaving[buffer] = ticket
 
     def tickets(self) -> list[Ticket]:
         """Returns the reductions whose buckets are still in memory, in the order of launches."""
@@ -535,16 +535,16 @@ class Room:
 
         Sync: as `BucketBuffer.let_go`.
         """
-        for bucket in list(self._leaving):
-            del self._leaving[bucket]
-            self._buffers[bucket].let_go()
+        for buffer in list(self._leaving):
+            del self._leaving[buffer]
+            buffer.let_go()
 
     def free_done(self) -> None:
         """Frees the memory of buckets whose reductions have ended, without a wait.
 
         Sync: as `BucketBuffer.let_go`.
         """
-        for bucket, ticket in list(self._leaving.items()):
-            if ticket.is_done() and self._buffers[bucket].is_taken:
-                del self._leaving[bucket]
-                self._buffers[bucket].let_go()
+        for buffer, ticket in list(self._leaving.items()):
+            if ticket.is_done() and buffer.is_taken:
+                del self._leaving[buffer]
+                buffer.let_go()

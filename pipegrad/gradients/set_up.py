@@ -24,15 +24,13 @@ from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.errors import PlanError
 from pipegrad.gradients.bucket import GradientBucket
 from pipegrad.gradients.careful import CarefulBucket
-from pipegrad.gradients.drift import DriftCheck, Lookup
+from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
 from pipegrad.gradients.norm import GlobalNorm
-from pipegrad.gradients.optimizer_watch import steps_alike
-from pipegrad.gradients.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
-from pipegrad.gradients.parameter import LiveParameter, ModuleTree
+from pipegrad.gradients.param_sync import ParameterSync
+from pipegrad.gradients.parameter import LiveParameter, LiveParameters, ModuleTree, ParameterBuffer
 from pipegrad.gradients.reducer import Reducer
-from pipegrad.gradients.step import Step
 from pipegrad.model.describe import check_stages, describe_rank, device_of, merge, starts_of
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
@@ -47,7 +45,7 @@ from pipegrad.plan.check import (
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plan.routes import make_routes
-from pipegrad.plugins.handler import GradientHandler, HandlerSpec, keeps_state
+from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.topology import Topology
 
@@ -278,24 +276,24 @@ class Parts:
         reducer: Launches collectives, and waits for them.
         failures: Of all steps.
         ending: Ends threads and groups.
-        parameters: Of this rank, by key.
-        lookup: Key -> the parameter that is in its module now.
+        parameters: Of this rank.
+        buckets: The gradients of each bucket, by its number.
+        local: The gradients that nobody reduces; None if there are none.
         parameter_sync: Sends parameters after the optimizer's step.
         drift: Compares copies.
         norm: Of the gradients of all ranks.
-        step: The present step.
     """
 
     groups: Groups
     reducer: Reducer
     failures: FailedSteps
     ending: Ending
-    parameters: Mapping[str, LiveParameter]
-    lookup: Lookup
+    parameters: LiveParameters
+    buckets: Mapping[int, GradientBucket]
+    local: LocalGradients | None
     parameter_sync: ParameterSync
     drift: DriftCheck
     norm: GlobalNorm
-    step: Step
 
 
 def set_up(
@@ -315,31 +313,27 @@ def set_up(
     groups, reducer, ending, failures = _communication(owner, agreed)
     # Gradients and parameters have separate memory: the next step's gradients are written while the
     # parameters of this step may still be on the wire.
+    buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
     trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
-    buffers = parameter_buffers(plan, device)
-    parameters = live_parameters(
-        agreed,
-        modules,
-        trees,
-        parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
-    )
-    lookup = partial(_lookup, parameters)
+    parameters = _parameters(agreed, modules, trees, buffers)
     parameter_sync = ParameterSync(
         plan,
+        parameters,
         buffers=buffers,
         reducer=reducer,
         groups=groups,
-        main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
-        main_parameters=partial(_synced, parameters),
-        stepped_parameters=partial(_stepped, parameters),
         is_needed=agreed.needs_parameter_sync,
         device=device,
     )
+    master_dtype = agreed.options.master_dtype
     drift = DriftCheck(
         plan.packs,
-        lookup,
-        partial(_master_copy, parameters),
-        _with_master_copies(agreed),
+        parameters,
+        frozenset(  # the same on all ranks
+            record.key
+            for record in agreed.manifest.parameters
+            if record.requires_grad and master_dtype_of(record, master_dtype) != record.dtype
+        ),
         groups=groups,
         ranks=sorted(topology.ranks),
         device=device,
@@ -347,37 +341,18 @@ def set_up(
         every=agreed.options.check_every,
         is_exact=agreed.rounds_alike,
     )
-    reduced, local = _gradients(agreed, parameters, reducer)
-    step = Step(
-        plan,
-        parameters,
-        trees,
-        buckets=reduced,
-        local=local,
-        accessor=agreed.accessor,
-        reducer=reducer,
-        parameter_sync=parameter_sync,
-        failures=failures,
-        drift=drift,
-        ending=ending,
-        wrapped=agreed.wrapped,
-        alike=steps_alike(agreed.manifest, plan, topology),
-        keeps_state=any(keeps_state(plugin) for plugin in agreed.plugins.values()),
-        keeps_equal=all(plugin.keeps_equal for plugin in agreed.plugins.values()),
-    )
-    master_dtype = agreed.options.master_dtype
-    norm = GlobalNorm(agreed.manifest, plan, topology, master_dtype=master_dtype, tape=reducer.tape)
+    is_plain = isinstance(agreed.accessor, GradAttribute)
     return Parts(
         groups,
         reducer,
         failures,
         ending,
-        parameters,
-        lookup,
+        LiveParameters(parameters, trees, is_plain=is_plain),
+        _buckets(agreed, parameters, reducer),
+        _local(agreed, parameters),
         parameter_sync,
         drift,
-        norm,
-        step,
+        GlobalNorm(agreed.manifest, plan, topology, master_dtype=master_dtype, tape=reducer.tape),
     )
 
 
@@ -407,12 +382,11 @@ def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Endi
     return groups, reducer, ending, failures
 
 
-def live_parameters(
+def _parameters(
     agreed: Agreed,
     modules: Mapping[int, nn.Module],
     trees: Mapping[int, ModuleTree],
-    *,
-    parameter_buffers: Mapping[str, ParameterBuffer],
+    buffers: Mapping[int, ParameterBuffer],
 ) -> dict[str, LiveParameter]:
     """Returns this rank's parameters by key, with their main shards.
 
@@ -420,38 +394,42 @@ def live_parameters(
         agreed: The agreed model and plan.
         modules: This rank's stages.
         trees: Find the parameters, by stage.
-        parameter_buffers: Key -> the memory of the parameter, if a parameter sync may write to it.
+        buffers: The memory of parameters that a parameter sync may write to, by bucket.
     """
     # A tied parameter that several stages of this rank hold is one LiveParameter: `link_local` has
     # made it one object. It is final when all of these stages are.
-    manifest, plan = agreed.manifest, agreed.plan
-    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+    manifest, plan, master_dtype = agreed.manifest, agreed.plan, agreed.options.master_dtype
     homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
-    main_shards = _main_shards(agreed)
-    with_result = {main_range.key for main_range in plan.main_ranges}
+    bucket_of = {slot.key: bucket.index for bucket in plan.buckets for slot in bucket.slots}
+    main_ranges = {main_range.key: main_range for main_range in plan.main_ranges}
     parameters: dict[str, LiveParameter] = {}
     for record in manifest.records(agreed.topology):
-        local = {p[0]: homes[p] for p in manifest.locations(record.key) if p[0] in modules}
-        parameters[record.key] = LiveParameter(
+        key, main_shard = record.key, None
+        main_range = main_ranges.get(key)
+        if main_range is not None and (
+            main_range.sharded or has_main_shard(record, agreed.accessor, master_dtype)
+        ):
+            dtype = master_dtype_of(record, master_dtype)
+            main_shard = MainShard(main_range, dtype, manifest.entries(key)[0].gradient_dtype)
+        parameters[key] = LiveParameter(
             record,
-            local,
+            {p[0]: homes[p] for p in manifest.locations(key) if p[0] in modules},
             agreed.accessor,
-            is_reduced=record.key in reduced,
-            has_result=record.key in with_result,
-            parameter_buffer=parameter_buffers.get(record.key),
-            main_shard=main_shards.get(record.key),
+            is_reduced=key in bucket_of,
+            has_result=main_range is not None,
+            buffer=buffers.get(bucket_of.get(key, -1)),
+            main_shard=main_shard,
         )
     return parameters
 
 
-def _gradients(
+def _buckets(
     agreed: Agreed, parameters: Mapping[str, LiveParameter], reducer: Reducer
-) -> tuple[dict[int, GradientBucket], LocalGradients]:
-    """Returns the gradients of each bucket by its number, and those that nobody reduces."""
-    plan, accessor = agreed.plan, agreed.accessor
-    divisors = dict(plan.divisors)
+) -> dict[int, GradientBucket]:
+    """Returns the gradients of each bucket, by its number."""
+    accessor = agreed.accessor
     buckets: dict[int, GradientBucket] = {}
-    for bucket in plan.buckets:
+    for bucket in agreed.plan.buckets:
         held = [parameters[slot.key] for slot in bucket.slots]
         # What is rare is decided here, once; see careful.py.
         is_rare = (
@@ -468,53 +446,13 @@ def _gradients(
             # that they are not final.
             may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(held[0].stages),
         )
-    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+    return buckets
+
+
+def _local(agreed: Agreed, parameters: Mapping[str, LiveParameter]) -> LocalGradients | None:
+    """Returns the gradients that nobody reduces; None if there are none."""
+    reduced = {slot.key for bucket in agreed.plan.buckets for slot in bucket.slots}
     alone = [p for k, p in parameters.items() if k not in reduced and p.record.requires_grad]
+    divisors = dict(agreed.plan.divisors)
     own = [divisors.get(p.record.key, 1.0) for p in alone]
-    return buckets, LocalGradients(alone, accessor, own)
-
-
-def _main_shards(agreed: Agreed) -> dict[str, MainShard]:
-    """Returns the main shards of this rank, by key."""
-    manifest, master_dtype = agreed.manifest, agreed.options.master_dtype
-    records = {record.key: record for record in manifest.records(agreed.topology)}
-    return {
-        main_range.key: MainShard(
-            main_range,
-            master_dtype_of(records[main_range.key], master_dtype),
-            manifest.entries(main_range.key)[0].gradient_dtype,
-        )
-        for main_range in agreed.plan.main_ranges
-        if main_range.sharded
-        or has_main_shard(records[main_range.key], agreed.accessor, master_dtype)
-    }
-
-
-def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
-    return parameters[key].parameter
-
-
-def _with_master_copies(agreed: Agreed) -> frozenset[str]:
-    """Returns the keys of all parameters that have master copies, the same on all ranks."""
-    dtype = agreed.options.master_dtype
-    return frozenset(
-        record.key
-        for record in agreed.manifest.parameters
-        if record.requires_grad and master_dtype_of(record, dtype) != record.dtype
-    )
-
-
-def _master_copy(parameters: Mapping[str, LiveParameter], key: str) -> torch.Tensor | None:
-    main_shard = parameters[key].placed.main_shard
-    return main_shard.tensor if main_shard is not None and main_shard.copied else None
-
-
-def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
-    """Returns the main parameters of this rank that are sent to others, or copied, by key."""
-    return _stepped({k: p for k, p in parameters.items() if p.placed.is_updated_elsewhere})
-
-
-def _stepped(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
-    """Returns all main parameters of this rank, by key."""
-    tensors = {key: parameter.main_parameter for key, parameter in parameters.items()}
-    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    return LocalGradients(alone, agreed.accessor, own) if alone else None
