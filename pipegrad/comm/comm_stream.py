@@ -244,7 +244,7 @@ def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(verb)
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if is_capturing():
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise StepError(
                 f"{name}() while a CUDA graph is captured: its replay would not synchronise "
                 f"gradients. Capture the model's forward and backward alone "
@@ -265,8 +265,3 @@ def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
         return run(*args, **kwargs)
 
     return outside
-
-
-def is_capturing() -> bool:
-    """Whether a CUDA graph is captured: kernels on the current stream are recorded, not run."""
-    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()

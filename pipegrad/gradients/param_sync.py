@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from functools import partial
 
 import torch
@@ -27,6 +28,15 @@ UPDATED = sync_points.Record(
 )
 
 
+class Due(Enum):
+    """Whether `publish` has something to send."""
+
+    NOT = "there are no new gradients, or it was called"
+    NOW = "there are gradients, and an optimizer may have stepped"
+    IDLE = "there are gradients, and no rank had stepped anything in `find_if_stepped`"
+    BY_HOOK = "an optimizer's own hook has called it, so the user's call does nothing"
+
+
 class ParameterSync:
     """Sends the parameters that this rank has stepped, and waits for those of other ranks.
 
@@ -44,7 +54,6 @@ class ParameterSync:
 
     Attributes:
         coming: Stages whose parameters may still be on the wire.
-        is_due: Whether there are gradients whose updated parameters were not published.
         is_moving: Whether parameters were published and not all ranks have waited for them. It is
             the same on all ranks that have stepped.
         is_needed: The same.
@@ -71,15 +80,18 @@ class ParameterSync:
         self.is_needed = is_needed
         self._before_publish: Callable[[], None] | None = None
         self.coming: dict[int, list[Ticket]] = {}
-        self.is_due = False
+        self._due = Due.NOT
         self.is_moving = False
-        self._is_idle = False  # due, but no rank had stepped anything in `find_if_stepped`
         self.is_taken = False
-        self._is_done = False  # whether an optimizer's own hook has published this step
         self._blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
         # stepped, and whether a parameter was changed after it was published.
         self._versions: list[tuple[str, nn.Parameter, int]] = []
+
+    @property
+    def is_due(self) -> bool:
+        """Whether there are gradients whose updated parameters were not published."""
+        return self._due in (Due.NOW, Due.IDLE)
 
     def begin_with(self, step: Callable[[], None]) -> None:
         """Makes each `publish` begin with a call: the step of an outer optimizer."""
@@ -102,7 +114,7 @@ class ParameterSync:
             StepError: If a parameter sync is needed, and `take` was not called.
         """
         self.refuse_untaken()
-        if self._is_done:
+        if self._due is Due.BY_HOOK:
             return
         if self._before_publish is not None:
             start = time.perf_counter()
@@ -142,7 +154,7 @@ class ParameterSync:
         """
         if self.is_due:
             self.publish()
-            self._is_done = True
+            self._due = Due.BY_HOOK
 
     def publish_if_due(self) -> None:
         """Publishes, if there were gradients since the last `publish`.
@@ -154,7 +166,7 @@ class ParameterSync:
 
     def publish_if_stepped(self) -> None:
         """Publishes, unless `find_if_stepped` has found that no rank has stepped."""
-        if self.is_due and not self._is_idle:
+        if self._due is Due.NOW:
             self.publish()
 
     def find_if_stepped(self) -> None:
@@ -167,7 +179,9 @@ class ParameterSync:
         has_stepped = self.is_moving or (
             self.is_due and any(t._version != version for _, t, version in self._versions)
         )
-        self._is_idle = not self._groups.is_anywhere(has_stepped)
+        is_anywhere = self._groups.is_anywhere(has_stepped)
+        if self.is_due:
+            self._due = Due.NOW if is_anywhere else Due.IDLE
 
     def send(self) -> None:
         """Sends this rank's parameters as they are; returns at once.
@@ -177,7 +191,7 @@ class ParameterSync:
         # All ranks submit their part of one list, in the same order: see
         # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
         # since the optimizer may still write on the current stream.
-        self.is_due = self._is_idle = False
+        self._due = Due.NOT
         self.is_moving = self._plan.syncs_parameters
         if not self._plan.publishes:
             return
@@ -193,8 +207,7 @@ class ParameterSync:
 
     def expect(self) -> None:
         """Notes that new gradients are there, so the optimizer will step next."""
-        self.is_due, self._is_idle, self.is_moving = True, False, False
-        self._is_done = False
+        self._due, self.is_moving = Due.NOW, False
         self._note_versions(self._parameters)
 
     def check_published(self) -> None:
