@@ -78,8 +78,7 @@ class Backend:
         stream: torch.Stream | None = None,
     ) -> None:
         """Makes a stream, the current one if None, wait for `event`."""
-        on = stream or self.current(device)
-        if event is not None and on is not None:
+        if event is not None and (on := stream or self.current(device)) is not None:
             on.wait_event(event)
 
     def has_happened(self, event: torch.Event | None) -> bool:

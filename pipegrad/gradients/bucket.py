@@ -351,7 +351,8 @@ class GradientBucket:
         """
         if self.state is not BucketState.OPEN:
             return  # `late` compares
-        self.buffer.note_stream()
+        if self._has_streams:
+            self.buffer.note_stream()
         self._fired[number] = 1
         if not self._is_last:
             if self._is_large[number]:
@@ -388,7 +389,8 @@ class GradientBucket:
         """
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return
-        self.buffer.note_stream()
+        if self._has_streams:
+            self.buffer.note_stream()
         for number in numbers:
             if self._final[number] != 2:
                 self._num_named += 1
@@ -407,7 +409,8 @@ class GradientBucket:
         self.waiting.discard(stage)
         if self.state is not BucketState.OPEN:
             return False
-        self.buffer.note_stream()
+        if self._has_streams:
+            self.buffer.note_stream()
         self._update_last()
         return not self.waiting
 
@@ -446,7 +449,8 @@ class GradientBucket:
             if not (self._final[number] or gradient.requires_grad)
         ]
         if fresh:
-            self.buffer.note_stream()
+            if self._has_streams:
+                self.buffer.note_stream()
             with self.buffer.filling():
                 self.buffer.fill([g for i in fresh if (g := present[i]) is not None], fresh, ())
             for number in fresh:
@@ -530,7 +534,7 @@ class GradientBucket:
         self.state, self._absent = BucketState.FINAL, frozenset(absent)
         by_hook = self._final.count(1) if self._accumulates_once else 0
         self.num_early = self._final.count(2) + by_hook
-        self._num_writes = self.buffer.num_writes
+        self._num_writes = self.buffer.slots[0]._version
         self.buffer.complete(self._divisor * self._mean, self._divided)
 
     def give_up(self) -> None:
@@ -548,7 +552,7 @@ class GradientBucket:
         gradients, slots = self._read_all(), self.buffer.slots
         self._lacks = type(None) in set(map(type, gradients))
         if not self.buffer.goes:
-            if self.buffer.num_writes != self._num_writes:
+            if self.buffer.slots[0]._version != self._num_writes:
                 several = len(slots) > 1
                 return too_late(self.buffer.bucket.names if several else repr(self._key(0)))
             if all(map(is_, gradients, slots)):
@@ -612,7 +616,7 @@ class GradientBucket:
         """Takes the gradients as they are now for those of the step."""
         if self._is_plain:
             self._results = self.buffer.slots
-            self._num_writes = self.buffer.num_writes
+            self._num_writes = self.buffer.slots[0]._version
             return
         gradients = [self.result(number) for number in range(len(self._live))]
         # Weak references: a gradient that the user drops must be freed before the next step.
@@ -647,7 +651,7 @@ class GradientBucket:
     def _is_unwritten(self, number: int, result: torch.Tensor) -> bool:
         """Whether nobody has written a result. With one number for all slots, none of them."""
         if self._is_plain:
-            return self.buffer.num_writes == self._num_writes
+            return self.buffer.slots[0]._version == self._num_writes
         return self._writes(number, result) == self._result_versions[number]
 
     def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:

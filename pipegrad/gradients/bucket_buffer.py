@@ -102,7 +102,8 @@ class BucketBuffer:
 
     Attributes:
         bucket: The bucket.
-        slots: Views, in the order of the bucket. Empty while there is no memory.
+        slots: Views, in the order of the bucket. Empty while there is no memory. They have one
+            version, which grows with each write into any of them, but by an address.
         payload: The part of the slots that this rank has after the reductions so far.
         scatters_at: The number of this rank's first reduction with SHARD or WHOLE; None if there is
             none.
@@ -163,9 +164,10 @@ class BucketBuffer:
         self.is_taken = False
         self._streams.clear()
         self._part = None  # after a failed step, nobody has taken it
-        self._home = sync_points.in_use.current(self.device)
-        if self.goes and self._memory is None and not zeroed:
-            return
+        if self.goes:
+            self._home = sync_points.in_use.current(self.device)
+            if self._memory is None and not zeroed:
+                return
         memory = self.made()
         memory.acquire(RESET_FREE)
         if len(zeroed) == len(self.slots):
@@ -198,7 +200,7 @@ class BucketBuffer:
 
         Sync: the current stream waits for them, and they for it: what they have made may be freed.
         """
-        current = sync_points.in_use.current(self.device)
+        current = sync_points.in_use.current(self.device) if self._streams else None
         others = [stream for stream in self._streams if stream != current]
         for stream in others:
             GATHER(WROTE(self.device, stream), self.device)
@@ -340,11 +342,6 @@ class BucketBuffer:
         if self._part is not None:
             self._part = None
             self._locate(self.nothing())
-
-    @property
-    def num_writes(self) -> int:
-        """A number that grows with each write into any slot, but by an address."""
-        return self.slots[0]._version
 
     def count_each(self) -> None:
         """Gives each slot a version of its own from now on."""

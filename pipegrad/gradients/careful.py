@@ -113,7 +113,8 @@ class CarefulBucket(GradientBucket):
     def adopt(self) -> None:
         """Moves all new gradients into their slots."""
         if self.state is BucketState.OPEN:
-            self.buffer.note_stream()
+            if self._has_streams:
+                self.buffer.note_stream()
             for number, final in enumerate(self._final):
                 if not final:
                     self._adopt(number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
 
@@ -317,11 +317,15 @@ class LiveParameters:
         self._updated_elsewhere = [p for p in by_key.values() if p.is_updated_elsewhere]
         self._locate()
 
-    def look_up(self) -> bool:
-        """Looks up all parameters for a step; returns whether any of them is another tensor now.
+    def look_up(self, follow: Callable[[], object]) -> None:
+        """Looks up all parameters for a step.
+
+        Args:
+            follow: Called if any of them is another tensor now.
 
         Raises:
-            StepError: If one is gone, or is no longer what the ranks agreed on.
+            StepError: If one is gone, or is no longer what the ranks agreed on, or if updated
+                values would not reach it.
         """
         replaced = [tree for tree in self.trees.values() if not tree.check()]
         # This is done for each parameter in each step, so without bytecode for each. No list of
@@ -336,16 +340,13 @@ class LiveParameters:
                 for get, agreed in zip(_TRAITS, self._agreed, strict=True)
             )
         )
-        if is_as_agreed:
-            return False
-        before = self._live
-        for parameter in self.by_key.values():
-            parameter.look_up()
-        self._locate()
-        return not all(map(is_, before, self._live))
-
-    def check_memory(self) -> None:
-        """Refuses parameters that updated values would not reach; see `LiveParameter`."""
+        if not is_as_agreed:
+            before = self._live
+            for parameter in self.by_key.values():
+                parameter.look_up()
+            self._locate()
+            if not all(map(is_, before, self._live)):
+                follow()
         for parameter in self._updated_elsewhere:
             parameter.check_memory()
 

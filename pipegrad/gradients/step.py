@@ -215,9 +215,7 @@ class Step:
         if not continues and self._agreed.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._agreed.wrapped)
-        if self._parts.parameters.look_up():
-            self._follow()
-        self._parts.parameters.check_memory()
+        self._parts.parameters.look_up(self._follow)
         for gradients in reversed(self._everything):
             gradients.check(continuing=continues)
         self._divides_late = divisor is None

@@ -38,15 +38,15 @@ class Ticket:
 def waits(takes_seconds: list[float], *, is_patient: bool = True) -> list[float]:
     """Returns how long each step waits whose two reductions take so long."""
     clock, found = Clock(), list[float]()
-    buffers: Any = {0: mock.Mock(is_taken=True), 1: mock.Mock(is_taken=True)}
+    buffers: list[Any] = [mock.Mock(is_taken=True), mock.Mock(is_taken=True)]
     with mock.patch.object(reducer, "time", clock):
-        made = Room(buffers, is_patient=is_patient)
+        made = Room(is_patient=is_patient)
         for seconds in takes_seconds:
             made.begin()
             begin = clock.now
-            for bucket in buffers:
+            for buffer in buffers:
                 ticket: Any = Ticket(clock, begin + seconds)
-                made.launched(bucket, ticket)
+                made.launched(buffer, ticket)
             made.make()
             found.append(clock.now - begin)
             made.free()
