@@ -1,4 +1,4 @@
-"""One step of a GradientSync: states and verbs in one table, and the code of each verb."""
+"""The verbs of a step, with their contracts: the states in one table, and the code of each verb."""
 
 from __future__ import annotations
 
@@ -469,7 +469,7 @@ class Step:
         """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
 
         Afterwards gradients are None, also those of accumulated steps. This rank still launches the
-        remaining collectives of the step, with zeros, so no other rank waits for ever. Other ranks
+        remaining collectives of the step, with zeros, so no other rank waits in vain. Other ranks
         raise an error in `finish`. The next `prepare` waits for the collectives.
 
         The failure is final if a collective itself failed, or was not launched. It is also final if

@@ -1,9 +1,9 @@
-"""GradientSync: read this file first. Discover, agree and plan once; launch and finish each step.
+"""GradientSync: discover, agree and plan once; launch and finish each step (step.py).
 
 sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...])
 optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-3)
 for batch in data:
-    sync.prepare()              # from here on, gradients are adopted by the buckets
+    sync.prepare()              # from here on, gradients move into the buckets
     sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
     ...                         # forward and backward of every microbatch
     sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
