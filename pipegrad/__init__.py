@@ -15,14 +15,14 @@ if typing.TYPE_CHECKING:
     from pipegrad import errors as errors
     from pipegrad import schedules as schedules
     from pipegrad.audit.audit import Audit as Audit
-    from pipegrad.comm.work import LateWork as LateWork
-    from pipegrad.comm.work import Work as Work
+    from pipegrad.comm.sync_points import LateWork as LateWork
+    from pipegrad.comm.sync_points import Work as Work
     from pipegrad.gradients.bucketer import Bucketer as Bucketer
     from pipegrad.gradients.grad_scaler import GradScaler as GradScaler
     from pipegrad.gradients.sync import GradientSync as GradientSync
     from pipegrad.interop.torch_pipelining import attach as attach
+    from pipegrad.model.describe import make_manifest as make_manifest
     from pipegrad.model.gradient_storage import MainGrad as MainGrad
-    from pipegrad.model.merge import make_manifest as make_manifest
     from pipegrad.model.ties import find_tied as find_tied
     from pipegrad.observe.profile import measure_costs as measure_costs
     from pipegrad.observe.recording import record as record
@@ -51,12 +51,12 @@ if typing.TYPE_CHECKING:
 # need not wait for torch.distributed.pipelining, DTensor and torch.compile.
 _HOMES = {
     "audit.audit": "Audit",
-    "comm.work": "LateWork Work",
+    "comm.sync_points": "LateWork Work",
     "gradients.grad_scaler": "GradScaler",
     "gradients.sync": "GradientSync",
     "interop.torch_pipelining": "attach",
     "model.gradient_storage": "MainGrad",
-    "model.merge": "make_manifest",
+    "model.describe": "make_manifest",
     "model.ties": "find_tied",
     "observe.profile": "measure_costs",
     "observe.recording": "record",

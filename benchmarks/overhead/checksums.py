@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.gradients.checksum import checksum
+from pipegrad.gradients.drift import checksum
 from pipegrad.plan.options import CHECK_EVERY
 from pipegrad.testing import run_ranks
 

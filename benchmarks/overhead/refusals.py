@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import GradientSync, Topology
-from pipegrad.gradients.loose_leaves import LooseLeaves, _leaves
+from pipegrad.gradients.local_gradients import LooseLeaves, _leaves
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.step import Step
 from pipegrad.pipeline.batch.trees import versions_of
@@ -76,7 +76,7 @@ def measured(rounds: int) -> dict[str, float]:
     optimizer = sync.optimizer(torch.optim.SGD, lr=0.0)
     versions, refuses = Step._note_versions, Step._refuse_written
     looks = OptimizerWatch._look_for_changes
-    sync._step.watch._alike = False  # as on stages
+    sync._watch._alike = False  # as on stages
 
     def run(looking: bool) -> None:
         Step._note_versions = versions if looking else _nothing  # type: ignore[method-assign]
@@ -87,12 +87,12 @@ def measured(rounds: int) -> dict[str, float]:
     found: dict[str, float] = {}
     found["with"], found["without"] = turns(rounds, run)
     run(True)
-    inner, watch = sync._step, sync._step.watch
-    found["versions"] = best(lambda: (inner._note_versions(0), inner._refuse_written(0)))
-    for bucket in inner._buckets.values():  # as after a step: gradients are the slots
+    watch = sync._watch
+    found["versions"] = best(lambda: (sync._note_versions(0), sync._refuse_written(0)))
+    for bucket in sync._buckets.values():  # as after a step: gradients are the slots
         for tensor, slot in zip(bucket._live, bucket.buffer.slots, strict=True):
             tensor.grad = slot
-    inner.note_results()
+    sync.note_results()
     found["changes"] = best(lambda: watch._look_for_changes(optimizer))
     loose = LooseLeaves(sync, {})
     found["loose"] = best(lambda: (setattr(loose, "_num_steps", 2), loose.begin()))

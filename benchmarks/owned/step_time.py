@@ -20,7 +20,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from pipegrad import GradientSync, Topology, Work
-from pipegrad.comm import messages
+from pipegrad.comm import collectives
 
 STEPS = 3  # of a turn; the first one is not timed
 VOCABULARY, LENGTH = 512, 64
@@ -149,13 +149,13 @@ def turn(way: Way, first: int, rows: int) -> tuple[float, list[float]]:
 
 def sent_bytes(way: Way, rows: int) -> int:
     """Returns the bytes that this rank sends in a step, by messages; all-reduces do not count."""
-    sent, send = [0], messages.send
+    sent, send = [0], collectives.send
 
     def counted(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
         sent[0] += tensor.nbytes
         return send(tensor, peer, group, tag)
 
-    with mock.patch.object(messages, "send", counted):
+    with mock.patch.object(collectives, "send", counted):
         way.step(batch(0, rows))
         way.wait()
     return sent[0]

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import pipegrad
 from pipegrad.comm import sync_points
-from pipegrad.comm.work import Done, Work
+from pipegrad.comm.sync_points import Done, Work
 from pipegrad.schedules import Schedule
 
 sys.path.append(str(Path(__file__).parents[1] / "network"))

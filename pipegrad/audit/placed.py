@@ -92,7 +92,7 @@ class Placed:
         for name, steps in self._routes.items():
             if steps:
                 live = self._live[name]
-                shard, parameter = live.placed.main_shard, live.parameter
+                shard, parameter = live.main_shard, live.parameter
                 found[name] = Piece(
                     tuple(sorted({rank for step in steps for rank in step})),
                     0 if shard is None else shard.main_range.begin,

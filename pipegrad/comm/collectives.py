@@ -1,18 +1,78 @@
-"""Collectives whose names differ between versions of torch, or that are slow on a backend."""
+"""Messages between two ranks of a group, and collectives that torch does badly on a backend.
+
+Names of some collectives differ between versions of torch. Over gloo, each rank sends the others
+their shards by messages, and adds what arrives.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import messages
-from pipegrad.comm.messages import DOWN, GATHERED, RECEIVED, SENT, UP, can_send, real
-from pipegrad.comm.shard_sums import WideSum, exchange
-from pipegrad.comm.work import Work
+from pipegrad.comm import sync_points
+from pipegrad.comm.sync_points import Work
+
+RECEIVED = sync_points.WaitWork(
+    "collective.received", "nobody reads or passes on what is still arriving"
+)
+SENT = sync_points.WaitWork(
+    "collective.sent", "who writes there next must not overwrite what is leaving"
+)
+
+# Tags of pipegrad's messages. They differ from the tags of other messages between the same two
+# ranks. They also differ from each other: the receive of a reduce chain is posted at the beginning
+# of a step, and other messages arrive between it and its send.
+SHARDS, COMMON, GATHERED, UP, DOWN, COUNTS, BACK = range(0x70670, 0x70677)
+HEADERS = 0x70678  # one more is that of `ending`
+_PIECE_BYTES, _AHEAD = 2**23, 2  # smaller pieces cost time, larger pieces scratch memory
+TRANSFERS = 2**20  # the first one of a step's values and gradients
+
+
+def backend_of(group: dist.ProcessGroup | None, device: torch.device) -> str:
+    """Returns the backend of `group` for `device`; None means the default group."""
+    backends = dist.get_backend_config(group)
+    pairs = dict(pair.split(":") for pair in backends.split(",") if ":" in pair)
+    return pairs.get(device.type, backends)
+
+
+def blocks_host(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether waiting for a collective on `device` blocks the calling thread (gloo does)."""
+    return device.type == "cpu" or backend_of(group, device) == "gloo"
+
+
+def can_send(group: dist.ProcessGroup | None, device: torch.device) -> bool:
+    """Whether a tensor on `device` can be sent to one rank. gloo can only send from the CPU."""
+    return device.type == "cpu" or backend_of(group, device) != "gloo"
+
+
+def is_gloo(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> bool:
+    """Whether gloo sends this tensor, from the CPU."""
+    return tensor.device.type == "cpu" and backend_of(group, tensor.device) == "gloo"
+
+
+def real(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a flat tensor; for complex numbers, their real and imaginary parts, side by side."""
+    # Not every backend adds complex numbers.
+    return torch.view_as_real(tensor).view(-1) if tensor.is_complex() else tensor
+
+
+def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
+    """Starts to receive from a rank of the group."""
+    return _work(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
+
+
+def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
+    """Starts to send to a rank of the group."""
+    return _work(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+
+
+def _work(work: dist.Work | None) -> dist.Work:
+    assert work is not None  # torch returns None only on ranks that are not in the group
+    return work
 
 
 def wide_all_reduce(tensor: torch.Tensor, wide: WideSum, group: dist.ProcessGroup | None) -> None:
@@ -59,7 +119,7 @@ def reduce_scatter(
     """
     output, shards = real(output), list(map(real, shards))
     common = None if common is None else real(common)
-    if messages.is_gloo(output, group):
+    if is_gloo(output, group):
         exchange(output, shards, group, common, wide)
         return
     if wide is not None:
@@ -93,13 +153,13 @@ def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) 
     Sync: as `reduce_scatter`.
     """
     me = dist.get_rank(group)
-    if messages.is_gloo(shards[me], group):
+    if is_gloo(shards[me], group):
         peers = [peer for peer in range(len(shards)) if peer != me and shards[peer].numel()]
         readers = [peer for peer in range(len(shards)) if peer != me and shards[me].numel()]
         # All receives are posted first. If sends came first, gloo would use the connection of two
         # ranks in one direction at a time.
-        receiving = [messages.receive(shards[peer], peer, group, GATHERED) for peer in peers]
-        sending = [messages.send(shards[me], peer, group, GATHERED) for peer in readers]
+        receiving = [receive(shards[peer], peer, group, GATHERED) for peer in peers]
+        sending = [send(shards[me], peer, group, GATHERED) for peer in readers]
         for work in receiving:
             RECEIVED(work)
         for work in sending:
@@ -126,9 +186,9 @@ def broadcast_chain(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> No
         return
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me > 0:
-        RECEIVED(messages.receive(tensor, me - 1, group, UP))
+        RECEIVED(receive(tensor, me - 1, group, UP))
     if me + 1 < size:
-        SENT(messages.send(tensor, me + 1, group, UP))
+        SENT(send(tensor, me + 1, group, UP))
 
 
 @dataclass(frozen=True)
@@ -154,7 +214,7 @@ def expect_reduce_chain(into: torch.Tensor, group: dist.ProcessGroup | None) -> 
     me, size = dist.get_rank(group), dist.get_world_size(group)
     if me + 1 == size or not can_send(group, into.device):
         return None
-    return Arriving(into, messages.receive(into, me + 1, group, DOWN))
+    return Arriving(into, receive(into, me + 1, group, DOWN))
 
 
 def reduce_chain(
@@ -182,7 +242,7 @@ def reduce_chain(
         real(tensor).add_(real(arriving.tensor))
     me = dist.get_rank(group)
     if me > 0:
-        SENT(messages.send(tensor, me - 1, group, DOWN))
+        SENT(send(tensor, me - 1, group, DOWN))
 
 
 def _reduce_scatter_wide(
@@ -217,3 +277,127 @@ def _joined(shards: Sequence[torch.Tensor]) -> torch.Tensor:
     if addresses == [(storage, offset + end) for end in ends[:-1]]:
         return shards[0].as_strided((ends[-1],), (1,))
     return torch.cat(list(shards))
+
+
+@dataclass(frozen=True)
+class WideSum:
+    """Adds the parts of ranks in a wider dtype than theirs, and rounds the result once.
+
+    Attributes:
+        dtype: In which they are added. For complex numbers, that of their real part.
+        divisor: The sum is divided by this, before it is rounded.
+    """
+
+    dtype: torch.dtype
+    divisor: float = 1.0
+
+    def write(self, parts: Iterator[torch.Tensor], output: torch.Tensor) -> None:
+        """Writes the sum of `parts` to `output`, which may be one of them."""
+        total = next(parts).to(self.dtype)
+        for part in parts:
+            total.add_(part)
+        output.copy_(total.div_(self.divisor))
+
+
+def exchange(
+    output: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    common: torch.Tensor | None,
+    wide: WideSum | None,
+) -> None:
+    """Sums shards by messages; the arguments are those of `collectives.reduce_scatter`."""
+    if common is not None:
+        _exchange_shards(common, [common.clone()] * len(shards), group, COMMON, wide)
+    _exchange_shards(output, shards, group, SHARDS, wide)
+
+
+def _exchange_shards(
+    output: torch.Tensor,
+    shards: Sequence[torch.Tensor],
+    group: dist.ProcessGroup | None,
+    tag: int,
+    wide: WideSum | None,
+) -> None:
+    """Sends every rank its shard in pieces, and sums the pieces that other ranks send."""
+    me = dist.get_rank(group)
+    peers = [peer for peer in range(len(shards)) if peer != me]
+    pieces = _pieces(output)
+    away = {peer: _pieces(shards[peer]) for peer in peers}
+    # Two sets of receive buffers: a piece arrives in one set while the other set is summed.
+    buffers = [
+        {peer: torch.empty_like(output[pieces[0]]) for peer in peers} for _ in pieces[:_AHEAD]
+    ]
+    arriving: list[dict[int, Work]] = []
+    for number, piece in enumerate(pieces[:_AHEAD]):
+        arriving.append(_post_receives(buffers[number], output[piece], group, tag))
+    # Receives before sends, as in `all_gather`.
+    leaving = [
+        send(shards[peer][piece], peer, group, tag)
+        for at_once in zip_longest(*away.values())
+        for peer, piece in zip(peers, at_once, strict=True)
+        if piece is not None
+    ]
+    for number, piece in enumerate(pieces):
+        received = buffers[number % _AHEAD]
+        terms = {peer: term[: len(output[piece])] for peer, term in received.items()}
+        if wide is None:
+            _add_up(output[piece], shards[me][piece], me, terms, arriving[number])
+        else:
+            wide.write(_in_order(shards[me][piece], me, terms, arriving[number]), output[piece])
+        # The sum has read this set of buffers, so the next receives may write into it.
+        if number + _AHEAD < len(pieces):
+            later = output[pieces[number + _AHEAD]]
+            arriving.append(_post_receives(received, later, group, tag))
+    for work in leaving:
+        SENT(work)
+
+
+def _pieces(shard: torch.Tensor) -> list[slice]:
+    numel = max(1, _PIECE_BYTES // shard.itemsize)
+    return [slice(at, at + numel) for at in range(0, shard.numel(), numel)]
+
+
+def _post_receives(
+    buffers: Mapping[int, torch.Tensor],
+    piece: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    tag: int,
+) -> dict[int, Work]:
+    """Starts to receive the same piece from each other rank."""
+    return {peer: receive(term[: len(piece)], peer, group, tag) for peer, term in buffers.items()}
+
+
+def _add_up(
+    output: torch.Tensor,
+    own: torch.Tensor,
+    me: int,
+    terms: Mapping[int, torch.Tensor],
+    arriving: Mapping[int, Work],
+) -> None:
+    """Sums in the order of ranks. `own` is the part of rank `me`; `output` may be the same."""
+    # The terms of lower ranks are summed apart first, since `output` may still hold this rank's own
+    # part. So every rank adds in the order of ranks, and the result has the same bits everywhere.
+    before: torch.Tensor | None = None
+    for rank in range(me):
+        RECEIVED(arriving[rank])
+        before = terms[rank] if before is None else before.add_(terms[rank])
+    if before is not None:
+        torch.add(before, own, out=output)
+    elif output.data_ptr() != own.data_ptr():
+        output.copy_(own)
+    for rank in range(me + 1, len(terms) + 1):
+        RECEIVED(arriving[rank])
+        output.add_(terms[rank])
+
+
+def _in_order(
+    own: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
+) -> Iterator[torch.Tensor]:
+    """Yields the parts of all ranks in the order of ranks, each when it has arrived."""
+    for rank in range(len(terms) + 1):
+        if rank == me:
+            yield own
+        else:
+            RECEIVED(arriving[rank])
+            yield terms[rank]

@@ -109,7 +109,9 @@ class Ending:
                 cut(group)
             self._wait(_CUT_SECONDS)
         while self._groups and destroy:
-            destroy_group(self._groups.pop())
+            # ``destroy_process_group()`` may have destroyed all groups already.
+            with suppress(ValueError, AssertionError):
+                dist.destroy_process_group(self._groups.pop())
         if interrupt is not None:
             raise interrupt
 
@@ -153,9 +155,3 @@ def cut(group: dist.ProcessGroup) -> None:
     for peer in {*range(group.size())} - {group.rank()}:
         with suppress(RuntimeError):  # it timed out, or the connection was closed before
             group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
-
-
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Destroys a group, unless ``destroy_process_group()`` has already destroyed all groups."""
-    with suppress(ValueError, AssertionError):
-        dist.destroy_process_group(group)

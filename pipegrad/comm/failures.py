@@ -244,7 +244,8 @@ class FailedSteps:
         Raises:
             ReduceError: If an earlier failure is final. It contains that failure.
         """
-        self.settle()
+        if self._doubt is not None:
+            self.settle()
         if self._final is not None:
             self._notice.next_step()
             self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)

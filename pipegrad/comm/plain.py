@@ -16,6 +16,7 @@ from dataclasses import fields, is_dataclass
 from enum import Enum
 from functools import cache
 from importlib import import_module
+from itertools import chain
 from pathlib import Path, PurePath
 from typing import Any, TypeVar, overload
 
@@ -118,14 +119,6 @@ def _write(out: bytearray, value: object, depth: int) -> None:
     write(out, value, depth)
 
 
-def _write_none(out: bytearray, _value: None, _depth: int) -> None:
-    out += b"N"
-
-
-def _write_bool(out: bytearray, value: bool, _depth: int) -> None:
-    out += b"T" if value else b"F"
-
-
 def _write_int(out: bytearray, value: int, _depth: int) -> None:
     if -(2**63) <= value < 2**63:
         out += b"i"
@@ -137,50 +130,12 @@ def _write_int(out: bytearray, value: int, _depth: int) -> None:
     out += b"I" + _LENGTH.pack(size) + int(value).to_bytes(size, "little", signed=True)
 
 
-def _write_float(out: bytearray, value: float, _depth: int) -> None:
-    out += b"d"
-    out += _FLOAT.pack(value)
-
-
-def _write_text(out: bytearray, value: str, _depth: int) -> None:
-    _write_piece(out, b"s", str(value).encode("utf-8", "surrogatepass"))  # names of files have them
-
-
-def _write_bytes(out: bytearray, value: bytes, _depth: int) -> None:
-    _write_piece(out, b"b", value)
-
-
-def _write_path(out: bytearray, value: PurePath, _depth: int) -> None:
-    _write_piece(out, b"P", str(value).encode("utf-8", "surrogatepass"))
-
-
-def _write_dtype(out: bytearray, value: torch.dtype, _depth: int) -> None:
-    _write_piece(out, b"D", str(value).removeprefix("torch.").encode())
-
-
-def _write_device(out: bytearray, value: torch.device, _depth: int) -> None:
-    _write_piece(out, b"V", str(value).encode())
-
-
 def _write_piece(out: bytearray, tag: bytes, piece: bytes) -> None:
     if len(piece) > MOST_BYTES:
         raise MessageError(f"{len(piece)} bytes are too many for a message between ranks")
     out += tag
     out += _LENGTH.pack(len(piece))
     out += piece
-
-
-def _write_list(out: bytearray, value: list[object], depth: int) -> None:
-    _write_items(out, b"l", value, len(value), depth)
-
-
-def _write_tuple(out: bytearray, value: tuple[object, ...], depth: int) -> None:
-    _write_items(out, b"t", value, len(value), depth)
-
-
-def _write_table(out: bytearray, value: dict[object, object], depth: int) -> None:
-    items = (part for item in value.items() for part in item)
-    _write_items(out, b"m", items, len(value), depth)
 
 
 def _write_set(out: bytearray, value: set[object] | frozenset[object], depth: int) -> None:
@@ -246,21 +201,29 @@ def _writer_of(kind: type) -> Callable[[bytearray, Any, int], None]:
     )
 
 
+def _text(value: object) -> bytes:
+    return str(value).encode("utf-8", "surrogatepass")  # names of files have surrogates
+
+
 _WRITERS: dict[type, Callable[[bytearray, Any, int], None]] = {
-    type(None): _write_none,
-    bool: _write_bool,
+    type(None): lambda out, _, __: out.extend(b"N"),
+    bool: lambda out, value, _: out.extend(b"T" if value else b"F"),
     int: _write_int,
-    float: _write_float,
-    str: _write_text,
-    bytes: _write_bytes,
-    list: _write_list,
-    tuple: _write_tuple,
-    dict: _write_table,
+    float: lambda out, value, _: out.extend(b"d" + _FLOAT.pack(value)),
+    str: lambda out, value, _: _write_piece(out, b"s", _text(value)),
+    bytes: lambda out, value, _: _write_piece(out, b"b", value),
+    list: lambda out, value, depth: _write_items(out, b"l", value, len(value), depth),
+    tuple: lambda out, value, depth: _write_items(out, b"t", value, len(value), depth),
+    dict: lambda out, value, depth: _write_items(
+        out, b"m", chain.from_iterable(value.items()), len(value), depth
+    ),
     set: _write_set,
     frozenset: _write_set,
-    PurePath: _write_path,
-    torch.dtype: _write_dtype,
-    torch.device: _write_device,
+    PurePath: lambda out, value, _: _write_piece(out, b"P", _text(value)),
+    torch.dtype: lambda out, value, _: _write_piece(
+        out, b"D", _text(value).removeprefix(b"torch.")
+    ),
+    torch.device: lambda out, value, _: _write_piece(out, b"V", _text(value)),
     torch.Tensor: _write_tensor,
 }
 

@@ -14,9 +14,14 @@ import torch.distributed as dist
 
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import collective_timeout
-from pipegrad.comm.collectives import broadcast_chain, expect_reduce_chain, reduce_chain
+from pipegrad.comm.collectives import (
+    backend_of,
+    blocks_host,
+    broadcast_chain,
+    expect_reduce_chain,
+    reduce_chain,
+)
 from pipegrad.comm.ending import cut
-from pipegrad.comm.messages import backend_of, blocks_host
 
 _CPU = torch.device("cpu")
 _made: WeakSet[dist.ProcessGroup] = WeakSet()  # that this rank is in

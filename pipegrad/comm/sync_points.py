@@ -1,4 +1,4 @@
-"""Sync points: each wait, record and hold of a stream has a name and a reason.
+"""Sync points: each wait, record and hold of a stream has a name and a reason. And `Work`.
 
 Nothing else in the library touches streams, events or the ends of collectives. So order can be
 checked: `pipegrad.testing.OrderChecker` replaces the device's own streams. And the tests can be
@@ -9,14 +9,45 @@ checked: a sync point can be switched off by name, and then a test must fail
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm.work import Work
+
+class Work(Protocol):
+    """A running collective, such as `torch.distributed.Work`."""
+
+    def wait(self) -> object:
+        """Waits for the result: blocks the thread (CPU), or makes the current stream wait."""
+
+
+class Done:
+    """Work that has ended."""
+
+    def wait(self) -> None:
+        """Returns at once."""
+
+
+@dataclass(frozen=True)
+class LateWork:
+    """Work whose wait is at the end of the step, not right after its launch.
+
+    Return it if the next collectives of the comm stream do not need the result. They are launched
+    before the wait.
+
+    Attributes:
+        wait: Waits for the result. It may block the host, and compute.
+        in_threads: Whether to wait late on a comm stream with a thread, too. False if the only
+            reason to wait late is that `wait` blocks the host: a thread may block.
+    """
+
+    wait: Callable[[], object]
+    in_threads: bool = True
+
 
 T = TypeVar("T")
 
@@ -47,8 +78,7 @@ class Backend:
         stream: torch.Stream | None = None,
     ) -> None:
         """Makes a stream, the current one if None, wait for `event`."""
-        on = stream or self.current(device)
-        if event is not None and on is not None:
+        if event is not None and (on := stream or self.current(device)) is not None:
             on.wait_event(event)
 
     def has_happened(self, event: torch.Event | None) -> bool:

@@ -27,7 +27,7 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from enum import Enum
 from operator import attrgetter, is_
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import nn
@@ -52,16 +52,6 @@ class BucketState(Enum):
     RESTS = "between two steps, or its gradients were dropped"
     OPEN = "gradients accumulate"
     FINAL = "all gradients are in their slots, and it may be on its way"
-
-
-class OnBucket(Protocol):
-    """What a bucket calls, perhaps in a thread of autograd."""
-
-    def complete(self, bucket: GradientBucket) -> None:
-        """The last gradient of a bucket has become final in the backward of its stage."""
-
-    def late(self, error: StepError) -> None:
-        """The step fails in `finish`."""
 
 
 class Hook:
@@ -135,7 +125,6 @@ class GradientBucket:
         self.num_early = 0
         self.state = BucketState.RESTS
         self._device = buffer.device
-        self._on: Callable[[], OnBucket | None] = lambda: None
         self._own_divisor = buffer.bucket.divisor
         self._mean = mean
         self._divisor = 1.0
@@ -146,8 +135,8 @@ class GradientBucket:
         # parameter that is used.
         self._watched = {i for i, large in enumerate(self._is_large) if large}
         self._witnesses = {0, number - 1}
-        self._main_shards = [p.placed.main_shard for p in parameters]
-        self._is_sharded = parameters[0].placed.is_sharded
+        self._main_shards = [p.main_shard for p in parameters]
+        self._is_sharded = parameters[0].is_sharded
         self._is_plain = (
             not (self._is_sharded or buffer.goes or any(self._main_shards))
             and parameters[0].has_result
@@ -166,6 +155,8 @@ class GradientBucket:
         self._divided: set[int] = set()
         self._absent = frozenset[int]()
         self._cleared: set[int] = set()  # results that were zeroed in place
+        self._are_zero: bool | None = None  # all slots, as far as this check has read them
+        self._to_share: Sequence[int] = ()  # slots to which somebody adds without autograd
         self._before: list[torch.Tensor | None] | None = None
         self._has_streams = False
         self._num_writes = 0  # into the slots, when they were final, and when they had the results
@@ -174,9 +165,16 @@ class GradientBucket:
         self._result_versions: list[int] = []
         self.follow()
 
-    def connect(self, on: OnBucket) -> None:
-        """Sets what to call; a weak reference."""
-        self._on = weakref.ref(on)
+    def connect(
+        self, complete: Callable[[GradientBucket], None], late: Callable[[StepError], None]
+    ) -> None:
+        """Sets what to call, perhaps in a thread of autograd. It does not keep their object alive.
+
+        Args:
+            complete: A bound method; called when the last gradient is final in a backward.
+            late: A bound method; it makes the step fail in `finish`.
+        """
+        self._on_complete, self._on_late = weakref.WeakMethod(complete), weakref.WeakMethod(late)
 
     def follow(self) -> None:
         """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
@@ -221,7 +219,7 @@ class GradientBucket:
         Raises:
             StepError: Names the parameter.
         """
-        self.buffer.look_again()
+        self._are_zero = None
         present = self._read_all()
         has_any = set(map(type, present)) != NOTHING
         self._before = present if has_any else None
@@ -281,9 +279,10 @@ class GradientBucket:
         self._results = ()
         if not continuing:
             self._fired[:] = bytes(len(self._fired))
-            self._drop_zeros()
-        self.restart()
-        self.buffer.reset(self._zeroed(continuing=continuing))
+            if self._cleared:
+                self._drop_zeros()
+        self._restart()
+        self.buffer.reset(self._to_share)
         self._begin_hooks()
 
     @property
@@ -291,7 +290,7 @@ class GradientBucket:
         """Whether a gradient is final, and perhaps divided: the step cannot be continued."""
         return bool(self._num_named or (self._accumulates_once and any(self._final)))
 
-    def restart(self) -> None:
+    def _restart(self) -> None:
         """Makes all gradients open."""
         self.state = BucketState.OPEN
         self.waiting = set(self.stages)
@@ -303,10 +302,6 @@ class GradientBucket:
         self._num_named = self.num_early = 0
         self._divided = set()
         self._absent = frozenset()
-
-    def _zeroed(self, *, continuing: bool) -> Sequence[int]:
-        """Returns the slots to which somebody adds without autograd."""
-        return ()
 
     def _begin_hooks(self) -> None:
         # A parameter with hooks of a user is watched, since they may drop its gradient. And where
@@ -356,7 +351,8 @@ class GradientBucket:
         """
         if self.state is not BucketState.OPEN:
             return  # `late` compares
-        self.buffer.note_stream()
+        if self._has_streams:
+            self.buffer.note_stream()
         self._fired[number] = 1
         if not self._is_last:
             if self._is_large[number]:
@@ -383,8 +379,8 @@ class GradientBucket:
     def accumulated_again(self, number: int) -> None:
         """Called by a hook that runs twice in the last backward of a stage."""
         self._again = True
-        if number in self._divided and (on := self._on()) is not None:
-            on.late(too_late(repr(self._key(number))))
+        if number in self._divided and (late := self._on_late()) is not None:
+            late(too_late(repr(self._key(number))))
 
     def parameters_final(self, stage: int, numbers: Sequence[int]) -> None:
         """Marks some gradients as final, if no other stage of this rank adds to them.
@@ -393,7 +389,8 @@ class GradientBucket:
         """
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return
-        self.buffer.note_stream()
+        if self._has_streams:
+            self.buffer.note_stream()
         for number in numbers:
             if self._final[number] != 2:
                 self._num_named += 1
@@ -412,13 +409,14 @@ class GradientBucket:
         self.waiting.discard(stage)
         if self.state is not BucketState.OPEN:
             return False
-        self.buffer.note_stream()
+        if self._has_streams:
+            self.buffer.note_stream()
         self._update_last()
         return not self.waiting
 
     def _complete(self) -> None:
-        if (on := self._on()) is not None:
-            on.complete(self)
+        if (complete := self._on_complete()) is not None:
+            complete(self)
 
     def _adopt(self, number: int) -> None:
         """Moves a new gradient into its slot; autograd adds the next ones to it.
@@ -451,7 +449,8 @@ class GradientBucket:
             if not (self._final[number] or gradient.requires_grad)
         ]
         if fresh:
-            self.buffer.note_stream()
+            if self._has_streams:
+                self.buffer.note_stream()
             with self.buffer.filling():
                 self.buffer.fill([g for i in fresh if (g := present[i]) is not None], fresh, ())
             for number in fresh:
@@ -535,7 +534,7 @@ class GradientBucket:
         self.state, self._absent = BucketState.FINAL, frozenset(absent)
         by_hook = self._final.count(1) if self._accumulates_once else 0
         self.num_early = self._final.count(2) + by_hook
-        self._num_writes = self.buffer.num_writes
+        self._num_writes = self.buffer.slots[0]._version
         self.buffer.complete(self._divisor * self._mean, self._divided)
 
     def give_up(self) -> None:
@@ -553,7 +552,7 @@ class GradientBucket:
         gradients, slots = self._read_all(), self.buffer.slots
         self._lacks = type(None) in set(map(type, gradients))
         if not self.buffer.goes:
-            if self.buffer.num_writes != self._num_writes:
+            if self.buffer.slots[0]._version != self._num_writes:
                 several = len(slots) > 1
                 return too_late(self.buffer.bucket.names if several else repr(self._key(0)))
             if all(map(is_, gradients, slots)):
@@ -573,7 +572,7 @@ class GradientBucket:
         if self._witnesses <= self._absent:
             used = (i for i in range(len(self._live)) if i not in self._absent)
             self._witnesses = {next(used, 0)}
-        nobody = self._nobody()
+        nobody = self._nobody() if self._absent else ()
         if self._is_plain:
             for number in range(len(self._live)) if self._lacks else ():
                 has_any = number not in nobody
@@ -617,7 +616,7 @@ class GradientBucket:
         """Takes the gradients as they are now for those of the step."""
         if self._is_plain:
             self._results = self.buffer.slots
-            self._num_writes = self.buffer.num_writes
+            self._num_writes = self.buffer.slots[0]._version
             return
         gradients = [self.result(number) for number in range(len(self._live))]
         # Weak references: a gradient that the user drops must be freed before the next step.
@@ -652,7 +651,7 @@ class GradientBucket:
     def _is_unwritten(self, number: int, result: torch.Tensor) -> bool:
         """Whether nobody has written a result. With one number for all slots, none of them."""
         if self._is_plain:
-            return self.buffer.num_writes == self._num_writes
+            return self.buffer.slots[0]._version == self._num_writes
         return self._writes(number, result) == self._result_versions[number]
 
     def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:
@@ -660,8 +659,12 @@ class GradientBucket:
         if self._is_unwritten(number, result):
             return False
         slots = self.buffer.slots
-        is_zero = bool(slots) and result is slots[number] and self.buffer.is_zero()
-        return is_zero or not bool(result.any())
+        if slots and result is slots[number]:
+            if self._are_zero is None:
+                self._are_zero = self.buffer.is_zero()
+            if self._are_zero:
+                return True
+        return not bool(result.any())
 
     def _drop_zeros(self) -> None:
         """Removes zeroed results in memory that is made again in each step."""

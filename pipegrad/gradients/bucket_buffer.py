@@ -98,24 +98,35 @@ class BucketBuffer:
         bucket: The bucket.
         device: Of the memory.
         rank: This rank, which has one part after a reduction with SHARD or WHOLE.
+        on_making: Called right before memory is made that goes again.
 
     Attributes:
         bucket: The bucket.
-        slots: Views, in the order of the bucket. Empty while there is no memory.
+        slots: Views, in the order of the bucket. Empty while there is no memory. They have one
+            version, which grows with each write into any of them, but by an address.
         payload: The part of the slots that this rank has after the reductions so far.
         scatters_at: The number of this rank's first reduction with SHARD or WHOLE; None if there is
             none.
+        goes: Whether the memory goes in each step, when this rank's part was taken out of it.
         is_taken: Whether the part of this step was taken out of the memory.
-        on_making: Called right before memory is made that goes again.
+        event: A launch must wait for it, if there is one: all slots are written then.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device, *, rank: int = 0) -> None:
+    def __init__(
+        self,
+        bucket: Bucket,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        on_making: Callable[[], object] = lambda: None,
+    ) -> None:
         self.bucket = bucket
         self.slots: list[torch.Tensor] = []
         self.is_taken = False
-        self.on_making: Callable[[], object] | None = None
+        self._on_making = on_making
         taken = bucket.route[: steps_taken(bucket.route, rank)]
         self.scatters_at = next((i for i, h in enumerate(taken) if h.placement.scatters), None)
+        self.goes = self.scatters_at is not None
         # The element of the payload at which the part begins that is taken out.
         taken_to = None if self.scatters_at is None else self.scatters_at + 1
         self._part_start = 0 if taken_to is None else bucket.region(rank, taken_to).start
@@ -128,15 +139,10 @@ class BucketBuffer:
         self._part: torch.Tensor | None = None  # until the gradients of this step have it
         self._divisor = 1.0
         self._divided: Collection[int] = ()
-        self._event: torch.Event | None = None
+        # On CPU there is none: a task is submitted only after the writes of all threads.
+        self.event: torch.Event | None = None
         # Streams that wrote into slots, or made gradients: the keys, in their order.
         self._streams: dict[torch.Stream, None] = {}
-        self._was_zero: bool | None = None
-
-    @property
-    def goes(self) -> bool:
-        """Whether the memory goes in each step, when this rank's part was taken out of it."""
-        return self.scatters_at is not None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -158,9 +164,10 @@ class BucketBuffer:
         self.is_taken = False
         self._streams.clear()
         self._part = None  # after a failed step, nobody has taken it
-        self._home = sync_points.in_use.current(self.device)
-        if self.goes and self._memory is None and not zeroed:
-            return
+        if self.goes:
+            self._home = sync_points.in_use.current(self.device)
+            if self._memory is None and not zeroed:
+                return
         memory = self.made()
         memory.acquire(RESET_FREE)
         if len(zeroed) == len(self.slots):
@@ -193,7 +200,7 @@ class BucketBuffer:
 
         Sync: the current stream waits for them, and they for it: what they have made may be freed.
         """
-        current = sync_points.in_use.current(self.device)
+        current = sync_points.in_use.current(self.device) if self._streams else None
         others = [stream for stream in self._streams if stream != current]
         for stream in others:
             GATHER(WROTE(self.device, stream), self.device)
@@ -219,7 +226,13 @@ class BucketBuffer:
         Sync: writes on the current stream.
         """
         every = len(slots) == len(self.slots)
-        copy_(gradients, self.slots if every else [self.slots[number] for number in slots])
+        into = self.slots if every else [self.slots[number] for number in slots]
+        with torch.no_grad():
+            if set(map(_LAYOUT, gradients)) - {torch.strided}:
+                for gradient, slot in zip(gradients, into, strict=True):
+                    write(slot, gradient)
+            elif gradients:
+                torch._foreach_copy_(into, gradients)
         if len(absent) == len(self.slots):
             self.buffer.zero_()
         else:
@@ -247,12 +260,7 @@ class BucketBuffer:
         # One event for the whole bucket: whoever completes it has made the current stream wait for
         # all other streams that wrote.
         self._divisor, self._divided = divisor, divided
-        self._event = self.made().written(WRITTEN)
-
-    def producers(self) -> list[torch.Event]:
-        """Returns the event that a launch must wait for, if there is one."""
-        # On CPU there is none: a task is submitted only after the writes of all threads.
-        return [] if self._event is None else [self._event]
+        self.event = self.made().written(WRITTEN)
 
     def divide(self) -> None:
         """Divides the gradients, but those that are divided; call it once, before any reduction.
@@ -335,22 +343,13 @@ class BucketBuffer:
             self._part = None
             self._locate(self.nothing())
 
-    @property
-    def num_writes(self) -> int:
-        """A number that grows with each write into any slot, but by an address."""
-        return self.slots[0]._version
-
     def count_each(self) -> None:
         """Gives each slot a version of its own from now on."""
         self._counts_each = True
         self.slots = [slot.data for slot in self.slots]
 
-    def look_again(self) -> None:
-        """Drops the result of `is_zero`: slots may have been written since."""
-        self._was_zero = None
-
     def is_zero(self) -> bool:
-        """Whether the bits of all slots are zero. The result is remembered until `look_again`.
+        """Whether the bits of all slots are zero.
 
         False does not prove a gradient: a zero may have a sign, and another slot may have old
         values.
@@ -359,14 +358,11 @@ class BucketBuffer:
         """
         # One read for the whole bucket, as integers of 64 bits, is much faster than one for each
         # slot in its dtype.
-        if self._was_zero is None:
-            payload = self.buffer[: self.bucket.payload_numel]
-            nbytes = payload.numel() * payload.element_size()
-            whole = payload.view(torch.int64) if nbytes and nbytes % 8 == 0 else payload
-            self._was_zero = whole.dtype == torch.int64 and not bool(
-                torch.stack(whole.aminmax()).any()
-            )
-        return self._was_zero
+        payload = self.buffer[: self.bucket.payload_numel]
+        nbytes = payload.numel() * payload.element_size()
+        if not nbytes or nbytes % 8:
+            return False
+        return not bool(torch.stack(payload.view(torch.int64).aminmax()).any())
 
     def contributed(self) -> list[bool]:
         """Returns for each slot whether any rank has a gradient. Blocks the host."""
@@ -420,8 +416,8 @@ class BucketBuffer:
             return memory
         with self._making:
             if self._memory is None:
-                if self.goes and self.on_making is not None:
-                    self.on_making()
+                if self.goes:
+                    self._on_making()
                 bucket = self.bucket
                 flat = torch.empty(bucket.numel, dtype=bucket.wire_dtype, device=self.device)
                 # Nobody writes into the gaps, but handlers and hooks read all of the payload.
@@ -459,16 +455,3 @@ def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> N
         if divisor != 1:
             # A division in the narrower dtype would round once more.
             slot.div_(divisor)
-
-
-def copy_(gradients: list[torch.Tensor], slots: list[torch.Tensor]) -> None:
-    """Overwrites slots with gradients, which are not divided: all at once, but sparse ones.
-
-    Sync: on the current stream.
-    """
-    with torch.no_grad():
-        if set(map(_LAYOUT, gradients)) - {torch.strided}:
-            for gradient, slot in zip(gradients, slots, strict=True):
-                write(slot, gradient)
-        elif gradients:
-            torch._foreach_copy_(slots, gradients)

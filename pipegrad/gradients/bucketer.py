@@ -13,10 +13,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import collectives, messages, sync_points
-from pipegrad.comm.comm_stream import CommStream, Ticket
+from pipegrad.comm import collectives, sync_points
+from pipegrad.comm.comm_stream import CommStream, Ticket, outside_of_graphs
 from pipegrad.comm.ending import Ending
-from pipegrad.comm.graph_capture import outside_of_graphs
 from pipegrad.errors import PlanError, ReduceError, StepError
 from pipegrad.gradients.bucket_buffer import FlatBuffer
 from pipegrad.plugins.handler import BUCKET_BYTES
@@ -351,13 +350,13 @@ class Bucketer:
             if not key.in_place:
                 bucket.result = key.fresh(bucket.numel)
                 events.append(bucket.result.written(RESULT))
-            kind = key.device, messages.blocks_host(key.group, key.device)
+            kind = key.device, collectives.blocks_host(key.group, key.device)
             if kind not in self._comm_streams:
                 stream = CommStream("pipegrad bucketer", key.device, threaded=kind[1])
                 self._comm_streams[kind] = stream
             if self._ending is None:
                 self._ending = Ending(self, threads=self._comm_streams.values(), used=self._used)
-            if messages.backend_of(key.group, key.device) == "gloo":
+            if collectives.backend_of(key.group, key.device) == "gloo":
                 self._used.add(key.group)
             task = partial(_reduce, key, bucket.result.buffer[: bucket.numel], bucket.rows())
             after = [event for event in events if event is not None]

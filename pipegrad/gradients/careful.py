@@ -41,7 +41,6 @@ class CarefulBucket(GradientBucket):
         self._zeroed_versions: dict[int, int] = {}
         self._final_writes: list[int] = []
         self._shown = ShownResults(accessor)
-        self._to_share: Sequence[int] = ()
         self._num_copied = 0
 
     def read(self, number: int) -> torch.Tensor | None:
@@ -72,20 +71,18 @@ class CarefulBucket(GradientBucket):
         """Starts a step, or continues it; shares zeroed slots with an accessor."""
         if not continuing:
             self._shown.drop(self._live)
+            self._zeroed_versions.clear()
         super().begin(divisor, continuing=continuing)
         for number in self._to_share:
             slot = self.buffer.slots[number]
             self._set(number, slot)
             self._zeroed_versions[number] = self._writes(number, slot)
 
-    def _zeroed(self, *, continuing: bool) -> Sequence[int]:
+    def _restart(self) -> None:
+        super()._restart()
         # Autograd makes gradients in ``.grad``. Elsewhere somebody adds to what is there.
-        present = self._read_all()
-        if not continuing:
-            self._zeroed_versions.clear()
-        shares = self._can_share and not self._is_attribute
-        self._to_share = [i for i, g in enumerate(present) if g is None] if shares else []
-        return self._to_share
+        if self._can_share and not self._is_attribute:
+            self._to_share = [i for i, g in enumerate(self._read_all()) if g is None]
 
     def accumulated(self, number: int) -> None:
         """Called by a hook after each accumulation; the accessor may move the gradient."""
@@ -116,7 +113,8 @@ class CarefulBucket(GradientBucket):
     def adopt(self) -> None:
         """Moves all new gradients into their slots."""
         if self.state is BucketState.OPEN:
-            self.buffer.note_stream()
+            if self._has_streams:
+                self.buffer.note_stream()
             for number, final in enumerate(self._final):
                 if not final:
                     self._adopt(number)

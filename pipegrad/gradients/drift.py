@@ -1,7 +1,8 @@
 """Drift: makes the copies of each parameter equal, and compares them.
 
 They are made equal at the start, and after a checkpoint was loaded. They are compared on demand,
-and in a few steps of every run.
+and in a few steps of every run, by checksums: integers that differ if one bit of a tensor differs,
+at the speed of memory.
 """
 
 from __future__ import annotations
@@ -13,17 +14,16 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
-from pipegrad.gradients.checksum import checksum, full_checksum
+from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import local
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plugins.handler import Placement
 
-Lookup = Callable[[str], nn.Parameter]
+Parameters = Mapping[str, LiveParameter]
 Sums = Callable[[torch.Tensor], torch.Tensor]  # `checksum` or `full_checksum`
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
@@ -43,13 +43,13 @@ _GONE = "none that differs still, so they are written while they are compared"
 
 
 def make_equal(
-    packs: Sequence[Bucket], lookup: Lookup, groups: Groups, device: torch.device
+    packs: Sequence[Bucket], parameters: Parameters, groups: Groups, device: torch.device
 ) -> None:
     """Copies every parameter from the lowest rank that holds it to all replicas.
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
-        lookup: Key -> live parameter.
+        parameters: Of this rank, by key.
         groups: The communicators; those of comm stream 0 are used.
         device: Of the parameters.
 
@@ -58,21 +58,22 @@ def make_equal(
     # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
     # reduction already has the values of the owners before it, so all ranks end with the same bits.
     for pack in packs:
-        flat = _gather(pack, lookup, device)
+        flat = _gather(pack, parameters, device)
         for step in pack.route:
             # Bytes can be sent on every backend. Some backends lack other dtypes.
             dist.broadcast(flat.view(torch.uint8), src=step.owner, group=groups.of(step.ranks, 0))
         with torch.no_grad():
             for slot in pack.slots:
-                local(lookup(slot.key)).copy_(flat.as_strided(slot.shape, slot.stride, slot.offset))
+                view = flat.as_strided(slot.shape, slot.stride, slot.offset)
+                local(parameters[slot.key].parameter).copy_(view)
         del flat  # otherwise two copies would exist at a time
 
 
-def _gather(pack: Bucket, lookup: Lookup, device: torch.device) -> torch.Tensor:
+def _gather(pack: Bucket, parameters: Parameters, device: torch.device) -> torch.Tensor:
     flat = torch.zeros(pack.payload_numel, dtype=pack.dtype, device=device)
     for slot in pack.slots:
         view = flat.as_strided(slot.shape, slot.stride, slot.offset)
-        view.copy_(local(lookup(slot.key)).detach())
+        view.copy_(local(parameters[slot.key].parameter).detach())
     return flat
 
 
@@ -97,9 +98,7 @@ class DriftCheck:
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
-        lookup: Key -> live parameter.
-        main_of: Key -> its master copy on this rank, or the part that this rank steps; None if
-            another rank steps it.
+        parameters: Of this rank, by key.
         with_main: Keys of the parameters that have master copies, the same on all ranks.
         groups: The communicators; those of comm stream 0 are used.
         ranks: All ranks.
@@ -112,8 +111,7 @@ class DriftCheck:
     def __init__(
         self,
         packs: Sequence[Bucket],
-        lookup: Lookup,
-        main_of: Callable[[str], torch.Tensor | None],
+        parameters: Parameters,
         with_main: Collection[str],
         *,
         groups: Groups,
@@ -123,8 +121,7 @@ class DriftCheck:
         every: int,
         is_exact: bool,
     ) -> None:
-        self._lookup = lookup
-        self._main_of = main_of
+        self._parameters = parameters
         self._groups = groups
         self._ranks = ranks
         self._device = device
@@ -195,7 +192,8 @@ class DriftCheck:
                 (name, ranks)
                 for name, ranks in differing
                 if not name[1]
-                and _spread(local(self._lookup(name[0])), self._groups.of(ranks, 0)) > limit
+                and _spread(local(self._parameters[name[0]].parameter), self._groups.of(ranks, 0))
+                > limit
             ]
         self._refuse([name for name, _ in differing])
 
@@ -239,10 +237,15 @@ class DriftCheck:
         ]
 
     def _tensor(self, name: Name) -> torch.Tensor | None:
-        """Returns the tensor of a copy, without version counter of the parameter; or None."""
-        key, is_main = name
-        tensor = self._main_of(key) if is_main else local(self._lookup(key))
-        return None if tensor is None else tensor.data
+        """Returns the tensor of a copy, without version counter of the parameter.
+
+        None for a master copy, or a part of one, that another rank steps.
+        """
+        parameter = self._parameters[name[0]]
+        if not name[1]:
+            return local(parameter.parameter).data
+        main_shard = parameter.main_shard
+        return main_shard.tensor.data if main_shard is not None and main_shard.copied else None
 
     def _facts(self, names: Collection[Name]) -> dict[Name, Facts]:
         """Returns what this rank says of its copies of some names."""
@@ -333,3 +336,77 @@ def _connected(facts: Mapping[int, Facts]) -> Iterator[list[int]]:
             new = {rank for group in groups for rank in group if rank in facts} - linked
         yield sorted(linked)
         remaining = [rank for rank in remaining if rank not in linked]
+
+
+_BLOCK = 1024  # words of 8 bytes
+_PIECE = 2**17  # words: what is mixed at a time fits into a cache
+_LOW = 2**32 - 1
+_ODD = 0x1E3779B97F4A7C15  # the golden ratio, so that products have bits in all places
+
+
+def checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns an int64 sum ``(1,)`` over the bits. It reads the tensor once.
+
+    A change of any single word of 8 bytes changes it, so any single bit does. An exchange of
+    elements in one block of 8 KiB may leave it.
+
+    Args:
+        tensor: Of any dtype and shape.
+    """
+    # Integers, so that the order of additions does not matter. Sums wrap around modulo 2^64. All
+    # weights are odd, so the product of a change and a weight is never a multiple of 2^64.
+    words, rest = _words(tensor)
+    whole = words.numel() // _BLOCK * _BLOCK
+    total = words[whole:].sum()
+    if rest is not None:
+        total = total + rest
+    if whole:
+        blocks = words[:whole].view(-1, _BLOCK).sum(1)
+        weights = torch.arange(3, 2 * blocks.numel() + 3, 2, device=blocks.device)
+        total = total + (blocks * weights).sum()
+    return total.reshape(1)
+
+
+def full_checksum(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns three int64 sums ``(3,)``: `checksum`, and two that also see exchanged elements.
+
+    It takes several times as long as `checksum`.
+
+    Args:
+        tensor: Of any dtype and shape.
+    """
+    words, _ = _words(tensor)
+    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
+    positions = torch.arange(min(_PIECE, words.numel()), device=words.device)
+    for start in range(0, words.numel(), _PIECE):
+        mixed = _mixed(words[start : start + _PIECE])
+        plain = mixed.sum()
+        weighted = (mixed * positions[: len(mixed)]).sum() + start * plain
+        sums += torch.stack([plain, weighted])
+    return torch.cat([checksum(tensor), sums])
+
+
+def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a tensor, uint8 ``(nbytes,)``, in row-major order."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+
+
+def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Returns the whole words of a tensor, int64, and the padded word of the bytes after them."""
+    flat = bytes_of(tensor)
+    if flat.storage_offset() % 8:  # a view of another tensor; words must begin at words
+        flat = flat.clone()
+    whole = flat.numel() // 8 * 8
+    words = flat[:whole].view(torch.int64)
+    if whole == flat.numel():
+        return words, None
+    rest = flat.new_zeros(8)
+    rest[: flat.numel() - whole] = flat[whole:]
+    return words, rest.view(torch.int64)[0]
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """Returns words of which each bit depends on several; different words stay different."""
+    # Without it, a difference in the highest bits alone would vanish in the weighted sum.
+    mixed = (words ^ ((words >> 32) & _LOW)) * _ODD
+    return mixed ^ ((mixed >> 32) & _LOW)

@@ -51,6 +51,9 @@ class GradScaler(torch.amp.GradScaler):
         **options: Those of torch's GradScaler: ``init_scale``, ``growth_factor``,
             ``backoff_factor``, ``growth_interval``, ``enabled``. The same on all ranks.
 
+    Attributes:
+        is_stepping: Whether `step` runs.
+
     Raises:
         AgreementError: If options differ between ranks; on all ranks.
     """
@@ -67,7 +70,7 @@ class GradScaler(torch.amp.GradScaler):
         self._has_scaled = False  # whether this rank has scaled since `update`
         self._is_scaled = False  # whether any rank has, as far as this one knows
         self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
-        self._is_stepping = False
+        self.is_stepping = False
         # What is known of the gradients of one step: whether any rank has an overflow, if clipping
         # has unscaled all of them, and for which optimizers `unscale_` was called.
         self._round = self._first
@@ -149,7 +152,8 @@ class GradScaler(torch.amp.GradScaler):
         error = self._complaint(gradients.values(), allow_fp16=False)
         # In float64 no square of a float32 overflows. So the norm is infinite exactly if an element
         # is, as in torch's decision.
-        term = norm.term(gradients, norm_type, device=self._sync.device, dtype=torch.float64)
+        wide, device = torch.float64, self._sync.device
+        term = norm.term(gradients, norm_type, device=device, dtype=wide, least=wide)
         terms = self._gather(term, error)
         assert self._scale is not None
         inverse = self._scale.double().reciprocal()
@@ -191,7 +195,7 @@ class GradScaler(torch.amp.GradScaler):
         is_known = self._found_inf is not None or self._divisor is not None
         if is_known and id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
-        self._is_stepping = True
+        self.is_stepping = True
         try:
             return super().step(optimizer, *args, **kwargs)
         except BaseException:
@@ -200,7 +204,7 @@ class GradScaler(torch.amp.GradScaler):
                 vars(optimizer).pop(name, None)
             raise
         finally:
-            self._is_stepping = False
+            self.is_stepping = False
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
@@ -210,7 +214,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def refusal(self) -> str | None:
         """Returns why an optimizer may not step now; None if it may."""
-        if self._is_stepping or not (self.is_enabled() and self._is_scaled):
+        if self.is_stepping or not (self.is_enabled() and self._is_scaled):
             return None
         return (
             "optimizer.step() of gradients that a GradScaler has scaled, perhaps with overflows: "

@@ -1,21 +1,30 @@
 """Main parameters: what an optimizer steps. Parameters, shards of them, or master copies.
 
-Step 8 of the journey of a gradient in docs/internals.md.
+Step 8 of the journey of a gradient in docs/internals.md. In a checkpoint their state is under names
+of the uncut model, the state of a shard as a `Chunk`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+import copy
+import math
+from collections import Counter
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipegrad.errors import PlanError
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
-from pipegrad.plan.plan import MainRange
+from pipegrad.plan.plan import MainRange, Plan
 from pipegrad.plugins.handler import ParameterRecord
+from pipegrad.topology import Topology
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 GroupOf = Callable[[ParameterRecord], Mapping[str, Any]]
 NamedGroupOf = Callable[[str, nn.Parameter], Mapping[str, Any] | None]
@@ -198,3 +207,172 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
             f"parameter: {known}, or a class of your own with 'elementwise = True'. By "
             f"'data-parallel' each rank steps whole parameters"
         )
+
+
+def uncut_names(records: Sequence[ParameterRecord]) -> dict[str, str]:
+    """Returns key -> name in the uncut model.
+
+    If several stages use one name for parameters that are not tied, there is no such name. Then it
+    is the key, such as ``"1.weight"``.
+
+    Args:
+        records: Of all ranks, from their lowest holders.
+    """
+    names = {record.key: record.key.partition(".")[2] for record in records}
+    counts = Counter(names.values())
+    return {key: name if counts[name] == 1 else key for key, name in names.items()}
+
+
+class Locations:
+    """Locations of this rank's parameters, as in ``"[tp=1]"``; "" if all replicas are equal.
+
+    Args:
+        topology: The topology of this rank.
+        plan: The plan of this rank.
+    """
+
+    def __init__(self, topology: Topology, plan: Plan) -> None:
+        self._view = topology
+        self._routes, self._divisors = dict(plan.routes), dict(plan.divisors)
+        self._independent = plan.independent_axes
+
+    def of(self, key: str | None = None) -> str:
+        """Returns the location of a parameter, in dimensions that none of its reductions spans.
+
+        Args:
+            key: The parameter; None for a buffer, which no reduction makes equal.
+        """
+        # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
+        # are the exception: each data rank may hold other experts. So are replicas that train
+        # alone: each has its own parameters, and its own state of the optimizer.
+        is_apart = key in self._divisors or (key is not None and self._independent)
+        return self._along(key, () if is_apart else ("dp",))
+
+    def joined(self, key: str) -> str:
+        """Returns the location of a parameter in a run whose replicas do not train alone."""
+        return self._along(key, self._independent) if self._independent else self.of(key)
+
+    def _along(self, key: str | None, replicated: Collection[str]) -> str:
+        """Returns the location in all dimensions but the pipeline and `replicated`."""
+        view = self._view
+        replicated = {view.pipeline, *replicated}
+        reduction_steps = [set(step.ranks) for step in self._routes.get(key or "", ())]
+        apart = [
+            f"{axis}={view.coordinate(axis)}"
+            for axis, size in view.axes
+            if size > 1 and axis not in replicated
+            if not any(
+                set(view.ranks_along(axis)) <= reduction_step for reduction_step in reduction_steps
+            )
+        ]
+        return f"[{','.join(apart)}]" if apart else ""
+
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in a tensor
+
+
+class Chunk(Tensor):
+    """Some boxes of a whole tensor; of a flat one, elements ``begin:begin + local.numel()``.
+
+    It is a tensor of the whole size without memory of that size. torch.distributed.checkpoint calls
+    the three methods below, which DTensor has too. They return only the elements of this rank. So a
+    checkpoint can be read in other chunks than it was written.
+
+    It can be copied and moved to another device. It has no other values than `local`, so nothing
+    else can be computed of it.
+
+    Attributes:
+        local: The elements of this rank, flat and contiguous, box by box.
+        boxes: Where they lie in the whole tensor. Boxes do not overlap.
+    """
+
+    local: Tensor
+    boxes: tuple[Box, ...]
+
+    @staticmethod
+    def of(local: Tensor, begin: int, numel: int) -> Chunk:
+        """Returns the chunk at `begin` of `numel` elements; `local` is flat and contiguous."""
+        return Chunk.in_boxes(local, (numel,), [((begin,), (local.numel(),))])
+
+    @staticmethod
+    def in_boxes(local: Tensor, shape: Sequence[int], boxes: Sequence[Box]) -> Chunk:
+        """Returns boxes of a tensor of a shape; `local` has their elements, box by box."""
+        # One element, expanded: it has the whole size and needs no memory.
+        whole = torch.empty((), dtype=local.dtype, device=local.device).expand(*shape)
+        shard = whole.as_subclass(Chunk)
+        shard.local, shard.boxes = local, tuple(boxes)
+        return shard
+
+    def with_local(self, local: Tensor) -> Chunk:
+        """Returns the same boxes with other elements."""
+        return Chunk.in_boxes(local, self.size(), self.boxes)
+
+    @property
+    def begin(self) -> int:
+        """Index of the first element in a flat tensor."""
+        ((begin,), _), *_ = self.boxes
+        return begin
+
+    # torch.distributed.checkpoint takes long to import. If it calls these, it is imported.
+
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+        properties = TensorProperties.create_from_tensor(self.local)
+        # The offset is part of the index, so torch finds the chunks of all ranks under one name.
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, chunk.offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(chunk=chunk, properties=properties, size=self.size()),
+            )
+            for chunk in self.__create_chunk_list__()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        begin = 0
+        for offsets, sizes in self.boxes:
+            end = begin + math.prod(sizes)
+            if index.offset is None or tuple(index.offset) == offsets:
+                return self.local[begin:end].view(sizes)
+            begin = end
+        raise KeyError(f"{index.fqn} has no box at {index.offset} on this rank")
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Chunk(boxes {self.boxes} of {tuple(self.size())}: {self.local})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
+        return self.with_local(copy.deepcopy(self.local, memo))
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:  # noqa: ANN401 - torch's signature
+        """Copies and moves the local elements; refuses to compute."""
+        options = dict(kwargs or {})
+        if func in _COPIES:
+            chunk = args[0]
+            return chunk.with_local(func(chunk.local, *args[1:], **options))
+        found = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
+        if isinstance(found, Tensor):
+            raise TypeError(
+                f"{func} of a Chunk, this rank's part of a sharded state: take its `local` values, "
+                f"or save and load it by torch.distributed.checkpoint"
+            )
+        return found
+
+
+_COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to}
+
+# torch.load reads only classes that it knows.
+torch.serialization.add_safe_globals([Chunk])

@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from pipegrad.errors import PlanError
-from pipegrad.gradients.chunks import Chunk
 from pipegrad.gradients.main_params import (
+    Chunk,
     MainParameter,
     NamedGroupOf,
     group_keys,
     grouped,
     refuse_unless_elementwise,
+    uncut_names,
 )
-from pipegrad.gradients.names import uncut_names
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
 

@@ -1,5 +1,7 @@
 """The global gradient norm: each parameter counts once, and all ranks have the same bits.
 
+If it is not finite, `merge_non_finite` says which gradients are not, on which stages and ranks.
+
 Step 8 of the journey of a gradient in docs/internals.md.
 """
 
@@ -7,49 +9,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm.activity import Activity
-from pipegrad.comm.tape import Tape
+from pipegrad.comm.activity import Activity, Tape
+from pipegrad.gradients.main_params import uncut_names
+from pipegrad.model.dtensor import local
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
 from pipegrad.topology import Topology
-
-
-def global_norm(
-    gradients: Sequence[torch.Tensor],
-    norm_type: float,
-    *,
-    group: dist.ProcessGroup | None,
-    device: torch.device,
-    dtype: torch.dtype = torch.float32,
-    tape: Tape | None = None,
-) -> torch.Tensor:
-    """Returns the norm over the `gradients` of all ranks, a scalar of `dtype`.
-
-    Args:
-        gradients: Those that count on this rank, in a fixed order.
-        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
-        group: Of all ranks; None if there is one rank.
-        device: Of the result.
-        dtype: Of the result; the same on all ranks.
-        tape: Where the wait for other ranks is noted.
-
-    Sync: on the current stream; one scalar all-reduce over `group`.
-    """
-    term = local_term(gradients, norm_type, device=device, dtype=dtype)
-    if group is not None:
-        op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
-        began = None if tape is None else tape.now()
-        with Activity("the norm of the gradients", dist.get_process_group_ranks(group)):
-            dist.all_reduce(term, op=op, group=group)
-        if tape is not None:
-            tape.note("wait for ranks", "the norm of the gradients", began)
-    return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
 
 
 def local_term(
@@ -64,7 +36,7 @@ def local_term(
 
     Args:
         gradients: Those that count on this rank.
-        norm_type: As in `global_norm`.
+        norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
         device: Of the result.
         dtype: Of the result.
         least: The norm of each gradient is computed at least in this dtype.
@@ -202,24 +174,36 @@ class GlobalNorm:
         group: dist.ProcessGroup | None,
         device: torch.device,
     ) -> torch.Tensor:
-        """Returns the norm, a scalar with the same bits on all ranks; see `global_norm`.
+        """Returns the norm, a scalar with the same bits on all ranks.
 
         Args:
-            gradients: Of this rank, by key.
-            norm_type: The p of the p-norm.
+            gradients: Of this rank, by key, in a fixed order.
+            norm_type: The p of the p-norm; ``inf`` for the largest absolute value.
             group: Of all ranks; None if there is one rank.
             device: Of the result.
+
+        Sync: on the current stream; one all-reduce over `group`, of a scalar, or of one for each
+        rank if replicas train alone.
         """
-        counted = self._counting(gradients)
-        if self._own is not None and group is not None:
+        dtype, least = self._dtype, torch.float32
+        term = self.term(gradients, norm_type, device=device, dtype=dtype, least=least)
+        if group is None:
+            return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+        began = self._tape.now()
+        ranks = dist.get_process_group_ranks(group)
+        if self._own is not None:
             terms = torch.zeros(self._num_ranks, dtype=self._dtype, device=device)
-            terms[self._index] = local_term(counted, norm_type, device=device, dtype=self._dtype)
-            with Activity("the norms of the replicas", dist.get_process_group_ranks(group)):
+            terms[self._index] = term
+            with Activity("the norms of the replicas", ranks):
                 dist.all_reduce(terms, group=group)
-            return self.total(terms, norm_type, factor=torch.ones_like(terms[0]))
-        return global_norm(
-            counted, norm_type, group=group, device=device, dtype=self._dtype, tape=self._tape
-        )
+            norm = self.total(terms, norm_type, factor=torch.ones_like(term))
+        else:
+            op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
+            with Activity("the norm of the gradients", ranks):
+                dist.all_reduce(term, op=op, group=group)
+            norm = term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+        self._tape.note("wait for ranks", "the norm of the gradients", began)
+        return norm
 
     def term(
         self,
@@ -228,13 +212,14 @@ class GlobalNorm:
         *,
         device: torch.device,
         dtype: torch.dtype,
+        least: torch.dtype,
     ) -> torch.Tensor:
-        """Returns what this rank adds to the norm, a scalar of `dtype`; arguments are as in `of`.
+        """Returns what this rank adds to the norm; arguments are as in `of` and `local_term`.
 
         A caller that sends it with other numbers gives the terms of all ranks to `total`.
         """
-        counted = self._counting(gradients)
-        return local_term(counted, norm_type, device=device, dtype=dtype, least=dtype)
+        counted = [gradient for key, gradient in gradients.items() if key in self._counted]
+        return local_term(counted, norm_type, device=device, dtype=dtype, least=least)
 
     def total(self, terms: torch.Tensor, norm_type: float, *, factor: torch.Tensor) -> torch.Tensor:
         """Returns `factor` times the norm of these terms of all ranks, ``(ranks,)``; a scalar.
@@ -247,6 +232,74 @@ class GlobalNorm:
         norm = norm.where(terms.isfinite().all(), terms.sum())
         return (norm * factor).to(self._dtype)
 
-    def _counting(self, gradients: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
-        """Returns the gradients that count on this rank."""
-        return [gradient for key, gradient in gradients.items() if key in self._counted]
+
+@dataclass(frozen=True)
+class NonFinite:
+    """A parameter whose gradient has an element that is infinite or not a number.
+
+    Attributes:
+        name: Of the parameter in the uncut model. If several stages use one name for different
+            parameters, it begins with the stage: ``"1.weight"``.
+        stages: Which hold the parameter.
+        ranks: Which have such an element in their reduced gradient, or in their shard of it.
+    """
+
+    name: str
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+
+    def __str__(self) -> str:
+        stages = f"stage {self.stages[0]}" if len(self.stages) == 1 else f"stages {[*self.stages]}"
+        ranks = f"rank {self.ranks[0]}" if len(self.ranks) == 1 else f"ranks {[*self.ranks]}"
+        return f"{self.name!r} ({stages}, {ranks})"
+
+
+def non_finite_keys(gradients: Mapping[str, torch.Tensor]) -> list[str]:
+    """Returns the keys of the gradients that have an element that is not finite.
+
+    Args:
+        gradients: Of this rank, by key.
+
+    Sync: on the current stream. The host waits for it once.
+    """
+    if not gradients:
+        return []
+    finite = torch.stack([_is_finite(gradient) for gradient in gradients.values()]).tolist()
+    return [key for key, is_finite in zip(gradients, finite, strict=True) if not is_finite]
+
+
+def _is_finite(gradient: torch.Tensor) -> torch.Tensor:
+    values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
+    return torch.isfinite(values.detach()).all()
+
+
+def merge_non_finite(
+    manifest: Manifest, keys: Mapping[int, Sequence[str]]
+) -> tuple[NonFinite, ...]:
+    """Returns the parameters of all ranks, by stage and position. Pure.
+
+    Args:
+        manifest: The agreed model.
+        keys: Of each rank, as `non_finite_keys` returns them.
+    """
+    records = sorted(manifest.parameters, key=lambda record: (record.holders[0], record.position))
+    names = uncut_names(records)
+    ranks_of: dict[str, list[int]] = {}
+    for rank, own in sorted(keys.items()):
+        for key in own:
+            ranks_of.setdefault(key, []).append(rank)
+    return tuple(
+        NonFinite(names[record.key], record.holders, tuple(ranks_of[record.key]))
+        for record in records
+        if record.key in ranks_of
+    )
+
+
+def in_a_sentence(found: Sequence[NonFinite]) -> str:
+    """Returns which gradients are not finite, for a message: the first one, and how many others."""
+    if not found:
+        return "each gradient is finite, and the sum of their squares overflows"
+    if len(found) == 1:
+        return f"the gradient of {found[0]} is not finite"
+    others = f"{len(found) - 1} other{'s' if len(found) > 2 else ''}"
+    return f"the gradients of {found[0]} and {others} are not finite"

@@ -5,7 +5,6 @@ Step 8 of the journey of a gradient in docs/internals.md.
 
 from __future__ import annotations
 
-import inspect
 import math
 import warnings
 import weakref
@@ -31,8 +30,6 @@ from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
     from pipegrad.gradients.grad_scaler import GradScaler
-
-_FRAMES = 16  # from a step's hook to its caller: wrappers of torch and of learning-rate schedules
 
 
 class OptimizerWatch:
@@ -68,8 +65,8 @@ class OptimizerWatch:
         self._on_refusal = weakref.WeakMethod(on_refusal)
         self._on_step = weakref.WeakMethod(on_step)
         self._find_changed = weakref.WeakMethod(find_changed)
-        self._placed = [p.placed for p in parameters if p.placed.main_shard]
-        self._has_replaced = any(p.placed.is_replaced for p in parameters)
+        self._placed = [p for p in parameters if p.main_shard]
+        self._has_replaced = any(p.is_replaced for p in parameters)
         self._adopted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: weakref.ref[torch.optim.Optimizer] | None = None  # that has stepped
         self._is_stepping = False  # whether one that was adopted is in its step
@@ -81,6 +78,10 @@ class OptimizerWatch:
         """Starts the checks. All main shards must have a tensor."""
         _watches[id(self)] = self
         _start_looking()
+
+    def scale_by(self, scaler: GradScaler) -> None:
+        """Makes `scaler` that of these parameters, as long as its user keeps it."""
+        self.scaler = weakref.ref(scaler) if scaler.is_enabled() else lambda: None
 
     def follow(self, live: Mapping[int, LiveParameter]) -> None:
         """Looks for these parameters from now on; keys are the ids of their tensors."""
@@ -106,7 +107,8 @@ class OptimizerWatch:
         if self._looks and not (self._alike or self._has_warned):
             self._look_for_changes(optimizer)
         error = self._error(optimizer)
-        if not (error or self._adopted or self._has_replaced or self._is_untaken):
+        is_untaken = self._parameter_sync.is_needed and not self._parameter_sync.is_taken
+        if not (error or self._adopted or self._has_replaced or is_untaken):
             return
         # An optimizer that was adopted is known. It is searched only if it could have got a
         # parameter later that it may not step.
@@ -132,7 +134,7 @@ class OptimizerWatch:
         self._is_stepping |= is_adopted
 
     def _look_for_changes(self, optimizer: torch.optim.Optimizer) -> None:
-        """Warns once if gradients have changed since the step, as torch's clipping changes them."""
+        """Warns once if gradients have changed since the step, as torch's own tools change them."""
         if not (optimizer in self._adopted or any(self._stepped_by(optimizer))):
             return
         self._looks = False  # an optimizer that steps may write gradients itself
@@ -141,9 +143,10 @@ class OptimizerWatch:
             self._has_warned = True
             warnings.warn(
                 f"the gradient of {changed!r} was changed between finish() and "
-                f"optimizer.step(). torch's clip_grad_norm_ knows only the norm of this rank's "
-                f"gradients: call sync.clip_grad_norm_(), which has that of all ranks. What "
-                f"changes each element alike on all ranks is right",
+                f"optimizer.step(). torch's clip_grad_norm_ and its GradScaler know only the "
+                f"gradients of this rank: call sync.clip_grad_norm_(), and use "
+                f"pipegrad.GradScaler(sync), which know those of all ranks. What changes each "
+                f"element alike on all ranks is right",
                 stacklevel=level_of_caller(),
             )
 
@@ -153,18 +156,28 @@ class OptimizerWatch:
 
     def _error(self, optimizer: torch.optim.Optimizer) -> PipegradError | None:
         """Returns the error for an optimizer of these parameters that is stepped in this way."""
+        scaler = self.scaler()
         # If each rank steps all parameters with the same gradients, even an optimizer that depends
         # on all gradients makes the same step on all ranks.
-        if not self._alike and (reason := _is_global(optimizer) or _is_scaled_alone()):
-            return PlanError(reason)
-        scaler = self.scaler()
+        if not self._alike and isinstance(optimizer, torch.optim.LBFGS):
+            return PlanError(
+                f"{type(optimizer).__name__} computes one step from all gradients of the model, "
+                f"and no rank has all of them: copies of one parameter would get different steps. "
+                f"Take an optimizer that looks at each parameter by itself, such as AdamW"
+            )
+        # torch's GradScaler gives the scale to an optimizer that unscales by itself, as fused ones
+        # do. Then it has looked at the gradients of this rank alone. Other optimizers do not know
+        # who calls them, and it divides their gradients without a change of their versions.
+        is_own = scaler is not None and scaler.is_stepping
+        if not (self._alike or is_own) and getattr(optimizer, "grad_scale", None) is not None:
+            return PlanError(
+                "torch's GradScaler looks for overflows in the gradients of this rank alone, but "
+                "other ranks have other gradients: one rank would skip a step that others make. "
+                "Use pipegrad.GradScaler(sync), which decides once for all ranks"
+            )
         if scaler is not None and (reason := scaler.refusal()):
             return StepError(reason)
         return None
-
-    @property
-    def _is_untaken(self) -> bool:
-        return self._parameter_sync.is_needed and not self._parameter_sync.is_taken
 
     def note_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that `optimizer` has stepped; calls `on_step` if it was adopted."""
@@ -251,53 +264,12 @@ def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 
 def _refuse_replaced(parameter: LiveParameter) -> None:
-    if parameter.placed.is_replaced:
+    if parameter.is_replaced:
         raise StepError(
             f"an optimizer steps {parameter.record.key!r} itself, but its gradient is in a shard "
             f"or in a copy of it, so nothing would move: make it by sync.optimizer(), or of "
             f"sync.optimizer_parameters(), not of module.parameters()"
         )
-
-
-def _is_global(optimizer: torch.optim.Optimizer) -> str | None:
-    """Returns the reason to refuse an optimizer whose step depends on all gradients, or None."""
-    if not isinstance(optimizer, torch.optim.LBFGS):
-        return None
-    return (
-        f"{type(optimizer).__name__} computes one step from all gradients of the model, and no "
-        f"rank has all of them: copies of one parameter would get different steps. Take an "
-        f"optimizer that looks at each parameter by itself, such as AdamW"
-    )
-
-
-def _is_scaled_alone() -> str | None:
-    """Returns the reason to refuse a GradScaler that checks only this rank's gradients, or None."""
-    if (name := _lone_scaler()) is None:
-        return None
-    return (
-        f"torch's {name} looks for overflows in the gradients of this rank alone, but other ranks "
-        f"have other gradients: one rank would skip a step that others make. Use "
-        f"pipegrad.GradScaler(sync), which decides once for all ranks"
-    )
-
-
-def _lone_scaler() -> str | None:
-    """Returns the class name of torch's GradScaler if it calls the present step, or None.
-
-    A subclass counts only if it checks nothing but this rank's gradients.
-    """
-    # This runs in the step hook of an optimizer. torch passes no caller to the hook, so the frames
-    # of the stack are searched for it.
-    frame = inspect.currentframe()
-    for _ in range(_FRAMES):
-        frame = None if frame is None else frame.f_back
-        if frame is None:
-            return None
-        caller = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if isinstance(caller, torch.amp.GradScaler) and caller.is_enabled():
-            alone = type(caller).unscale_ is torch.amp.GradScaler.unscale_
-            return type(caller).__name__ if alone else None
-    return None
 
 
 def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:

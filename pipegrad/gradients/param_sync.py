@@ -6,7 +6,8 @@ Step 9 of the journey of a gradient in docs/internals.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
 from functools import partial
 
 import torch
@@ -17,10 +18,9 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import Ticket
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
-from pipegrad.gradients.main_params import MainShard
+from pipegrad.gradients.parameter import LiveParameter, ParameterBuffer
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.reductions import sync_parameters
-from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan, Publish
 
 UPDATED = sync_points.Record(
@@ -28,41 +28,13 @@ UPDATED = sync_points.Record(
 )
 
 
-class ParameterBuffer:
-    """The parameters of a bucket side by side, in the layout of the bucket.
+class Due(Enum):
+    """Whether `publish` has something to send."""
 
-    Args:
-        bucket: The bucket.
-        device: Of the memory.
-    """
-
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        self.bucket = bucket
-        # The memory is not zeroed: nobody reads the gaps. On a CPU, untouched memory costs nothing,
-        # so parameters can move here one by one.
-        self.flat = torch.empty(bucket.payload_numel, dtype=bucket.parameter_dtype, device=device)
-        self.views = {
-            slot.key: self.flat.as_strided(slot.shape, slot.stride, slot.offset)
-            for slot in bucket.slots
-        }
-
-    def adopt(self, key: str, parameter: nn.Parameter) -> None:
-        """Makes a parameter a view of the buffer, which frees its old memory."""
-        view = self.views[key]
-        if parameter.data_ptr() != view.data_ptr():
-            with torch.no_grad():
-                view.copy_(parameter)
-            parameter.data = view
-
-    def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
-        """Returns the elements ``begin:end`` of a parameter, flat, in the order of memory."""
-        offset = self.views[key].storage_offset()
-        return self.flat[offset + begin : offset + end]
-
-
-def parameter_buffers(plan: Plan, device: torch.device) -> dict[int, ParameterBuffer]:
-    """Returns the memory of parameters that a parameter sync may write to, by bucket."""
-    return {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
+    NOT = "there are no new gradients, or it was called"
+    NOW = "there are gradients, and an optimizer may have stepped"
+    IDLE = "there are gradients, and no rank had stepped anything in `find_if_stepped`"
+    BY_HOOK = "an optimizer's own hook has called it, so the user's call does nothing"
 
 
 class ParameterSync:
@@ -73,34 +45,29 @@ class ParameterSync:
 
     Args:
         plan: Of this rank.
-        buffers: The result of `parameter_buffers`.
+        parameters: Of this rank, by key.
+        buffers: The memory of parameters that it may write to, by number of their bucket.
         reducer: It has the comm streams.
         groups: The communicators.
-        main_shards: Of this rank.
-        main_parameters: Returns the main parameters that are sent or copied, by key.
-        stepped_parameters: Returns all that this rank steps.
         is_needed: Whether any rank sends parameters or has a master copy, or replicas train alone.
         device: Of the parameters.
 
     Attributes:
         coming: Stages whose parameters may still be on the wire.
-        is_due: Whether there are gradients whose updated parameters were not published.
         is_moving: Whether parameters were published and not all ranks have waited for them. It is
             the same on all ranks that have stepped.
         is_needed: The same.
-        before_publish: What `publish` begins with: the step of an outer optimizer.
+        is_taken: Whether an optimizer has got the main parameters.
     """
 
     def __init__(
         self,
         plan: Plan,
+        parameters: Mapping[str, LiveParameter],
         *,
         buffers: Mapping[int, ParameterBuffer],
         reducer: Reducer,
         groups: Groups,
-        main_shards: Sequence[MainShard],
-        main_parameters: Callable[[], Mapping[str, nn.Parameter]],
-        stepped_parameters: Callable[[], Mapping[str, nn.Parameter]],
         is_needed: bool,
         device: torch.device,
     ) -> None:
@@ -108,31 +75,31 @@ class ParameterSync:
         self._buffers = buffers
         self._reducer = reducer
         self._groups = groups
-        self._main_shards = main_shards
-        self._main_parameters = main_parameters
-        self._stepped_parameters = stepped_parameters
+        self._parameters = parameters.values()
         self._device = device
         self.is_needed = is_needed
-        self.before_publish: Callable[[], None] | None = None
+        self._before_publish: Callable[[], None] | None = None
         self.coming: dict[int, list[Ticket]] = {}
-        self.is_due = False
+        self._due = Due.NOT
         self.is_moving = False
-        self._is_idle = False  # due, but no rank had stepped anything in `find_if_stepped`
-        self._is_taken = False  # whether main parameters were given to an optimizer
-        self._is_done = False  # whether an optimizer's own hook has published this step
+        self.is_taken = False
         self._blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
         # stepped, and whether a parameter was changed after it was published.
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
     @property
-    def is_taken(self) -> bool:
-        """Whether `take` was called."""
-        return self._is_taken
+    def is_due(self) -> bool:
+        """Whether there are gradients whose updated parameters were not published."""
+        return self._due in (Due.NOW, Due.IDLE)
+
+    def begin_with(self, step: Callable[[], None]) -> None:
+        """Makes each `publish` begin with a call: the step of an outer optimizer."""
+        self._before_publish = step
 
     def take(self) -> None:
         """Notes that the caller has got the main parameters, for an optimizer."""
-        self._is_taken = True
+        self.is_taken = True
 
     def publish(self) -> None:
         """Sends the parameters that this rank has stepped; returns at once.
@@ -147,11 +114,11 @@ class ParameterSync:
             StepError: If a parameter sync is needed, and `take` was not called.
         """
         self.refuse_untaken()
-        if not self.is_needed or self._is_done:
+        if self._due is Due.BY_HOOK:
             return
-        if self.before_publish is not None:
+        if self._before_publish is not None:
             start = time.perf_counter()
-            self.before_publish()
+            self._before_publish()
             self._blocked_seconds += time.perf_counter() - start
         self.send_copied()
 
@@ -160,9 +127,10 @@ class ParameterSync:
 
         Sync: as `publish`.
         """
-        for main_shard in self._main_shards:
-            main_shard.copy_back()
-        self._note_versions(self._main_parameters())
+        for parameter in self._parameters:
+            if parameter.main_shard is not None:
+                parameter.main_shard.copy_back()
+        self._note_versions([p for p in self._parameters if p.is_updated_elsewhere])
         self.send()
 
     def refuse_untaken(self) -> None:
@@ -171,7 +139,7 @@ class ParameterSync:
         Raises:
             StepError: Says what to give the optimizer.
         """
-        if self.is_needed and not self._is_taken:
+        if self.is_needed and not self.is_taken:
             raise StepError(
                 "some gradients live on other ranks, in shards or in another dtype, or replicas "
                 "train alone, and nobody has asked for what this rank steps: give the optimizer "
@@ -186,7 +154,7 @@ class ParameterSync:
         """
         if self.is_due:
             self.publish()
-            self._is_done = True
+            self._due = Due.BY_HOOK
 
     def publish_if_due(self) -> None:
         """Publishes, if there were gradients since the last `publish`.
@@ -198,7 +166,7 @@ class ParameterSync:
 
     def publish_if_stepped(self) -> None:
         """Publishes, unless `find_if_stepped` has found that no rank has stepped."""
-        if self.is_due and not self._is_idle:
+        if self._due is Due.NOW:
             self.publish()
 
     def find_if_stepped(self) -> None:
@@ -211,7 +179,9 @@ class ParameterSync:
         has_stepped = self.is_moving or (
             self.is_due and any(t._version != version for _, t, version in self._versions)
         )
-        self._is_idle = not self._groups.is_anywhere(has_stepped)
+        is_anywhere = self._groups.is_anywhere(has_stepped)
+        if self.is_due:
+            self._due = Due.NOW if is_anywhere else Due.IDLE
 
     def send(self) -> None:
         """Sends this rank's parameters as they are; returns at once.
@@ -221,7 +191,7 @@ class ParameterSync:
         # All ranks submit their part of one list, in the same order: see
         # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
         # since the optimizer may still write on the current stream.
-        self.is_due = self._is_idle = False
+        self._due = Due.NOT
         self.is_moving = self._plan.syncs_parameters
         if not self._plan.publishes:
             return
@@ -237,10 +207,8 @@ class ParameterSync:
 
     def expect(self) -> None:
         """Notes that new gradients are there, so the optimizer will step next."""
-        if self.is_needed:
-            self.is_due, self._is_idle, self.is_moving = True, False, False
-            self._is_done = False
-            self._note_versions(self._stepped_parameters())
+        self._due, self.is_moving = Due.NOW, False
+        self._note_versions(self._parameters)
 
     def check_published(self) -> None:
         """Refuses parameters that were changed after `publish`, which other ranks do not have.
@@ -290,8 +258,12 @@ class ParameterSync:
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
-    def _note_versions(self, tensors: Mapping[str, nn.Parameter]) -> None:
-        self._versions = [(key, tensor, tensor._version) for key, tensor in tensors.items()]
+    def _note_versions(self, parameters: Iterable[LiveParameter]) -> None:
+        """Remembers how often what this rank steps for these parameters was written."""
+        tensors = ((p.record.key, p.main_parameter) for p in parameters)
+        self._versions = [
+            (k, tensor, tensor._version) for k, tensor in tensors if tensor is not None
+        ]
 
     def _sync(self, buffer: ParameterBuffer, publish: Publish) -> None:
         """Sends or receives one bucket, backwards along one reduction. On a comm stream."""

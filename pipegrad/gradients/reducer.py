@@ -13,17 +13,14 @@ import torch.distributed as dist
 from torch.profiler import record_function
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.activity import Activity
+from pipegrad.comm.activity import Activity, Tape
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.comm.process_groups import Groups
-from pipegrad.comm.tape import Tape
-from pipegrad.comm.work import LateWork, Work
+from pipegrad.comm.sync_points import LateWork, Work
 from pipegrad.errors import ReduceError, ends_in_words
 from pipegrad.gradients.bucket_buffer import BucketBuffer, FlatBuffer
-from pipegrad.gradients.pair_exchange import PairSum, rows_of
-from pipegrad.gradients.reductions import StepBucket
-from pipegrad.gradients.room import Room
+from pipegrad.gradients.reductions import PairSum, StepBucket, rows_of
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
 from pipegrad.plugins.handler import GradientHandler, Placement, sums_plainly
@@ -53,7 +50,9 @@ class Reducer:
         is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
 
     Attributes:
-        room: Frees the memory of buckets whose parts were taken.
+        buffers: The memory of each bucket, by its number.
+        notice: The board.
+        meets_always: Whether only a meeting says that no rank has failed: no wait blocks the host.
         comm_streams: They run the collectives.
         tape: Where collectives are noted.
     """
@@ -72,10 +71,13 @@ class Reducer:
         self._handlers = handlers
         self._rank = plan.rank
         self._device = device
-        self.buffers = {b.index: BucketBuffer(b, device, rank=plan.rank) for b in plan.buckets}
-        self.room = Room(self.buffers, is_patient=is_patient)
-        for buffer in self.buffers.values():
-            buffer.on_making = self.room.make
+        room = Room(is_patient=is_patient)
+        self.buffers = {
+            b.index: BucketBuffer(b, device, rank=plan.rank, on_making=room.make)
+            for b in plan.buckets
+        }
+        # Without SHARD and WHOLE all memory stays, and no step asks for room.
+        self._room = room if any(buffer.goes for buffer in self.buffers.values()) else None
         self._queues = [
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
@@ -86,6 +88,7 @@ class Reducer:
             for comm_stream in range(comm_streams)
         ]
         self._groups = groups
+        self.meets_always = groups.host is not None
         self.notice = notice
         self.tape = Tape()
         self._lock = threading.Lock()
@@ -110,20 +113,17 @@ class Reducer:
         Raises:
             ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
-        self.reset()
-        for comm_stream in self.comm_streams:
-            if comm_stream.error is not None:
-                raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
-
-    def reset(self) -> None:
-        """Sets all buckets to incomplete, and all collectives to not launched."""
         self._ending.clear()
-        self.room.begin()
+        if self._room is not None:
+            self._room.begin()
         self._complete.clear()
         self._next = [0] * len(self.comm_streams)
         self.num_launched = 0
         self._has_given_up = False
         self._refusal = None
+        for comm_stream in self.comm_streams:
+            if comm_stream.error is not None:
+                raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
 
     @property
     def has_failed(self) -> bool:
@@ -198,9 +198,10 @@ class Reducer:
             buffer = self.buffers[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
-            ticket = self.submit(comm_stream, partial(self._reduce, launch), buffer.producers())
-            if launch.step == buffer.scatters_at:
-                self.room.launched(launch.bucket, ticket)
+            after = [] if buffer.event is None else [buffer.event]
+            ticket = self.submit(comm_stream, partial(self._reduce, launch), after)
+            if launch.step == buffer.scatters_at and self._room is not None:
+                self._room.launched(buffer, ticket)
 
     def mean_of(self, bucket: Bucket) -> int:
         """Returns by what gradients are divided before the first reduction; 1 for nothing."""
@@ -356,9 +357,10 @@ class Reducer:
             ReduceError: If a collective failed on this rank, or another rank posted a failure.
         """
         start, began = time.perf_counter(), self.tape.now()
-        for ticket in self.room.tickets():
-            self.wait_for(ticket)
-            self.room.free_done()
+        if self._room is not None:
+            for ticket in self._room.tickets():
+                self.wait_for(ticket)
+                self._room.free_done()
         self._wait_for_comm_streams()
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
@@ -372,6 +374,16 @@ class Reducer:
         for comm_stream in self.comm_streams:
             while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
+
+    def end_step(self) -> None:
+        """Ends a step, whose results are in place; frees the memory that goes.
+
+        Sync: as `BucketBuffer.end_step`.
+        """
+        for buffer in self.buffers.values():
+            buffer.end_step()
+        if self._room is not None:
+            self._room.free()
 
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
@@ -405,11 +417,6 @@ class Reducer:
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
 
-    @property
-    def meets_always(self) -> bool:
-        """Whether only a meeting says that no rank has failed: no wait blocks the host."""
-        return self._groups.host is not None
-
     def meet(self) -> Callable[[], None]:
         """Starts a collective of all ranks; ranks that have failed take part, too.
 
@@ -440,14 +447,6 @@ class Reducer:
         with self.reporting(what, ranks):
             work.wait()  # raises its error
 
-    def refuse_failed(self) -> None:
-        """Raises an error if a rank has posted that this step failed.
-
-        Raises:
-            ReduceError: With the message of that rank.
-        """
-        self.notice.refuse_failed()
-
     def _raise_refusal(self) -> None:
         """Raises an error if a verb was refused on another rank, and was not called again."""
         message = self.notice.read_refusal()
@@ -465,3 +464,87 @@ class Reducer:
             self._raise_refusal()
         if message is not None:
             raise ReduceError(f"{FAILED_ELSEWHERE}: {message}")
+
+
+_MAX_LEAVING = 2  # buckets whose parts are not taken yet, before new memory waits for theirs
+_PATIENCE_SECONDS = 1.0  # in each step, for that
+_LEAST_PATIENCE_SECONDS = 1e-3
+_DEVICE_POLL_SECONDS = 5e-5
+
+
+class Room:
+    """Frees the memory of buckets in the order of their launches. Each backward asks for room.
+
+    Args:
+        is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
+    """
+
+    def __init__(self, *, is_patient: bool) -> None:
+        self._is_patient = is_patient
+        self._allowed_seconds = _PATIENCE_SECONDS
+        self._patience_seconds = _PATIENCE_SECONDS  # what is left of it in this step
+        self._leaving: dict[BucketBuffer, Ticket] = {}
+        self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """Starts a step, in which no bucket was launched."""
+        self._leaving.clear()
+        if not self._is_patient:
+            self._patience_seconds = 0.0
+            return
+        # Where a wait was in vain, the next step is most likely to wait in vain, too. So it waits
+        # for half as long, and longer again when waits have ended in time.
+        if self._patience_seconds <= 0:
+            self._allowed_seconds = max(self._allowed_seconds / 2, _LEAST_PATIENCE_SECONDS)
+        else:
+            self._allowed_seconds = min(2 * self._allowed_seconds, _PATIENCE_SECONDS)
+        self._patience_seconds = self._allowed_seconds
+
+    def launched(self, buffer: BucketBuffer, ticket: Ticket) -> None:
+        """Notes a reduction after which the memory of a bucket may go.
+
+        Args:
+            buffer: Of the bucket.
+            ticket: Of the reduction.
+        """
+        self._leaving[buffer] = ticket
+
+    def tickets(self) -> list[Ticket]:
+        """Returns the reductions whose buckets are still in memory, in the order of launches."""
+        return list(self._leaving.values())
+
+    def make(self) -> None:
+        """Frees what may go. It may wait a short time, so that few buckets are in memory at once.
+
+        Sync: no stream waits for a reduction that is under way.
+        """
+        # A rank that waits here could wait for a rank that waits for it in a collective of the
+        # user. So the wait is bounded, for each step.
+        with self._lock:
+            self.free_done()
+            while len(self._leaving) >= _MAX_LEAVING and self._patience_seconds > 0:
+                start = time.perf_counter()
+                oldest = next(iter(self._leaving.values()))
+                if not oldest.is_done(self._patience_seconds):
+                    time.sleep(_DEVICE_POLL_SECONDS)
+                self._patience_seconds -= time.perf_counter() - start
+                self.free_done()
+
+    def free(self) -> None:
+        """Frees all that may go. Call it when the reductions have ended.
+
+        Sync: as `BucketBuffer.let_go`.
+        """
+        for buffer in list(self._leaving):
+            del self._leaving[buffer]
+            buffer.let_go()
+
+    def free_done(self) -> None:
+        """Frees the memory of buckets whose reductions have ended, without a wait.
+
+        Sync: as `BucketBuffer.let_go`.
+        """
+        for buffer, ticket in list(self._leaving.items()):
+            if ticket.is_done() and buffer.is_taken:
+                del self._leaving[buffer]
+                buffer.let_go()

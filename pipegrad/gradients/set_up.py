@@ -1,35 +1,270 @@
-"""Set-up: makes the parts of a GradientSync, after the ranks have agreed on a model and a plan."""
+"""Set-up: all ranks agree on a model and a plan, and each makes the parts of its GradientSync.
+
+See "Set-up" in docs/internals.md: discover, agree, plan. It ends before the first collective.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import platform
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
+from pipegrad.comm.agreement import agree, same
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
+from pipegrad.errors import PlanError
 from pipegrad.gradients.bucket import GradientBucket
 from pipegrad.gradients.careful import CarefulBucket
-from pipegrad.gradients.drift import DriftCheck, Lookup
+from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
-from pipegrad.gradients.negotiate import Agreed
 from pipegrad.gradients.norm import GlobalNorm
-from pipegrad.gradients.optimizer_watch import steps_alike
-from pipegrad.gradients.param_sync import ParameterBuffer, ParameterSync, parameter_buffers
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.param_sync import ParameterSync
+from pipegrad.gradients.parameter import LiveParameter, LiveParameters, ModuleTree, ParameterBuffer
 from pipegrad.gradients.reducer import Reducer
-from pipegrad.gradients.step import Step
+from pipegrad.model.describe import check_stages, describe_rank, device_of, merge, starts_of
 from pipegrad.model.dtensor import is_dtensor
-from pipegrad.model.gradient_storage import GradAttribute
-from pipegrad.model.module_tree import ModuleTree
-from pipegrad.model.ties import named
-from pipegrad.model.wrappers import unwrapped
-from pipegrad.plugins.handler import keeps_state
+from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.manifest import Manifest, RankManifest
+from pipegrad.model.ties import Tied, declared, link_local, named, refuse_likely_ties
+from pipegrad.model.wrappers import fsdp_modules, reshard, unwrapped
+from pipegrad.plan.check import (
+    refuse_bare_replicas,
+    refuse_different_buffers,
+    refuse_suspected_replicas,
+)
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plan.routes import make_routes
+from pipegrad.plugins.handler import GradientHandler, HandlerSpec
+from pipegrad.plugins.handler import handlers as registry
+from pipegrad.topology import Topology
+
+_instances = count()
+_CPUINFO = Path("/proc/cpuinfo")
+
+
+def refuse_main_shards(
+    manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
+) -> None:
+    """Refuses a master copy of a DTensor, and a gradient in another place or dtype.
+
+    Raises:
+        PlanError: If a DTensor would have one. It names the parameter.
+    """
+    # A gradient of a DTensor must have the placements of its parameter, and FSDP2 makes it so. A
+    # copy in other memory would not follow when FSDP2 exchanges the parameters.
+    for record in manifest.parameters:
+        entry = manifest.entries(record.key)[0]
+        if entry.layout is None or not entry.requires_grad:
+            continue
+        if has_main_shard(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
+            raise PlanError(
+                f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
+                f"it is, and its gradient is where and what FSDP2 makes it; found master_dtype="
+                f"{master_dtype}, gradients of {entry.gradient_dtype} by "
+                f"{type(accessor).__name__}: leave both out, FSDP2 has MixedPrecisionPolicy"
+            )
+
+
+class Agreed:
+    """The model, handlers and plan on which the ranks of a GradientSync have agreed.
+
+    Args:
+        modules: This rank's stages.
+        topology: Over all ranks.
+        tied: Parameters that several stages hold.
+        handlers: They return the reductions.
+        accessor: Where gradients live.
+        agree_seconds: How long the ranks wait for each other.
+        options: Fields of `GradientOptions` by name.
+
+    Attributes:
+        topology: The argument.
+        accessor: The argument.
+        options: The record of all options.
+        wrapped: The modules of this rank's stages that FSDP2 has wrapped.
+        handlers: The resolved handlers by name.
+        manifest: The model.
+        plan: This rank's buckets and collectives.
+        device: Of this rank's parameters.
+        name: The same on all ranks. No other GradientSync has it.
+        rounds_alike: Whether all ranks that have parameters are machines of one kind.
+        needs_parameter_sync: Whether any rank sends updated parameters or has a master copy, or
+            replicas train alone.
+
+    Raises:
+        PipegradError: The same on all ranks.
+    """
+
+    def __init__(
+        self,
+        modules: Mapping[int, nn.Module],
+        topology: Topology,
+        *,
+        tied: Tied,
+        handlers: Sequence[HandlerSpec],
+        accessor: GradientAccessor,
+        agree_seconds: float,
+        options: Mapping[str, Any],
+    ) -> None:
+        self.topology = topology
+        self.accessor = accessor
+        ranks = sorted(topology.ranks)
+        describe = partial(self._describe, modules, tied, handlers, options)
+        # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
+        # have the same manifests, so the checks below raise the same error on all of them.
+        replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
+        manifests = [manifest for *_, manifest in replies]
+        self.rounds_alike = len({kind for _, kind, _ in replies if kind}) <= 1
+        self.manifest = merge(manifests, topology, self._ties)
+        refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
+        allowed = self.options.allow_unsynced
+        refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
+        buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
+        refuse_different_buffers(buffers, topology, allowed)
+        # A handler should be pure, but nothing makes sure of that. Different plans would hang, so
+        # all ranks compare the digests of their plans.
+        plan = partial(self._make_plan, manifests)
+        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
+        if len(set(digests)) > 1:
+            self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
+        self.device = device_of(modules, manifests)
+        # Ranks may have made different numbers of objects before. The largest number is new on all.
+        self.name = str(max(number for number, *_ in replies))
+        is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
+        self.needs_parameter_sync = is_sent or any(
+            record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
+            for record in self.manifest.parameters
+        )
+
+    def _describe(
+        self,
+        modules: Mapping[int, nn.Module],
+        tied: Tied,
+        handlers: Sequence[HandlerSpec],
+        options: Mapping[str, Any],
+    ) -> tuple[int, str, RankManifest]:
+        """Returns a number for the name, the kind of this rank's machine, and its description.
+
+        It runs the checks that need no other rank before.
+        """
+        check_stages(modules, self.topology)
+        self.options = GradientOptions.of(options)
+        self.options.check(self.topology)
+        self.handlers = registry.resolve_all(handlers)
+        self._ties = declared(tied)
+        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        # Gathered parameters would be described instead of shards, and ties must be one object
+        # before the description.
+        reshard(self.wrapped)
+        link_local(modules, self._ties)
+        settings = {
+            "the topology": (
+                self.topology.axes,
+                self.topology.ranks,
+                self.topology.stage_to_rank,
+                self.topology.data_axes,
+            ),
+            "tied": list(map(str, self._ties)),
+            "handlers": [resolved.identity for resolved in self.handlers.values()],
+            "accessor": type(self.accessor).__qualname__,
+            **self.options.settings(),
+        }
+        manifest = describe_rank(modules, self.accessor, settings, self._ties)
+        device = device_of(modules, [manifest])
+        kind = kind_of_machine(device) if manifest.device_type else ""
+        return next(_instances), kind, manifest
+
+    def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
+        """Makes this rank's plan; returns its digest, which must be equal on all ranks."""
+        self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
+        ranks = sorted(self.topology.ranks)
+        prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
+        routes, allowed = dict(self.plan.routes), self.options.allow_unsynced
+        divisors = dict(self.plan.divisors)
+        refuse_bare_replicas(
+            self.manifest,
+            self.topology,
+            routes,
+            divisors,
+            allowed,
+            independent_axes=self.plan.independent_axes,
+        )
+        refuse_suspected_replicas(self.manifest, self.topology, routes, prints, allowed)
+        return self.plan.digest
+
+    def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
+        """Raises an error that names the first parameter with different routes, and the handlers.
+
+        Raises:
+            AgreementError: Always, the same on every rank.
+        """
+        subject, ranks = "what the handlers reduce", list(digests)
+        replies = agree(subject, self._routes_as_text, ranks=ranks, timeout_seconds=agree_seconds)
+        for rank, key in sorted({key for reply in replies for key in reply}):
+            routes = [reply.get((rank, key), "nothing") for reply in replies]
+            same(f"{subject} of {key!r} on rank {rank}", dict(zip(ranks, routes, strict=True)))
+        # A handler may return other reductions in this second call. Then all routes are equal now,
+        # but the digests were not.
+        same(subject, digests)
+
+    def _routes_as_text(self) -> dict[tuple[int, str], str]:
+        """Returns the routes of all ranks, computed here, as text by rank and key."""
+        handlers = list(self.plugins.items())
+        routes, divisors, _ = make_routes(self.manifest, self.topology, handlers)
+        return {
+            (rank, key): "; ".join(
+                f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
+            )
+            + (f"; divided by {divisors[key]:g}" if key in divisors else "")
+            for rank, by_key in routes.items()
+            for key, route in by_key.items()
+            if route
+        }
+
+    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
+        """Returns the plans of any ranks, computed on this rank."""
+        handlers = list(self.plugins.items())
+        return make_plans(self.manifest, self.topology, handlers, self.options, ranks=ranks)
+
+    @property
+    def plugins(self) -> dict[str, GradientHandler]:
+        """The handler instances, by name."""
+        return {name: resolved.plugin for name, resolved in self.handlers.items()}
+
+
+def kind_of_machine(device: torch.device) -> str:
+    """Returns a text that is equal on ranks that round alike: device, threads, version of torch.
+
+    Args:
+        device: Of the rank's parameters.
+    """
+    version = f"torch {torch.__version__}"
+    if device.type == "cuda":
+        return f"{torch.cuda.get_device_name(device)}, {version}"
+    # torch takes other instructions on other processors. Where a thread's part of a tensor ends,
+    # it takes instructions that may round in another way.
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, {version}"
+
+
+def _processor() -> str:
+    with suppress(OSError):  # only Linux has this file
+        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
+        for line in lines:
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
 
 
 @dataclass(frozen=True)
@@ -41,24 +276,24 @@ class Parts:
         reducer: Launches collectives, and waits for them.
         failures: Of all steps.
         ending: Ends threads and groups.
-        parameters: Of this rank, by key.
-        lookup: Key -> the parameter that is in its module now.
+        parameters: Of this rank.
+        buckets: The gradients of each bucket, by its number.
+        local: The gradients that nobody reduces; None if there are none.
         parameter_sync: Sends parameters after the optimizer's step.
         drift: Compares copies.
         norm: Of the gradients of all ranks.
-        step: The present step.
     """
 
     groups: Groups
     reducer: Reducer
     failures: FailedSteps
     ending: Ending
-    parameters: Mapping[str, LiveParameter]
-    lookup: Lookup
+    parameters: LiveParameters
+    buckets: Mapping[int, GradientBucket]
+    local: LocalGradients | None
     parameter_sync: ParameterSync
     drift: DriftCheck
     norm: GlobalNorm
-    step: Step
 
 
 def set_up(
@@ -78,31 +313,27 @@ def set_up(
     groups, reducer, ending, failures = _communication(owner, agreed)
     # Gradients and parameters have separate memory: the next step's gradients are written while the
     # parameters of this step may still be on the wire.
+    buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
     trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
-    buffers = parameter_buffers(plan, device)
-    parameters = live_parameters(
-        agreed,
-        modules,
-        trees,
-        parameter_buffers={key: buffer for buffer in buffers.values() for key in buffer.views},
-    )
-    lookup = partial(_lookup, parameters)
+    parameters = _parameters(agreed, modules, trees, buffers)
     parameter_sync = ParameterSync(
         plan,
+        parameters,
         buffers=buffers,
         reducer=reducer,
         groups=groups,
-        main_shards=[p.placed.main_shard for p in parameters.values() if p.placed.main_shard],
-        main_parameters=partial(_synced, parameters),
-        stepped_parameters=partial(_stepped, parameters),
         is_needed=agreed.needs_parameter_sync,
         device=device,
     )
+    master_dtype = agreed.options.master_dtype
     drift = DriftCheck(
         plan.packs,
-        lookup,
-        partial(_master_copy, parameters),
-        _with_master_copies(agreed),
+        parameters,
+        frozenset(  # the same on all ranks
+            record.key
+            for record in agreed.manifest.parameters
+            if record.requires_grad and master_dtype_of(record, master_dtype) != record.dtype
+        ),
         groups=groups,
         ranks=sorted(topology.ranks),
         device=device,
@@ -110,37 +341,18 @@ def set_up(
         every=agreed.options.check_every,
         is_exact=agreed.rounds_alike,
     )
-    reduced, local = _gradients(agreed, parameters, reducer)
-    step = Step(
-        plan,
-        parameters,
-        trees,
-        buckets=reduced,
-        local=local,
-        accessor=agreed.accessor,
-        reducer=reducer,
-        parameter_sync=parameter_sync,
-        failures=failures,
-        drift=drift,
-        ending=ending,
-        wrapped=agreed.wrapped,
-        alike=steps_alike(agreed.manifest, plan, topology),
-        keeps_state=any(keeps_state(plugin) for plugin in agreed.plugins.values()),
-        keeps_equal=all(plugin.keeps_equal for plugin in agreed.plugins.values()),
-    )
-    master_dtype = agreed.options.master_dtype
-    norm = GlobalNorm(agreed.manifest, plan, topology, master_dtype=master_dtype, tape=reducer.tape)
+    is_plain = isinstance(agreed.accessor, GradAttribute)
     return Parts(
         groups,
         reducer,
         failures,
         ending,
-        parameters,
-        lookup,
+        LiveParameters(parameters, trees, is_plain=is_plain),
+        _buckets(agreed, parameters, reducer),
+        _local(agreed, parameters),
         parameter_sync,
         drift,
-        norm,
-        step,
+        GlobalNorm(agreed.manifest, plan, topology, master_dtype=master_dtype, tape=reducer.tape),
     )
 
 
@@ -170,12 +382,11 @@ def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Endi
     return groups, reducer, ending, failures
 
 
-def live_parameters(
+def _parameters(
     agreed: Agreed,
     modules: Mapping[int, nn.Module],
     trees: Mapping[int, ModuleTree],
-    *,
-    parameter_buffers: Mapping[str, ParameterBuffer],
+    buffers: Mapping[int, ParameterBuffer],
 ) -> dict[str, LiveParameter]:
     """Returns this rank's parameters by key, with their main shards.
 
@@ -183,38 +394,42 @@ def live_parameters(
         agreed: The agreed model and plan.
         modules: This rank's stages.
         trees: Find the parameters, by stage.
-        parameter_buffers: Key -> the memory of the parameter, if a parameter sync may write to it.
+        buffers: The memory of parameters that a parameter sync may write to, by bucket.
     """
     # A tied parameter that several stages of this rank hold is one LiveParameter: `link_local` has
     # made it one object. It is final when all of these stages are.
-    manifest, plan = agreed.manifest, agreed.plan
-    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+    manifest, plan, master_dtype = agreed.manifest, agreed.plan, agreed.options.master_dtype
     homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
-    main_shards = _main_shards(agreed)
-    with_result = {main_range.key for main_range in plan.main_ranges}
+    bucket_of = {slot.key: bucket.index for bucket in plan.buckets for slot in bucket.slots}
+    main_ranges = {main_range.key: main_range for main_range in plan.main_ranges}
     parameters: dict[str, LiveParameter] = {}
     for record in manifest.records(agreed.topology):
-        local = {p[0]: homes[p] for p in manifest.locations(record.key) if p[0] in modules}
-        parameters[record.key] = LiveParameter(
+        key, main_shard = record.key, None
+        main_range = main_ranges.get(key)
+        if main_range is not None and (
+            main_range.sharded or has_main_shard(record, agreed.accessor, master_dtype)
+        ):
+            dtype = master_dtype_of(record, master_dtype)
+            main_shard = MainShard(main_range, dtype, manifest.entries(key)[0].gradient_dtype)
+        parameters[key] = LiveParameter(
             record,
-            local,
+            {p[0]: homes[p] for p in manifest.locations(key) if p[0] in modules},
             agreed.accessor,
-            is_reduced=record.key in reduced,
-            has_result=record.key in with_result,
-            parameter_buffer=parameter_buffers.get(record.key),
-            main_shard=main_shards.get(record.key),
+            is_reduced=key in bucket_of,
+            has_result=main_range is not None,
+            buffer=buffers.get(bucket_of.get(key, -1)),
+            main_shard=main_shard,
         )
     return parameters
 
 
-def _gradients(
+def _buckets(
     agreed: Agreed, parameters: Mapping[str, LiveParameter], reducer: Reducer
-) -> tuple[dict[int, GradientBucket], LocalGradients]:
-    """Returns the gradients of each bucket by its number, and those that nobody reduces."""
-    plan, accessor = agreed.plan, agreed.accessor
-    divisors = dict(plan.divisors)
+) -> dict[int, GradientBucket]:
+    """Returns the gradients of each bucket, by its number."""
+    accessor = agreed.accessor
     buckets: dict[int, GradientBucket] = {}
-    for bucket in plan.buckets:
+    for bucket in agreed.plan.buckets:
         held = [parameters[slot.key] for slot in bucket.slots]
         # What is rare is decided here, once; see careful.py.
         is_rare = (
@@ -231,53 +446,13 @@ def _gradients(
             # that they are not final.
             may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(held[0].stages),
         )
-    reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+    return buckets
+
+
+def _local(agreed: Agreed, parameters: Mapping[str, LiveParameter]) -> LocalGradients | None:
+    """Returns the gradients that nobody reduces; None if there are none."""
+    reduced = {slot.key for bucket in agreed.plan.buckets for slot in bucket.slots}
     alone = [p for k, p in parameters.items() if k not in reduced and p.record.requires_grad]
+    divisors = dict(agreed.plan.divisors)
     own = [divisors.get(p.record.key, 1.0) for p in alone]
-    return buckets, LocalGradients(alone, accessor, own)
-
-
-def _main_shards(agreed: Agreed) -> dict[str, MainShard]:
-    """Returns the main shards of this rank, by key."""
-    manifest, master_dtype = agreed.manifest, agreed.options.master_dtype
-    records = {record.key: record for record in manifest.records(agreed.topology)}
-    return {
-        main_range.key: MainShard(
-            main_range,
-            master_dtype_of(records[main_range.key], master_dtype),
-            manifest.entries(main_range.key)[0].gradient_dtype,
-        )
-        for main_range in agreed.plan.main_ranges
-        if main_range.sharded
-        or has_main_shard(records[main_range.key], agreed.accessor, master_dtype)
-    }
-
-
-def _lookup(parameters: Mapping[str, LiveParameter], key: str) -> nn.Parameter:
-    return parameters[key].parameter
-
-
-def _with_master_copies(agreed: Agreed) -> frozenset[str]:
-    """Returns the keys of all parameters that have master copies, the same on all ranks."""
-    dtype = agreed.options.master_dtype
-    return frozenset(
-        record.key
-        for record in agreed.manifest.parameters
-        if record.requires_grad and master_dtype_of(record, dtype) != record.dtype
-    )
-
-
-def _master_copy(parameters: Mapping[str, LiveParameter], key: str) -> torch.Tensor | None:
-    main_shard = parameters[key].placed.main_shard
-    return main_shard.tensor if main_shard is not None and main_shard.copied else None
-
-
-def _synced(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
-    """Returns the main parameters of this rank that are sent to others, or copied, by key."""
-    return _stepped({k: p for k, p in parameters.items() if p.placed.is_updated_elsewhere})
-
-
-def _stepped(parameters: Mapping[str, LiveParameter]) -> dict[str, nn.Parameter]:
-    """Returns all main parameters of this rank, by key."""
-    tensors = {key: parameter.main_parameter for key, parameter in parameters.items()}
-    return {key: tensor for key, tensor in tensors.items() if tensor is not None}
+    return LocalGradients(alone, agreed.accessor, own) if alone else None

@@ -1,9 +1,9 @@
-"""GradientSync: read this file first. Discover, agree and plan once; launch and finish each step.
+"""GradientSync: discover, agree and plan once; launch and finish each step (step.py).
 
 sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...])
 optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-3)
 for batch in data:
-    sync.prepare()              # from here on, gradients are adopted by the buckets
+    sync.prepare()              # from here on, gradients move into the buckets
     sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
     ...                         # forward and backward of every microbatch
     sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -27,13 +26,13 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
-from pipegrad.comm.graph_capture import outside_of_graphs
-from pipegrad.comm.tape import Tape
+from pipegrad.comm.comm_stream import outside_of_graphs
 from pipegrad.comm.watch import Bounded, watch
 from pipegrad.errors import AgreementError, PlanError, StepError, in_words
 from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.main_params import (
     GroupOf,
+    Locations,
     MainParameter,
     NamedGroupOf,
     group_keys,
@@ -41,12 +40,9 @@ from pipegrad.gradients.main_params import (
     refuse_unless_elementwise,
 )
 from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer, parts_of
-from pipegrad.gradients.names import Locations
-from pipegrad.gradients.negotiate import Agreed
-from pipegrad.gradients.non_finite import NonFinite, merge_non_finite, non_finite_keys
-from pipegrad.gradients.norm import clip_
-from pipegrad.gradients.set_up import set_up
-from pipegrad.gradients.state import State, Statistics
+from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
+from pipegrad.gradients.set_up import Agreed, set_up
+from pipegrad.gradients.step import State, Statistics, Step
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
@@ -64,7 +60,7 @@ if TYPE_CHECKING:
     from pipegrad.gradients.parameter import LiveParameter
 
 
-class GradientSync:
+class GradientSync(Step):
     """Makes the gradients of a model that is cut over ranks equal to those of one process.
 
     All ranks of the topology construct it together. Everything that one rank alone can get wrong is
@@ -107,6 +103,8 @@ class GradientSync:
         handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
         plan: This rank's buckets and collectives; printable.
+        device: Of this rank's gradients.
+        tape: Where this rank notes what it does, while somebody records.
         outer_optimizer: Joins replicas that train alone; None if there are none.
 
     Raises:
@@ -135,177 +133,19 @@ class GradientSync:
             agree_seconds=agree_seconds,
             options=options,
         )
-        self._agreed = agreed
-        self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
         self.topology = topology
         self.handlers = agreed.handlers
         self.manifest = agreed.manifest
-        self.plan = agreed.plan
+        self.device = agreed.device
+        self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
         parts = set_up(self, agreed, modules, agree_seconds=self._agree_seconds)
-        self._parts = parts
-        self._step = parts.step
-        self._parameters = parts.parameters
-        self._parameter_sync = parts.parameter_sync
+        super().__init__(agreed, parts)
+        self.tape = parts.reducer.tape
         self.outer_optimizer = self._outer_optimizer()
         self._synchronize()
-        self._step.watch.start()
+        self._watch.start()
         _every.add(self)
         watch()
-
-    # The verbs of a step, in order.
-
-    @outside_of_graphs
-    def prepare(self, *, divisor: float | None = 1.0) -> None:
-        """Starts a step, or continues an accumulated step.
-
-        Gradients stay None until autograd makes them. Then each is copied into its slot once, and
-        ``.grad`` is a view of the slot.
-
-        Args:
-            divisor: The gradients of this step are divided by it once, when they are final. It is
-                the number of microbatches if the loss of each is a mean. The sum of all
-                microbatches must fit into the gradient's dtype. With float16, divide the loss
-                instead, or set ``parameter.grad_dtype`` to float32. Accumulated steps may have
-                different divisors. A gradient that you set yourself is not divided. None if the
-                divisor is known only at the end: then `finish` is given it, and no parameter may
-                have a gradient when the step begins. Steps that accumulate together all give a
-                number, or all give None, and the last `finish` the divisor of all of them.
-
-        Sync: may scale the gradients of accumulated steps, on the current stream. Call backward on
-        this stream, or on a stream that waits for it. The buffers of pipegrad are safe for verbs on
-        any stream.
-
-        Raises:
-            StepError: If a gradient is still the reduced gradient of the last step, if there is
-                any gradient and the divisor is None, if the divisor is None and that of accumulated
-                steps is a number, or the reverse, if a parameter is not as the ranks agreed, if
-                a parameter was changed after `publish`, or if gradients of this step are already
-                sent. Then try again soon: other ranks wait for some seconds.
-            ReduceError: If an earlier step failed in a comm stream, so this rank cannot go on.
-        """
-        with self.bounded("prepare()"):
-            self._step.prepare(divisor)
-
-    def accumulate(self) -> AbstractContextManager[None]:
-        """Makes steps inside only accumulate: nothing is final, divided or launched in them."""
-        return self._step.accumulate()
-
-    @property
-    def is_accumulating(self) -> bool:
-        """Whether this step only accumulates."""
-        return self._step.is_accumulating
-
-    @property
-    def is_in_step(self) -> bool:
-        """Whether `prepare` was called and `finish` was not: gradients are not reduced yet."""
-        return self._step.is_open
-
-    @outside_of_graphs
-    def stage_last_backward(self, stage: int) -> None:
-        """Announces the last backward of `stage`: in it, parameters become final one by one.
-
-        Optional, and for whole backwards only. `stage_final` finalizes all other parameters.
-        """
-        self._step.stage_last_backward(stage)
-
-    @outside_of_graphs
-    def parameters_final(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Marks some parameters of `stage` as final, before `stage_final`.
-
-        Sync: the current stream must be after everything that wrote their gradients.
-
-        Raises:
-            StepError: If a parameter is not in the agreed model.
-        """
-        self._step.parameters_final(stage, parameters)
-
-    def claim(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns memory for the first gradient of a parameter in this step.
-
-        For whoever computes gradients without autograd: overwrite it, make it ``parameter.grad``,
-        and call the parameter's post-accumulate hooks. It is the slot of the parameter, so the
-        gradient is not copied. If nobody reduces the parameter, it is new memory. None if the
-        parameter has a gradient, or if autograd must make it.
-
-        Sync: afterwards the current stream may write to the memory.
-        """
-        return self._step.claim(parameter)
-
-    def adopt(self, stage: int) -> None:
-        """Moves gradients of `stage` that somebody has set without autograd into their slots.
-
-        For whoever sets ``parameter.grad`` and calls no hooks. Call it before anything is added to
-        these gradients: two of them may be views of one tensor, as two terms of a sum are.
-
-        Sync: writes on the current stream, which must be the one that made the gradients.
-        """
-        self._step.adopt(stage)
-
-    @outside_of_graphs
-    def stage_final(self, stage: int) -> None:
-        """Marks all parameters of `stage` as final; launches complete buckets, in order.
-
-        Sync: the current stream must be after everything that wrote the stage's gradients.
-        """
-        self._step.stage_final(stage)
-
-    @outside_of_graphs
-    def finish(self, *, divisor: torch.Tensor | None = None) -> None:
-        """Waits until every gradient is in place.
-
-        If no rank contributed to a gradient, it is None again, as in one process. In the steps 2,
-        4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
-        parameter by cheap checksums, and the master copies that are equal on several ranks. If the
-        machines of all ranks are of one kind, one bit that differs is an error. Machines of two
-        kinds may round differently, so there a few roundings for each step are allowed. Steps that
-        only accumulate do not count.
-
-        Args:
-            divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
-                gradients are divided by it once, after their reductions. Until then they are sums,
-                which must fit into the dtypes of the gradients and of the wire. With a `GradScaler`
-                they are divided where they are unscaled, in the same pass.
-
-        Sync: the current stream waits for the comm streams. The host waits if collectives block it,
-        and for the flag of each parameter without a gradient on this rank. With a divisor there is
-        one pass over the results of this rank, on the current stream.
-
-        Raises:
-            ReduceError: If a collective failed; on every rank that waits for it. Within a second if
-                collectives block the host, otherwise after the timeout of their backend.
-            StepError: If a stage is not final, a gradient changed after it was final, or the
-                divisor was given twice, never, or inside `accumulate`.
-            DriftError: On all ranks, if copies have drifted apart.
-        """
-        with self.bounded("finish()"):
-            if self._step.finish(divisor):
-                self.reshard()
-                self._parts.drift.look()
-
-    def abort(self, error: BaseException, *, begun: bool = True, final: bool = False) -> str | None:
-        """Ends a failed step. All ranks can go on with the next step, and raise an error for this.
-
-        Afterwards gradients are None, also those of accumulated steps. This rank still launches the
-        remaining collectives of the step, with zeros, so no other rank waits for ever. Other ranks
-        raise an error in `finish`. The next `prepare` waits for the collectives.
-
-        The failure is final if a collective itself failed, or was not launched. It is also final if
-        a handler has a communication hook or a state, which the zeros would spoil.
-
-        Args:
-            error: What was raised.
-            begun: False if `prepare` was not called on this rank, or was refused, and this rank
-                will not try this step again.
-            final: Whether this rank cannot go on.
-
-        Returns:
-            The message of a rank that failed before this rank, which is the cause; or None.
-        """
-        return self._step.abort(error, begun=begun, final=final)
-
-    def drop_gradients(self) -> None:
-        """Sets all gradients to None, also those of accumulated steps."""
-        self._step.drop_gradients()
 
     # After finish.
 
@@ -333,14 +173,14 @@ class GradientSync:
             StepError: Inside a step, or after the step of an optimizer of `optimizer`. With a
                 `GradScaler`, as its `unscale_`.
         """
-        self._step.check("clip_grad_norm_")
-        if self._step.watch.has_stepped and not math.isinf(max_norm):
+        self._check("clip_grad_norm_")
+        if self._watch.has_stepped and not math.isinf(max_norm):
             raise StepError(
                 "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
                 "before"
             )
         gradients = self._main_gradients()
-        scaler = self._step.watch.scaler()
+        scaler = self._watch.scaler()
         inverse_scale = None
         with self.bounded("clip_grad_norm_()"):
             if scaler is not None and scaler.is_due:
@@ -352,10 +192,6 @@ class GradientSync:
             clip_(list(gradients.values()), norm, max_norm, inverse_scale)
             self.note_results()
         return norm
-
-    def note_results(self) -> None:
-        """Takes the gradients as they are now for those of the step: pipegrad has scaled them."""
-        self._step.note_results()
 
     @outside_of_graphs
     def non_finite(self) -> tuple[NonFinite, ...]:
@@ -382,7 +218,7 @@ class GradientSync:
             StepError: Inside a step.
             AgreementError: On all ranks, if a rank does not call it.
         """
-        self._step.check("non_finite")
+        self._check("non_finite")
         ranks = sorted(self.topology.ranks)
         replies = agree(
             "non_finite",
@@ -406,19 +242,19 @@ class GradientSync:
 
         One that is disabled ends the use of another one.
         """
-        self._step.watch.scaler = weakref.ref(scaler) if scaler.is_enabled() else lambda: None
+        self._watch.scale_by(scaler)
 
     @property
     def is_scaled(self) -> bool:
         """Whether there is a `GradScaler` for these gradients."""
-        return self._step.watch.scaler() is not None
+        return self._watch.scaler() is not None
 
     def note_scaled(self) -> None:
         """Notes that the losses of this step are scaled, also if they are on other ranks.
 
         So an optimizer that is stepped without the `GradScaler` is refused on all ranks.
         """
-        if (scaler := self._step.watch.scaler()) is not None:
+        if (scaler := self._watch.scaler()) is not None:
             scaler.note_scaled()
 
     def loss_scale(self) -> torch.Tensor | None:
@@ -427,7 +263,7 @@ class GradientSync:
         For whoever begins backward with a gradient, as a `Scheduler` does. It is also None if the
         loss of this step was scaled by `GradScaler.scale`.
         """
-        scaler = self._step.watch.scaler()
+        scaler = self._watch.scaler()
         return None if scaler is None else scaler.begin_backward()
 
     # The optimizer.
@@ -499,7 +335,7 @@ class GradientSync:
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.take()
-        self._step.watch.adopt(optimizer)
+        self._watch.adopt(optimizer)
         return optimizer
 
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
@@ -567,8 +403,9 @@ class GradientSync:
         Raises:
             StepError: Inside a step, or if `optimizer_parameters` was never called.
         """
-        self._step.check("publish")
-        self._parameter_sync.publish()
+        self._check("publish")
+        if self._parameter_sync.is_needed:
+            self._parameter_sync.publish()
 
     @outside_of_graphs
     def publish_if_due(self) -> None:
@@ -578,25 +415,11 @@ class GradientSync:
 
         Sync: if parameters are sent at all, one flag is reduced, so all ranks must call it.
         """
-        self._step.check("publish_if_due")
+        self._check("publish_if_due")
         if self._parameter_sync.is_needed:
             with self.bounded("publish_if_due()"):
                 self._parameter_sync.find_if_stepped()
                 self._parameter_sync.publish_if_stepped()
-
-    @outside_of_graphs
-    def stage_first_use(self, stage: int) -> None:
-        """Waits for the parameters of `stage` that other ranks have published.
-
-        Call it before the stage's first forward of a step, or of an evaluation.
-
-        Sync: afterwards the current stream may read them. Blocks the host if collectives do.
-
-        Raises:
-            ReduceError: If a parameter sync failed; on every rank that waits for it.
-        """
-        with self.bounded("stage_first_use()"):
-            self._step.stage_first_use(stage)
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
@@ -604,7 +427,7 @@ class GradientSync:
 
         Sync: as `stage_first_use`; every rank must call it.
         """
-        self._step.check("wait_parameters")
+        self._check("wait_parameters")
         with self.bounded("wait_parameters()"):
             self._parameter_sync.publish_if_due()
             self._parameter_sync.wait()
@@ -618,7 +441,7 @@ class GradientSync:
         Raises:
             StepError: Inside a step, or if parameters were stepped and not published.
         """
-        self._step.check("state_dict")
+        self._check("state_dict")
         if self.outer_optimizer is not None and self._parameter_sync.is_due:
             raise StepError(
                 "state_dict() before the step of the optimizer was published, so the outer "
@@ -641,7 +464,7 @@ class GradientSync:
                 start anew.
             StepError: Inside a step.
         """
-        self._step.check("load_state_dict")
+        self._check("load_state_dict")
         try:
             self._load_states(state)
         except (PlanError, AgreementError) as error:
@@ -685,7 +508,7 @@ class GradientSync:
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
         outer, _ = agree_keeping("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
-        self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone)
+        self._parameter_sync.begin_with(partial(GradientSync._step_outer, alone))
         return outer
 
     def _step_outer(self) -> None:
@@ -756,7 +579,7 @@ class GradientSync:
         """
 
         def check() -> None:
-            self._step.check("synchronize_parameters")
+            self._check("synchronize_parameters")
             if self._parameter_sync.is_due or self._parameter_sync.is_moving:
                 raise StepError(
                     "synchronize_parameters() while what other ranks stepped is on its way would "
@@ -772,7 +595,7 @@ class GradientSync:
     def _synchronize(self) -> None:
         self.reshard()
         parts = self._parts
-        make_equal(self.plan.packs, parts.lookup, parts.groups, self.device)
+        make_equal(self.plan.packs, self._parameters, parts.groups, self.device)
         for parameter in self._parameters.values():
             parameter.settle()
         self._parameter_sync.forget()
@@ -793,7 +616,7 @@ class GradientSync:
         Raises:
             DriftError: If copies differ. It names parameters and ranks.
         """
-        self._step.check("check_replicas")
+        self._check("check_replicas")
         self.publish_if_due()
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()
@@ -810,7 +633,7 @@ class GradientSync:
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
         """Returns the parameter of a record that is in its module now."""
-        return self._parts.lookup(record.key)
+        return self._parameters[record.key].parameter
 
     def records(self) -> tuple[ParameterRecord, ...]:
         """Returns the records of the parameters that this rank holds."""
@@ -837,23 +660,9 @@ class GradientSync:
         """
         return self._parts.groups.of(tuple(sorted(ranks)), 0)
 
-    def bounded(self, what: str) -> Bounded:
-        """Bounds what is inside ``with``, in time; see `Bounded`."""
-        return Bounded(what, within_seconds=self._agreed.options.step_timeout_seconds)
-
-    @property
-    def device(self) -> torch.device:
-        """The device of this rank's gradients."""
-        return self._agreed.device
-
-    @property
-    def tape(self) -> Tape:
-        """Where this rank notes what it does, while somebody records."""
-        return self._parts.reducer.tape
-
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
-        return self._step.statistics
+        return self._statistics
 
     def close(self) -> None:
         """Ends threads and destroys the process groups of comm streams. Every rank must call it.
@@ -868,7 +677,7 @@ class GradientSync:
             return
         parts = self._parts
         try:
-            if not self._step.is_open and not parts.failures.are_in_doubt:
+            if not self.is_in_step and not parts.failures.are_in_doubt:
                 parts.reducer.settle()
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
@@ -876,7 +685,10 @@ class GradientSync:
             parts.ending.note_in_vain(True)
             raise
         finally:
-            self._step.close()
+            self._go("close")
+            self._watch.remove()
+            for gradients in self._everything:
+                gradients.unfollow()
             parts.reducer.close()
             parts.ending.end()
             parts.groups.forget()
@@ -884,7 +696,7 @@ class GradientSync:
     @property
     def is_closed(self) -> bool:
         """Whether `close` was called."""
-        return self._step.state is State.CLOSED
+        return self._state is State.CLOSED
 
     @outside_of_graphs
     def gather(self, row: torch.Tensor) -> torch.Tensor:
@@ -901,10 +713,6 @@ class GradientSync:
             rows = self._parts.groups.gather(row)
         self.tape.note("wait for ranks", "numbers of all ranks", began)
         return rows
-
-    def refuse_closed(self) -> None:
-        """Raises StepError after `close`."""
-        self._step.refuse_closed()
 
 
 _every: weakref.WeakSet[GradientSync] = weakref.WeakSet()

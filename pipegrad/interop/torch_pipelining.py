@@ -20,7 +20,7 @@ import torch
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import PlanError
-from pipegrad.gradients.loose_leaves import LooseLeaves
+from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import tree_flatten
 from pipegrad.interop.torch_failure import (

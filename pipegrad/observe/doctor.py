@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.messages import backend_of
+from pipegrad.comm.collectives import backend_of
 from pipegrad.observe.clocks import Reading, read_clock
 from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
 from pipegrad.pipeline.transfers.edges import Edges

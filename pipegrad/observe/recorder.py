@@ -15,7 +15,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from pipegrad.comm.tape import Key, Noted
+from pipegrad.comm.activity import Key, Noted
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.stamps import Stamps
 from pipegrad.schedules.program.program import Item, Op, Program

@@ -11,8 +11,7 @@ from itertools import islice
 from torch import Tensor
 from torch.profiler import record_function
 
-from pipegrad.comm.activity import Details
-from pipegrad.comm.tape import Recorder
+from pipegrad.comm.activity import Details, Recorder
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds
-from pipegrad.comm.graph_capture import outside_of_graphs
-from pipegrad.comm.messages import can_send
+from pipegrad.comm.collectives import can_send
+from pipegrad.comm.comm_stream import outside_of_graphs
 from pipegrad.errors import PlanError, ScheduleError, level_of_caller
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer

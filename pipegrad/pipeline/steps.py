@@ -17,7 +17,7 @@ from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import Board
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
 from pipegrad.errors import PipegradError, StepError
-from pipegrad.gradients.loose_leaves import LooseLeaves
+from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.aliases import Aliases

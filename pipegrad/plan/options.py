@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pipegrad.errors import PlanError
-from pipegrad.plugins.options import complaints_of
+from pipegrad.plugins.registry import complaints_of
 from pipegrad.topology import Topology
 
 STEP_SECONDS = 600.0

@@ -8,8 +8,8 @@ from typing import Literal
 
 import torch
 
-from pipegrad.plugins.constructed import Constructed
 from pipegrad.plugins.registry import CODECS, Registry
+from pipegrad.plugins.written import Constructed
 
 # What crosses a hop: what stages hand on, and the gradients that come back.
 Carried = Literal["activations", "gradients"]

@@ -16,11 +16,11 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm.work import Work
-from pipegrad.plugins.constructed import Constructed
-from pipegrad.plugins.options import closest_first as closest_first  # noqa: PLC0414 - public
-from pipegrad.plugins.options import complaints_of as complaints_of  # noqa: PLC0414 - public
+from pipegrad.comm.sync_points import Work
 from pipegrad.plugins.registry import HANDLERS, Registry
+from pipegrad.plugins.registry import closest_first as closest_first  # noqa: PLC0414 - public
+from pipegrad.plugins.registry import complaints_of as complaints_of  # noqa: PLC0414 - public
+from pipegrad.plugins.written import Constructed
 from pipegrad.topology import Topology
 
 DEFAULT_HANDLERS = ("pipeline-shared", "data-parallel")

@@ -8,17 +8,19 @@ seeds: every rank has the same list. No other file reads entry points.
 from __future__ import annotations
 
 import ast
+import difflib
+import inspect
 import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from pipegrad import run_files
 from pipegrad.errors import (
@@ -30,8 +32,6 @@ from pipegrad.errors import (
     PluginOptionError,
 )
 from pipegrad.limits import MOST_SOURCE_BYTES
-from pipegrad.plugins.options import closest_first, complaints_of
-from pipegrad.plugins.secrets import redacted
 
 # Entry-point groups. They are here, because listing plug-ins needs no torch.
 HANDLERS = "pipegrad.handlers"
@@ -393,3 +393,69 @@ def _value(target: object) -> str:
     """Returns ``module:qualname`` of a class or function, and the `repr` of anything else."""
     qualname = getattr(target, "__qualname__", None)
     return f"{target.__module__}:{qualname}" if qualname else repr(target)
+
+
+def complaints_of(
+    function: Callable[..., object], options: Collection[str], *, given: Collection[str] = ()
+) -> str:
+    """Returns the mistakes in the names of `options` for `function`; "" if there are none.
+
+    Args:
+        function: A class or function. It is not called; its signature is read. If it has no
+            signature, all options are allowed.
+        options: Names that will be passed by keyword.
+        given: Parameters that the caller passes itself. They are neither missing nor allowed.
+    """
+    try:
+        every = inspect.signature(function).parameters.values()
+    except ValueError:  # some functions written in C
+        return ""
+    by_name = [p for p in every if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    allowed = [p.name for p in by_name if p.name not in given]
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in every)
+    unknown = [o for o in sorted(options) if o not in allowed and (o in given or not takes_any)]
+    needed = [p.name for p in by_name if p.default is p.empty and p.name in allowed]
+    missing = [name for name in needed if name not in options]
+    if not unknown and not missing:
+        return ""
+    complaints = [f"has no option {option!r}" for option in unknown]
+    complaints += [f"needs the option {option!r}" for option in missing]
+    # The first mistake decides the order of the names: one suggestion is enough for a message.
+    closest = closest_first((unknown + missing)[0], allowed)
+    return f"{', '.join(complaints)}; allowed, closest first: {closest}"
+
+
+def closest_first(name: str, known: Iterable[str]) -> str:
+    """Returns the known names as one line: first those close to `name`, then the others, sorted."""
+    names = sorted(set(known))
+    plain = {name.lower(): name for name in reversed(names)}
+    close = [plain[match] for match in difflib.get_close_matches(name.lower(), plain)]
+    return ", ".join(close + [name for name in names if name not in close]) or "none"
+
+
+REDACTED = "(redacted)"
+_SECRET = re.compile(
+    r"apikey|auth|authorization|credentials?|key|passphrase|passw(or)?d|pwd|secrets?|token"
+)
+_WORD = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])")
+_CREDENTIALS = re.compile(r"(?<=://)[^/?#\s@]+(?=@)")
+
+
+def redacted(value: Any, name: str = "") -> Any:  # noqa: ANN401 - what TOML and JSON have
+    """Returns plain data without secrets.
+
+    Args:
+        value: Of an option, or a table of them; it is not changed.
+        name: Of the option.
+    """
+    if value is not None and _is_secret(name):
+        return REDACTED
+    if isinstance(value, Mapping):
+        return {key: redacted(inside, str(key)) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [redacted(inside) for inside in value]
+    return _CREDENTIALS.sub(REDACTED, value) if isinstance(value, str) else value
+
+
+def _is_secret(name: str) -> bool:
+    return any(_SECRET.fullmatch(word.lower()) for word in _WORD.findall(name))

@@ -1,4 +1,7 @@
-"""Values as text: two ranks have the same text exactly if the values mean the same."""
+"""Values as text: two ranks have the same text exactly if the values mean the same.
+
+So ranks compare handlers and codecs, which have the text of what they were made with.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,9 @@ import hashlib
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
+from inspect import Parameter, Signature
 from types import FunctionType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -101,4 +105,31 @@ _WRITERS: tuple[tuple[type, Callable[[Any, Each], str]], ...] = (
     (FunctionType, _function),
     (type, _class),
     (nn.Module, _module),
+)
+
+
+class Constructed:
+    """Base of contracts whose instances may be given by a user.
+
+    Attributes:
+        made_with: The arguments of its constructor, as text.
+    """
+
+    made_with: tuple[tuple[str, str], ...]
+
+    def __new__(cls, *args: object, **kwargs: object) -> Self:
+        """Stores the arguments of the plug-in, so that ranks can compare instances."""
+        # Here and not in `__init__`: a subclass need not call the `__init__` of its base class.
+        if (args or kwargs) and cls.__init__ is object.__init__:
+            raise TypeError(f"{cls.__name__}() takes no arguments")
+        plugin = super().__new__(cls)
+        arguments = {**{str(i): value for i, value in enumerate(args)}, **kwargs}
+        plugin.made_with = tuple((name, written(arguments[name])) for name in sorted(arguments))
+        return plugin
+
+
+# `inspect.signature` takes the `__init__` of a subclass if it has one, otherwise this `__new__`. A
+# plug-in without an `__init__` has no options, so this signature is empty.
+Constructed.__new__.__signature__ = Signature(  # type: ignore[attr-defined]
+    [Parameter("cls", Parameter.POSITIONAL_ONLY)]
 )

@@ -19,8 +19,7 @@ from pipegrad import run_files
 from pipegrad.errors import ConfigError, reason
 from pipegrad.limits import MOST_CONFIG_BYTES, MOST_CONFIG_DEPTH
 from pipegrad.plugins.handler import DEFAULT_HANDLERS
-from pipegrad.plugins.options import closest_first
-from pipegrad.plugins.secrets import redacted
+from pipegrad.plugins.registry import closest_first, redacted
 from pipegrad.printable import printable, shortened
 from pipegrad.train.schema import (
     Choice,

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from pipegrad.errors import in_words
-from pipegrad.plugins.options import complaints_of
+from pipegrad.plugins.registry import complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import Named
 

@@ -18,8 +18,8 @@ from torch.nn import functional
 from pipegrad.errors import ConfigError, ScheduleError, TopologyError, in_words
 from pipegrad.gradients.named_optimizer import Part, parts_of
 from pipegrad.limits import check_size
+from pipegrad.model.describe import make_manifest
 from pipegrad.model.manifest import Manifest
-from pipegrad.model.merge import make_manifest
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.sequential import only_layers
@@ -29,8 +29,7 @@ from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plugins.handler import GradientHandler, handlers
-from pipegrad.plugins.options import complaints_of
-from pipegrad.plugins.registry import Registry, ResolvedPlugin
+from pipegrad.plugins.registry import Registry, ResolvedPlugin, complaints_of
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
 from pipegrad.schedules.measured import MeasuredGenerator

@@ -15,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau, SequentialLR
 
 from pipegrad.gradients.named_optimizer import JoinedOptimizer, parts_in
-from pipegrad.plugins.options import closest_first, complaints_of
+from pipegrad.plugins.registry import closest_first, complaints_of
 from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named
 

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.comm.work import Work
+from pipegrad.comm.sync_points import Work
 from pipegrad.plugins.handler import FlatBucket, ReductionStep
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.faults import inject

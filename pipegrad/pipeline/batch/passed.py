@@ -31,7 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import level_of_caller
-from pipegrad.gradients.checksum import bytes_of
+from pipegrad.gradients.drift import bytes_of
 from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.topology import Topology
 

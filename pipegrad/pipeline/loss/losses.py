@@ -40,9 +40,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrad.comm.activity import Tape
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
-from pipegrad.comm.tape import Tape
 from pipegrad.errors import StepError, level_of_caller
 from pipegrad.pipeline.batch.passed import Numbers, Passed
 from pipegrad.pipeline.loss.result import Message, Outputs, StepResult

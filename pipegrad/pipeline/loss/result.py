@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from pipegrad.comm.tape import Tape
+from pipegrad.comm.activity import Tape
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import StepError
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT

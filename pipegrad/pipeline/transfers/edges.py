@@ -10,10 +10,10 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
+from pipegrad.comm.collectives import HEADERS
 from pipegrad.comm.ending import Ending, cut
-from pipegrad.comm.messages import HEADERS
 from pipegrad.comm.process_groups import is_local, new_group
-from pipegrad.comm.work import Done, Work
+from pipegrad.comm.sync_points import Done, Work
 from pipegrad.pipeline.transfers.messages import WORDS
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology

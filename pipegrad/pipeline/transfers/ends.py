@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm.work import Work
+from pipegrad.comm.sync_points import Work
 from pipegrad.errors import StepError
 from pipegrad.pipeline.coding.coding import Coding, Codings
 from pipegrad.pipeline.transfers.edges import Edges, Inbox

@@ -56,8 +56,8 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.messages import HEADERS, TRANSFERS
-from pipegrad.comm.work import Done, Work
+from pipegrad.comm.collectives import HEADERS, TRANSFERS
+from pipegrad.comm.sync_points import Done, Work
 from pipegrad.errors import StepError
 from pipegrad.pipeline.coding.coding import Codings, Position
 from pipegrad.pipeline.transfers.edges import Edges, Inbox, has_ended

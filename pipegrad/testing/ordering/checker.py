@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.work import Work
+from pipegrad.comm.sync_points import Work
 from pipegrad.errors import OrderError
 from pipegrad.testing.ordering import cuda_trace
 from pipegrad.testing.ordering.backend import CheckedBackend, VirtualStream

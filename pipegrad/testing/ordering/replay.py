@@ -12,7 +12,7 @@ from itertools import permutations
 
 import torch
 
-from pipegrad.comm.work import Work
+from pipegrad.comm.sync_points import Work
 from pipegrad.testing.ordering.checker import Entry, OrderChecker
 from pipegrad.testing.ordering.trace import Operation
 

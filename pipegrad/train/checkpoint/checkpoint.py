@@ -26,9 +26,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError
-from pipegrad.gradients.chunks import Chunk
+from pipegrad.gradients.main_params import Chunk, Locations
 from pipegrad.gradients.named_optimizer import parts_in
-from pipegrad.gradients.names import Locations
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint import common_state
 from pipegrad.train.checkpoint.checksums import STEP

@@ -19,8 +19,7 @@ from fnmatch import fnmatchcase
 from torch import Tensor
 
 from pipegrad.comm.agreement import agree
-from pipegrad.gradients.chunks import Box, Chunk
-from pipegrad.gradients.names import Locations
+from pipegrad.gradients.main_params import Box, Chunk, Locations
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.config import Config
 

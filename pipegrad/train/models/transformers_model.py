@@ -20,7 +20,7 @@ from pipegrad.errors import AgreementError, ConfigError, WeightsError
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.weights.files import extra
 from pipegrad.partition.weights.pretrained import meta_model
-from pipegrad.plugins.options import complaints_of
+from pipegrad.plugins.registry import complaints_of
 from pipegrad.train.config import Config, beside
 from pipegrad.train.data.pairs import INPUT_IDS
 from pipegrad.train.data.tokenizer import TOKENIZER, Tokenizer, tokenizer_file

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from pipegrad import run_files
 from pipegrad.errors import in_words
-from pipegrad.plugins.secrets import redacted
+from pipegrad.plugins.registry import redacted
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Timeline

@@ -15,7 +15,7 @@ import socket
 from collections.abc import Mapping
 
 from pipegrad.comm.agreement import agree
-from pipegrad.comm.processes import process_state
+from pipegrad.comm.watch import process_state
 from pipegrad.train.process.start import LAUNCH
 
 

@@ -12,7 +12,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.grad_scaler import GradScaler
-from pipegrad.gradients.non_finite import NonFinite, in_a_sentence
+from pipegrad.gradients.norm import NonFinite, in_a_sentence
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.train.config import Config
 

@@ -19,8 +19,7 @@ from pipegrad.pipeline.wiring import collectives_in
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plan.routes import is_counted
-from pipegrad.plugins.registry import ResolvedPlugin
-from pipegrad.plugins.secrets import redacted
+from pipegrad.plugins.registry import ResolvedPlugin, redacted
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
 from pipegrad.schedules.program.program import Item, Op
 from pipegrad.simulation.choose import merged

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import collectives, messages, shard_sums
+from pipegrad.comm import collectives
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -21,8 +21,8 @@ def test_parts_may_have_any_size(
     by_messages: bool, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A float of complex64, two of float32: most parts are sent in several pieces.
-    monkeypatch.setattr(shard_sums, "_PIECE_BYTES", 8)
-    monkeypatch.setattr(messages, "is_gloo", lambda *_: by_messages)
+    monkeypatch.setattr(collectives, "_PIECE_BYTES", 8)
+    monkeypatch.setattr(collectives, "is_gloo", lambda *_: by_messages)
     me = dist.get_rank()
     equal = [(4, 4, 4)] if by_messages else []
     for sizes in (*equal, (5, 1, 7), (0, 6, 3), (9, 0, 0), (0, 0, 0)):

@@ -13,9 +13,8 @@ from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # 
 
 from pipegrad.comm.agreement import Board, agree, store
 from pipegrad.comm.failures import FailureNotice
-from pipegrad.comm.processes import Neighbours
 from pipegrad.comm.store import STORE_KEY, SignedStore
-from pipegrad.comm.watch import Watch
+from pipegrad.comm.watch import Neighbours, Watch
 from pipegrad.errors import MessageError
 from pipegrad.pipeline.first_step import LearnedSpecs
 from pipegrad.schedules.program.program import Channel

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipegrad import GradientSync, Placement, Topology
 from pipegrad.errors import ReduceError, StepError
-from pipegrad.gradients import bucket, bucket_buffer, room
+from pipegrad.gradients import bucket, bucket_buffer, reducer
 from pipegrad.gradients.bucket_buffer import FlatBuffer
 from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.plugins.handler import HandlerSpec
@@ -232,7 +232,7 @@ def test_memory_goes_as_it_is_reduced_and_read(
         seen.append(sum(size >= numel for size in in_memory()))  # this rank's part has half
 
     monkeypatch.setattr(bucket_buffer, "FlatBuffer", Watched)
-    monkeypatch.setattr(room, "_PATIENCE_SECONDS", 60.0)
+    monkeypatch.setattr(reducer, "_PATIENCE_SECONDS", 60.0)
     module = model()
     topology = Topology.create(pipeline=1)
     sync = GradientSync({0: module}, topology, handlers=[handler], bucket_bytes=4 * NUMEL)

@@ -130,7 +130,7 @@ def test_each_kind_of_copy_is_compared_in_its_step() -> None:
 @pytest.mark.parametrize("bit", [LOWEST, SIGN])
 def test_machines_of_two_kinds_may_differ_in_the_last_bit_alone(bit: int) -> None:
     kind = f"kind {rank() % 2}"
-    with mock.patch("pipegrad.gradients.negotiate.kind_of_machine", return_value=kind):
+    with mock.patch("pipegrad.gradients.set_up.kind_of_machine", return_value=kind):
         sync, module = replicas()
     last = train((sync, module), flip(module.get_parameter("w"), bit, on=2))[-1]
     if bit == LOWEST:
@@ -238,7 +238,7 @@ def test_copies_that_are_changed_differently_are_an_error(train: Callable[[], li
 @pytest.mark.ranks(2)
 def test_copies_are_compared_seldom_and_roundings_are_no_drift() -> None:
     module, kind = tie(), f"kind {rank()}"  # of machine
-    with mock.patch("pipegrad.gradients.negotiate.kind_of_machine", return_value=kind):
+    with mock.patch("pipegrad.gradients.set_up.kind_of_machine", return_value=kind):
         sync = tied(module, "w")
     adam = torch.optim.AdamW(module.parameters(), lr=1e-3, weight_decay=0.1)
 

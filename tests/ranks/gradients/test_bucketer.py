@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.comm import collectives, messages
+from pipegrad.comm import collectives
 from pipegrad.gradients import bucketer as module
 from pipegrad.gradients.bucket_buffer import FlatBuffer
 from tests.support.gradients.cases import outcome, rank
@@ -106,7 +106,7 @@ def test_few_buckets_are_in_flight_and_full_ones_are_not_copied() -> None:
     # The way of backends that reduce-scatter themselves; gloo stands in for them.
     calls, sums, copies = Calls(4), list[Any](), mock.Mock(wraps=torch.cat)
     with (
-        mock.patch.object(messages, "backend_of", return_value="other"),
+        mock.patch.object(collectives, "backend_of", return_value="other"),
         mock.patch.object(torch, "cat", copies),
     ):
         for numel in (4, 3, 5):  # full, not full, alone

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad import Bucketer
-from pipegrad.comm import collectives, shard_sums
+from pipegrad.comm import collectives
 from tests.support.gradients.cases import bits, outcome, rank
 from tests.support.gradients.sums import Calls, inputs, spied
 from tests.support.ranked import gathered
@@ -137,7 +137,7 @@ def test_gloo_sums_rows_in_pieces(numel: int) -> None:
     # In place, as a bucket's are, or not.
     rows = [torch.arange(numel) * 10.0**row + rank() for row in range(4)]
     output, common = torch.zeros(numel), torch.ones(3)
-    with mock.patch.object(shard_sums, "_PIECE_BYTES", 64):
+    with mock.patch.object(collectives, "_PIECE_BYTES", 64):
         collectives.reduce_scatter(output, rows, None, common=common)
         collectives.reduce_scatter(rows[rank()], rows, None)
     right = [4 * i * 10.0 ** rank() + 6 for i in range(numel)]

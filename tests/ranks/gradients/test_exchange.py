@@ -27,13 +27,13 @@ from pipegrad import (
     make_manifest,
     make_plan,
 )
-from pipegrad.comm import collectives, messages
+from pipegrad.comm import collectives
 from pipegrad.comm.agreement import store
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import PlanError
-from pipegrad.gradients import pair_exchange
-from pipegrad.gradients.pair_exchange import Rows, rows_of
+from pipegrad.gradients import reductions
+from pipegrad.gradients.reductions import Rows, rows_of
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan
@@ -292,9 +292,9 @@ def test_parts_leave_early_without_tags(monkeypatch: pytest.MonkeyPatch) -> None
 
     def counted(tensor: torch.Tensor, *rest: Any) -> Any:
         sizes.append(tensor.nbytes)
-        return messages.send(tensor, *rest)
+        return collectives.send(tensor, *rest)
 
-    monkeypatch.setattr(pair_exchange, "send", counted)
+    monkeypatch.setattr(reductions, "send", counted)
     sync.stage_final(rank())
     sync.finish()
     assert weight.grad is not None
@@ -320,7 +320,7 @@ def watched(name: str) -> Iterator[None]:
         if len(left) == 2:
             store().set(f"{name} left", "")
 
-    add_rows = pair_exchange.PairSum._add_rows
+    add_rows = reductions.PairSum._add_rows
 
     def late(self: Any) -> None:
         store().wait([f"{name} rank 0 went on"])
@@ -328,7 +328,7 @@ def watched(name: str) -> Iterator[None]:
 
     with (
         mock.patch.object(collectives, "reduce_chain", passed),
-        mock.patch.object(pair_exchange.PairSum, "_add_rows", late),
+        mock.patch.object(reductions.PairSum, "_add_rows", late),
     ):
         yield
 

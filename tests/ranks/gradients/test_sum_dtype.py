@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad import GradientSync, MainGrad, Placement
-from pipegrad.comm import messages, shard_sums
+from pipegrad.comm import collectives
 from pipegrad_handlers.data_parallel import DataParallel
 from tests.support.gradients.cases import bits, give, grads, outcome, rank, stage
 from tests.support.gradients.placements import (
@@ -65,9 +65,9 @@ def reduced(dtype: torch.dtype, value: Any, *, placed: Any, op: Any = "sum", **o
 def test_each_sum_is_rounded_once(row: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other backends, as NCCL, exchange whole shards; here on gloo."""
     placed, op, dtype, piece_bytes, backend = row
-    monkeypatch.setattr(shard_sums, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(collectives, "_PIECE_BYTES", piece_bytes)
     if backend == "others":
-        monkeypatch.setattr(messages, "is_gloo", lambda *_: False)
+        monkeypatch.setattr(collectives, "is_gloo", lambda *_: False)
     module = stage(**{name: torch.zeros(n, dtype=dtype) for name, n in SIZES.items()})
     sync = alone(module, By("dp", placed, op), **WIDE)
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.0)
@@ -172,7 +172,7 @@ def test_without_effect(dtype: torch.dtype, placed: Placement, chosen: torch.dty
 @pytest.mark.parametrize("dtype", WIRES)
 def test_a_wide_sum_may_be_written_over_one_of_its_parts(dtype: torch.dtype) -> None:
     parts = [torch.tensor([2.0**-9, 1.0], dtype=dtype) for _ in range(4)]
-    shard_sums.WideSum(torch.float32, 2.0).write(iter(parts), parts[2])
+    collectives.WideSum(torch.float32, 2.0).write(iter(parts), parts[2])
     assert parts[2].tolist() == [2.0**-8, 2.0]
 
 

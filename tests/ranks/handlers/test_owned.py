@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Scheduler, Topology, cut
-from pipegrad.comm import messages
+from pipegrad.comm import collectives
 from pipegrad.errors import PlanError
 from pipegrad.testing import HandlerContract
 from pipegrad_handlers.owned import Owned
@@ -206,13 +206,13 @@ def of_replicas(data: int, microbatches: int) -> Callable[[int, nn.Module], None
 @contextlib.contextmanager
 def counting() -> Iterator[list[int]]:
     """Counts the bytes of every message of shards."""
-    sent, send = [0], messages.send
+    sent, send = [0], collectives.send
 
     def counted(tensor: torch.Tensor, peer: int, group: Any, tag: int) -> Any:
-        sent[0] += tensor.nbytes if tag != messages.COMMON else 0
+        sent[0] += tensor.nbytes if tag != collectives.COMMON else 0
         return send(tensor, peer, group, tag)
 
-    with mock.patch.object(messages, "send", counted):
+    with mock.patch.object(collectives, "send", counted):
         yield sent
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from pipegrad import Stage, Work
 from pipegrad.comm import sync_points
-from pipegrad.comm.messages import TRANSFERS
+from pipegrad.comm.collectives import TRANSFERS
 from pipegrad.pipeline.transfers import edges
 from pipegrad.schedules.program.program import Op
 from pipegrad.testing import OrderChecker
@@ -131,7 +131,7 @@ def test_collectives_leave_as_the_program_says(schedule: str, kind: str) -> None
     options = {**tied(kind, schedule), "comm_streams": 2}
     scheduler = make(2, schedule, stages(kind, schedule), **options)
     optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=2**-9)
-    reducer, program = scheduler.sync._step._reducer, scheduler.program
+    reducer, program = scheduler.sync._reducer, scheduler.program
     left: dict[int, list[str]] = {0: [], 1: []}
     late = list[str]()
     here = scheduler.topology.coordinate("pp")

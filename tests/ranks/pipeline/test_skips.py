@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm import sync_points
-from pipegrad.comm.work import Work
+from pipegrad.comm.sync_points import Work
 from tests.support.gradients.cases import rank
 from tests.support.pipeline.layers import farthest
 from tests.support.rounding import rounding

@@ -83,6 +83,11 @@ Program = Callable[[Where, Slow], Any]
 Result = dict[str, list[float]]
 
 
+def events(bucket: BucketBuffer) -> list[torch.Event]:
+    """Returns what a launch of the bucket waits for."""
+    return [] if bucket.event is None else [bucket.event]
+
+
 def two_steps(
     where: Where, slow: Slow, *, threaded: bool = False, adopts: bool = False
 ) -> list[Result]:
@@ -119,7 +124,7 @@ def two_steps(
             with bucket.filling():
                 bucket.fill([] if adopts else given, () if adopts else (0, 1), (2,))
             bucket.complete(1.0)
-        tickets.append(comm_stream.submit(reduce, bucket.producers()))
+        tickets.append(comm_stream.submit(reduce, events(bucket)))
         tickets[-1].wait(10)
         _pause(where, slow, "reader")
         result.copy_(bucket.buffer)
@@ -165,7 +170,7 @@ def taken(where: Where, slow: Slow) -> list[list[float]]:
         _pause(where, slow, "comm_stream")
         bucket.end_reduction(0, 1)
 
-    ticket = comm_stream.submit(reduce, bucket.producers())
+    ticket = comm_stream.submit(reduce, events(bucket))
     bucket.let_go()
     others = [_full(where, -1, LARGE) for _ in range(4)]
     ticket.wait(10)
@@ -197,7 +202,7 @@ def freed(where: Where, slow: Slow) -> list[list[float]]:
     with where.on("producer"):
         others = [_full(where, -1, LARGE) for _ in range(4)]
         last = _recorded(where)
-    for event in (*bucket.producers(), last):
+    for event in (*events(bucket), last):
         sync_points.in_use.wait(event, where.device)
     result.copy_(bucket.slots[0])
     filler.close()

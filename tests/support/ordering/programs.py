@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
-from pipegrad.comm import messages
+from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
@@ -544,7 +544,7 @@ def expected_sums() -> list[tuple[str, list[float]]]:
 
 @program(True)
 def sums_inline(checker: OrderChecker) -> Any:
-    with mock.patch.object(messages, "blocks_host", return_value=False):
+    with mock.patch.object(collectives, "blocks_host", return_value=False):
         return sums(checker)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 
 from pipegrad.comm import activity
-from pipegrad.comm.activity import Account, Activity, Details
+from pipegrad.comm.activity import Account, Activity, Details, failed_at
+from pipegrad.errors import StepError
 
 
 @pytest.fixture
@@ -70,3 +72,19 @@ def test_a_rank_that_has_failed_is_where_it_failed_and_waits_for_nobody() -> Non
     )
     assert record.failure.error.startswith("ValueError('boom') (test_account.py:")
     assert (record.failure.follows, record.failure.note) == (False, " (a file)")
+
+
+def test_an_error_goes_to_another_process_with_what_its_thread_was_at() -> None:
+    """Its grid is drawn by objects that cannot be pickled; it goes without."""
+    outer = Activity("a step", drawing=lambda _number, _marks: "")
+    with pytest.raises(StepError) as raised, outer, Activity("a part of it"):
+        raise StepError("no value")
+    arrived = pickle.loads(pickle.dumps(raised.value))
+    assert str(arrived) == "no value"
+    failed, before = failed_at(arrived), failed_at(raised.value)
+    assert failed is not None
+    assert before is not None
+    assert failed.doing == before.doing == ("a step", "a part of it")
+    assert failed.details == Details()
+    assert before.drawing is not None
+    assert failed.drawing is None

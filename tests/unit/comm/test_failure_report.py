@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 import pytest
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
-from pipegrad.comm import plain
+from pipegrad.comm import failures, plain
 from pipegrad.comm.activity import Failure, Record
-from pipegrad.comm.failures import FailureReport, make_report, told_by
+from pipegrad.comm.failures import FailureNotice, FailureReport, make_report, told_by
+from pipegrad.comm.store import SignedStore
 
 ALL = (0, 1, 2, 3)
 TOLD = "a step failed on another rank: rank 2: ValueError: boom. In 1F0"
@@ -253,3 +256,17 @@ def test_the_rank_that_others_tell_of_is_the_last_one_in_front_of_its_words() ->
     assert told_by(f"ReduceError: a step failed on another rank: rank 1: {TOLD}") == told_by(TOLD)
     assert told_by(f"bucket 0 (w): sum over ranks [0, 1] failed: {TOLD}") == told_by(TOLD)
     assert told_by("no shard of rank 3: a") is None
+
+
+@pytest.mark.parametrize("final", [False, True])
+def test_a_failure_is_final_only_if_that_is_said(
+    monkeypatch: pytest.MonkeyPatch, *, final: bool
+) -> None:
+    board = SignedStore(HashStore())
+    monkeypatch.setattr(failures, "store", lambda: board)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_rank", lambda: 3)
+    notice = FailureNotice("sync 0")
+    notice.post("boom", **({"final": True} if final else {}))
+    assert notice.read() == "rank 3: boom"
+    assert notice.read_final() == ("rank 3: boom" if final else None)

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
-from pipegrad.comm.processes import Neighbours, _machine, process_state
 from pipegrad.comm.store import SignedStore
+from pipegrad.comm.watch import Neighbours, _machine, process_state
 
 
 @pytest.fixture

@@ -7,8 +7,8 @@ from unittest import mock
 
 import pytest
 
-from pipegrad.gradients import room
-from pipegrad.gradients.room import Room
+from pipegrad.gradients import reducer
+from pipegrad.gradients.reducer import Room
 
 
 class Clock:
@@ -38,15 +38,15 @@ class Ticket:
 def waits(takes_seconds: list[float], *, is_patient: bool = True) -> list[float]:
     """Returns how long each step waits whose two reductions take so long."""
     clock, found = Clock(), list[float]()
-    buffers: Any = {0: mock.Mock(is_taken=True), 1: mock.Mock(is_taken=True)}
-    with mock.patch.object(room, "time", clock):
-        made = Room(buffers, is_patient=is_patient)
+    buffers: list[Any] = [mock.Mock(is_taken=True), mock.Mock(is_taken=True)]
+    with mock.patch.object(reducer, "time", clock):
+        made = Room(is_patient=is_patient)
         for seconds in takes_seconds:
             made.begin()
             begin = clock.now
-            for bucket in buffers:
+            for buffer in buffers:
                 ticket: Any = Ticket(clock, begin + seconds)
-                made.launched(bucket, ticket)
+                made.launched(buffer, ticket)
             made.make()
             found.append(clock.now - begin)
             made.free()

@@ -8,10 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from pipegrad.comm.work import Done
+from pipegrad.comm.sync_points import Done
 from pipegrad.errors import ReduceError, StepError
-from pipegrad.gradients import pair_exchange
-from pipegrad.gradients.pair_exchange import PairSum, Rows
+from pipegrad.gradients import reductions
+from pipegrad.gradients.reductions import PairSum, Rows
 from pipegrad.observe.links import Wires
 
 
@@ -31,7 +31,7 @@ def test_more_rows_than_a_buffer_has_are_refused_before_memory_is_made(
 ) -> None:
     pair = PairSum([Rows(0, 4, 2), Rows(8, 1, 1)], back=mock.Mock())
     pair.place(torch.zeros(9))
-    monkeypatch.setattr(pair_exchange, "receive", sending(*counts))
+    monkeypatch.setattr(reductions, "receive", sending(*counts))
     with pytest.raises(ReduceError, match="more than there are"):
         pair._add_rows()
 

@@ -15,10 +15,9 @@ from torch import nn
 from pipegrad import ParameterRecord, Topology
 from pipegrad.comm import plain
 from pipegrad.errors import AgreementError, PlanError, TopologyError
-from pipegrad.model.describe import check_stages, describe_rank, device_of
+from pipegrad.model.describe import check_stages, describe_rank, device_of, make_manifest, merge
 from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
-from pipegrad.model.merge import make_manifest, merge
 from pipegrad.model.ties import declared
 from pipegrad.plan.options import GradientOptions
 

@@ -14,9 +14,8 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 
 from pipegrad import find_tied
 from pipegrad.errors import PlanError
-from pipegrad.model.describe import describe_rank
+from pipegrad.model.describe import describe_rank, starts_of
 from pipegrad.model.gradient_storage import GradAttribute
-from pipegrad.model.merge import starts_of
 from pipegrad.model.suspects import Location, Start, likely_ties
 from pipegrad.model.ties import (
     Tie,

@@ -12,11 +12,10 @@ from torch.distributed.pipelining import pipe_split, pipeline
 
 from pipegrad import Topology, find_tied, make_manifest
 from pipegrad.errors import PlanError
-from pipegrad.model.describe import describe_rank
+from pipegrad.model.describe import describe_rank, starts_of
 from pipegrad.model.gradient_storage import GradAttribute
-from pipegrad.model.merge import starts_of
 from pipegrad.model.suspects import likely_ties
-from pipegrad.model.ties import declared, link_local
+from pipegrad.model.ties import declared, link_local, refuse_partly_shared
 from tests.support.gradients.cases import stage
 
 TWO = Topology.build(axes=(("pp", 2), ("dp", 1)))
@@ -178,3 +177,17 @@ def test_the_cost_of_ties_is_linear() -> None:
     seconds(10)
     few, many = (min(seconds(number) for _ in range(3)) for number in (500, 2000))
     assert many < 10 * few  # quadratic is 16 times and more
+
+
+def views(*ranges: tuple[int, int]) -> list[tuple[str, nn.Parameter]]:
+    flat = torch.zeros(32)
+    return [(f"p{i}", nn.Parameter(flat[begin:end])) for i, (begin, end) in enumerate(ranges)]
+
+
+def test_pieces_of_one_flat_tensor_that_only_touch_are_no_shared_memory() -> None:
+    refuse_partly_shared(views((0, 8), (8, 12), (12, 13), (20, 32)))
+
+
+def test_views_with_a_common_byte_are_refused_in_any_order() -> None:
+    with pytest.raises(PlanError, match=r"'p0' \(8,\) and 'p2' \(8,\)"):
+        refuse_partly_shared(views((0, 8), (20, 24), (4, 12)))

@@ -1,17 +1,28 @@
-"""Every way to fail at a plug-in: each names it, and says what to do."""
+"""Every way to fail at a plug-in or its options: each names it, says what to do, and no secret."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
 import pytest
 
 from pipegrad.errors import (
+    ConfigError,
     PluginContractError,
     PluginLoadError,
     PluginNotFoundError,
     PluginOptionError,
 )
+from pipegrad.plugins.registry import REDACTED, closest_first, complaints_of, redacted
+from pipegrad.train.config import Config
+from pipegrad.train.job import Job
+from pipegrad.train.reporters.report import manifest_of
+from pipegrad.train.reporters.reporter import reporters
+from pipegrad.train.reporters.terminal import Terminal
+from pipegrad.train.schema import Model, Named, Train
 from tests.support.plugins import (
     ACME,
     BROKEN,
@@ -25,6 +36,7 @@ from tests.support.plugins import (
     Unfinished,
     acme,
 )
+from tests.unit.train.test_report import metrics, running
 
 
 def test_an_unknown_name_lists_the_known_ones_closest_first(
@@ -139,3 +151,92 @@ def test_a_refusal_by_the_constructor_names_the_plugin(
     with pytest.raises(PluginOptionError, match=refusal) as caught:
         registry.resolve({"name": "p", "scale": 0})
     assert isinstance(caught.value.__cause__, ZeroDivisionError)
+
+
+def plain(model: object, *, width: int, depth: int = 2) -> None: ...
+
+
+def open_to_all(model: object, width: int = 3, **others: object) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "given", "expected"),
+    [
+        (plain, ["width"], ["model"], ""),
+        (plain, ["width", "depth"], ["model"], ""),
+        (plain, [], ["model"], "needs the option 'width'; allowed, closest first: width, depth"),
+        (plain, ["widht"], ["model"], "has no option 'widht', needs the option 'width'; allowed"),
+        (plain, ["width", "model"], ["model"], "has no option 'model'; allowed"),
+        (plain, ["width"], [], "needs the option 'model'; allowed"),
+        (open_to_all, ["anything"], ["model"], ""),
+        (open_to_all, ["model"], ["model"], "has no option 'model'"),
+        (max, ["x"], [], ""),
+        (list, ["x"], [], "has no option 'x'; allowed, closest first: none"),
+    ],
+)
+def test_complaints(
+    function: Callable[..., object], options: list[str], given: list[str], expected: str
+) -> None:
+    found = complaints_of(function, options, given=given)
+    assert found.startswith(expected)
+    assert bool(found) == bool(expected)
+
+
+def test_close_names_come_first() -> None:
+    assert closest_first("stpes", ["seed", "steps", "device"]) == "steps, device, seed"
+    assert closest_first("Adamw", ["Adam", "AdamW", "SGD"]) == "AdamW, Adam, SGD"
+    assert closest_first("x", []) == "none"
+
+
+SECRET = "hunter2"
+
+
+class Failing(Terminal):
+    def __init__(self, *, token: str) -> None:
+        raise ValueError("no service")
+
+
+def config(**options: object) -> Config:
+    named = Named(name="jsonl", **options)
+    return Config(model=Model(factory="a:b"), train=Train(reporters=[named]))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["token", "api_key", "apiKey", "API_KEY", "password", "db-password", "client_secret", "auth"],
+)
+def test_an_option_is_secret_if_a_word_of_its_name_says_so(name: str) -> None:
+    """Security, F9. It was in manifest.json, for all to read."""
+    text = json.dumps(manifest_of(config(**{name: SECRET}), {}))
+    assert SECRET not in text
+    assert json.loads(text)["config"]["train"]["reporters"][0][name] == REDACTED
+
+
+def test_other_options_are_not_and_the_rest_of_a_url_is_kept() -> None:
+    data = {"sample_tokens": 8, "keyboard": "x", "monkey": 1, "tokenizer": "a.json", "key": None}
+    assert redacted(data) == data
+    urls = {"urls": ["https://me:hunter2@host/a?b=c@d", "mail me@host", "s3://bucket/a@b"]}
+    assert redacted(urls) == {
+        "urls": [f"https://{REDACTED}@host/a?b=c@d", "mail me@host", "s3://bucket/a@b"]
+    }
+    assert redacted({"credentials": {"user": "me"}}) == {"credentials": REDACTED}
+
+
+def test_the_configuration_itself_and_its_type_stay() -> None:
+    assert config(token=SECRET).train.reporters[0].options == {"token": SECRET}
+
+
+def test_no_message_has_it() -> None:
+    with pytest.raises(ConfigError) as refused:
+        Job(config(token=SECRET), 1)  # jsonl takes no option
+    assert SECRET not in str(refused.value)
+    with pytest.raises(PluginOptionError) as failed:
+        reporters.resolve({"name": Failing, "token": SECRET})
+    assert f"cannot be constructed with {{'token': '{REDACTED}'}}" in str(failed.value)
+
+
+def test_the_manifest_is_for_who_made_it(tmp_path: Path) -> None:
+    """Security, F9."""
+    with running(tmp_path, "jsonl") as (run, _):
+        run.step(metrics(1))
+    assert stat.S_IMODE((tmp_path / "manifest.json").stat().st_mode) == 0o600

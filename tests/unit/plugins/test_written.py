@@ -1,14 +1,21 @@
-"""Options as text, which ranks compare: by value, whatever they are. Issue 16, point 10 (1.13)."""
+"""Options as text, which ranks compare: by value, whatever they are. Issue 16, point 10 (1.13).
+
+And records and handlers in whichever order they come.
+"""
 
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
 
 import pytest
 import torch
 
+from pipegrad import ParameterRecord, Reduction, Topology
 from pipegrad.plugins.written import written
+from pipegrad.testing import HandlerContract
+from pipegrad_handlers.data_parallel import DataParallel
 
 
 @pytest.mark.parametrize("first", [{"b", "a"}, {"x": {1, 2}, "y": (1.0, None)}, [torch.ones(5000)]])
@@ -38,3 +45,36 @@ def test_options_are_written_by_value() -> None:
     loop: list[object] = []
     loop.append(loop)
     assert written(loop) == "[...]"
+
+
+def test_a_record_is_of_one_module_and_one_stage_unless_it_is_said() -> None:
+    record = ParameterRecord("0.w", "w", 0, (2, 3), torch.float32, True, (0,), 0)
+    assert (record.kind, record.aliases, record.tied_in_stage) == ("", (), False)
+    assert (record.shared, record.numel) == (False, 6)
+
+
+class Counts(DataParallel):
+    """Keeps the keys of the parameters that it is given, by rank."""
+
+    given: ClassVar[list[tuple[int, tuple[str, ...]]]] = []
+
+    def reductions(
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> Iterable[Reduction]:
+        self.given.append((topology.rank, tuple(record.key for record in parameters)))
+        return super().reductions(parameters, topology)
+
+
+def test_in_each_order_each_parameter_comes_once() -> None:
+    class Contract(HandlerContract):
+        handler = Counts
+        beside = ("pipeline-shared",)
+
+    Contract().test_the_order_of_parameters_changes_nothing()
+    orders: dict[tuple[int, frozenset[str]], set[tuple[str, ...]]] = {}
+    for rank, keys in Counts.given:
+        assert len(set(keys)) == len(keys)
+        orders.setdefault((rank, frozenset(keys)), set()).add(keys)
+    several = {at: of for at, of in orders.items() if len(at[1]) > 2}
+    assert several
+    assert all(len(of) == 3 for of in several.values())

@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipegrad import Topology
 from pipegrad.errors import ConfigError
-from pipegrad.gradients.names import Locations
+from pipegrad.gradients.main_params import Locations
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans

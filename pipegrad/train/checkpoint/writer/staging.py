@@ -17,7 +17,7 @@ from torch import Tensor
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream, Ticket
-from pipegrad.gradients.chunks import Chunk
+from pipegrad.gradients.main_params import Chunk
 
 WRITTEN = sync_points.Record(
     "checkpoint.written", "the copy for a checkpoint reads what the step has just written"

@@ -1,4 +1,4 @@
-"""Gradients that are not finite, by name; and what clipping leaves of the others."""
+"""Gradients that are not finite, by name; what clipping leaves of the others, and divisions."""
 
 from __future__ import annotations
 
@@ -7,14 +7,15 @@ import torch
 from torch import nn
 
 from pipegrad import Topology
-from pipegrad.gradients.non_finite import (
+from pipegrad.gradients.norm import (
     NonFinite,
+    clip_,
+    divide_,
     in_a_sentence,
     merge_non_finite,
     non_finite_keys,
 )
-from pipegrad.gradients.norm import clip_
-from pipegrad.model.merge import make_manifest
+from pipegrad.model.describe import make_manifest
 
 INF, NAN = float("inf"), float("nan")
 
@@ -79,3 +80,21 @@ def test_clipping_leaves_it_to_be_seen_which_gradient_was_not_finite(
     clip_([fine, spoiled], torch.tensor(norm), 1.0, inverse)
     assert fine.tolist() == expected
     assert non_finite_keys({"fine": fine, "spoiled": spoiled}) == ["spoiled"]
+
+
+class OnDevice(torch.Tensor):
+    """A number on the CPU that the host may not read, like one of a device."""
+
+    is_cpu = False
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+
+def test_gradients_of_any_kind_are_divided_by_a_number_on_the_device() -> None:
+    half = torch.tensor([2.0**15, 3.0], dtype=torch.float16)
+    scalar, matrix = torch.tensor(2.0**18), torch.full((2, 2), 2.0**17)
+    sparse = torch.tensor([2.0**17, 0.0, 2.0**18]).to_sparse()
+    divide_([half, scalar, matrix, sparse], torch.tensor(2.0**17).as_subclass(OnDevice))
+    assert half.tolist() == [0.25, float(torch.tensor(3 / 2**17, dtype=torch.float16))]
+    assert scalar.item() == 2.0
+    assert matrix.tolist() == [[1.0, 1.0], [1.0, 1.0]]
+    assert sparse.to_dense().tolist() == [1.0, 0.0, 2.0]
