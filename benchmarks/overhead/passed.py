@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.pipeline.batch.microbatch import Batches
-from pipegrad.pipeline.batch.passed import number_of
+from pipegrad.pipeline.microbatch import Batches
+from pipegrad.pipeline.trees import number_of
 from pipegrad.testing import run_ranks
 
 MICROBATCHES = 8

@@ -33,7 +33,7 @@ from pipegrad.audit.report import Finding, Report, merged
 from pipegrad.audit.watch import PATIENCE_SECONDS, Gradients, Seen, watched
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import PlanError
-from pipegrad.pipeline.batch.trees import flattened
+from pipegrad.pipeline.trees import flattened
 
 _NO_GROUP = (
     "there is no process group: run `pipegrad audit FILE.py:function`, which starts ranks; or call "

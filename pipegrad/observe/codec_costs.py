@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pipegrad.comm import sync_points
-from pipegrad.pipeline.coding.choice import Codec, CodecChoice, Hop
-from pipegrad.pipeline.coding.coding import Coding, Feedback, Position
+from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
+from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.pipeline.transfers.messages import Spec
 from pipegrad.plugins.codec import CARRIED, Carried
 from pipegrad.schedules import Program
 from pipegrad.simulation.costs import CodecCosts, Costs

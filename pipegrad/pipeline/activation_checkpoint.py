@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.batch.passed import number_of
-from pipegrad.pipeline.batch.trees import versions_of
+from pipegrad.pipeline.trees import number_of, versions_of
 
 DIFFERENT = (
     "a stage with recompute=True returned something else when its forward ran again before the "

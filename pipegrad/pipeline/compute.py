@@ -13,13 +13,11 @@ from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
-from pipegrad.pipeline.aliases import Aliases, check_plain
-from pipegrad.pipeline.batch.trees import versions_of
-from pipegrad.pipeline.loss import LossTerms, loss_parts
-from pipegrad.pipeline.loss.losses import LossParts
-from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.losses import LossParts, LossTerms, loss_parts
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.values import Key, Values
+from pipegrad.pipeline.trees import versions_of
+from pipegrad.pipeline.values import Aliases, Key, Values, check_plain
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import Loss
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Kind

@@ -17,11 +17,11 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
-from pipegrad.pipeline.loss import LossTerms
+from pipegrad.pipeline.losses import LossTerms
 from pipegrad.pipeline.programs import StepTimes
-from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.transfers.transfers import Transfers
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.pipeline.values import Values
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.schedules import Action
 from pipegrad.schedules.program.program import Item, Op, Program
 from pipegrad.topology import Topology

@@ -20,19 +20,18 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
-from pipegrad.pipeline.aliases import Aliases
-from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
-from pipegrad.pipeline.coding.coding import Codings
+from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compute import Compute
+from pipegrad.pipeline.edges import Edges, Specs
 from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, run_together
-from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
+from pipegrad.pipeline.losses import Losses, LossTerms
+from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
-from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.transfers.edges import Edges
-from pipegrad.pipeline.transfers.messages import Specs
-from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
-from pipegrad.pipeline.values import Values
+from pipegrad.pipeline.step_result import StepResult
+from pipegrad.pipeline.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.values import Aliases, Values
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.measured import Times

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.errors import AgreementError, PipegradError, StepError
-from pipegrad.pipeline.loss import StepResult
+from pipegrad.pipeline.step_result import StepResult
 from tests.support.gradients.cases import rank
 from tests.support.ranked import gathered
 

@@ -62,7 +62,7 @@ def noted(events: list[Event]) -> Iterator[None]:
 
     with (
         mock.patch.object(GradientSync, "parameters_final", say_final),
-        mock.patch("pipegrad.pipeline.split_backward.weights.accumulate", say_products),
+        mock.patch("pipegrad.pipeline.weight_gradients.accumulate", say_products),
         mock.patch.object(CommStream, "submit", say_leaves),
         watched(lambda when, action: events.append((when, action))),
     ):

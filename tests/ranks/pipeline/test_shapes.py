@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
+from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.transfers import edges, messages, transfers
-from pipegrad.pipeline.transfers.messages import Spec
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.codecs import Single

@@ -44,8 +44,8 @@ from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.tape import Tape
 from pipegrad.errors import StepError, level_of_caller
-from pipegrad.pipeline.batch.passed import Numbers, Passed
-from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
+from pipegrad.pipeline.step_result import Message, Outputs, StepResult
+from pipegrad.pipeline.trees import Numbers, Passed
 from pipegrad.topology import Topology
 
 REDUCTIONS = MEAN, TOKEN_MEAN = ("mean", "token_mean")

@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from pipegrad.errors import StepError, level_of_caller
-from pipegrad.pipeline.batch.passed import Numbers, number_of
-from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
 from pipegrad.pipeline.stage import fields_of
+from pipegrad.pipeline.trees import Numbers, check_kind, flattened, is_cut, leaves_of, number_of
 from pipegrad.pipeline.wiring import REST, Wiring
 
 _Values = dict[str, object]  # by name

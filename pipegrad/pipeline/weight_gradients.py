@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.pipeline.split_backward.graph import PACKED, backward_inputs
-from pipegrad.pipeline.split_backward.products import (
+from pipegrad.pipeline.split_backward import (
+    PACKED,
     WeightProduct,
     accumulate,
+    backward_inputs,
     by_parameter,
     mark,
 )
