@@ -1,8 +1,8 @@
 """Edges: the communicators between the ranks of a pipeline, and the headers that cross them.
 
-A header says what a value looks like: see [Note: shapes] in `transfers`. It is 18 numbers of 8
-bytes: a mark, the channel and the microbatch of its transfer, the kind of value, how many dimensions
-it has, and its shape.
+A header says what a value looks like: see [Note: shapes] in `transfers`. It has 18 numbers of 8
+bytes: a mark, the channel and microbatch of its transfer, the kind of value, how many dimensions it
+has, and its shape.
 """
 
 from __future__ import annotations

@@ -9,8 +9,7 @@ from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import OP_BITS, OP_MASK, Op, Program, decode
-from pipegrad.schedules.program.refusal import cell_of, refuse
-from pipegrad.schedules.program.simulate import SimulatedRank, State
+from pipegrad.schedules.program.simulate import SimulatedRank, State, cell_of, refuse
 from pipegrad.schedules.schedule import Action
 
 Key = tuple[int, int]  # an edge, or a rank and its comm stream
