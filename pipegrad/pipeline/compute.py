@@ -16,13 +16,13 @@ from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.losses import LossParts, LossTerms, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import versions_of
-from pipegrad.pipeline.values import Aliases, Key, Values, check_plain
+from pipegrad.pipeline.values import Key, Values, check_plain
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import Loss
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Kind
 
-Method = Callable[[int, int], object]
+Method = Callable[..., object]  # takes a stage, link or channel, and nearly always a microbatch
 
 
 class Compute:
@@ -32,7 +32,6 @@ class Compute:
         program: What all ranks do.
         stages: The stages of this rank.
         values: Where actions take their inputs from, and put their outputs.
-        aliases: Keeps apart outputs and gradients that share memory.
         sync: The gradient layer; None in a forward-only program.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
@@ -41,6 +40,8 @@ class Compute:
 
     Attributes:
         outputs: What the last stage made, by microbatch, if the step keeps it.
+        num_different: How many second forwards of the step differ from the first, of those on a
+            device that the host does not wait for.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class Compute:
         stages: Mapping[int, Stage],
         values: Values,
         *,
-        aliases: Aliases,
         sync: GradientSync | None,
         weights: WeightGradients,
         sharded: ShardedStages,
@@ -58,7 +58,6 @@ class Compute:
     ) -> None:
         self._stages = stages
         self._values = values
-        self._aliases = aliases
         self._sync = sync
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
@@ -78,7 +77,7 @@ class Compute:
         self.forget()
 
     def begin(
-        self, targets: Sequence[object] | None, terms: LossTerms | None, *, keeps_outputs: bool
+        self, targets: Sequence[object] | None, terms: LossTerms, *, keeps_outputs: bool
     ) -> None:
         """Takes what belongs to a step.
 
@@ -90,30 +89,27 @@ class Compute:
         self._targets = targets
         self._terms = terms
         self._keeps_outputs = keeps_outputs
-        self._is_scaled = self._sync is not None and self._sync.is_scaled
-        if self._sync is not None and terms is not None:
+        if self._sync is not None:
+            self._is_scaled = self._sync.is_scaled
             self._sync.note_scaled()
             if self._splits:
                 self._weights.begin()
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
-        self.begin(None, None, keeps_outputs=False)
+        self._targets: Sequence[object] | None = None
+        self._terms: LossTerms | None = None
+        self._keeps_outputs = self._is_scaled = False
         self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
         self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
         for recompute in self._recomputes.values():
             recompute.forget()
+        self.num_different: int | Tensor = 0
         self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
         self._ran_forward = set[int]()  # stages
         self.outputs = dict[int, tuple[Tensor, ...]]()
-        self._aliases.forget()
         if self._splits:
             self._weights.forget()
-
-    @property
-    def num_different(self) -> int | Tensor:
-        """How many second forwards of this step differ from the first: see `Recompute`."""
-        return sum((r.num_different for r in self._recomputes.values()), start=0)
 
     def method_of(self, stage: int, kind: Kind) -> Method:
         """Returns what computes an action."""
@@ -135,8 +131,8 @@ class Compute:
     def _forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
         is_first = stage not in self._ran_forward  # in this step
-        shared = self._values.shared_inputs(stage, microbatch) if is_first else []
-        versions = versions_of(shared) if is_first else []
+        shared = self._values.shared_inputs(stage, values) if is_first else []
+        versions = versions_of(shared) if shared else []
         if stage in self._recomputes:
             forward = partial(self._stages[stage].forward, values)
             outputs = self._recomputes[stage].first(microbatch, values, forward)
@@ -145,9 +141,9 @@ class Compute:
         if stage in self._with_losses:
             outputs = self._part_losses(stage, microbatch, outputs)
         if stage != self._last or self._keeps_outputs:
-            outputs = self._aliases.checked(stage, outputs)
+            outputs = self._values.checked(stage, outputs)
         if is_first:
-            if versions_of(shared) != versions:
+            if shared and versions_of(shared) != versions:
                 raise StepError(
                     f"stage {stage}, microbatch {microbatch}: the stage has changed in place what "
                     f"it was given, and other stages or microbatches read that too, but not the "
@@ -183,7 +179,7 @@ class Compute:
 
     def _kept(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
-        return self._aliases.handed_on(self._last, output)
+        return self._values.handed_on(self._last, output)
 
     def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> LossParts:
         assert self._loss_fn is not None
@@ -235,7 +231,7 @@ class Compute:
         roots, gradients = self._begin_backward(stage, microbatch)
         if roots:
             torch.autograd.backward(roots, gradients)
-        else:
+        elif stage in self._sharded.stages:
             self._sharded.without_backward(stage)
         self._values.take_gradients(stage, microbatch)
 
@@ -251,9 +247,10 @@ class Compute:
         values = self._values.inputs_of(stage, microbatch)
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
-            self._aliases.refuse_written(stage)
+            self._values.refuse_written(stage)
             what = f"stage {stage}, microbatch {microbatch}"
-            self._recomputes[stage].compare(microbatch, outputs, what)
+            differs = self._recomputes[stage].compare(microbatch, outputs, what)
+            self.num_different = self.num_different + differs
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
         if stage == self._last:
@@ -267,7 +264,7 @@ class Compute:
         """Returns the roots of a backward, and their gradients."""
         if stage not in self._parameters:
             self._parameters[stage] = list(self._stages[stage].module.parameters())
-            self._aliases.note_backward(stage, self._parameters[stage])
+            self._values.begin_backward(stage, self._parameters[stage])
         # The table must not hold the graph any more when the backward has run.
         outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]

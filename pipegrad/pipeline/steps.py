@@ -30,7 +30,7 @@ from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
-from pipegrad.pipeline.values import Aliases, Values
+from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
 from pipegrad.schedules import Schedule
@@ -275,14 +275,13 @@ class Steps:
         if self._programs.wants_times and not forward_only and not is_first:
             times = StepTimes(program, topology, sync.device)
         transfers = Transfers(program.channels, self.edges, self._sync.device, specs, self.codings)
-        aliases = Aliases(stages, self._sharded)
         values = Values(
             program,
             topology.coordinate(topology.pipeline),
             stages,
             self.pipeline.wiring,
             transfers=transfers,
-            aliases=aliases,
+            sharded=self._sharded,
             specs=specs,
             outer=self.batches.outer.leaves,
         )
@@ -290,7 +289,6 @@ class Steps:
             program,
             stages,
             values,
-            aliases=aliases,
             sync=None if forward_only else sync,
             weights=self._weights,
             sharded=self._sharded,

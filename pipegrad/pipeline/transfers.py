@@ -75,6 +75,11 @@ from pipegrad.pipeline.edges import (
 )
 from pipegrad.schedules.program.program import Channel
 
+RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
+FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is still read")
+REUSED = sync_points.Wait("transfer.reused", "a receive would overwrite what is still read")
+SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
+SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
 # Of a value, by the largest before it; any value may have the bytes.
 _MOST_GROWTH, _LARGE_BYTES = 1024, 2**30
 
@@ -167,8 +172,9 @@ class Sizes:
         """Lets receives take the largest messages so far. Called when a step begins."""
         # Both ranks know the same messages here: in a step that failed, they have made all
         # transfers, too. So a sender knows how much its receiver takes.
-        self.capacity = self.largest
-        self._fit()
+        if self.capacity != self.largest:
+            self.capacity = self.largest
+            self._fit()
         if self.back is not None:
             self.back.grow()
 
@@ -201,85 +207,6 @@ class End:
     is_value: bool
 
 
-class Ends:
-    """This rank's ends of all channels, each made when it is first used; see [Note: shapes].
-
-    Args:
-        channels: Of the Program.
-        edges: The communicators.
-        specs: What values look like in the first microbatch.
-        codings: Which values cross in fewer bytes.
-
-    Attributes:
-        known: The ends that were used, by channel. None: nothing will ever cross.
-    """
-
-    def __init__(
-        self, channels: Sequence[Channel], edges: Edges, specs: Specs, codings: Codings
-    ) -> None:
-        self._channels = channels
-        self._codings = codings
-        self._edges = edges
-        self._specs = specs
-        self.known: dict[int, End | None] = {}
-        self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
-
-    def of_receive(self, number: int) -> End | None:
-        """Returns the end of a channel that ends here."""
-        if number not in self.known:
-            channel = self._channels[number]
-            spec, serving = self._specs.of_receive(channel), self._edges.of(channel.source, channel)
-            self.known[number] = self._made(channel, spec, channel.source, serving)
-        return self.known[number]
-
-    def of_send(self, number: int) -> End | None:
-        """Returns the end of a channel that begins here."""
-        if number not in self.known:
-            channel = self._channels[number]
-            spec, serving = self._specs.of_send(channel), self._edges.to(channel.target, channel)
-            self.known[number] = self._made(channel, spec, channel.target, serving)
-        return self.known[number]
-
-    def _made(
-        self,
-        channel: Channel,
-        spec: Spec | None,
-        other: int,
-        serving: tuple[dist.ProcessGroup, int],
-    ) -> End | None:
-        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
-        # they have the same spec: a gradient comes back only for a differentiable value.
-        link, kind, source, target = channel
-        if spec is None or (kind == "B" and not spec.differentiable):
-            return None
-        if (link, other) not in self._sizes:
-            # The same codings in both directions: those of a hop.
-            forth = self._codings.of(source, target, "activations")
-            back = self._codings.of(source, target, "gradients")
-            apart = None if forth is None and back is None else Sizes(spec, back)
-            self._sizes[link, other] = Sizes(spec, forth, apart)
-        sizes = self._sizes[link, other]
-        return End(
-            *serving,
-            *(serving if self._edges.is_tagged else self._edges.host(other)),
-            self._edges.inbox(other, channel),
-            sizes if kind == "F" or sizes.back is None else sizes.back,
-            is_value=kind == "F",
-        )
-
-    def grow(self) -> None:
-        """Lets receives take the largest messages so far. Called when a step begins."""
-        for sizes in self._sizes.values():
-            sizes.grow()
-
-
-RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
-FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is still read")
-REUSED = sync_points.Wait("transfer.reused", "a receive would overwrite what is still read")
-SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
-SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
-
-
 class PeerFailedError(StepError):
     """A value never came, since another rank failed first."""
 
@@ -300,7 +227,6 @@ class Transfers:
         codings: Which values cross in fewer bytes; see [Note: codecs].
 
     Attributes:
-        ends: This rank's ends of the channels.
         is_in_doubt: Whether a transfer may have been started that is in no table.
     """
 
@@ -316,8 +242,11 @@ class Transfers:
         self._num_channels = len(channels)
         self._device = device
         self._is_tagged = edges.is_tagged
-        self.ends = Ends(channels, edges, specs, codings)
-        self._ends = self.ends.known
+        self._edges = edges
+        self._specs = specs
+        self._codings = codings
+        self._ends: dict[int, End | None] = {}  # that were used; None: nothing will ever cross
+        self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
         self.is_in_doubt = False
         self._inbound = (  # the stream of receives on devices
             None if edges.is_tagged else sync_points.in_use.stream(device, "pipegrad receives")
@@ -326,9 +255,46 @@ class Transfers:
         self._said: dict[Key, Spec | None] = {}  # by headers; None of what never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
 
+    def grow(self) -> None:
+        """Lets receives take the largest messages so far. Called when a step begins."""
+        for sizes in self._sizes.values():
+            sizes.grow()
+
+    def _end(self, number: int, *, sends: bool = False) -> End | None:
+        """Returns this rank's end of a channel, which is made when it is first used.
+
+        Args:
+            number: Of the channel.
+            sends: Whether the channel begins here.
+        """
+        channel = link, kind, source, target = self._channels[number]
+        other = target if sends else source
+        spec = self._specs.of_send(channel) if sends else self._specs.of_receive(channel)
+        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
+        # they have the same spec: a gradient comes back only for a differentiable value.
+        if spec is None or (kind == "B" and not spec.differentiable):
+            self._ends[number] = None
+            return None
+        if (link, other) not in self._sizes:
+            # The same codings in both directions: those of a hop.
+            forth = self._codings.of(source, target, "activations")
+            back = self._codings.of(source, target, "gradients")
+            apart = None if forth is None and back is None else Sizes(spec, back)
+            self._sizes[link, other] = Sizes(spec, forth, apart)
+        sizes, edges = self._sizes[link, other], self._edges
+        serving = edges.to(other, channel) if sends else edges.of(other, channel)
+        end = self._ends[number] = End(
+            *serving,
+            *(serving if self._is_tagged else edges.host(other)),
+            edges.inbox(other, channel),
+            sizes if kind == "F" or sizes.back is None else sizes.back,
+            is_value=kind == "F",
+        )
+        return end
+
     def post(self, channel: int, microbatch: int) -> None:
         """Starts a receive; between devices that of its header."""
-        end = self._ends[channel] if channel in self._ends else self.ends.of_receive(channel)
+        end = self._ends[channel] if channel in self._ends else self._end(channel)
         if end is None:
             return
         self.is_in_doubt = True  # see [Note: interrupts]
@@ -499,7 +465,7 @@ class Transfers:
 
         Sync: the send waits for the current stream. The tensor is held until `release`.
         """
-        end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
+        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
         key, sizes, like = (channel, microbatch), end.sizes, spec
@@ -579,7 +545,7 @@ class Transfers:
 
     def send_failed(self, channel: int, microbatch: int) -> None:
         """Sends in the place of a value or a gradient that it will never come."""
-        end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
+        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
         key = channel, microbatch
@@ -587,10 +553,6 @@ class Transfers:
         if self._is_tagged:  # which ends the receive
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
         self.is_in_doubt = False
-
-    def receive_and_drop(self, channel: int, microbatch: int, known: Spec | None) -> None:
-        """Waits for a receive that no stage will read."""
-        self.wait(channel, microbatch, known)
 
     def note_ended(self) -> None:
         """Notes which transfers have ended; see [Note: interrupts]."""
