@@ -34,7 +34,6 @@ from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
 from pipegrad.schedules import Schedule
-from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Link, Program
 from pipegrad.schedules.program.verify import Proof
 
@@ -151,7 +150,8 @@ class Steps:
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
         self._kinds: dict[tuple[bool, int], StepKind] = {}
-        self._read: Callable[[], Times | None] | None = None  # the times of the step before
+        # Returns the numbers by which the step before was measured, and what reads them.
+        self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
         self._closed = False
 
     @property
@@ -189,8 +189,8 @@ class Steps:
                 raise StepError("this Scheduler is closed: make another one")
             notice.next_step()
             try:
-                if not forward_only and self._read is not None:
-                    self._adapt(self._read)
+                if not forward_only and self._measured is not None:
+                    self._adapt(*self._measured)
                 schedule = programs.schedule
                 if batch.number not in (None, schedule.num_microbatches):
                     schedule = programs.of_number(batch.number, notice.step)
@@ -210,19 +210,20 @@ class Steps:
             kind = self._kinds[key]
             result, _ = self._run(kind, batch)
             if kind.times is not None:
-                self._read = partial(_read_times, result.times_reader(), kind.times)
+                # A message, not the result: that may hold large outputs.
+                read = partial(result.message.times, len(result.names))
+                self._measured = read, kind.times
             return result
 
-    def _adapt(self, read: Callable[[], Times | None]) -> None:
+    def _adapt(self, read: Callable[[], list[float] | None], step_times: StepTimes) -> None:
         """Takes another schedule for training, if the times of the step before want it.
 
         Sync: the host waits for the message of the loss of that step.
         """
-        self._read = None
-        times = read()
-        if times is None:
+        self._measured = None
+        if (numbers := read()) is None:
             return
-        schedule = self._programs.adapted(times, self._notice.step)
+        schedule = self._programs.adapted(step_times.times(numbers), self._notice.step)
         if schedule is not None:
             kind = self._like_known(schedule, forward_only=False)
             assert kind is not None  # a step of this kind was measured
@@ -355,7 +356,7 @@ class Steps:
                 on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
             )
             if self._feedback is not None:
-                self._feedback.end(result.failure_reader())
+                self._feedback.end(result.message.is_wrong)
             return result, accepted
 
     def _rewind(self, kind: StepKind) -> None:
@@ -541,11 +542,6 @@ class Steps:
             forward_only=forward_only,
         )
         return result
-
-
-def _read_times(read: Callable[[], list[float] | None], times: StepTimes) -> Times | None:
-    numbers = read()
-    return None if numbers is None else times.times(numbers)
 
 
 def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:

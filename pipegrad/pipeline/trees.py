@@ -98,6 +98,8 @@ def _is_plain_list(value: object) -> bool:
 
 # By name; of what was not given there is none. A number on a device is an int64 scalar.
 Numbers = Mapping[str, int | Tensor]
+# Takes the sums of what ranks were given; returns what is wrong with them.
+Compare = Callable[[Sequence[float]], str | None]
 _Array = np.ndarray[Any, Any]
 _ODD = 0x1E3779B97F4A7C15
 _LOW = 2**32 - 1
@@ -192,7 +194,7 @@ class Passed:
 
     def __init__(self, topology: Topology) -> None:
         self._ranks = sorted(topology.ranks)
-        self._own = self._ranks.index(topology.rank)
+        self._own = topology.rank
         self._pipelines = topology.pipelines
         self._sampler = (
             f"DistributedSampler(dataset, num_replicas=topology.size({topology.data!r}), "
@@ -204,15 +206,17 @@ class Passed:
         self._num_same = 0  # steps, one after the other
         self._names = dict[bool, tuple[str, ...]]()  # by forward_only
 
-    def size(self, *, forward_only: bool) -> int:
-        """Returns how many places a step of a kind has in the message of its loss."""
-        return len(self._names.get(forward_only, ())) * len(self._ranks)
-
-    def places(self, numbers: Numbers, *, forward_only: bool) -> dict[int, int | Tensor]:
-        """Returns what this rank was given in a step, by its place."""
-        names = enumerate(self._names.get(forward_only, ()))
-        size = len(self._ranks)
-        return {i * size + self._own: numbers[name] for i, name in names if name in numbers}
+    def of_step(
+        self, numbers: Numbers, *, forward_only: bool
+    ) -> tuple[list[int | Tensor], Compare]:
+        """Returns what this rank adds to the message of a step, and what compares the sums."""
+        names = self._names.get(forward_only, ())
+        own = [
+            numbers.get(name, 0) if rank == self._own else 0
+            for name in names
+            for rank in self._ranks
+        ]
+        return own, partial(self._wrong, names, forward_only=forward_only)
 
     def learn(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
         """Takes what each rank was given in a first step; returns what is wrong with it."""
@@ -224,11 +228,6 @@ class Passed:
         if wrong is None:  # else the next step is a first step again
             self._names.setdefault(forward_only, names)
         return wrong
-
-    def comparison(self, *, forward_only: bool) -> Callable[[Sequence[float]], str | None]:
-        """Returns what compares the next step of a kind, by what the places of all ranks have."""
-        names = self._names.get(forward_only, ())
-        return partial(self._wrong, names, forward_only=forward_only)
 
     def _wrong(
         self, names: Sequence[str], numbers: Sequence[float], *, forward_only: bool
