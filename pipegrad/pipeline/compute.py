@@ -91,7 +91,8 @@ class Compute:
         self._keeps_outputs = keeps_outputs
         if self._sync is not None:
             self._is_scaled = self._sync.is_scaled
-            self._sync.note_scaled()
+            if self._is_scaled:
+                self._sync.note_scaled()
             if self._splits:
                 self._weights.begin()
 

@@ -316,16 +316,16 @@ class Losses:
             taken=self._auxiliary,
         )
 
-    def look_at_labels(self, targets: Sequence[object] | None, loss_fn: object) -> None:
+    def look_at_labels(self, targets: Sequence[object], loss_fn: object) -> None:
         """Warns, once, of a mean of means over labels that do not all count.
 
         Args:
-            targets: For each microbatch, on the rank of the last stage.
+            targets: For each microbatch.
             loss_fn: As the Scheduler was given it, or bound.
 
         Sync: on a device the host waits, in the first step alone.
         """
-        if targets is None or self._knows_labels or self.is_weighted:
+        if self._knows_labels or self.is_weighted:
             return
         self._knows_labels = self._device.type != "cpu"
         loss_fn = getattr(loss_fn, "function", loss_fn)

@@ -384,7 +384,7 @@ class Steps:
         is_last = self._has_last_stage
         terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
         inputs, targets = self.batches.cut(batch, number, needs_target=training)
-        if training and batch.loss_divisor is None:
+        if training and batch.loss_divisor is None and targets is not None:
             losses.look_at_labels(targets, self.pipeline.loss_fn)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
@@ -414,8 +414,9 @@ class Steps:
 
     def _refuse_graphs(self) -> None:
         """Refuses gradients that would be divided by the weights of this step alone."""
-        has_graph = not (self.batches.outer.is_empty and self._loose.is_empty)
-        if has_graph and self._losses.is_weighted and self._sync.is_accumulating:
+        if not (self._losses.is_weighted and self._sync.is_accumulating):
+            return
+        if not (self.batches.outer.is_empty and self._loose.is_empty):
             raise StepError(
                 "an input comes from a graph of yours, or a tensor that gets a gradient is no "
                 "stage's, in a step inside accumulate() with loss_reduction='token_mean': its "
