@@ -115,9 +115,8 @@ def choice_of(spec: CodecsSpec) -> CodecChoice:
         ScheduleError: If it is none.
         PluginError: If there is no such codec, or it does not take these options.
     """
-    if not _is_by_hop(spec):
+    if not isinstance(spec, Mapping) or "name" in spec or set(spec) & set(CARRIED):
         return CodecChoice(others=_both(spec))
-    assert isinstance(spec, Mapping)
     choice = CodecChoice()
     for key, value in spec.items():
         hop = _hop(key)
@@ -125,10 +124,6 @@ def choice_of(spec: CodecsSpec) -> CodecChoice:
             raise ScheduleError(f"codecs name the hop {_words([hop])} twice: {list(spec)}")
         choice = replace(choice, hops={**choice.hops, hop: _both(value)})
     return choice
-
-
-def _is_by_hop(spec: object) -> bool:
-    return isinstance(spec, Mapping) and "name" not in spec and not set(spec) & set(CARRIED)
 
 
 def _hop(key: object) -> Hop:

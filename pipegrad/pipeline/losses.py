@@ -241,6 +241,7 @@ class Losses:
 
     Attributes:
         is_weighted: The argument.
+        passed: Compares what ranks were given.
     """
 
     def __init__(
@@ -267,7 +268,7 @@ class Losses:
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[dist.Work] = deque()
-        self._passed = Passed(topology)
+        self.passed = Passed(topology)
         self._knows_labels = False  # whether `look_at_labels` has nothing more to say
         self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
@@ -390,7 +391,7 @@ class Losses:
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        own, compare = self._passed.of_step(passed, forward_only=forward_only)
+        own, compare = self.passed.of_step(passed, forward_only=forward_only)
         message = self._reduced(
             [  # see [Note: message of a loss]
                 terms.total / self._num_copies,
@@ -443,10 +444,6 @@ class Losses:
         if names:
             metrics = [terms.metric(name) / self._num_copies for name in names]
             result.add(names, self._reduced(metrics))
-
-    def learn_passed(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
-        """Takes what each rank was given in a first step; returns what is wrong with it."""
-        return self._passed.learn(numbers, forward_only=forward_only)
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
