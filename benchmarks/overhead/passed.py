@@ -43,11 +43,11 @@ def measured(steps: int) -> tuple[float, float]:
         loss_fn=nn.functional.mse_loss,
     )
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=1e-3)
-    note = Batches._note_passed
+    note = Batches._number_passed
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * steps):
         compares = bool(number % 2)
-        Batches._note_passed = note if compares else _nothing  # type: ignore[method-assign]
+        Batches._number_passed = note if compares else _nothing  # type: ignore[method-assign]
         torch.manual_seed(2 * number + replica)
         x, y = torch.randn(MICROBATCHES, 4), torch.randn(MICROBATCHES, 4)
         dist.barrier()

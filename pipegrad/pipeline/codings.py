@@ -147,14 +147,14 @@ def _both(spec: Any) -> Both:  # noqa: ANN401 - of a user
     if isinstance(spec, Mapping) and set(spec) & set(CARRIED):
         if unknown := sorted(map(str, set(spec) - set(CARRIED))):
             raise ScheduleError(f"codecs have the keys {unknown}, expected {list(CARRIED)}")
-        found = {carried: _resolved(spec[carried]) for carried in CARRIED if carried in spec}
-        for carried, codec in found.items():
+        chosen = {carried: _resolved(spec[carried]) for carried in CARRIED if carried in spec}
+        for carried, codec in chosen.items():
             if codec is not None and carried not in codec.plugin.carries:
                 raise ScheduleError(
                     f"codec {codec} is given for {carried}, and is for "
                     f"{' and '.join(codec.plugin.carries)} alone"
                 )
-        return {carried: codec for carried, codec in found.items() if codec is not None}
+        return {carried: codec for carried, codec in chosen.items() if codec is not None}
     codec = _resolved(spec)
     return {} if codec is None else dict.fromkeys(codec.plugin.carries, codec)
 
@@ -240,7 +240,7 @@ class Coding:
         if self._feedback is not None:
             decoded = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             self.decode(message, decoded)
-            self._feedback.note(position, value, decoded)
+            self._feedback.add(position, value, decoded)
         return message
 
     @torch.no_grad()
@@ -335,7 +335,7 @@ class Feedback:
         self._pending: dict[Position, Tensor] = {}  # of the last step
         self._has_failed: Callable[[], bool] | None = None  # None: it has not ended on this rank
 
-    def settle(self) -> None:
+    def decide(self) -> None:
         """Takes the errors of the last step, or drops them if it failed; called between steps.
 
         If there are any, the host waits for the message of the loss.
@@ -365,7 +365,7 @@ class Feedback:
             return gradient
         return gradient + error.to(gradient.device)
 
-    def note(self, position: Position, total: Tensor, decoded: Tensor) -> None:
+    def add(self, position: Position, total: Tensor, decoded: Tensor) -> None:
         """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten.
 
         nan and inf must not stay: a step that overflowed would spoil all that follow.
@@ -382,9 +382,9 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all errors, on the host, by position; empty if there are none.
 
-        They are those of steps that ended well: see `settle`.
+        They are those of steps that ended well: see `decide`.
         """
-        self.settle()
+        self.decide()
         return {
             f"{link} of {microbatch}": error.detach().to("cpu", copy=True)
             for (link, microbatch), error in self._errors.items()
@@ -399,11 +399,11 @@ class Feedback:
         self.clear()
         loaded = dict[Position, Tensor]()
         for key, error in state.items():
-            found = re.fullmatch(r"(\d+) of (\d+)", str(key))
-            if found is None or not isinstance(error, Tensor):
+            match = re.fullmatch(r"(\d+) of (\d+)", str(key))
+            if match is None or not isinstance(error, Tensor):
                 raise PlanError(
                     f"{key!r} is no error of a codec, but {type(error).__name__}: expected what "
                     f"state_dict() returns"
                 )
-            loaded[Position(*map(int, found.groups()))] = error.clone()
+            loaded[Position(*map(int, match.groups()))] = error.clone()
         self._errors = loaded

@@ -165,7 +165,7 @@ class Compute:
         """Computes the loss of the last stage; returns the roots of its backward."""
         if self._keeps_outputs:
             names = self._stages[self._last].outputs
-            self.outputs[microbatch] = tuple(map(self._kept, names, outputs))
+            self.outputs[microbatch] = tuple(map(self._for_result, names, outputs))
         # A loss may do more than return, such as add to gradients. So it runs once: behind the
         # second forward, if there is one.
         if self._targets is None or (self._sync is not None and self._last in self._recomputes):
@@ -178,7 +178,7 @@ class Compute:
         self._terms.add(parts)
         return parts[:1]
 
-    def _kept(self, name: str, output: Tensor) -> Tensor:
+    def _for_result(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
         return self._values.handed_on(self._last, output)
 

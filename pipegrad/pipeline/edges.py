@@ -321,7 +321,7 @@ class Inbox:
         """Removes the next header, which was waited for."""
         self.posted.popleft()
 
-    def note_ended(self) -> None:
+    def record_ended(self) -> None:
         """Notes whether the next header has come: a receive of gloo can be waited for once."""
         if self.posted and has_ended(self.posted[0][2]):
             self.posted[0] = *self.posted[0][:2], Done()

@@ -175,10 +175,10 @@ class Executor:
                 for name, (method, arguments) in zip(names, calls, strict=True)
             ]
         if recorder is not None:
-            is_kept, keep = recorder.items()
+            due, keep = recorder.items()
             calls = [
-                (partial(_recorded, method, keep, recorder.now) if kept else method, arguments)
-                for kept, (method, arguments) in zip(is_kept, calls, strict=True)
+                (partial(_recorded, method, keep, recorder.now) if is_due else method, arguments)
+                for is_due, (method, arguments) in zip(due, calls, strict=True)
             ]
             keep(recorder.now())
         return calls
@@ -197,7 +197,7 @@ class Executor:
             Op.SEND: transfers.send_failed,
             Op.RELEASE: transfers.release,
         }
-        transfers.note_ended()
+        transfers.record_ended()
         # Transfers are made in the order of the program. It is proven that ranks which keep this
         # order never wait for each other in a circle.
         for op, which, microbatch in islice(self._items(), self._position, None):

@@ -157,7 +157,7 @@ class _Graph:
                 successors = [other for other in successors if other is not edge]
         return successors
 
-    def settled(self) -> _Graph:
+    def without_early(self) -> _Graph:
         """Returns this graph without products that must not wait."""
         if any(map(_is_reentrant, self.early)):
             return _Graph(early=self.early)
@@ -194,7 +194,7 @@ def _explore(
             if successor is not None and successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
-    return graph.settled()
+    return graph.without_early()
 
 
 def _takes_parameters(node: Node, parameters: Collection[int]) -> bool:
@@ -313,10 +313,10 @@ class WeightProduct:
 
 def by_parameter(products: Iterable[WeightProduct]) -> dict[int, list[WeightProduct]]:
     """Returns products by the id of their parameter, in the order of first uses."""
-    found: dict[int, list[WeightProduct]] = {}
+    by_id: dict[int, list[WeightProduct]] = {}
     for product in products:
-        found.setdefault(id(product.parameter), []).append(product)
-    return found
+        by_id.setdefault(id(product.parameter), []).append(product)
+    return by_id
 
 
 def accumulate(groups: Iterable[Sequence[WeightProduct]], claim: Claim = _nothing) -> None:

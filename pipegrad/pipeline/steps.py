@@ -379,7 +379,7 @@ class Steps:
             sync.publish_if_due()
         losses.refuse_earlier()
         if self._feedback is not None:
-            self._feedback.settle()
+            self._feedback.decide()
         divisor, shared_divisor = self._divisors(batch, number)
         is_last = self._has_last_stage
         terms = losses.terms(divisor, forward_only=not training, is_last=is_last)

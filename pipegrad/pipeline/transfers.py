@@ -44,7 +44,7 @@ do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kern
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
 set before the start and cleared after the entry. Ctrl-C may also come between the end of a transfer
 and the removal of its entry. On gloo, a second wait for such a transfer would wait for one more
-message. So `note_ended` replaces it by a `Done`. An interrupt while a header is read leaves the
+message. So `record_ended` replaces it by a `Done`. An interrupt while a header is read leaves the
 transfer in doubt, too.
 """
 
@@ -129,7 +129,7 @@ class Sizes:
     unread: deque[Receive] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.note(self.spec)
+        self.record(self.spec)
         self.grow()
 
     def on_wire(self, spec: Spec) -> Spec:
@@ -151,7 +151,7 @@ class Sizes:
             )
 
     def ask(self, spec: Spec) -> None:
-        """Asks the codecs of both directions about a value, so that `note` cannot fail.
+        """Asks the codecs of both directions about a value, so that `record` cannot fail.
 
         Raises:
             Exception: What a codec raises.
@@ -160,13 +160,13 @@ class Sizes:
         if self.back is not None:
             self.back.ask(spec)
 
-    def note(self, spec: Spec) -> None:
+    def record(self, spec: Spec) -> None:
         """Notes what crosses the link; both of its ranks do so for every value, in one order."""
         self.spec = spec
         self.largest = max(self.largest, self.on_wire(spec).nbytes)
         self._fit()
         if self.back is not None:
-            self.back.note(spec)
+            self.back.record(spec)
 
     def grow(self) -> None:
         """Lets receives take the largest messages so far. Called when a step begins."""
@@ -252,7 +252,7 @@ class Transfers:
             None if edges.is_tagged else sync_points.in_use.stream(device, "pipegrad receives")
         )
         self._receiving: dict[Key, Receive] = {}
-        self._said: dict[Key, Spec | None] = {}  # by headers; None of what never comes
+        self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
 
     def grow(self) -> None:
@@ -336,7 +336,7 @@ class Transfers:
         receive, end = self._receiving[key], self._ends[channel]
         assert end is not None
         sizes, inbox = end.sizes, end.inbox
-        while not (self._is_tagged or key in self._said):
+        while not (self._is_tagged or key in self._announced):
             self._read_header(inbox)
         assert receive.work is not None
         RECEIVED(receive.work)
@@ -349,9 +349,9 @@ class Transfers:
                 self._look(sizes)
             spec = receive.spec
         else:
-            spec = self._checked(key, known) if key in self._said else known
-        if key in self._said:
-            del self._said[key]
+            spec = self._checked(key, known) if key in self._announced else known
+        if key in self._announced:
+            del self._announced[key]
         else:
             inbox.spare += 1
         del self._receiving[key]
@@ -373,7 +373,7 @@ class Transfers:
         self.is_in_doubt = True
         key, spec = read_header(words)
         inbox.take()
-        self._said[key] = spec
+        self._announced[key] = spec
         if not self._is_tagged:
             self._receive(key, spec)
         self.is_in_doubt = False
@@ -409,10 +409,10 @@ class Transfers:
         Raises:
             StepError: If the header says something else than is known.
         """
-        said = self._said[key]
-        if said is not None and (known is None or said[:2] != known[:2]):
-            raise StepError(f"a gradient is {said}, and its value is {known}")
-        return None if said is None else known
+        announced = self._announced[key]
+        if announced is not None and (known is None or announced[:2] != known[:2]):
+            raise StepError(f"a gradient is {announced}, and its value is {known}")
+        return None if announced is None else known
 
     def _look(self, sizes: Sizes) -> None:
         """Finds out what the first unread value of a link looks like, and notes it.
@@ -421,11 +421,11 @@ class Transfers:
             StepError: If it is too large.
         """
         receive = sizes.unread.popleft()
-        receive.spec = self._said.get(receive.key, sizes.spec)
-        if receive.key in self._said and receive.spec is not None:
+        receive.spec = self._announced.get(receive.key, sizes.spec)
+        if receive.key in self._announced and receive.spec is not None:
             receive.spec = receive.spec._replace(differentiable=sizes.spec.differentiable)
             sizes.check_size(receive.spec)
-            sizes.note(receive.spec)
+            sizes.record(receive.spec)
 
     def _decoded(self, sizes: Sizes, message: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Returns the value of an encoded message.
@@ -514,7 +514,7 @@ class Transfers:
             # the next one is right.
             end.sizes.ask(spec)
             self.is_in_doubt = True
-            end.sizes.note(spec)
+            end.sizes.record(spec)
         return head
 
     def _start(
@@ -554,14 +554,14 @@ class Transfers:
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
         self.is_in_doubt = False
 
-    def note_ended(self) -> None:
+    def record_ended(self) -> None:
         """Notes which transfers have ended; see [Note: interrupts]."""
         for receive in self._receiving.values():
             if has_ended(receive.work):
                 receive.work = Done()
         for end in self._ends.values():
             if end is not None:
-                end.inbox.note_ended()
+                end.inbox.record_ended()
         for key, messages in self._sending.items():
             self._sending[key] = [(Done() if has_ended(w) else w, held) for w, held in messages]
 

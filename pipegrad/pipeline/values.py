@@ -351,7 +351,7 @@ class Values:
                 value.tensor.grad = None
 
     def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
-        """Notes which parameters have no gradient, right before a stage's first backward.
+        """Remembers which parameters have no gradient, right before a stage's first backward.
 
         Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
         gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
@@ -418,13 +418,13 @@ def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
     """
     spans = [(*_span(owner), owner) for owner in owners]
     spans.sort(key=lambda span: span[0])
-    found, taken = list[Tensor](), 0
+    overlapping, taken = list[Tensor](), 0
     for begin, end, owner in spans:
         if begin < taken:
-            found.append(owner)
+            overlapping.append(owner)
         else:
             taken = end
-    return found
+    return overlapping
 
 
 def _span(owner: Tensor) -> tuple[int, int]:
