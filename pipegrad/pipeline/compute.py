@@ -76,6 +76,22 @@ class Compute:
         self._with_losses = {index for index, stage in stages.items() if stage.losses}
         self.forget()
 
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._targets: Sequence[object] | None = None
+        self._terms: LossTerms | None = None
+        self._keeps_outputs = self._is_scaled = False
+        self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
+        self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
+        for recompute in self._recomputes.values():
+            recompute.forget()
+        self.num_different: int | Tensor = 0
+        self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
+        self._ran_forward = set[int]()  # stages
+        self.outputs = dict[int, tuple[Tensor, ...]]()
+        if self._splits:
+            self._weights.forget()
+
     def begin(
         self, targets: Sequence[object] | None, terms: LossTerms, *, keeps_outputs: bool
     ) -> None:
@@ -95,22 +111,6 @@ class Compute:
                 self._sync.note_scaled()
             if self._splits:
                 self._weights.begin()
-
-    def forget(self) -> None:
-        """Lets go of everything of a step."""
-        self._targets: Sequence[object] | None = None
-        self._terms: LossTerms | None = None
-        self._keeps_outputs = self._is_scaled = False
-        self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
-        self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
-        for recompute in self._recomputes.values():
-            recompute.forget()
-        self.num_different: int | Tensor = 0
-        self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
-        self._ran_forward = set[int]()  # stages
-        self.outputs = dict[int, tuple[Tensor, ...]]()
-        if self._splits:
-            self._weights.forget()
 
     def method_of(self, stage: int, kind: Kind) -> Method:
         """Returns what computes an action."""

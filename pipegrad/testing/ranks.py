@@ -30,10 +30,7 @@ from typing import Any, NoReturn, Self, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import (
-    PrefixStore,  # type: ignore[attr-defined]  # public
-    TCPStore,  # type: ignore[attr-defined]  # public
-)
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]  # public
 
 from pipegrad.comm.store import STORE_KEY, loopback_store, of_one_machine
 
