@@ -13,7 +13,7 @@ from pipegrad.gradients.loose_leaves import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
-from pipegrad.pipeline.losses import LossParts, LossTerms, loss_parts
+from pipegrad.pipeline.losses import LossTerms, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import versions_of
 from pipegrad.pipeline.values import Key, Values, check_plain
@@ -131,7 +131,9 @@ class Compute:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
-        is_first = stage not in self._ran_forward  # in this step
+        # A module that changes its input in place does so in every microbatch. So the first one of
+        # a step is enough, and the others do not walk through what they were given.
+        is_first = stage not in self._ran_forward
         shared = self._values.shared_inputs(stage, values) if is_first else []
         versions = versions_of(shared) if shared else []
         if stage in self._recomputes:
@@ -155,7 +157,7 @@ class Compute:
             outputs = self._end(microbatch, outputs)
         else:
             self._values.produce(stage, microbatch, outputs)
-        if self._sync is None:
+        if self._sync is None:  # no backward will let go of what the stage took
             self._values.release(stage, microbatch)
         else:
             # A stage that recomputes makes its graph right before its backward.
@@ -172,17 +174,12 @@ class Compute:
             return ()
         return self._with_loss(microbatch, outputs)
 
-    def _with_loss(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        parts = self._loss_of(microbatch, outputs)
-        assert self._terms is not None
-        self._terms.add(parts)
-        return parts[:1]
-
     def _for_result(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
         return self._values.handed_on(self._last, output)
 
-    def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> LossParts:
+    def _with_loss(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Computes the loss of a microbatch, and counts it; returns the root of its backward."""
         assert self._loss_fn is not None
         assert self._targets is not None
         assert self._terms is not None
@@ -196,7 +193,8 @@ class Compute:
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
             )
-        return parts
+        self._terms.add(parts)
+        return parts[:1]
 
     def _part_losses(
         self, stage: int, microbatch: int, returned: tuple[Tensor, ...], *, again: bool = False
@@ -230,6 +228,8 @@ class Compute:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         roots, gradients = self._begin_backward(stage, microbatch)
+        # No root: no gradient came back. FSDP2 then reduces here what earlier backwards of the
+        # stage have accumulated, which it would have done in this one.
         if roots:
             torch.autograd.backward(roots, gradients)
         elif stage in self._sharded.stages:

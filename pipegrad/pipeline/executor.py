@@ -150,6 +150,8 @@ class Executor:
         try:
             if recorder is not None or is_profiled():
                 calls = self._watched_calls(recorder)
+            # The position moves behind a call: after an error, `finish_transfers` begins with the
+            # item that failed, whose transfer others still wait for.
             for method, arguments in calls:
                 method(*arguments)
                 self._position += 1

@@ -129,7 +129,7 @@ class Steps:
         )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, sync)
-        self._sharded = ShardedStages(modules, sync)
+        self._sharded = ShardedStages(modules, sync)  # most runs have none
         self._loose = LooseLeaves(sync, modules)
         # All ranks make these groups, in this order.
         self.edges = Edges(program.channels, topology, device, skips=program.skips)

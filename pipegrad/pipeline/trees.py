@@ -30,6 +30,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from numbers import Number
+from operator import itemgetter
 from typing import Any, TypeGuard
 
 import numpy as np
@@ -45,7 +46,7 @@ from pipegrad.topology import Topology
 def flattened(value: object) -> tuple[list[tuple[str, object]], Callable[[list[object]], object]]:
     """Returns the leaves of a value behind their paths, and how to make such a value of others."""
     if isinstance(value, Tensor):
-        return [("", value)], lambda leaves: leaves[0]
+        return [("", value)], itemgetter(0)
     leaves, rebuilt = flat(value, _is_plain_list)
     if isinstance(value, Mapping) and leaves and leaves[0][1] is value:
         return flat(dict(value), _is_plain_list)  # torch does not know its class

@@ -180,6 +180,7 @@ class Values:
         """
         link, kind, _, _ = self._channels[channel]
         if kind == "B":
+            # A gradient looks like its value, which this rank made: no header says it.
             made = self._made[link, microbatch]
             self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, made)
             return
@@ -188,6 +189,8 @@ class Values:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
         spec = self._specs.by_link[link]
         assert spec is not None
+        # It becomes a leaf: backward stops there, and its gradient is what goes back. All stages of
+        # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
         if spec.differentiable and not self._program.forward_only:
             tensor.requires_grad_()
         num = self._num_consumers[link]
@@ -265,6 +268,8 @@ class Values:
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
             self._leaving[link] = value
+            # A stage of this rank takes a leaf, too, and not the output with its graph. So each
+            # stage has a graph of its own, and a schedule may run their backwards apart.
             if num := self._num_consumers[link]:
                 leaf = value.requires_grad_() if output.requires_grad else value
                 self._held[link, microbatch] = _Value(leaf, num, is_received=False)
