@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.pipeline.batch.microbatch import Batches
-from pipegrad.pipeline.batch.passed import number_of
+from pipegrad.pipeline.microbatch import Batches
+from pipegrad.pipeline.trees import number_of
 from pipegrad.testing import run_ranks
 
 MICROBATCHES = 8
@@ -43,11 +43,11 @@ def measured(steps: int) -> tuple[float, float]:
         loss_fn=nn.functional.mse_loss,
     )
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=1e-3)
-    note = Batches._note_passed
+    note = Batches._number_passed
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for number in range(2 * steps):
         compares = bool(number % 2)
-        Batches._note_passed = note if compares else _nothing  # type: ignore[method-assign]
+        Batches._number_passed = note if compares else _nothing  # type: ignore[method-assign]
         torch.manual_seed(2 * number + replica)
         x, y = torch.randn(MICROBATCHES, 4), torch.randn(MICROBATCHES, 4)
         dist.barrier()

@@ -25,8 +25,8 @@ from pipegrad import GradientSync, Topology
 from pipegrad.gradients.local_gradients import LooseLeaves, _leaves
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.step import Step
-from pipegrad.pipeline.batch.trees import versions_of
-from pipegrad.pipeline.loss.losses import IGNORED
+from pipegrad.pipeline.losses import IGNORED
+from pipegrad.pipeline.trees import versions_of
 from pipegrad.testing import run_ranks
 
 MANY, SMALL, LARGE = 200, 64, 2**22

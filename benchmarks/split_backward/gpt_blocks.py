@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import _backward as pipelining
 from torch.utils.checkpoint import checkpoint
 
-from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.weight_gradients import WeightGradients
 
 BLOCKS, HEAD_WIDTH, VOCABULARY, MICROBATCHES = 2, 64, 4096, 4
 

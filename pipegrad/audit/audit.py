@@ -32,7 +32,7 @@ from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Seen, watched
 from pipegrad.audit.truth import leaves_cut
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import PlanError
-from pipegrad.pipeline.batch.trees import flattened
+from pipegrad.pipeline.trees import flattened
 from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ordering.clocks import Violation
 

@@ -18,7 +18,7 @@ from pipegrad.audit.truth import names_by_use
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import FSDP1, wrapper_of
-from pipegrad.pipeline.batch.trees import flattened, is_cut
+from pipegrad.pipeline.trees import flattened, is_cut
 
 if TYPE_CHECKING:
     from pipegrad.audit.audit import Audit

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.pipeline.batch.trees import flattened, is_cut
+from pipegrad.pipeline.trees import flattened, is_cut
 
 Batch = tuple[Any, Any]  # inputs and target
 LossFn = Callable[[Any, Any], Any]

@@ -31,7 +31,7 @@ from pipegrad.audit.outputs import (
     views_of,
 )
 from pipegrad.errors import PlanError, in_words
-from pipegrad.pipeline.batch.trees import flattened, is_cut
+from pipegrad.pipeline.trees import flattened, is_cut
 
 _SAMPLED = 16384  # elements of a gradient that are looked at part by part
 _SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights

@@ -25,47 +25,50 @@ class ShardedStages:
     Args:
         modules: Stage -> module, for the stages of this rank.
         sync: The gradient layer. While it accumulates, no backward is the last.
+
+    Attributes:
+        stages: Those with a part that FSDP2 shards. The methods are for these alone.
     """
 
     def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
         self._parts = {stage: parts for stage, parts in fsdp_modules(modules).items() if parts}
+        self.stages = frozenset(self._parts)
         self._sync = sync
         self._modules = modules
         # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters in
         # their place while they are gathered.
         self._own_parameter_ids = frozenset[int]()
 
-    def reduces(self, stage: int, parameter: nn.Parameter) -> bool:
-        """True if FSDP2 manages a parameter of a stage, gathered or not."""
-        return stage in self._parts and (
-            is_dtensor(parameter) or id(parameter) not in self._own_parameter_ids
-        )
+    def reduces(self, parameter: nn.Parameter) -> bool:
+        """True if FSDP2 manages a parameter, gathered or not."""
+        return is_dtensor(parameter) or id(parameter) not in self._own_parameter_ids
 
     def gathered(self, stage: int) -> list[nn.Parameter]:
         """Returns the gathered parameters of a stage; autograd adds to their gradients."""
-        if stage not in self._parts:
-            return []
         return [
             p for p in self._modules[stage].parameters() if id(p) not in self._own_parameter_ids
         ]
 
-    def begin(self) -> None:
-        """Starts a step: backwards accumulate until the last backward."""
-        if self._parts:
-            self._own_parameter_ids = frozenset(
-                id(self._sync.parameter(r)) for r in self._sync.records()
-            )
+    def begin(self, *, forward_only: bool) -> None:
+        """Begins a step: backwards accumulate until the last one.
+
+        An evaluation frees parameters that an earlier forward left gathered: they may be out of
+        date.
+        """
+        if forward_only:
+            for parts in self._parts.values():
+                reshard(parts)
+            return
+        self._own_parameter_ids = frozenset(
+            id(self._sync.parameter(r)) for r in self._sync.records()
+        )
         for parts in self._parts.values():
             _set_last_backward(parts, is_last=False)
 
-    def begin_evaluation(self) -> None:
-        """Frees parameters that an earlier forward left gathered. They may be out of date."""
-        for parts in self._parts.values():
-            reshard(parts)
-
     def last_backward(self, stage: int) -> None:
-        """Marks the next backward of a stage as its last."""
-        if stage in self._parts and not self._sync.is_accumulating:
+        """Marks the next backward of a stage as its last, for the gradient layer too."""
+        self._sync.stage_last_backward(stage)
+        if not self._sync.is_accumulating:
             _set_last_backward(self._parts[stage], is_last=True)
 
     def forget(self) -> None:
@@ -75,7 +78,7 @@ class ShardedStages:
 
     def without_backward(self, stage: int) -> None:
         """Ends a backward that had no gradient to start from. Accumulated gradients are reduced."""
-        for part in self._parts.get(stage, ()):
+        for part in self._parts[stage]:
             end_backward(part)
 
 

@@ -1,25 +1,26 @@
 """A step of a torch schedule that fails on one rank: it ends with zeros, and all ranks raise.
 
 [Note: failed torch step] torch's ranks wait in blocking receives. If a failed rank stopped, other
-ranks would wait until the timeout. So it makes all transfers of the step, in their order, with
-zeros. It computes nothing. At the end all ranks look at the failure notice.
+ranks would wait until the timeout. So the parts of a step are guarded: after one has raised, later
+ones make zeros and compute nothing. All transfers of the step are made in their order, on any
+backend, and no rank waits for this one. At the end all ranks look at the failure notice.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, cast
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import torch
 
 from pipegrad.comm.failures import FailureNotice
-from pipegrad.errors import ReduceError, StepError, root_of
+from pipegrad.errors import ReduceError, root_of
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards
-from pipegrad.interop.torch_schedule import TorchSchedule, replace, stages_of
-from pipegrad.model.dtensor import is_dtensor
+from pipegrad.interop.torch_schedule import TorchSchedule, output_metas, replace, stages_of
 from pipegrad.model.wrappers import fsdp_modules
 
 _FAILED = "pipegrad: this stage has failed"  # sent instead of the metadata of its outputs
@@ -30,45 +31,38 @@ _instances = itertools.count()
 class TorchFailure:
     """The failure of a step of a torch schedule on this rank; see [Note: failed torch step].
 
-    The parts of a step are guarded. After one part has raised, later parts make zeros and compute
-    nothing. So all transfers of the step are made, on any backend, and no rank waits for this one.
-    At the end of a step all ranks check whether a rank has failed.
-
     Args:
         schedule: The schedule whose steps are guarded.
         sync: The gradient layer. Gradients of a failed step are dropped.
 
     Attributes:
+        notice: Of the failures of all ranks.
         error: The first error of this step on this rank; None without one.
+        is_begun: Whether the gradients of this step have been prepared.
         reduced: Stages for which torch has called the reduction of gradients in this step.
     """
 
     def __init__(self, schedule: TorchSchedule, sync: GradientSync) -> None:
-        self._schedule = cast("Any", schedule)  # with private names
+        self._schedule: Any = schedule  # with private names
         self._sync = sync
-        self._notice = FailureNotice(f"attach {next(_instances)}")
+        self.notice = FailureNotice(f"attach {next(_instances)}")
         self.error: BaseException | None = None
+        self.is_begun = False
         self.reduced = set[int]()
-        self._begun = False  # the gradients of this step have been prepared
-        self._entered = False  # torch has come to the first transfer of a value
+        self._has_entered = False  # torch has come to the first transfer of a value
         self._is_learning = False  # stages exchange the metadata of their values
         self._has_received = False  # this stage has received its neighbour's metadata
         name = next(name for name in _INITIALIZE if hasattr(schedule, name))
-        self._initialize: Callable[..., Any] = getattr(schedule, name)
-        losses = {"_maybe_compute_loss": self._add_zero_loss, "_maybe_get_loss": self._nothing}
-        guarded = {n: self.guard(getattr(schedule, n), instead) for n, instead in losses.items()}
-        replace(schedule, {name: self._initialized, **guarded})
+        parts = {"_maybe_compute_loss": self._add_zero_loss, "_maybe_get_loss": _nothing}
+        methods = {n: self.guard(getattr(schedule, n), instead) for n, instead in parts.items()}
+        replace(schedule, {name: partial(self._initialized, getattr(schedule, name)), **methods})
 
     def begin(self) -> None:
         """Begins a step or an evaluation."""
-        self._notice.next_step()
+        self.notice.next_step()
         self.error = None
-        self._begun = self._entered = False
+        self.is_begun = self._has_entered = False
         self.reduced.clear()
-
-    def prepared(self) -> None:
-        """Notes that the gradients of this step have been prepared."""
-        self._begun = self._schedule._has_backward
 
     def guard(
         self, method: Callable[..., Any], instead: Callable[..., Any], kind: str = ""
@@ -87,24 +81,22 @@ class TorchFailure:
         return guarded
 
     def fail(self, error: BaseException, where: str = "") -> None:
-        """Posts the first error of a step to the other ranks."""
-        # Only the first error counts. Later errors on this rank are often its consequences.
+        """Posts the first error of a step to the other ranks; later ones often follow from it."""
         if self.error is not None:
             return
         self.error = error
-        self._notice.fail(root_of(error), where)  # torch wraps it
+        self.notice.fail(root_of(error), where)  # torch wraps it
         if self._schedule._has_backward:
-            self._sync.abort(error, begun=self._begun)
+            self._sync.abort(error, begun=self.is_begun)
             stages = {stage.stage_index: stage.submod for stage in stages_of(self._schedule)}
             for parts in fsdp_modules(stages).values():
                 forget_backwards(parts)
 
     def finish_transfers(self) -> None:
         """Runs the microbatches with zeros, if the step failed before torch came to them."""
-        if self._entered:
+        if self._has_entered:
             return
-        # Other ranks are in their microbatches already, and wait for this rank's messages. Every
-        # guarded part sees `error` and makes zeros.
+        # Other ranks are in their microbatches already, and wait for this rank's messages.
         for stage in stages_of(self._schedule):
             stage.has_backward = self._schedule._has_backward
             stage.clear_runtime_states()
@@ -114,10 +106,6 @@ class TorchFailure:
             if error is not self.error:
                 raise
 
-    def refuse_failed(self) -> None:
-        """Raises if another rank has failed."""
-        self._notice.refuse_failed()
-
     def raise_first(self) -> None:
         """Raises the error of this rank, or that of another rank if it failed earlier."""
         error, self.error = self.error, None
@@ -125,70 +113,54 @@ class TorchFailure:
             return
         self._schedule._internal_losses.clear()
         # An error before the step has begun, such as that of a wrong batch, is this rank's own.
-        if self._begun or not self._schedule._has_backward:
-            self._notice.raise_first(error, ReduceError)
+        if self.is_begun or not self._schedule._has_backward:
+            self.notice.raise_first(error, ReduceError)
         raise error
-
-    # The rest of a failed step.
 
     def follow(self, stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
         """Guards the parts of a stage."""
         parts: tuple[tuple[str, Callable[..., Any], str], ...] = (
-            ("forward_one_chunk", functools.partial(_forward_zeros, stage), "F"),
-            ("backward_one_chunk", functools.partial(_backward_zeros, stage), "B"),
-            ("backward_weight_one_chunk", functools.partial(_forget_weights, stage), "W"),
-            ("perform_reduce_grad", self._nothing, ""),
-            ("scale_grads", self._nothing, ""),
+            ("forward_one_chunk", partial(_forward_zeros, stage), "F"),
+            ("backward_one_chunk", partial(_backward_zeros, stage), "B"),
+            ("backward_weight_one_chunk", partial(_forget_weights, stage), "W"),
+            ("perform_reduce_grad", _nothing, ""),
+            ("scale_grads", _nothing, ""),
         )
         methods = {
             name: self.guard(getattr(stage, name), instead, kind and f"{stage.stage_index}{kind}")
             for name, instead, kind in parts
         }
         if hasattr(stage, "_recv_meta"):
-            methods["_recv_meta"] = self._noting_receive(stage._recv_meta)
+            methods["_recv_meta"] = partial(self._received, stage._recv_meta)
             for name, sign in (("_prepare_forward_infra", 1), ("_prepare_backward_infra", -1)):
-                instead = functools.partial(self._pass_failure_on, stage, sign)
-                methods[name] = self._noting_begin(self.guard(getattr(stage, name), instead))
+                guarded = self.guard(getattr(stage, name), partial(self._pass_on, stage, sign))
+                methods[name] = partial(self._learned, guarded)
         replace(stage, methods)
 
-    def _nothing(self, *_args: object, **_kwargs: object) -> None:
-        """Does nothing."""
+    # The first step, in which stages exchange the metadata of their values.
 
-    def _add_zero_loss(self, stage: Any, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
-        if stage.is_last and self._schedule._loss_fn is not None:
-            self._schedule._internal_losses.append(torch.zeros((), device=stage.device))
-
-    def _initialized(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
+    def _initialized(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         self._is_learning = False
-        result = self._initialize(*args, **kwargs)
-        self._entered = True
+        result = initialize(*args, **kwargs)
+        self._has_entered = True
         # The metadata of this rank was never learned. Without an error here torch would mark the
         # stages as ready, and later steps would use wrong shapes.
         if self.error is not None and self._is_learning:
             raise self.error
         return result
 
-    def _noting_receive(self, receive: Callable[..., Any]) -> Callable[..., Any]:
-        def noted(*args: Any) -> Any:  # noqa: ANN401 - torch's signature
-            self._has_received = True
-            return receive(*args)
+    def _learned(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        self._has_received, self._is_learning = False, True
+        return prepare(*args, **kwargs)
 
-        return noted
+    def _received(self, receive: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
+        self._has_received = True
+        return receive(*args)
 
-    # These wrappers note whether the stage has already received its neighbour's metadata. If it
-    # fails after that, `_pass_failure_on` must not receive it again.
-
-    def _noting_begin(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def begun(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - torch's signature
-            self._has_received, self._is_learning = False, True
-            return method(*args, **kwargs)
-
-        return begun
-
-    def _pass_failure_on(self, stage: Any, sign: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+    def _pass_on(self, stage: Any, sign: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
         """Sends a mark of failure to the neighbour, which waits for a stage's metadata."""
         # In torch's dynamic mode each stage receives metadata from one neighbour and sends its own
-        # to the other. Both messages must be made here, or the neighbours wait for ever.
+        # to the other. Both messages must be made here, once, or the neighbours go on waiting.
         if stage._inference_mode is None or stage._inference_mode.name != "DYNAMIC":
             return
         previous, following = stage.stage_index - sign, stage.stage_index + sign
@@ -198,59 +170,16 @@ class TorchFailure:
         if following in stages and not stage._is_same_rank(following):
             stage._send_meta(_FAILED, following)
 
-
-def output_metas(stage: Any) -> Sequence[Any] | None:  # noqa: ANN401 - torch's, private
-    """Returns the metadata of a stage's outputs; None if torch has none."""
-    if hasattr(stage, "_stage_meta"):
-        outputs: Sequence[Any] | None = stage._stage_meta.outputs
-        return outputs
-    return list(stage.get_outputs_meta())
+    def _add_zero_loss(self, stage: Any, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
+        if stage.is_last and self._schedule._loss_fn is not None:
+            self._schedule._internal_losses.append(torch.zeros((), device=stage.device))
 
 
-def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
-    """Refuses outputs that do not fit into the next stage's buffers. torch itself sends them.
-
-    Raises:
-        StepError: If an output has another shape or dtype. Names stage, microbatch and both shapes.
-    """
-    metas = output_metas(stage)
-    if stage.is_last or metas is None:
-        return
-    chunk = next(reversed(stage.fwd_cache))
-    for output, meta in zip(stage.fwd_cache[chunk][0], metas, strict=False):
-        if is_dtensor(output) or not isinstance(output, torch.Tensor):
-            continue
-        if (output.shape, output.dtype) != (meta.shape, meta.dtype):
-            raise StepError(
-                f"stage {stage.stage_index}, microbatch {chunk}: an output is {output.dtype} "
-                f"{list(output.shape)}, and was {meta.dtype} {list(meta.shape)} when the schedule "
-                f"began: give it batches of one size, or make another schedule"
-            )
+# What stands in for the parts of a failed step.
 
 
-def refuse_written_outputs(stage: Any, versions: dict[int, list[int]]) -> None:  # noqa: ANN401
-    """Refuses a forward that wrote into outputs of an earlier one, which torch may still send.
-
-    Args:
-        stage: torch's stage, right after a forward.
-        versions: By microbatch, of the outputs whose backward has not run; changed.
-
-    Raises:
-        StepError: Names the stage and both microbatches.
-    """
-    now = {
-        chunk: [o._version for o in cached[0] if isinstance(o, torch.Tensor)]
-        for chunk, cached in stage.fwd_cache.items()
-    }
-    last = next(reversed(now))
-    written = next((c for c, v in now.items() if c != last and versions.get(c, v) != v), None)
-    versions.clear()
-    versions.update(now)
-    if written is not None:
-        raise StepError(
-            f"stage {stage.stage_index}: the forward of microbatch {last} has written into what "
-            f"that of microbatch {written} returned, which may still be on its way: return a clone"
-        )
+def _nothing(*_args: object, **_kwargs: object) -> None:
+    pass
 
 
 def _forward_zeros(

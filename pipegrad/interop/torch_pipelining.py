@@ -23,11 +23,7 @@ from pipegrad.errors import PlanError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import tree_flatten
-from pipegrad.interop.torch_failure import (
-    TorchFailure,
-    refuse_other_shapes,
-    refuse_written_outputs,
-)
+from pipegrad.interop.torch_failure import TorchFailure
 from pipegrad.interop.torch_schedule import (
     TorchSchedule,
     check_sharded,
@@ -37,6 +33,8 @@ from pipegrad.interop.torch_schedule import (
     leave,
     num_microbatches,
     placed_on,
+    refuse_other_shapes,
+    refuse_written_outputs,
     renew_inputs,
     replace,
     stage_ticks,
@@ -149,7 +147,7 @@ def _follow_step(
                 _begin_step(schedule, sync)
                 if schedule._has_backward:
                     loose.begin(tree_flatten((args, kwargs))[0])
-                failure.prepared()
+                failure.is_begun = schedule._has_backward
                 result = step(*args, **kwargs)
                 if failure.error is None:
                     _end_step(schedule, sync, failure, loose)
@@ -186,7 +184,7 @@ def _end_step(
         sync.finish()
     # `finish` checks for failed ranks itself. A step without it checks here.
     if not schedule._has_backward or sync.is_accumulating:
-        failure.refuse_failed()
+        failure.notice.refuse_failed()
 
 
 def _follow_stage(

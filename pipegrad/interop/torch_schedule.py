@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 from torch.nn.parallel import DistributedDataParallel
 
-from pipegrad.errors import PlanError, TopologyError
+from pipegrad.errors import PlanError, StepError, TopologyError
+from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.topology import Topology
 
@@ -121,6 +122,60 @@ def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
             info.buffer = buffer.detach()
             if _IS_OLD and stage.has_backward:  # it has set the flag once, when it made the memory
                 info.buffer.requires_grad_()
+
+
+def output_metas(stage: Any) -> Sequence[Any] | None:  # noqa: ANN401 - torch's, private
+    """Returns the metadata of a stage's outputs; None if torch has none."""
+    if hasattr(stage, "_stage_meta"):
+        outputs: Sequence[Any] | None = stage._stage_meta.outputs
+        return outputs
+    return list(stage.get_outputs_meta())
+
+
+def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with private names
+    """Refuses outputs that do not fit into the next stage's buffers. torch itself sends them.
+
+    Raises:
+        StepError: If an output has another shape or dtype. Names stage, microbatch and both shapes.
+    """
+    metas = output_metas(stage)
+    if stage.is_last or metas is None:
+        return
+    chunk = next(reversed(stage.fwd_cache))
+    for output, meta in zip(stage.fwd_cache[chunk][0], metas, strict=False):
+        if is_dtensor(output) or not isinstance(output, torch.Tensor):
+            continue
+        if (output.shape, output.dtype) != (meta.shape, meta.dtype):
+            raise StepError(
+                f"stage {stage.stage_index}, microbatch {chunk}: an output is {output.dtype} "
+                f"{list(output.shape)}, and was {meta.dtype} {list(meta.shape)} when the schedule "
+                f"began: give it batches of one size, or make another schedule"
+            )
+
+
+def refuse_written_outputs(stage: Any, versions: dict[int, list[int]]) -> None:  # noqa: ANN401
+    """Refuses a forward that wrote into outputs of an earlier one, which torch may still send.
+
+    Args:
+        stage: torch's stage, right after a forward.
+        versions: By microbatch, of the outputs whose backward has not run; changed.
+
+    Raises:
+        StepError: Names the stage and both microbatches.
+    """
+    now = {
+        chunk: [o._version for o in cached[0] if isinstance(o, torch.Tensor)]
+        for chunk, cached in stage.fwd_cache.items()
+    }
+    last = next(reversed(now))
+    written = next((c for c, v in now.items() if c != last and versions.get(c, v) != v), None)
+    versions.clear()
+    versions.update(now)
+    if written is not None:
+        raise StepError(
+            f"stage {stage.stage_index}: the forward of microbatch {last} has written into what "
+            f"that of microbatch {written} returned, which may still be on its way: return a clone"
+        )
 
 
 def check_split_backward(schedule: TorchSchedule) -> None:

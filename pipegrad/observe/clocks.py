@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
-from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.edges import Edges
 
 _PINGS = 32
 ANSWERED = sync_points.WaitWork("clocks.answered", "a time is read that is still arriving")

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor
 
 from pipegrad.comm import sync_points
-from pipegrad.pipeline.coding.choice import Codec, CodecChoice, Hop
-from pipegrad.pipeline.coding.coding import Coding, Feedback, Position
+from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
+from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.pipeline.transfers.messages import Spec
 from pipegrad.plugins.codec import CARRIED, Carried
 from pipegrad.schedules import Program
 from pipegrad.simulation.costs import CodecCosts, Costs
@@ -112,7 +111,7 @@ def _seconds(
         sync_points.finish_device(value.device)
         stamps.append((begin, middle, time.perf_counter()))
         feedback.end(_never)
-        feedback.settle()  # from now on an error is added, as in all steps but the first
+        feedback.decide()  # from now on an error is added, as in all steps but the first
     stamps = stamps[1:]  # the first one makes memory, and kernels
     return min(m - b for b, m, _ in stamps), min(e - m for _, m, e in stamps)
 

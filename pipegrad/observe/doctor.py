@@ -26,7 +26,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.comm.collectives import backend_of
 from pipegrad.observe.clocks import Reading, read_clock
 from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
-from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.edges import Edges
 from pipegrad.schedules.program.program import Channel
 from pipegrad.simulation.costs import Costs, Network, StageCosts
 from pipegrad.topology import Topology

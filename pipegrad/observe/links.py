@@ -23,7 +23,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import StepError
 from pipegrad.observe.clocks import machine_name
-from pipegrad.pipeline.transfers.edges import Edges
+from pipegrad.pipeline.edges import Edges
 from pipegrad.simulation.costs import LinkCosts, Network
 
 ARRIVED = sync_points.WaitWork("links.arrived", "the next message is measured by itself")

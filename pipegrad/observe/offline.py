@@ -9,7 +9,7 @@ from torch import Tensor
 
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.stage_profile import StageAlone
-from pipegrad.pipeline.loss.losses import loss_parts
+from pipegrad.pipeline.losses import loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.simulation.costs import StageCosts
 

@@ -27,11 +27,11 @@ from pipegrad.observe.step_costs import (
     host_costs,
     optimizer_costs,
 )
-from pipegrad.pipeline.batch.microbatch import Batch
-from pipegrad.pipeline.batch.trees import flattened
-from pipegrad.pipeline.loss.losses import loss_parts
+from pipegrad.pipeline.edges import Spec
+from pipegrad.pipeline.losses import loss_parts
+from pipegrad.pipeline.microbatch import Batch
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.pipeline.transfers.messages import Spec
+from pipegrad.pipeline.trees import flattened
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.timeline import Timeline
 

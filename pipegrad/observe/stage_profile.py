@@ -22,15 +22,15 @@ from torch.func import functional_call
 
 from pipegrad.comm import sync_points
 from pipegrad.model.dtensor import local
-from pipegrad.pipeline.batch.trees import flattened
-from pipegrad.pipeline.split_backward.graph import backward_inputs
-from pipegrad.pipeline.split_backward.products import (
+from pipegrad.pipeline.split_backward import (
     WeightProduct,
     accumulate,
+    backward_inputs,
     by_parameter,
     mark,
 )
 from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.trees import flattened
 from pipegrad.simulation.costs import StageCosts
 
 Loss = Callable[[tuple[Tensor, ...]], Tensor]  # of the outputs of the last stage

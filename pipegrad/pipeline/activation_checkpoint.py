@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.batch.passed import number_of
-from pipegrad.pipeline.batch.trees import versions_of
+from pipegrad.pipeline.trees import number_of, versions_of
 
 DIFFERENT = (
     "a stage with recompute=True returned something else when its forward ran again before the "
@@ -53,10 +52,6 @@ class Recompute:
     Args:
         module: The module of the stage.
         device: Where its parameters are.
-
-    Attributes:
-        num_different: How many second forwards of this step returned something else than the first,
-            of those on a device that the host does not wait for.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -65,12 +60,10 @@ class Recompute:
         self._devices = [] if device.type == "cpu" else [device]
         self._changing: set[str] | None = None  # names; None before the first forward
         self._forwards = dict[int, _Forward]()  # by microbatch
-        self.num_different: int | Tensor = 0
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._forwards.clear()
-        self.num_different = 0
 
     def first(self, microbatch: int, values: Values, forward: Callable[[], Outputs]) -> Outputs:
         """Runs a forward whose graph is not needed.
@@ -137,17 +130,21 @@ class Recompute:
             self._put(present)
             self._set_generators(generators)
 
-    def compare(self, microbatch: int, outputs: Outputs, what: str) -> None:
+    def compare(self, microbatch: int, outputs: Outputs, what: str) -> int | Tensor:
         """Compares what the second forward returned with what the first one did.
 
+        Returns:
+            0; on a device, which the host does not wait for, 1 if it differs.
+
         Raises:
-            StepError: If it differs, on CPU. On a device `num_different` counts it.
+            StepError: If it differs, on CPU.
         """
         first, again = self._forwards.pop(microbatch).number, number_of(list(outputs))
         if isinstance(first, Tensor) and isinstance(again, Tensor):
-            self.num_different = self.num_different + (first != again)
-        elif first != again:
+            return first != again
+        if first != again:
             raise StepError(f"{what}: {DIFFERENT}")
+        return 0
 
     def _generators(self) -> tuple[object, Any, list[Tensor]]:
         on_devices = [torch.get_device_module(d).get_rng_state(d) for d in self._devices]

@@ -13,18 +13,16 @@ from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
-from pipegrad.pipeline.aliases import Aliases, check_plain
-from pipegrad.pipeline.batch.trees import versions_of
-from pipegrad.pipeline.loss import LossTerms, loss_parts
-from pipegrad.pipeline.loss.losses import LossParts
-from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.losses import LossTerms, loss_parts
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.values import Key, Values
+from pipegrad.pipeline.trees import versions_of
+from pipegrad.pipeline.values import Key, Values, check_plain
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import Loss
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Kind
 
-Method = Callable[[int, int], object]
+Method = Callable[..., object]  # takes a stage, link or channel, and nearly always a microbatch
 
 
 class Compute:
@@ -34,7 +32,6 @@ class Compute:
         program: What all ranks do.
         stages: The stages of this rank.
         values: Where actions take their inputs from, and put their outputs.
-        aliases: Keeps apart outputs and gradients that share memory.
         sync: The gradient layer; None in a forward-only program.
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
@@ -43,6 +40,8 @@ class Compute:
 
     Attributes:
         outputs: What the last stage made, by microbatch, if the step keeps it.
+        num_different: How many second forwards of the step differ from the first, of those on a
+            device that the host does not wait for.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class Compute:
         stages: Mapping[int, Stage],
         values: Values,
         *,
-        aliases: Aliases,
         sync: GradientSync | None,
         weights: WeightGradients,
         sharded: ShardedStages,
@@ -60,7 +58,6 @@ class Compute:
     ) -> None:
         self._stages = stages
         self._values = values
-        self._aliases = aliases
         self._sync = sync
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
@@ -79,8 +76,24 @@ class Compute:
         self._with_losses = {index for index, stage in stages.items() if stage.losses}
         self.forget()
 
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._targets: Sequence[object] | None = None
+        self._terms: LossTerms | None = None
+        self._keeps_outputs = self._is_scaled = False
+        self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
+        self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
+        for recompute in self._recomputes.values():
+            recompute.forget()
+        self.num_different: int | Tensor = 0
+        self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
+        self._ran_forward = set[int]()  # stages
+        self.outputs = dict[int, tuple[Tensor, ...]]()
+        if self._splits:
+            self._weights.forget()
+
     def begin(
-        self, targets: Sequence[object] | None, terms: LossTerms | None, *, keeps_outputs: bool
+        self, targets: Sequence[object] | None, terms: LossTerms, *, keeps_outputs: bool
     ) -> None:
         """Takes what belongs to a step.
 
@@ -92,30 +105,12 @@ class Compute:
         self._targets = targets
         self._terms = terms
         self._keeps_outputs = keeps_outputs
-        self._is_scaled = self._sync is not None and self._sync.is_scaled
-        if self._sync is not None and terms is not None:
-            self._sync.note_scaled()
+        if self._sync is not None:
+            self._is_scaled = self._sync.is_scaled
+            if self._is_scaled:
+                self._sync.note_scaled()
             if self._splits:
                 self._weights.begin()
-
-    def forget(self) -> None:
-        """Lets go of everything of a step."""
-        self.begin(None, None, keeps_outputs=False)
-        self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
-        self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
-        for recompute in self._recomputes.values():
-            recompute.forget()
-        self._parameters = dict[int, list[nn.Parameter]]()  # by stage, at its first backward
-        self._ran_forward = set[int]()  # stages
-        self.outputs = dict[int, tuple[Tensor, ...]]()
-        self._aliases.forget()
-        if self._splits:
-            self._weights.forget()
-
-    @property
-    def num_different(self) -> int | Tensor:
-        """How many second forwards of this step differ from the first: see `Recompute`."""
-        return sum((r.num_different for r in self._recomputes.values()), start=0)
 
     def method_of(self, stage: int, kind: Kind) -> Method:
         """Returns what computes an action."""
@@ -136,9 +131,11 @@ class Compute:
 
     def _forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
-        is_first = stage not in self._ran_forward  # in this step
-        shared = self._values.shared_inputs(stage, microbatch) if is_first else []
-        versions = versions_of(shared) if is_first else []
+        # A module that changes its input in place does so in every microbatch. So the first one of
+        # a step is enough, and the others do not walk through what they were given.
+        is_first = stage not in self._ran_forward
+        shared = self._values.shared_inputs(stage, values) if is_first else []
+        versions = versions_of(shared) if shared else []
         if stage in self._recomputes:
             forward = partial(self._stages[stage].forward, values)
             outputs = self._recomputes[stage].first(microbatch, values, forward)
@@ -147,9 +144,9 @@ class Compute:
         if stage in self._with_losses:
             outputs = self._part_losses(stage, microbatch, outputs)
         if stage != self._last or self._keeps_outputs:
-            outputs = self._aliases.checked(stage, outputs)
+            outputs = self._values.checked(stage, outputs)
         if is_first:
-            if versions_of(shared) != versions:
+            if shared and versions_of(shared) != versions:
                 raise StepError(
                     f"stage {stage}, microbatch {microbatch}: the stage has changed in place what "
                     f"it was given, and other stages or microbatches read that too, but not the "
@@ -160,7 +157,7 @@ class Compute:
             outputs = self._end(microbatch, outputs)
         else:
             self._values.produce(stage, microbatch, outputs)
-        if self._sync is None:
+        if self._sync is None:  # no backward will let go of what the stage took
             self._values.release(stage, microbatch)
         else:
             # A stage that recomputes makes its graph right before its backward.
@@ -170,24 +167,19 @@ class Compute:
         """Computes the loss of the last stage; returns the roots of its backward."""
         if self._keeps_outputs:
             names = self._stages[self._last].outputs
-            self.outputs[microbatch] = tuple(map(self._kept, names, outputs))
+            self.outputs[microbatch] = tuple(map(self._for_result, names, outputs))
         # A loss may do more than return, such as add to gradients. So it runs once: behind the
         # second forward, if there is one.
         if self._targets is None or (self._sync is not None and self._last in self._recomputes):
             return ()
         return self._with_loss(microbatch, outputs)
 
-    def _with_loss(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        parts = self._loss_of(microbatch, outputs)
-        assert self._terms is not None
-        self._terms.add(parts)
-        return parts[:1]
-
-    def _kept(self, name: str, output: Tensor) -> Tensor:
+    def _for_result(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
-        return self._aliases.handed_on(self._last, output)
+        return self._values.handed_on(self._last, output)
 
-    def _loss_of(self, microbatch: int, outputs: tuple[Tensor, ...]) -> LossParts:
+    def _with_loss(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Computes the loss of a microbatch, and counts it; returns the root of its backward."""
         assert self._loss_fn is not None
         assert self._targets is not None
         assert self._terms is not None
@@ -201,7 +193,8 @@ class Compute:
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
             )
-        return parts
+        self._terms.add(parts)
+        return parts[:1]
 
     def _part_losses(
         self, stage: int, microbatch: int, returned: tuple[Tensor, ...], *, again: bool = False
@@ -235,9 +228,11 @@ class Compute:
 
     def _backward(self, stage: int, microbatch: int) -> None:
         roots, gradients = self._begin_backward(stage, microbatch)
+        # No root: no gradient came back. FSDP2 then reduces here what earlier backwards of the
+        # stage have accumulated, which it would have done in this one.
         if roots:
             torch.autograd.backward(roots, gradients)
-        else:
+        elif stage in self._sharded.stages:
             self._sharded.without_backward(stage)
         self._values.take_gradients(stage, microbatch)
 
@@ -253,9 +248,10 @@ class Compute:
         values = self._values.inputs_of(stage, microbatch)
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
-            self._aliases.refuse_written(stage)
+            self._values.refuse_written(stage)
             what = f"stage {stage}, microbatch {microbatch}"
-            self._recomputes[stage].compare(microbatch, outputs, what)
+            differs = self._recomputes[stage].compare(microbatch, outputs, what)
+            self.num_different = self.num_different + differs
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
         if stage == self._last:
@@ -269,7 +265,7 @@ class Compute:
         """Returns the roots of a backward, and their gradients."""
         if stage not in self._parameters:
             self._parameters[stage] = list(self._stages[stage].module.parameters())
-            self._aliases.note_backward(stage, self._parameters[stage])
+            self._values.begin_backward(stage, self._parameters[stage])
         # The table must not hold the graph any more when the backward has run.
         outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]

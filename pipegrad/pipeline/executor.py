@@ -16,16 +16,16 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
-from pipegrad.pipeline.loss import LossTerms
+from pipegrad.pipeline.losses import LossTerms
 from pipegrad.pipeline.programs import StepTimes
-from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.transfers.transfers import Transfers
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.pipeline.values import Values
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.schedules import Action
 from pipegrad.schedules.program.program import Item, Op, Program
 from pipegrad.topology import Topology
 
-_Call = tuple[Method, int, int]  # and its arguments: what the item means, and a microbatch
+_Call = tuple[Method, tuple[int, ...]]  # and its arguments
 _Keep = Callable[[object], object]  # of a point in time
 _COLUMNS = 24  # of a grid
 # An item that waits, and the end of its channel that it waits for.
@@ -71,28 +71,35 @@ class Executor:
         # None of these is a method of this object. It would hold itself, and the threads of a
         # Scheduler that nobody holds any more would wait for the garbage collector.
         methods: dict[Op, Method] = {
-            Op.FIRST_USE: partial(_first_use, sync),
             Op.POST_RECEIVE: transfers.post,
             Op.WAIT_RECEIVE: values.receive,
             Op.JOIN: values.join,
-            Op.LAST_BACKWARD: partial(_last_backward, sync, sharded),
             Op.SEND: values.send,
             Op.RELEASE: transfers.release,
-            Op.FINAL: partial(_become_final, sync),
+        }
+        of_stages: dict[Op, Method] = {
+            Op.FIRST_USE: sync.stage_first_use,
+            Op.LAST_BACKWARD: sync.stage_last_backward,
+            Op.FINAL: sync.stage_final,
             Op.INPUTS_FINAL: weights.inputs_are_final,
             Op.SHARED_WEIGHTS: weights.compute_shared,
         }
         self._calls = list[_Call]()  # of all items, so that a step looks nothing up
         for item in program.called(self._rank):
-            which = item.which
-            if item.op is Op.COMPUTE:
-                which, kind, _ = program.action(item)
-                method = compute.method_of(which, kind)
+            op, which, microbatch = item
+            arguments: tuple[int, ...] = which, microbatch
+            if op is Op.COMPUTE:
+                stage, kind, _ = program.action(item)
+                method, arguments = compute.method_of(stage, kind), (stage, microbatch)
+            elif op in methods:
+                method = methods[op]
             else:
-                method = methods[item.op]
+                is_sharded = op is Op.LAST_BACKWARD and which in sharded.stages
+                method = sharded.last_backward if is_sharded else of_stages[op]
+                arguments = (which,)
             if times is not None:
                 method = times.watched(item, method)
-            self._calls.append((method, which, item.microbatch))
+            self._calls.append((method, arguments))
         self._position = 0  # of the next call
         self.num_different: int | Tensor = 0  # second forwards of the last step: see `Recompute`
 
@@ -108,7 +115,7 @@ class Executor:
         a step whose first item never ran.
         """
         self._position = 0
-        self._transfers.ends.grow()
+        self._transfers.grow()
 
     def run(
         self,
@@ -135,17 +142,17 @@ class Executor:
         self._forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
-        if self._program.forward_only:
-            self._sharded.begin_evaluation()
-        else:
-            self._sharded.begin()
+        if self._sharded.stages:
+            self._sharded.begin(forward_only=self._program.forward_only)
         recorder = None if self._program.forward_only else self._sync.tape.recorder
         calls: Sequence[_Call] = self._calls
         try:
             if recorder is not None or is_profiled():
                 calls = self._watched_calls(recorder)
-            for method, which, microbatch in calls:
-                method(which, microbatch)
+            # The position moves behind a call: after an error, `finish_transfers` begins with the
+            # item that failed, whose transfer others still wait for.
+            for method, arguments in calls:
+                method(*arguments)
                 self._position += 1
         except BaseException as error:
             self._add_location(error)
@@ -165,14 +172,14 @@ class Executor:
                 for item in self._items()
             ]
             calls = [
-                (partial(_in_range, name, call[0]), *call[1:]) if name else call
-                for name, call in zip(names, calls, strict=True)
+                (partial(_in_range, name, method), arguments) if name else (method, arguments)
+                for name, (method, arguments) in zip(names, calls, strict=True)
             ]
         if recorder is not None:
-            is_kept, keep = recorder.items()
+            due, keep = recorder.items()
             calls = [
-                (partial(_recorded, call[0], keep, recorder.now), *call[1:]) if kept else call
-                for kept, call in zip(is_kept, calls, strict=True)
+                (partial(_recorded, method, keep, recorder.now) if is_due else method, arguments)
+                for is_due, (method, arguments) in zip(due, calls, strict=True)
             ]
             keep(recorder.now())
         return calls
@@ -191,7 +198,7 @@ class Executor:
             Op.SEND: transfers.send_failed,
             Op.RELEASE: transfers.release,
         }
-        transfers.note_ended()
+        transfers.record_ended()
         # Transfers are made in the order of the program. It is proven that ranks which keep this
         # order never wait for each other in a circle.
         for op, which, microbatch in islice(self._items(), self._position, None):
@@ -256,32 +263,15 @@ class Executor:
                 error.add_note(f"In {where} on pipeline rank {self._rank}.")
 
 
-def _first_use(sync: GradientSync, stage: int, _microbatch: int) -> None:
-    sync.stage_first_use(stage)
-
-
-def _last_backward(
-    sync: GradientSync, sharded: ShardedStages, stage: int, _microbatch: int
-) -> None:
-    sync.stage_last_backward(stage)
-    sharded.last_backward(stage)
-
-
-def _become_final(sync: GradientSync, stage: int, _microbatch: int) -> None:
-    sync.stage_final(stage)
-
-
 def _in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
     """Computes inside a range that profilers see: ``pipegrad 2F0``."""
     with record_function(name):
         compute(stage, microbatch)
 
 
-def _recorded(
-    method: Method, keep: _Keep, now: Callable[[], object], which: int, microbatch: int
-) -> None:
+def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments: int) -> None:
     """Runs an item, and keeps the time of its end."""
-    method(which, microbatch)
+    method(*arguments)
     keep(now())
 
 

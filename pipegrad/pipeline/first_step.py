@@ -27,8 +27,8 @@ from typing import TypeVar
 
 from pipegrad.comm.agreement import Board, agree_keeping, same
 from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError
-from pipegrad.pipeline.loss import Losses
-from pipegrad.pipeline.transfers.messages import Spec, Specs
+from pipegrad.pipeline.edges import Spec, Specs
+from pipegrad.pipeline.losses import Losses
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
 
@@ -166,5 +166,5 @@ def refuse_unlike(
         rows = {rank: learned[rank].rows for rank in pipeline}
         same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
     passed = {rank: one.passed for rank, one in learned.items()}
-    if (wrong := losses.learn_passed(passed, forward_only=forward_only)) is not None:
+    if (wrong := losses.passed.learn(passed, forward_only=forward_only)) is not None:
         raise AgreementError(wrong)

@@ -10,8 +10,8 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
-from pipegrad.pipeline.transfers.edges import Edges
-from pipegrad.pipeline.transfers.transfers import RECEIVED, SENT
+from pipegrad.pipeline.edges import Edges
+from pipegrad.pipeline.transfers import RECEIVED, SENT
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
 

@@ -27,11 +27,11 @@ from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.ties import Tied
-from pipegrad.pipeline.batch.microbatch import Batch
-from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec
-from pipegrad.pipeline.loss import StepResult
+from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
+from pipegrad.pipeline.microbatch import Batch
 from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Stage, StageSource
+from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.steps import Steps
 from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, collectives_of
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec

@@ -20,22 +20,20 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
-from pipegrad.pipeline.aliases import Aliases
-from pipegrad.pipeline.batch.microbatch import Batch, Batches, joined
-from pipegrad.pipeline.coding.coding import Codings
+from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compute import Compute
+from pipegrad.pipeline.edges import Edges, Specs
 from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, run_together
-from pipegrad.pipeline.loss import Losses, LossTerms, StepResult
+from pipegrad.pipeline.losses import Losses, LossTerms
+from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
-from pipegrad.pipeline.split_backward.weights import WeightGradients
-from pipegrad.pipeline.transfers.edges import Edges
-from pipegrad.pipeline.transfers.messages import Specs
-from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.step_result import StepResult
+from pipegrad.pipeline.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
 from pipegrad.schedules import Schedule
-from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Link, Program
 from pipegrad.schedules.program.verify import Proof
 
@@ -131,7 +129,7 @@ class Steps:
         )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, sync)
-        self._sharded = ShardedStages(modules, sync)
+        self._sharded = ShardedStages(modules, sync)  # most runs have none
         self._loose = LooseLeaves(sync, modules)
         # All ranks make these groups, in this order.
         self.edges = Edges(program.channels, topology, device, skips=program.skips)
@@ -152,7 +150,8 @@ class Steps:
         # By forward_only, and number of microbatches. There is none before the first step of any
         # number has ended on all ranks.
         self._kinds: dict[tuple[bool, int], StepKind] = {}
-        self._read: Callable[[], Times | None] | None = None  # the times of the step before
+        # Returns the numbers by which the step before was measured, and what reads them.
+        self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
         self._closed = False
 
     @property
@@ -190,8 +189,8 @@ class Steps:
                 raise StepError("this Scheduler is closed: make another one")
             notice.next_step()
             try:
-                if not forward_only and self._read is not None:
-                    self._adapt(self._read)
+                if not forward_only and self._measured is not None:
+                    self._adapt(*self._measured)
                 schedule = programs.schedule
                 if batch.number not in (None, schedule.num_microbatches):
                     schedule = programs.of_number(batch.number, notice.step)
@@ -211,19 +210,20 @@ class Steps:
             kind = self._kinds[key]
             result, _ = self._run(kind, batch)
             if kind.times is not None:
-                self._read = partial(_read_times, result.times_reader(), kind.times)
+                # A message, not the result: that may hold large outputs.
+                read = partial(result.message.times, len(result.names))
+                self._measured = read, kind.times
             return result
 
-    def _adapt(self, read: Callable[[], Times | None]) -> None:
+    def _adapt(self, read: Callable[[], list[float] | None], step_times: StepTimes) -> None:
         """Takes another schedule for training, if the times of the step before want it.
 
         Sync: the host waits for the message of the loss of that step.
         """
-        self._read = None
-        times = read()
-        if times is None:
+        self._measured = None
+        if (numbers := read()) is None:
             return
-        schedule = self._programs.adapted(times, self._notice.step)
+        schedule = self._programs.adapted(step_times.times(numbers), self._notice.step)
         if schedule is not None:
             kind = self._like_known(schedule, forward_only=False)
             assert kind is not None  # a step of this kind was measured
@@ -276,14 +276,13 @@ class Steps:
         if self._programs.wants_times and not forward_only and not is_first:
             times = StepTimes(program, topology, sync.device)
         transfers = Transfers(program.channels, self.edges, self._sync.device, specs, self.codings)
-        aliases = Aliases(stages, self._sharded)
         values = Values(
             program,
             topology.coordinate(topology.pipeline),
             stages,
             self.pipeline.wiring,
             transfers=transfers,
-            aliases=aliases,
+            sharded=self._sharded,
             specs=specs,
             outer=self.batches.outer.leaves,
         )
@@ -291,7 +290,6 @@ class Steps:
             program,
             stages,
             values,
-            aliases=aliases,
             sync=None if forward_only else sync,
             weights=self._weights,
             sharded=self._sharded,
@@ -358,7 +356,7 @@ class Steps:
                 on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
             )
             if self._feedback is not None:
-                self._feedback.end(result.failure_reader())
+                self._feedback.end(result.message.is_wrong)
             return result, accepted
 
     def _rewind(self, kind: StepKind) -> None:
@@ -381,12 +379,12 @@ class Steps:
             sync.publish_if_due()
         losses.refuse_earlier()
         if self._feedback is not None:
-            self._feedback.settle()
+            self._feedback.decide()
         divisor, shared_divisor = self._divisors(batch, number)
         is_last = self._has_last_stage
         terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
         inputs, targets = self.batches.cut(batch, number, needs_target=training)
-        if training and batch.loss_divisor is None:
+        if training and batch.loss_divisor is None and targets is not None:
             losses.look_at_labels(targets, self.pipeline.loss_fn)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
@@ -416,8 +414,9 @@ class Steps:
 
     def _refuse_graphs(self) -> None:
         """Refuses gradients that would be divided by the weights of this step alone."""
-        has_graph = not (self.batches.outer.is_empty and self._loose.is_empty)
-        if has_graph and self._losses.is_weighted and self._sync.is_accumulating:
+        if not (self._losses.is_weighted and self._sync.is_accumulating):
+            return
+        if not (self.batches.outer.is_empty and self._loose.is_empty):
             raise StepError(
                 "an input comes from a graph of yours, or a tensor that gets a gradient is no "
                 "stage's, in a step inside accumulate() with loss_reduction='token_mean': its "
@@ -544,11 +543,6 @@ class Steps:
             forward_only=forward_only,
         )
         return result
-
-
-def _read_times(read: Callable[[], list[float] | None], times: StepTimes) -> Times | None:
-    numbers = read()
-    return None if numbers is None else times.times(numbers)
 
 
 def _drop_failed(reference: weakref.ref[Steps], step: int) -> str:

@@ -15,22 +15,37 @@
 In a split backward all of this comes with I: what W multiplies is held by its products. If a
 consumer is a stage of the producer's rank, `produce` and `take_gradients` hand over without a
 message. In an evaluation `release` takes the place of `take_gradients`.
+
+[Note: shared memory] The memory of a value belongs to the tensor that holds it. pipegrad writes
+into no value, and gives no memory to two of them. Modules and autograd may still write into it, and
+three rules decide about that:
+
+- An output without a graph is copied when it is handed on. It may be a buffer or a cache of the
+  module, which is written in the next forward: nothing tells.
+- An output with a graph is not copied. Its version tells if the next forward of its stage has
+  written into it. That is refused.
+- Autograd may make the gradients of two leaves views of one tensor, and adds to each in place. So
+  new gradients in one storage are compared, and those that overlap are copied.
+
+Outputs of evaluations have no graph, so each is copied once (benchmarks/overhead, `received.py`).
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.aliases import Aliases
+from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.interop.private import is_arriving, is_wrapper
+from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.pipeline.edges import Spec, Specs
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.transfers.messages import Spec, Specs
-from pipegrad.pipeline.transfers.transfers import PeerFailedError, Transfers
+from pipegrad.pipeline.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.wiring import Wiring
 from pipegrad.schedules.program.program import Program
 
@@ -64,7 +79,7 @@ class Values:
         stages: The stages of this rank.
         wiring: Which values each stage takes and makes.
         transfers: Sends and receives.
-        aliases: Keeps apart what shares memory.
+        sharded: The stages whose parameters FSDP2 swaps.
         specs: What values look like in the first microbatch.
         outer: Parts of external values that need a gradient, by name and microbatch: a table that
             changes with each step.
@@ -78,7 +93,7 @@ class Values:
         wiring: Wiring,
         *,
         transfers: Transfers,
-        aliases: Aliases,
+        sharded: ShardedStages,
         specs: Specs,
         outer: Mapping[str, Mapping[int, Sequence[Tensor]]],
     ) -> None:
@@ -87,7 +102,8 @@ class Values:
         self._channels = program.channels
         self._rank = rank
         self._transfers = transfers
-        self._aliases = aliases
+        self._sharded = sharded
+        self._outputs = {index: stage.outputs for index, stage in stages.items()}
         self._specs = specs
         ranks, last = program.schedule.stage_to_rank, len(wiring.made) - 1
         # How many stages of this rank take each link.
@@ -129,6 +145,9 @@ class Values:
         self._made: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
         self._arrived: dict[Key, Tensor | None] = {}  # received gradients, by channel
         self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
+        # By stage, what its last forward handed on with a graph, and the version of each.
+        self._handed_on: dict[int, list[tuple[Tensor, int]]] = {stage: [] for stage in stages}
+        self._without_gradient: dict[int, list[nn.Parameter]] = {}  # by stage
 
     def begin(
         self, external: Mapping[str, Sequence[object]], targets: Sequence[object] | None
@@ -146,6 +165,9 @@ class Values:
         self._external = {}
         for table in (self._held, self._leaving, self._made, self._arrived, self._gradients):
             table.clear()
+        for handed_on in self._handed_on.values():
+            handed_on.clear()
+        self._without_gradient.clear()
 
     # Values.
 
@@ -158,6 +180,7 @@ class Values:
         """
         link, kind, _, _ = self._channels[channel]
         if kind == "B":
+            # A gradient looks like its value, which this rank made: no header says it.
             made = self._made[link, microbatch]
             self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, made)
             return
@@ -166,6 +189,8 @@ class Values:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
         spec = self._specs.by_link[link]
         assert spec is not None
+        # It becomes a leaf: backward stops there, and its gradient is what goes back. All stages of
+        # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
         if spec.differentiable and not self._program.forward_only:
             tensor.requires_grad_()
         num = self._num_consumers[link]
@@ -181,15 +206,53 @@ class Values:
                 inputs += (self._held[link, microbatch].tensor,)
         return inputs
 
-    def shared_inputs(self, stage: int, microbatch: int) -> list[object]:
+    def shared_inputs(self, stage: int, inputs: Sequence[object]) -> list[object]:
         """Returns those inputs of a stage that other stages or microbatches read too."""
-        inputs, taken = self.inputs_of(stage, microbatch), self._inputs[stage]
-        whole = [
-            number
-            for number, (link, name) in enumerate(taken)
-            if link is None and len(values := self._external[name]) > 1 and values[0] is values[-1]
-        ]
-        return [inputs[number] for number in {*self._read_elsewhere[stage], *whole}]
+        shared = set(self._read_elsewhere[stage])
+        for number, (link, name) in enumerate(self._inputs[stage]):
+            if link is None and len(values := self._external[name]) > 1 and values[0] is values[-1]:
+                shared.add(number)
+        return [inputs[number] for number in shared]
+
+    def checked(self, stage: int, outputs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        """Returns the outputs of a forward as plain tensors.
+
+        Raises:
+            StepError: If one is no plain tensor, or as `refuse_written`.
+        """
+        self.refuse_written(stage)
+        self._handed_on[stage].clear()
+        plain = list[Tensor]()
+        for name, output in zip(self._outputs[stage], outputs, strict=True):
+            if type(output) is Tensor and output.layout is torch.strided:
+                plain += (output,)
+            elif is_arriving(output):
+                plain += (output.clone(),)  # which waits for the collective that writes it
+            else:
+                check_plain(output, f"stage {stage} returned {name!r}")
+                plain += (output,)
+        return tuple(plain)
+
+    def refuse_written(self, stage: int) -> None:
+        """Called when a forward has run, the second one of a recomputation too.
+
+        Raises:
+            StepError: If what the forward before it returned was written into.
+        """
+        for earlier, version in self._handed_on[stage]:
+            if earlier._version != version:
+                raise StepError(
+                    f"something has written into what a forward of stage {stage} returned, which "
+                    f"may still be on its way: return a clone of it, or write into a copy"
+                )
+
+    def handed_on(self, stage: int, output: Tensor) -> Tensor:
+        """Returns what is handed on of an output, without its graph; see [Note: shared memory]."""
+        if not output.requires_grad:
+            return output.clone()
+        value = output.detach()  # it has the version of the output, and counts with it
+        self._handed_on[stage] += [(value, value._version)]
+        return value
 
     def produce(self, stage: int, microbatch: int, outputs: Sequence[Tensor]) -> None:
         """Takes what a stage made, for its consumers on this rank and on others.
@@ -201,10 +264,12 @@ class Values:
             if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
             self._made[link, microbatch] = self._newest[link]
-            value = self._aliases.handed_on(stage, output)
+            value = self.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
             self._leaving[link] = value
+            # A stage of this rank takes a leaf, too, and not the output with its graph. So each
+            # stage has a graph of its own, and a schedule may run their backwards apart.
             if num := self._num_consumers[link]:
                 leaf = value.requires_grad_() if output.requires_grad else value
                 self._held[link, microbatch] = _Value(leaf, num, is_received=False)
@@ -277,7 +342,7 @@ class Values:
         If several stages of this rank take a value, autograd sums their gradients in the leaf. The
         sum is complete after the last of their backwards, so it is taken then.
         """
-        self._aliases.part_gradients(stage, self.leaves_of(stage, microbatch))
+        self._part_gradients(stage, self.leaves_of(stage, microbatch))
         for link in self._links_taken[stage]:
             value = self._held[link, microbatch]
             value.num_readers -= 1
@@ -290,12 +355,53 @@ class Values:
                 self._gradients[link, microbatch] = gradient
                 value.tensor.grad = None
 
+    def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
+        """Remembers which parameters have no gradient, right before a stage's first backward.
+
+        Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
+        gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
+        """
+        missing = [p for p in parameters if p.grad is None and p.requires_grad]
+        if stage in self._sharded.stages:
+            missing = [p for p in missing if not self._sharded.reduces(p)]
+        self._without_gradient[stage] = missing
+
+    def _part_gradients(self, stage: int, leaves: Sequence[Tensor]) -> None:
+        """Copies new gradients that share memory with one another.
+
+        Args:
+            stage: The stage whose backward has just run.
+            leaves: What its forward read.
+        """
+        missing = self._without_gradient[stage]
+        # FSDP2 gives its gathered parameters new gradients in each backward; see `begin_backward`
+        # for the others.
+        is_sharded = stage in self._sharded.stages
+        owners = [*missing, *(self._sharded.gathered(stage) if is_sharded else ()), *leaves]
+        memory = dict[int, list[Tensor]]()  # by the address of a storage
+        for owner in owners:
+            if (gradient := owner.grad) is None:
+                continue
+            if gradient.layout is not torch.strided:  # its values may lie anywhere
+                owner.grad = gradient.clone()
+                continue
+            if type(gradient) is not Tensor:
+                gradient = local(gradient)
+            address = gradient.untyped_storage().data_ptr()
+            memory.setdefault(address, []).append(owner)
+        for sharers in memory.values():
+            for owner in _overlapping(sharers) if len(sharers) > 1 else ():
+                assert owner.grad is not None
+                owner.grad = owner.grad.clone()
+        if missing:
+            self._without_gradient[stage] = [p for p in missing if p.grad is None]
+
     # Failures.
 
     def receive_and_drop(self, channel: int, microbatch: int) -> None:
         """Waits for a value or a gradient that no stage will read."""
         spec = self._made.get((self._channels[channel].link, microbatch))
-        self._transfers.receive_and_drop(channel, microbatch, spec)
+        self._transfers.wait(channel, microbatch, spec)
 
     def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:
         """Returns `spec`, if the value has a gradient as in the first microbatch."""
@@ -308,3 +414,52 @@ class Values:
                 f"and dtype, but always or never has a gradient"
             )
         return spec
+
+
+def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the tensors whose gradient overlaps that of one before, all in one storage.
+
+    Slots of a bucket are in one storage, and do not overlap. They must stay there.
+    """
+    spans = [(*_span(owner), owner) for owner in owners]
+    spans.sort(key=lambda span: span[0])
+    overlapping, taken = list[Tensor](), 0
+    for begin, end, owner in spans:
+        if begin < taken:
+            overlapping.append(owner)
+        else:
+            taken = end
+    return overlapping
+
+
+def _span(owner: Tensor) -> tuple[int, int]:
+    """Returns the address at which a gradient begins, and that behind its last element."""
+    assert owner.grad is not None
+    gradient = local(owner.grad)
+    begin, nbytes = gradient.data_ptr(), gradient.nbytes
+    if not gradient.is_contiguous():  # it may have gaps
+        steps = zip(gradient.shape, gradient.stride(), strict=True)
+        nbytes = gradient.element_size() * (1 + sum((size - 1) * step for size, step in steps))
+    return begin, begin + nbytes
+
+
+def check_plain(output: Tensor, what: str) -> None:
+    """Refuses a tensor that is no piece of memory, since only memory can be sent.
+
+    Raises:
+        StepError: Begins with `what`.
+    """
+    if type(output) is Tensor and output.layout is torch.strided:
+        return
+    if is_dtensor(output):
+        advice = "return output.full_tensor(), or output.to_local() if each rank has all of it"
+    elif is_wrapper(output):
+        advice = "return a torch.Tensor of its values"
+    elif output.layout != torch.strided:
+        advice = "return output.to_dense()"
+    else:
+        return
+    raise StepError(
+        f"{what} as a {type(output).__name__} of layout {output.layout}, expected a plain "
+        f"strided tensor, which can be handed on: {advice}"
+    )

@@ -17,9 +17,8 @@ from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
-from pipegrad.pipeline.coding.choice import CodecChoice, CodecsSpec, Hop, choice_of
-from pipegrad.pipeline.loss import REDUCTIONS, TOKEN_MEAN
-from pipegrad.pipeline.loss.losses import MEAN
+from pipegrad.pipeline.codings import CodecChoice, CodecsSpec, Hop, choice_of
+from pipegrad.pipeline.losses import MEAN, REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plan.plan import Plan

@@ -1,7 +1,7 @@
 """What authors of handlers, codecs and schedules need to test them."""
 
 from pipegrad.testing.codec_contract import CodecContract
-from pipegrad.testing.handlers.contract import HandlerContract
+from pipegrad.testing.handler_contract import HandlerContract
 from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ranks import Ranks, run_ranks, share_one_card
 

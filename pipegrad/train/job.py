@@ -23,8 +23,8 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.sequential import only_layers
-from pipegrad.pipeline.coding.choice import CodecChoice, choice_of
-from pipegrad.pipeline.loss import TOKEN_MEAN
+from pipegrad.pipeline.codings import CodecChoice, choice_of
+from pipegrad.pipeline.losses import TOKEN_MEAN
 from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans

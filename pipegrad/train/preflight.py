@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError, in_words
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.partition.cut_model import Cut
-from pipegrad.pipeline.loss import TOKEN_MEAN, loss_parts
+from pipegrad.pipeline.losses import TOKEN_MEAN, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config

@@ -130,7 +130,7 @@ def install() -> None:
         return
     _State.is_installed = True
     from pipegrad.gradients import param_sync
-    from pipegrad.pipeline.transfers.transfers import Transfers
+    from pipegrad.pipeline.transfers import Transfers
     from pipegrad.train.trainer import Trainer
 
     _before(Trainer, "step", _begin_step)

@@ -24,7 +24,7 @@ from pipegrad.comm import plain
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
 from pipegrad.picture import write_html
-from pipegrad.pipeline.transfers.messages import WORDS, Spec, header, read_header
+from pipegrad.pipeline.edges import WORDS, Spec, header, read_header
 from pipegrad.plugins.registry import Plugin
 from pipegrad.schedules import build, lower, read_csv, write_csv
 from pipegrad.simulation.costs import Costs, Network, StageCosts

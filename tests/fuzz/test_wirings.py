@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from pipegrad import Scheduler, Stage, schedules
-from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline import edges
 from pipegrad.schedules import Link, Schedule
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.models import TOKENS, VOCAB, WIDTH

@@ -38,9 +38,8 @@ ORDER = [
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
-    "testing/rank_process.py": "a parent and the ranks that it has started, over a pipe of theirs",
-    "testing/ranks.py": "the same",
-    "testing/handlers/hash_seeds.py": "a parent and a child, over the child's standard input",
+    "testing/ranks.py": "a parent and the ranks that it has started, over a pipe of theirs",
+    "testing/handler_scenario.py": "a parent and a child, over the child's standard input",
     "testing/plugin_contract.py": "reads what it has written itself, to see whether a value lasts",
     "audit/seen.py": "asks whether a value can be pickled, and reads none",
     "audit/audit.py": "the classes and options of any optimizer go to rank 0, over torch's groups",

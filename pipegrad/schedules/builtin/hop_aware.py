@@ -27,9 +27,9 @@ class HopAware(MeasuredGenerator):
     def __init__(
         self,
         *,
-        hop_seconds: Sequence[float] | None,
-        compute_seconds: float | None,
-        threshold: float,
+        hop_seconds: Sequence[float] | None = None,
+        compute_seconds: float | None = None,
+        threshold: float = 0.05,
     ) -> None:
         if (hop_seconds is None) != (compute_seconds is None):
             raise ScheduleError(
@@ -124,17 +124,6 @@ class HopAwareOneForwardOneBackward(HopAware):
 
     Source: derived above; `extra` is 0 in 1f1b, 1 in eager-1f1b (Zhuang et al., arXiv 2211.05322).
     """
-
-    def __init__(
-        self,
-        *,
-        hop_seconds: Sequence[float] | None = None,
-        compute_seconds: float | None = None,
-        threshold: float = 0.05,
-    ) -> None:
-        super().__init__(
-            hop_seconds=hop_seconds, compute_seconds=compute_seconds, threshold=threshold
-        )
 
     def planned(self, times: Times) -> HopAwareOneForwardOneBackward:
         """Returns what makes the schedules from the next step on."""

@@ -14,7 +14,6 @@ from dataclasses import replace
 from operator import itemgetter
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.program.launches import Launches
 from pipegrad.schedules.program.program import (
     Channel,
     Collective,
@@ -143,7 +142,7 @@ class _Lowering:
             released = self._releases(rank, targets[rank], sent, waited)
             last = _last(actions, ("B", "W"))
             last_inputs = _last(actions, ("B", "I"))
-            launches = Launches(rank, {action.stage for action in actions}, collectives)
+            launches = _Launches(rank, {action.stage for action in actions}, collectives)
             items = array("q", receives.first())
             for position, action in enumerate(actions):
                 needs = self._needs[rank][position]
@@ -168,7 +167,7 @@ class _Lowering:
                 items.extend(launches.published())
             yield items
 
-    def _before(self, action: Action, launches: Launches, is_last: bool) -> Iterable[int]:
+    def _before(self, action: Action, launches: _Launches, is_last: bool) -> Iterable[int]:
         """Yields the other items that come before an action."""
         stage, kind, microbatch = action
         if kind == "F":
@@ -183,7 +182,7 @@ class _Lowering:
         if kind == "B" and is_last:
             yield encode(Op.LAST_BACKWARD, stage)
 
-    def _inputs_final(self, stage: int, launches: Launches) -> Iterable[int]:
+    def _inputs_final(self, stage: int, launches: _Launches) -> Iterable[int]:
         """Yields the items for a stage that has only weight gradients left."""
         yield encode(Op.INPUTS_FINAL, stage)
         if self._schedule.head_w_first and launches.is_shared(stage):
@@ -297,6 +296,59 @@ class _Lowering:
                 proven = waited.get((rank, back[answer][0])) if answer < len(back) else None
                 releases[-1 if proven is None else proven].append(transfer)
         return releases
+
+
+class _Launches:
+    """Which collectives of a rank are launched when a stage is final.
+
+    Each comm stream has a queue. Its collectives are launched in one order on all ranks, so a
+    collective waits until all collectives before it in the queue have left.
+    """
+
+    def __init__(self, rank: int, local: set[int], collectives: Sequence[Collective]) -> None:
+        self._queues = defaultdict[int, list[int]](list)
+        self._missing: dict[int, set[int]] = {}
+        self._synced: list[int] = []
+        self._unused = set[int]()
+        self._shared = set[int]()
+        for number, collective in enumerate(collectives):
+            if rank in collective.ranks:
+                stages = local.intersection(collective.stages)
+                self._queues[collective.comm_stream].append(number)
+                self._missing[number] = stages
+                # Only a collective of several ranks makes another rank of the pipeline wait.
+                if len(collective.ranks) > 1:
+                    self._shared |= stages
+                if collective.readers:
+                    self._synced.append(number)
+                    self._unused |= local.intersection(collective.readers)
+
+    def is_shared(self, stage: int) -> bool:
+        """True if other ranks of the pipeline wait for gradients of a stage."""
+        return stage in self._shared
+
+    def first_use(self, stage: int) -> Iterable[int]:
+        """Yields the item before the first forward of a stage, if a parameter sync writes to it."""
+        if stage in self._unused:
+            self._unused.remove(stage)
+            yield encode(Op.FIRST_USE, stage)
+
+    def after(self, stage: int) -> list[int]:
+        """Returns the items of the collectives that leave when a stage becomes final."""
+        for stages in self._missing.values():
+            stages.discard(stage)
+        # A collective that is ready waits behind one that is not. All ranks then issue the same
+        # order on each comm stream, so no order of final stages can deadlock them.
+        items = list[int]()
+        for queue in self._queues.values():
+            while queue and not self._missing[queue[0]]:
+                items.append(encode(Op.LAUNCH, queue.pop(0)))
+        return items
+
+    def published(self) -> Iterable[int]:
+        """Yields the items that send parameters after the step."""
+        for number in self._synced:
+            yield encode(Op.PUBLISH, number)
 
 
 class _Receives:

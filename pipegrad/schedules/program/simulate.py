@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from itertools import count
 from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
@@ -17,17 +17,20 @@ from pipegrad.schedules.program.program import (
     OP_MASK,
     Op,
     Program,
+    RankLinks,
     action_index,
+    decode,
 )
-from pipegrad.schedules.program.rank_links import RankLinks
-from pipegrad.schedules.program.refusal import refuse
 from pipegrad.schedules.schedule import Action
 
 _FORWARD, _FULL, _INPUT, _WEIGHT = range(4)  # kinds, as COMPUTE encodes them
 Key = tuple[int, int]  # a channel, link or stage, and a microbatch
+# Most items prepare the action after them. These belong to the action before them.
+_BEHIND = {  # ops that belong to the action before them
+    int(op) for op in (Op.SEND, Op.FINAL, Op.LAUNCH, Op.PUBLISH, Op.INPUTS_FINAL, Op.SHARED_WEIGHTS)
+}
 
 
-@dataclass
 class State:
     """What has happened on all ranks so far: transfers that are sent and posted.
 
@@ -35,7 +38,7 @@ class State:
     has the ranks that can go on.
     """
 
-    def __post_init__(self) -> None:
+    def __init__(self) -> None:
         self.sent = set[int]()
         self.posted = set[int]()
         self.sleepers: dict[tuple[str, int], list[int]] = {}
@@ -331,3 +334,29 @@ class SimulatedRank:
         local = {s for s, rank in enumerate(self._rank_of) if rank == self.rank}
         if not program.forward_only and self._final != local:
             self.refuse(f"stages {sorted(local - self._final)} never become final")
+
+
+def refuse(program: Program, rank: int, position: int, why: str) -> NoReturn:
+    """Raises a ScheduleError that shows the grid, with the cell of an item marked."""
+    cell = cell_of(program, rank, position)
+    item = decode(program.items[rank][position])
+    raise ScheduleError(
+        f"schedule {program.schedule.name!r}, rank {rank}, {cell}: {program.words(item)}: {why}\n"
+        f"{program.schedule.marked([cell])}"
+    )
+
+
+def cell_of(program: Program, rank: int, position: int) -> Action:
+    """Returns the action that an item belongs to.
+
+    This is the item's own action for COMPUTE, else the action that it prepares or follows.
+    """
+    items = program.items[rank]
+    steps = count(position, -1) if items[position] & OP_MASK in _BEHIND else count(position)
+    for index in steps:
+        if not 0 <= index < len(items):
+            break
+        if items[index] & OP_MASK == Op.COMPUTE:
+            return program.action(decode(items[index]))
+    actions = program.schedule.actions[rank]
+    return actions[-1] if actions else Action(0, "F", 0)

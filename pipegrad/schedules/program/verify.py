@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import NoReturn
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import OP_BITS, OP_MASK, Op, Program, decode
-from pipegrad.schedules.program.refusal import cell_of, refuse
-from pipegrad.schedules.program.simulate import SimulatedRank, State
+from pipegrad.schedules.program.simulate import SimulatedRank, State, cell_of, refuse
 from pipegrad.schedules.schedule import Action
 
 Key = tuple[int, int]  # an edge, or a rank and its comm stream
@@ -123,7 +123,9 @@ def _check_edges(program: Program) -> None:
                     refuse(program, rank, position, f"a transfer of another rank: {channel}")
                 table[channel.source, channel.target].append((code >> OP_BITS, position))
     for edge in sorted({*sent, *posted}):
-        for (sending, sent_at), (posting, posted_at) in _pairs(sent[edge], posted[edge]):
+        for (sending, sent_at), (posting, posted_at) in zip_longest(
+            sent[edge], posted[edge], fillvalue=(-1, -1)
+        ):
             if sending != posting:
                 source, target = edge
                 crossed = (
@@ -139,17 +141,6 @@ def _check_edges(program: Program) -> None:
                     sent_at,
                     f"rank {target} expects another transfer of the edge here: {crossed}",
                 )
-
-
-def _pairs(
-    left: Sequence[tuple[int, int]], right: Sequence[tuple[int, int]]
-) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    nothing = (-1, -1)
-    for i in range(max(len(left), len(right))):
-        yield (
-            left[i] if i < len(left) else nothing,
-            right[i] if i < len(right) else nothing,
-        )
 
 
 def _simulate(program: Program, ranks: Sequence[SimulatedRank]) -> None:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from pipegrad.schedules.program.program import Program
-from pipegrad.schedules.program.rank_links import RankLinks
+from pipegrad.schedules.program.program import Program, RankLinks
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.timeline import MemoryPoint
 

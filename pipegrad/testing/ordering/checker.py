@@ -8,6 +8,8 @@ assert not checker.violations
 from __future__ import annotations
 
 import contextlib
+import itertools
+import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -20,19 +22,36 @@ import torch.distributed as dist
 from pipegrad.comm import sync_points
 from pipegrad.comm.sync_points import Work
 from pipegrad.errors import OrderError
-from pipegrad.testing.ordering import cuda_trace
-from pipegrad.testing.ordering.backend import CheckedBackend, VirtualStream
-from pipegrad.testing.ordering.clocks import Access, Clock, Kind, Violation
+from pipegrad.testing.ordering.clocks import Access, Clock, HappensBefore, Kind, Violation
 from pipegrad.testing.ordering.trace import (
     Memories,
     Operation,
     Trace,
     call_site,
     called_by_python,
+    current_strand,
+    following,
     spans,
 )
 
 T = TypeVar("T")
+
+
+_COMPUTE = "compute"
+
+
+@dataclass(frozen=True)
+class VirtualStream:
+    """A stream on CPU. Its operations run at once, but count as if they ran at any legal time."""
+
+    name: str
+
+
+@dataclass(frozen=True)
+class VirtualEvent:
+    """The clock of a virtual stream when the event was recorded."""
+
+    clock: Clock
 
 
 @dataclass(frozen=True)
@@ -51,7 +70,7 @@ class Entry:
         return self.clock.get(other.strand, 0) >= other.tick
 
 
-class OrderChecker(CheckedBackend):
+class OrderChecker(sync_points.Backend):
     """Watches every operator, event, wait, collective and free, and finds unordered accesses.
 
     Two accesses to the same bytes must be ordered by waits, if one of them writes or frees. The
@@ -91,7 +110,14 @@ class OrderChecker(CheckedBackend):
         raises: bool = False,
         log: bool = False,
     ) -> None:
-        super().__init__(virtual_streams=virtual_streams)
+        self._virtual = virtual_streams
+        self._order = HappensBefore()
+        self._threads: set[str] = set()
+        self._names = itertools.count(1)
+        # Operators of all threads go through one lock, so clocks and accesses change together. It
+        # is reentrant, because a recording holds it around the check of an operator.
+        self._lock = threading.RLock()
+        self._local = threading.local()
         self.violations: list[Violation] = []
         self.log: list[Entry] = []
         self._foreign = foreign
@@ -114,13 +140,80 @@ class OrderChecker(CheckedBackend):
             self._exit.enter_context(mock.patch.object(dist.Work, name, noted))
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
-            self._exit.enter_context(cuda_trace.following(self))
+            self._exit.enter_context(following(self))
         return self
 
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
     # What the library calls in the place of a device's streams.
+
+    @contextlib.contextmanager
+    def on(self, name: str) -> Iterator[None]:
+        """Makes the virtual stream `name` current in this thread; ``compute`` is the default."""
+        before = self.on_now
+        self.switch(name)
+        try:
+            yield
+        finally:
+            self.switch(before)
+
+    def switch(self, name: str) -> None:
+        """Makes the virtual stream `name` current in this thread from now on."""
+        self._local.stream = name
+
+    @property
+    def on_now(self) -> str:
+        """Name of this thread's current virtual stream."""
+        return str(getattr(self._local, "stream", _COMPUTE))
+
+    def stream(self, device: torch.device, name: str) -> torch.Stream | None:
+        """Returns a virtual stream if the device has no streams."""
+        if device.type == "cpu" and self._virtual:
+            return cast("torch.Stream", VirtualStream(f"{name} #{next(self._names)}"))
+        return super().stream(device, name)
+
+    def current(self, device: torch.device) -> torch.Stream | None:
+        """Returns the current stream, which may be a virtual one."""
+        if device.type == "cpu" and self._virtual:
+            return cast("torch.Stream", VirtualStream(self.on_now))
+        return super().current(device)
+
+    def record(self, device: torch.device, stream: object = None) -> torch.Event | None:
+        """Returns an event that carries the clock of a stream."""
+        # Only events of virtual streams carry a clock. The clock of a CUDA event comes from torch's
+        # own trace: see `following`.
+        name = self._virtual_name(device, stream)
+        if name is None:
+            return super().record(device, cast("torch.Stream | None", stream))
+        with self._locked():
+            return cast("torch.Event", VirtualEvent(self._order.clock(name)))
+
+    def wait(self, event: object, device: torch.device, stream: object = None) -> None:
+        """Orders a stream after the event."""
+        if isinstance(event, VirtualEvent):
+            with self._locked():
+                self._order.join(self._virtual_name(device, stream) or self.on_now, event.clock)
+        else:
+            super().wait(
+                cast("torch.Event | None", event), device, cast("torch.Stream | None", stream)
+            )
+
+    def has_happened(self, event: object) -> bool:
+        """Returns True for a virtual event: operators of virtual streams run at once."""
+        return isinstance(event, VirtualEvent) or super().has_happened(
+            cast("torch.Event | None", event)
+        )
+
+    def hand_over(self) -> object:
+        """Returns the clock of this thread."""
+        with self._locked():
+            return self._order.clock(self._thread)
+
+    def take_over(self, handed: object) -> None:
+        """Orders this thread after the thread that handed over."""
+        with self._locked():
+            self._order.join(self._thread, cast("Clock", handed or {}))
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Sends on a strand of its own."""
@@ -183,7 +276,7 @@ class OrderChecker(CheckedBackend):
         finally:
             self._local.in_comm_stream = before
 
-    # Events of a CUDA device. `pipegrad.testing.ordering.cuda_trace` calls these.
+    # Events of a CUDA device. `pipegrad.testing.ordering.trace` calls these.
 
     def recorded(self, strand: str) -> Clock:
         """Returns the clock of an event recorded on a strand."""
@@ -293,11 +386,26 @@ class OrderChecker(CheckedBackend):
     @contextlib.contextmanager
     def _locked(self) -> Iterator[None]:
         """Holds the lock, after it has moved newly freed memories to their strands."""
-        with super()._locked():
+        with self._lock:
             while self._newly_freed:
                 home, memory = self._newly_freed.popleft()
                 self._reusable[home].append(memory)
             yield
+
+    def _virtual_name(self, device: torch.device, stream: object) -> str | None:
+        if device.type != "cpu" or not self._virtual:
+            return None
+        return stream.name if isinstance(stream, VirtualStream) else self.on_now
+
+    @property
+    def _thread(self) -> str:
+        """Name of this thread's strand."""
+        # Names of threads are not unique, and the system reuses their numbers. A number of our own
+        # keeps the strands of two threads apart.
+        if not hasattr(self._local, "thread"):
+            self._local.thread = f"{threading.current_thread().name} #{next(self._names)}"
+            self._threads.add(self._local.thread)
+        return str(self._local.thread)
 
     def _freed(self, memory: str) -> None:
         """Notes that a memory is freed. A finalizer calls it, so it must not lock or raise."""
@@ -334,7 +442,7 @@ class OrderChecker(CheckedBackend):
         """Returns the strand on which an operator runs, or from which a collective is launched."""
         for tensor in (*operation.writes, *operation.reads):
             if tensor.device.type != "cpu":
-                return cuda_trace.strand(tensor.device)
+                return current_strand(tensor.device)
         return self.on_now if self._virtual else self._thread
 
 

@@ -20,7 +20,7 @@ from pipegrad import GradientSync, Scheduler, Stage, Topology
 from pipegrad.comm import agreement
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PipegradError
-from pipegrad.pipeline.transfers.transfers import Transfers
+from pipegrad.pipeline.transfers import Transfers
 from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import outcome, rank, replicated, stage
 from tests.support.ranked import gathered

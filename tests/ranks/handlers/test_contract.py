@@ -26,8 +26,7 @@ from pipegrad import (
 )
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.testing import HandlerContract
-from pipegrad.testing.handlers.hash_seeds import plans_under_seeds
-from pipegrad.testing.handlers.scenario import Seen
+from pipegrad.testing.handler_scenario import Seen, plans_under_seeds
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.noop import Done
 from pipegrad_handlers.sharded import Sharded
@@ -320,7 +319,7 @@ def test_a_right_handler_that_places_its_results_fails_nothing() -> None:
 
 
 def test_a_rank_that_stays_away_hangs_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pipegrad.testing.handlers.rehearsed.TIMEOUT_SECONDS", 4)
+    monkeypatch.setattr("pipegrad.testing.handler_contract.TIMEOUT_SECONDS", 4)
     with pytest.raises(AssertionError, match="TimeoutError: not finished after 4 s: rank"):
         contract(StaysAway).test_a_step_ends_on_every_rank()
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage
-from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline import edges
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pairwise import everything
 from tests.support.pipeline import layers, schedulers

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from pipegrad import Scheduler, Stage
-from pipegrad.pipeline.transfers.ends import Receive
+from pipegrad.pipeline.transfers import Receive
 from tests.support.gradients.cases import rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched

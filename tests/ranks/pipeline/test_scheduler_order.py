@@ -15,7 +15,7 @@ from torch import Tensor
 from pipegrad import Stage, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import TRANSFERS
-from pipegrad.pipeline.transfers import edges
+from pipegrad.pipeline import edges
 from pipegrad.schedules.program.program import Op
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import DATA, SHARED, rank

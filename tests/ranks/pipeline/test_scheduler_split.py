@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipegrad import GradientSync, Scheduler, Stage, find_tied
 from pipegrad.comm.comm_stream import CommStream
-from pipegrad.pipeline.split_backward import products
+from pipegrad.pipeline import split_backward
 from pipegrad.schedules import Action, Kind, Schedule
 from tests.support.gradients.cases import DATA, SHARED, rank
 from tests.support.pairwise import everything
@@ -45,7 +45,7 @@ Event = tuple[str, Any]
 def noted(events: list[Event]) -> Iterator[None]:
     """Notes computes, products that waited, what is said to be final, and buckets that leave."""
     final, submit = GradientSync.parameters_final, CommStream.submit
-    accumulate = products.accumulate
+    accumulate = split_backward.accumulate
 
     def say_final(self: GradientSync, stage: int, parameters: Any) -> None:
         events.append(("final", {id(p) for p in parameters}))
@@ -62,7 +62,7 @@ def noted(events: list[Event]) -> Iterator[None]:
 
     with (
         mock.patch.object(GradientSync, "parameters_final", say_final),
-        mock.patch("pipegrad.pipeline.split_backward.weights.accumulate", say_products),
+        mock.patch("pipegrad.pipeline.weight_gradients.accumulate", say_products),
         mock.patch.object(CommStream, "submit", say_leaves),
         watched(lambda when, action: events.append((when, action))),
     ):

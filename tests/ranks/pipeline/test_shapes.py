@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
-from pipegrad.pipeline.transfers import edges, messages, transfers
-from pipegrad.pipeline.transfers.messages import Spec
+from pipegrad.pipeline import edges, transfers
+from pipegrad.pipeline.edges import Spec
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.codecs import Single
@@ -121,7 +121,7 @@ def test_a_value_has_another_shape_in_each_microbatch(
 
 def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes() -> None:
     """Before a value of another shape goes a header, and before one longer than ever nothing."""
-    header, item, posted, headers = 8 * messages.WORDS, ROWS * WIDTH * 8, list[int](), 0
+    header, item, posted, headers = 8 * edges.WORDS, ROWS * WIDTH * 8, list[int](), 0
     with closing(make(Layer(shorten), Layer(), names=NAMES, loss_fn=total)) as scheduler:
         for step, lengths in enumerate(STEPS):
             x, length = batch(lengths, step)
@@ -294,7 +294,7 @@ def test_sequences_of_any_length_go_through_four_stages_in_time() -> None:
 
 def test_a_header_of_another_rank_makes_no_memory() -> None:
     """Any number of bytes was allocated, and then waited for."""
-    huge, header = Spec((2**33,), torch.uint8, differentiable=True), messages.header
+    huge, header = Spec((2**33,), torch.uint8, differentiable=True), edges.header
     scheduler = make(Layer(shorten), Layer(), names=NAMES, schedule="gpipe", loss_fn=total)
     train(scheduler, *batch(STEPS[0], 0), target=batch(STEPS[0], 0)[0])
     x, length = batch(STEPS[2], 2)

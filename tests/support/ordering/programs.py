@@ -29,9 +29,9 @@ from pipegrad.gradients.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.observe import links
 from pipegrad.observe.clocks import read_clock
 from pipegrad.observe.links import measure_links
+from pipegrad.pipeline import edges
+from pipegrad.pipeline.edges import Edges
 from pipegrad.pipeline.measure import measure_hops
-from pipegrad.pipeline.transfers import edges
-from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker

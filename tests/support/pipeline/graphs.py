@@ -13,8 +13,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegrad.pipeline.split_backward.graph import Waiting, backward_inputs
-from pipegrad.pipeline.split_backward.products import accumulate, by_parameter, mark
+from pipegrad.pipeline.split_backward import (
+    Waiting,
+    accumulate,
+    backward_inputs,
+    by_parameter,
+    mark,
+)
 from tests.support.rounding import rounding
 
 WIDTH = 6

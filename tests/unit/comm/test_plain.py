@@ -20,7 +20,7 @@ from pipegrad.comm.activity import Failure, Record
 from pipegrad.errors import MessageError
 from pipegrad.model.dtensor import Layout
 from pipegrad.model.manifest import ParameterEntry
-from pipegrad.pipeline.transfers.messages import Spec
+from pipegrad.pipeline.edges import Spec
 
 VALUES: list[Any] = [
     *(None, True, False, 0, -1, 2**63 - 1, -(2**63), 2**63, -(2**200), 0.1, -0.0, math.inf),

@@ -16,10 +16,9 @@ from pipegrad.comm.comm_stream import CommStream
 from pipegrad.errors import OrderError
 from pipegrad.gradients.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
-from pipegrad.testing.ordering import cuda_trace
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
 from pipegrad.testing.ordering.replay import Recording
-from pipegrad.testing.ordering.trace import Memories, spans
+from pipegrad.testing.ordering.trace import Memories, following, spans
 from pipegrad.train.checkpoint.writer.staging import WRITTEN as STEP_WRITTEN
 from pipegrad.train.checkpoint.writer.staging import Staging
 from tests.support.ordering.producers import CPU
@@ -317,7 +316,7 @@ def test_real_events_of_cuda_are_followed() -> None:
     def clock(stream: int) -> object:
         return checker.recorded(f"stream {stream:#x}")
 
-    with cuda_trace.following(checker):
+    with following(checker):
         checker.waited("stream 0x10", {"x": 1})
         _gpu_trace.EventRecordCallbacks.fire_callbacks(7, 16)
         assert clock(32) == {}

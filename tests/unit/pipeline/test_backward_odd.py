@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.split_backward.graph import backward_inputs
-from pipegrad.pipeline.split_backward.products import may_write
-from pipegrad.pipeline.split_backward.weights import WeightGradients
+from pipegrad.pipeline.split_backward import backward_inputs, may_write
+from pipegrad.pipeline.weight_gradients import WeightGradients
 from tests.support.pipeline.graphs import (
     BETWEEN,
     LATE,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from pipegrad import Stage
 from pipegrad.errors import StepError
 from pipegrad.interop.private import flat
-from pipegrad.pipeline.batch.microbatch import Batch, Batches
+from pipegrad.pipeline.microbatch import Batch, Batches
 from pipegrad.pipeline.wiring import wire
 
 ONE = wire({0: (("x",), ("x",), ()), 1: (("x",), ("x",), ())})

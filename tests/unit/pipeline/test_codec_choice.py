@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pipegrad.errors import PluginError, ScheduleError
-from pipegrad.pipeline.coding.choice import choice_of
+from pipegrad.pipeline.codings import choice_of
 from pipegrad.plugins.codec import Carried
 from pipegrad_codecs.int8 import Int8
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.pipeline.batch.passed import _sum, _sum_on_device, number_of
+from pipegrad.pipeline.trees import _sum, _sum_on_device, number_of
 
 X = torch.arange(48.0).reshape(6, 8)
 SAME = {

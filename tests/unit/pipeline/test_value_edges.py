@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.transfers.ends import Sizes
-from pipegrad.pipeline.transfers.messages import Spec, header, read_header
+from pipegrad.pipeline.edges import Spec, header, read_header
+from pipegrad.pipeline.transfers import Sizes
 from pipegrad.pipeline.wiring import REST, wire
 from tests.unit.pipeline.test_batches import Named, X, Y, batches, cut, returned, rows
 

@@ -8,7 +8,7 @@ import pytest
 
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.codec_costs import with_codecs
-from pipegrad.pipeline.coding.choice import choice_of
+from pipegrad.pipeline.codings import choice_of
 from pipegrad.schedules import build, lower
 from pipegrad.simulation.choose import times_of
 from pipegrad.simulation.costs import CodecCosts, Costs, LinkCosts, Network, StageCosts

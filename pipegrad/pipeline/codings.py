@@ -1,4 +1,10 @@
-"""Coding: makes messages of values, and values of messages, with the codec of a hop.
+"""Codings: which codec carries what over which hop, and the messages that it makes.
+
+A user gives one of these::
+
+    "int8", or a table, class or instance      everything, over all hops
+    {"activations": ..., "gradients": ...}     either of them, over all hops
+    {"0-1": ..., (2, 3): ...}                  over these hops, each as one of the two above
 
 [Note: codecs] Both ranks of a hop know the codec, and know what a value looks like before it
 crosses. So both know how long its message is, and all of [Note: shapes] stays: a header says what
@@ -20,18 +26,155 @@ rank before it has ended on the first.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PipegradError, PlanError, StepError
-from pipegrad.pipeline.coding.choice import Codec, CodecChoice, Hop
-from pipegrad.pipeline.transfers.messages import Spec
-from pipegrad.plugins.codec import Carried
+from pipegrad.errors import PipegradError, PlanError, ScheduleError, StepError
+from pipegrad.pipeline.edges import Spec
+from pipegrad.plugins.codec import CARRIED, Carried, CodecSpec, EdgeCodec, codecs
+from pipegrad.plugins.registry import ResolvedPlugin
+
+NONE = "none"
+_AUTO = "auto"
+_NO_AUTO = (
+    "codecs are 'auto', and no run chooses them: name the codec, on all hops or on some such as "
+    "{'0-1': 'int8'}; `pipegrad plan --costs` says what a step takes with it"
+)
+_SHOWN = 20  # hops in a message
+
+Hop = tuple[int, int]  # two pipeline ranks, the lower one first
+Codec = ResolvedPlugin[EdgeCodec]
+Both = dict[Carried, Codec]  # what is missing crosses as it is
+CodecsSpec = CodecSpec | Mapping[Any, Any] | None
+
+
+@dataclass(frozen=True)
+class CodecChoice:
+    """Which codec carries what over which hop, in both directions.
+
+    Attributes:
+        hops: By hop.
+        others: Over all other hops.
+    """
+
+    hops: Mapping[Hop, Both] = field(default_factory=dict)
+    others: Both = field(default_factory=dict)
+
+    @property
+    def is_none(self) -> bool:
+        """Whether everything crosses as it is."""
+        return not (self.others or any(self.hops.values()))
+
+    def of(self, hop: Hop, carried: Carried) -> Codec | None:
+        """Returns the codec of a hop; None if values cross as they are."""
+        return self.hops.get(hop, self.others).get(carried)
+
+    def check(self, known: Collection[Hop]) -> None:
+        """Refuses hops that nothing crosses.
+
+        Raises:
+            ScheduleError: If there is one.
+        """
+        unknown = sorted(set(self.hops) - set(known))
+        if unknown:
+            pairs = sorted(known)
+            more = " ..." if len(pairs) > _SHOWN else ""
+            raise ScheduleError(
+                f"codecs are given for the hops {_words(unknown)}, which nothing crosses: expected "
+                f"pairs of pipeline ranks out of {_words(pairs[:_SHOWN]) or 'none'}{more}"
+            )
+
+    @property
+    def identity(self) -> str:
+        """What ranks compare: codecs with their distributions and options."""
+        return self._words(lambda codec: f"{codec} {dict(codec.options)}")
+
+    def __str__(self) -> str:
+        return self._words(lambda codec: " ".join((codec.name, *map("=".join, codec.options))))
+
+    def _words(self, words: Callable[[Codec], str]) -> str:
+        parts = {f"{a}-{b}": both for (a, b), both in sorted(self.hops.items())}
+        parts |= {"all hops": self.others} if self.others else {}
+        named = {
+            where: ", ".join(f"{carried} {words(codec)}" for carried, codec in both.items())
+            for where, both in parts.items()
+        }
+        return "; ".join(f"{where}: {each or NONE}" for where, each in named.items()) or NONE
+
+
+def choice_of(spec: CodecsSpec) -> CodecChoice:
+    """Returns the choice that a user has made; see the top of this file.
+
+    Raises:
+        ScheduleError: If it is none.
+        PluginError: If there is no such codec, or it does not take these options.
+    """
+    if not isinstance(spec, Mapping) or "name" in spec or set(spec) & set(CARRIED):
+        return CodecChoice(others=_both(spec))
+    choice = CodecChoice()
+    for key, value in spec.items():
+        hop = _hop(key)
+        if hop in choice.hops:
+            raise ScheduleError(f"codecs name the hop {_words([hop])} twice: {list(spec)}")
+        choice = replace(choice, hops={**choice.hops, hop: _both(value)})
+    return choice
+
+
+def _hop(key: object) -> Hop:
+    if key == _AUTO:
+        raise ScheduleError(_NO_AUTO)
+    ranks: Any = key
+    if isinstance(key, str) and re.fullmatch(r"\d+-\d+", key):
+        ranks = tuple(map(int, key.split("-")))
+    is_pair = isinstance(ranks, tuple) and len(ranks) == 2
+    if not is_pair or any(type(r) is not int for r in ranks) or ranks[0] == ranks[1]:
+        raise ScheduleError(
+            f"codecs have the key {key!r}: expected 'activations' and 'gradients', or hops between "
+            f"two pipeline ranks such as '0-1'; a codec and its options is {{'name': ..., ...}}"
+        )
+    low, high = sorted(ranks)
+    return low, high
+
+
+def _both(spec: Any) -> Both:  # noqa: ANN401 - of a user
+    """Returns the codecs of a hop: one for both, or one for each of activations and gradients."""
+    if isinstance(spec, Mapping) and set(spec) & set(CARRIED):
+        if unknown := sorted(map(str, set(spec) - set(CARRIED))):
+            raise ScheduleError(f"codecs have the keys {unknown}, expected {list(CARRIED)}")
+        chosen = {carried: _resolved(spec[carried]) for carried in CARRIED if carried in spec}
+        for carried, codec in chosen.items():
+            if codec is not None and carried not in codec.plugin.carries:
+                raise ScheduleError(
+                    f"codec {codec} is given for {carried}, and is for "
+                    f"{' and '.join(codec.plugin.carries)} alone"
+                )
+        return {carried: codec for carried, codec in chosen.items() if codec is not None}
+    codec = _resolved(spec)
+    return {} if codec is None else dict.fromkeys(codec.plugin.carries, codec)
+
+
+def _resolved(spec: Any) -> Codec | None:  # noqa: ANN401 - of a user
+    if spec is None or spec == NONE:
+        return None
+    if _AUTO in (spec, spec.get("name") if isinstance(spec, Mapping) else None):
+        raise ScheduleError(_NO_AUTO)
+    codec = codecs.resolve(spec)
+    wrong = [carried for carried in codec.plugin.carries if carried not in CARRIED]
+    if wrong or not codec.plugin.carries:
+        raise ScheduleError(
+            f"codec {codec} carries {list(codec.plugin.carries)}, expected of {list(CARRIED)}"
+        )
+    return codec
+
+
+def _words(hops: Collection[Hop]) -> str:
+    return ", ".join(f"{a}-{b}" for a, b in hops)
 
 
 class Position(NamedTuple):
@@ -97,7 +240,7 @@ class Coding:
         if self._feedback is not None:
             decoded = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             self.decode(message, decoded)
-            self._feedback.note(position, value, decoded)
+            self._feedback.add(position, value, decoded)
         return message
 
     @torch.no_grad()
@@ -192,7 +335,7 @@ class Feedback:
         self._pending: dict[Position, Tensor] = {}  # of the last step
         self._has_failed: Callable[[], bool] | None = None  # None: it has not ended on this rank
 
-    def settle(self) -> None:
+    def decide(self) -> None:
         """Takes the errors of the last step, or drops them if it failed; called between steps.
 
         If there are any, the host waits for the message of the loss.
@@ -222,7 +365,7 @@ class Feedback:
             return gradient
         return gradient + error.to(gradient.device)
 
-    def note(self, position: Position, total: Tensor, decoded: Tensor) -> None:
+    def add(self, position: Position, total: Tensor, decoded: Tensor) -> None:
         """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten.
 
         nan and inf must not stay: a step that overflowed would spoil all that follow.
@@ -239,9 +382,9 @@ class Feedback:
     def state_dict(self) -> dict[str, Any]:
         """Returns copies of all errors, on the host, by position; empty if there are none.
 
-        They are those of steps that ended well: see `settle`.
+        They are those of steps that ended well: see `decide`.
         """
-        self.settle()
+        self.decide()
         return {
             f"{link} of {microbatch}": error.detach().to("cpu", copy=True)
             for (link, microbatch), error in self._errors.items()
@@ -256,11 +399,11 @@ class Feedback:
         self.clear()
         loaded = dict[Position, Tensor]()
         for key, error in state.items():
-            found = re.fullmatch(r"(\d+) of (\d+)", str(key))
-            if found is None or not isinstance(error, Tensor):
+            match = re.fullmatch(r"(\d+) of (\d+)", str(key))
+            if match is None or not isinstance(error, Tensor):
                 raise PlanError(
                     f"{key!r} is no error of a codec, but {type(error).__name__}: expected what "
                     f"state_dict() returns"
                 )
-            loaded[Position(*map(int, found.groups()))] = error.clone()
+            loaded[Position(*map(int, match.groups()))] = error.clone()
         self._errors = loaded

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from contextlib import nullcontext
+from functools import cached_property
 from typing import Any
 
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from pipegrad.comm.activity import Tape
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import StepError
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
+from pipegrad.pipeline.trees import Compare
 
 Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
 
@@ -31,8 +33,10 @@ class Message:
         tape: Where the wait for it is noted.
         ranks: Of the all-reduce.
         compare: Returns what is wrong with the sums of what ranks were given.
+        num_passed: How many numbers of these there are, in front of the metrics.
 
     Attributes:
+        metrics_at: Where metrics begin.
         is_refused: Whether an error has said what is wrong with it.
     """
 
@@ -42,15 +46,17 @@ class Message:
         work: dist.Work | None,
         tape: Tape,
         ranks: Sequence[int],
-        compare: Callable[[Sequence[float]], str | None] | None = None,
+        *,
+        compare: Compare | None = None,
+        num_passed: int = 0,
     ) -> None:
         self._numbers = numbers
         self._work = work
         self._tape = tape
         self._ranks = ranks
         self._compare = compare
-        self._wrong: str | None = None  # unknown
         self._read: list[float] | None = None
+        self.metrics_at = _GIVEN + num_passed
         self.is_refused = False
 
     @property
@@ -75,9 +81,10 @@ class Message:
     def read(self) -> list[float]:
         """Returns the sums. The host waits for them, the first time."""
         if self._read is None:
+            sums = self.sums()
             # On a device only this waits for it: a step that hangs there is found here.
-            with Bounded("the loss of a step", self._ranks):
-                self._read = self.sums().tolist()
+            with nullcontext() if sums.is_cpu else Bounded("the loss of a step", self._ranks):
+                self._read = sums.tolist()
         return self._read
 
     @property
@@ -85,13 +92,19 @@ class Message:
         """Whether a rank has failed in the step. The host waits for the sums, the first time."""
         return self.read()[1] > 0
 
-    @property
+    @cached_property  # to compare counts the steps whose replicas were given the same
     def wrong(self) -> str | None:
         """What cannot be, of the numbers of a step that has not failed; None if all can."""
-        if self._wrong is None:
-            sums, compare = self.read(), self._compare
-            self._wrong = _what_is_wrong(sums) or (compare and compare(sums[_GIVEN:])) or ""
-        return self._wrong or None
+        sums = self.read()
+        return _what_is_wrong(sums) or (self._compare and self._compare(sums[_GIVEN:]))
+
+    def is_wrong(self) -> bool:
+        """Returns whether the gradients of the step are wrong: reading `loss` raises."""
+        return self.has_failed or self.wrong is not None
+
+    def times(self, num_metrics: int) -> list[float] | None:
+        """Returns the sums of times, which are behind the metrics; None if a rank failed."""
+        return None if self.has_failed else self.read()[self.metrics_at + num_metrics :]
 
     def refuse_wrong(self, of: str = "") -> None:
         """Raises StepError if something is wrong with the numbers of ranks."""
@@ -109,6 +122,8 @@ class StepResult:
             one tensor, joined along the first dimension. If they differ in another dimension, they
             are a tuple with a tensor for each microbatch. Elsewhere it is empty. If loss_fn changes
             them in place, they are changed here, too.
+        message: The sums of all ranks, for who needs no more of the result.
+        names: Of the metrics in it.
 
     Made by `Losses.send`. If the step failed on another rank after it had ended here,
     ``on_failure`` drops what it left on this rank, and returns the words of that rank.
@@ -119,27 +134,25 @@ class StepResult:
         message: Message,
         names: Sequence[str],
         *,
-        num_passed: int,
         is_weighted: bool,
         outputs: Outputs,
         on_failure: Callable[[], str],
     ) -> None:
         self.outputs = outputs
-        self._message = message
-        self._names = names
-        self._num_passed = num_passed  # places of what ranks were given, before the metrics
+        self.message = message
+        self.names = names
         self._late: tuple[Sequence[str], Message] | None = None
         self._is_weighted = is_weighted
         self._on_failure = on_failure
 
     def __repr__(self) -> str:
         loss = "is on its way"
-        if self._message.has_arrived:
+        if self.message.has_arrived:
             try:
                 loss = f"{self.loss:g}"
             except StepError:
                 loss = "of a step that failed"
-        names = [*self._names, *(self._late[0] if self._late else ())]
+        names = [*self.names, *(self._late[0] if self._late else ())]
         metrics = f", metrics {names}" if names else ""
         shapes = [
             tuple(out.shape) if isinstance(out, Tensor) else [tuple(part.shape) for part in out]
@@ -163,7 +176,7 @@ class StepResult:
                 ranks of one pipeline were given different tensors.
         """
         self._check()
-        sums = self._message.sums()
+        sums = self.message.sums()
         loss: Tensor = sums[0] / sums[5] if self._is_weighted else sums[0]
         return loss.float()
 
@@ -182,30 +195,16 @@ class StepResult:
             StepError: As `loss`.
         """
         self._check()
-        weight = self._message.read()[5]
-        begin = _GIVEN + self._num_passed
-        numbers = self._message.read()[begin : begin + len(self._names)]
-        values = dict(zip(self._names, numbers, strict=True))
+        weight = self.message.read()[5]
+        begin = self.message.metrics_at
+        numbers = self.message.read()[begin : begin + len(self.names)]
+        values = dict(zip(self.names, numbers, strict=True))
         if self._late is not None:
             names, message = self._late
             values |= zip(names, message.read(), strict=True)
         if not self._is_weighted:
             return values
         return {name: value / weight if weight else math.nan for name, value in values.items()}
-
-    def times_reader(self) -> Callable[[], list[float] | None]:
-        """Returns what reads the sums of times, behind the metrics; None if a rank failed.
-
-        It holds nothing else of the result. Reading waits for the sums.
-        """
-        return partial(_read_times, self._message, _GIVEN + self._num_passed + len(self._names))
-
-    def failure_reader(self) -> Callable[[], bool]:
-        """Returns what reads whether the gradients of the step are wrong: reading `loss` raises.
-
-        It holds nothing else of the result. Reading waits for the sums.
-        """
-        return partial(_is_refused, self._message)
 
     def add(self, names: Sequence[str], message: Message) -> None:
         """Adds the metrics of a first step; see [Note: names of metrics]."""
@@ -214,14 +213,10 @@ class StepResult:
     def _check(self) -> None:
         """Refuses a step that failed on another rank, and numbers that cannot be."""
         # See [Note: message of a loss].
-        if self._message.has_failed:
+        if self.message.has_failed:
             why = self._on_failure()
             raise StepError(f"the step failed on another rank after this one had ended it{why}")
-        self._message.refuse_wrong()
-
-
-def _read_times(message: Message, begin: int) -> list[float] | None:
-    return None if message.has_failed else message.read()[begin:]
+        self.message.refuse_wrong()
 
 
 def _what_is_wrong(sums: Sequence[float]) -> str | None:
@@ -243,7 +238,3 @@ def _what_is_wrong(sums: Sequence[float]) -> str | None:
     if num_different:
         return f"{num_different:g} times in the step {DIFFERENT}"
     return None
-
-
-def _is_refused(message: Message) -> bool:
-    return message.has_failed or message.wrong is not None

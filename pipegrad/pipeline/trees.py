@@ -1,4 +1,9 @@
-"""Passed: whether the ranks of a pipeline were given one batch, and replicas different ones.
+"""Trees: the values that a step is given, leaf by leaf, and whether ranks were given one batch.
+
+[Note: trees] A value may be a tree: dicts, lists and tuples of tensors. Each of its tensors is cut,
+and each microbatch gets a tree of the same structure. A leaf that cannot be cut goes to all
+microbatches only if it is a number, a string or None. Any other leaf may belong to one sample, so
+it is refused. For the same reason a list of numbers or strings counts as a leaf, and is refused.
 
 [Note: what was passed] The ranks of a pipeline train on one batch: one of them takes the inputs,
 another one the target. A loader that divides the data over all ranks, as one for DDP does, gives
@@ -24,19 +29,78 @@ import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
+from numbers import Number
+from operator import itemgetter
 from typing import Any, TypeGuard
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import level_of_caller
+from pipegrad.errors import StepError, level_of_caller
 from pipegrad.gradients.drift import bytes_of
-from pipegrad.pipeline.batch.trees import flattened
+from pipegrad.interop.private import flat
 from pipegrad.topology import Topology
+
+
+def flattened(value: object) -> tuple[list[tuple[str, object]], Callable[[list[object]], object]]:
+    """Returns the leaves of a value behind their paths, and how to make such a value of others."""
+    if isinstance(value, Tensor):
+        return [("", value)], itemgetter(0)
+    leaves, rebuilt = flat(value, _is_plain_list)
+    if isinstance(value, Mapping) and leaves and leaves[0][1] is value:
+        return flat(dict(value), _is_plain_list)  # torch does not know its class
+    return leaves, rebuilt
+
+
+def leaves_of(values: Mapping[str, object]) -> dict[str, object]:
+    """Returns the leaves of some values, by name and path: ``"batch['mask']"``."""
+    return {f"{name}{path}": x for name, value in values.items() for path, x in flattened(value)[0]}
+
+
+def versions_of(values: Sequence[object]) -> list[int]:
+    """Returns how often each tensor of some values was written in place."""
+    leaves = [
+        leaf
+        for value in values
+        for leaf in ((value,) if isinstance(value, Tensor) else leaves_of({"": value}).values())
+    ]
+    return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
+
+
+def is_cut(leaf: object) -> TypeGuard[Tensor]:
+    """Returns whether a leaf has a first dimension."""
+    return isinstance(leaf, Tensor) and leaf.dim() > 0
+
+
+def check_kind(path: str, leaf: object) -> None:
+    """Refuses a leaf that is no tensor, number, string or None; see [Note: trees]."""
+    name = path.partition("[")[0]
+    what = path if name == "target" else f"input {path!r}"
+    if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
+        raise StepError(
+            f"the {what} is a tensor of layout {leaf.layout}, which cannot be cut into "
+            f"microbatches: give microbatches= that are ready"
+        )
+    if leaf is not None and not isinstance(leaf, Tensor | Number | str):
+        raise StepError(
+            f"the {what} is a {type(leaf).__name__}, expected a tensor, which is cut into "
+            f"microbatches; a number, string or None, which each of them gets; or a dict, list or "
+            f"tuple of tensors. If every microbatch is to get all of it, give it by a name of its "
+            f"own, and make the Scheduler with whole=({name!r},)"
+        )
+
+
+def _is_plain_list(value: object) -> bool:
+    if not isinstance(value, tuple | list) or not value:
+        return False
+    return all(isinstance(item, Number | str) for item in value)
+
 
 # By name; of what was not given there is none. A number on a device is an int64 scalar.
 Numbers = Mapping[str, int | Tensor]
+# Takes the sums of what ranks were given; returns what is wrong with them.
+Compare = Callable[[Sequence[float]], str | None]
 _Array = np.ndarray[Any, Any]
 _ODD = 0x1E3779B97F4A7C15
 _LOW = 2**32 - 1
@@ -131,7 +195,7 @@ class Passed:
 
     def __init__(self, topology: Topology) -> None:
         self._ranks = sorted(topology.ranks)
-        self._own = self._ranks.index(topology.rank)
+        self._own = topology.rank
         self._pipelines = topology.pipelines
         self._sampler = (
             f"DistributedSampler(dataset, num_replicas=topology.size({topology.data!r}), "
@@ -143,15 +207,17 @@ class Passed:
         self._num_same = 0  # steps, one after the other
         self._names = dict[bool, tuple[str, ...]]()  # by forward_only
 
-    def size(self, *, forward_only: bool) -> int:
-        """Returns how many places a step of a kind has in the message of its loss."""
-        return len(self._names.get(forward_only, ())) * len(self._ranks)
-
-    def places(self, numbers: Numbers, *, forward_only: bool) -> dict[int, int | Tensor]:
-        """Returns what this rank was given in a step, by its place."""
-        names = enumerate(self._names.get(forward_only, ()))
-        size = len(self._ranks)
-        return {i * size + self._own: numbers[name] for i, name in names if name in numbers}
+    def of_step(
+        self, numbers: Numbers, *, forward_only: bool
+    ) -> tuple[list[int | Tensor], Compare]:
+        """Returns what this rank adds to the message of a step, and what compares the sums."""
+        names = self._names.get(forward_only, ())
+        own = [
+            numbers.get(name, 0) if rank == self._own else 0
+            for name in names
+            for rank in self._ranks
+        ]
+        return own, partial(self._wrong, names, forward_only=forward_only)
 
     def learn(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
         """Takes what each rank was given in a first step; returns what is wrong with it."""
@@ -163,11 +229,6 @@ class Passed:
         if wrong is None:  # else the next step is a first step again
             self._names.setdefault(forward_only, names)
         return wrong
-
-    def comparison(self, *, forward_only: bool) -> Callable[[Sequence[float]], str | None]:
-        """Returns what compares the next step of a kind, by what the places of all ranks have."""
-        names = self._names.get(forward_only, ())
-        return partial(self._wrong, names, forward_only=forward_only)
 
     def _wrong(
         self, names: Sequence[str], numbers: Sequence[float], *, forward_only: bool

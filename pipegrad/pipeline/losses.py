@@ -44,8 +44,8 @@ from pipegrad.comm.activity import Tape
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.errors import StepError, level_of_caller
-from pipegrad.pipeline.batch.passed import Numbers, Passed
-from pipegrad.pipeline.loss.result import Message, Outputs, StepResult
+from pipegrad.pipeline.step_result import Message, Outputs, StepResult
+from pipegrad.pipeline.trees import Compare, Numbers, Passed
 from pipegrad.topology import Topology
 
 REDUCTIONS = MEAN, TOKEN_MEAN = ("mean", "token_mean")
@@ -241,6 +241,7 @@ class Losses:
 
     Attributes:
         is_weighted: The argument.
+        passed: Compares what ranks were given.
     """
 
     def __init__(
@@ -267,7 +268,7 @@ class Losses:
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[dist.Work] = deque()
-        self._passed = Passed(topology)
+        self.passed = Passed(topology)
         self._knows_labels = False  # whether `look_at_labels` has nothing more to say
         self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
@@ -316,16 +317,16 @@ class Losses:
             taken=self._auxiliary,
         )
 
-    def look_at_labels(self, targets: Sequence[object] | None, loss_fn: object) -> None:
+    def look_at_labels(self, targets: Sequence[object], loss_fn: object) -> None:
         """Warns, once, of a mean of means over labels that do not all count.
 
         Args:
-            targets: For each microbatch, on the rank of the last stage.
+            targets: For each microbatch.
             loss_fn: As the Scheduler was given it, or bound.
 
         Sync: on a device the host waits, in the first step alone.
         """
-        if targets is None or self._knows_labels or self.is_weighted:
+        if self._knows_labels or self.is_weighted:
             return
         self._knows_labels = self._device.type != "cpu"
         loss_fn = getattr(loss_fn, "function", loss_fn)
@@ -390,27 +391,25 @@ class Losses:
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        # See [Note: message of a loss].
-        divisors = (0.0, 0.0, 0.0) if divisor is None else (1.0, divisor, divisor**2)
-        numbers = [0.0, float(failed), *divisors, 0.0, 0.0]
-        tensors: dict[int, Tensor | int] = {0: terms.total / self._num_copies, 6: num_different}
-        if self.is_weighted:
-            tensors[5] = terms.weight / self._num_copies
-        num_passed = self._passed.size(forward_only=forward_only)
-        for place, number in self._passed.places(passed, forward_only=forward_only).items():
-            tensors[len(numbers) + place] = number
-        numbers += [0.0] * num_passed
-        for name in names:
-            tensors[len(numbers)] = terms.metric(name) / self._num_copies
-            numbers.append(0.0)
-        numbers += times
-        compare = self._passed.comparison(forward_only=forward_only)
-        message = self._reduced(numbers, tensors, compare)
+        own, compare = self.passed.of_step(passed, forward_only=forward_only)
+        message = self._reduced(
+            [  # see [Note: message of a loss]
+                terms.total / self._num_copies,
+                failed,
+                *((0, 0, 0) if divisor is None else (1, divisor, divisor**2)),
+                terms.weight / self._num_copies if self.is_weighted else 0,
+                num_different,
+                *own,
+                *(terms.metric(name) / self._num_copies for name in names),
+                *times,
+            ],
+            compare,
+            num_passed=len(own),
+        )
         self._unread.append(message)
         return StepResult(
             message,
             names,
-            num_passed=num_passed,
             is_weighted=self.is_weighted,
             outputs=outputs,
             on_failure=on_failure,
@@ -443,12 +442,8 @@ class Losses:
             self._guessed.clear()
         self._learned[forward_only] = names
         if names:
-            metrics = {i: terms.metric(n) / self._num_copies for i, n in enumerate(names)}
-            result.add(names, self._reduced([0.0] * len(names), metrics))
-
-    def learn_passed(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
-        """Takes what each rank was given in a first step; returns what is wrong with it."""
-        return self._passed.learn(numbers, forward_only=forward_only)
+            metrics = [terms.metric(name) / self._num_copies for name in names]
+            result.add(names, self._reduced(metrics))
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
@@ -457,43 +452,31 @@ class Losses:
 
     def _send_weight(self, weight: Tensor) -> Message:
         self._owes_weight = False
-        return self._reduced([0.0], {0: weight})
+        return self._reduced([weight])
 
     def _reduced(
-        self,
-        numbers: list[float],
-        others: Mapping[int, Tensor | int],
-        compare: Callable[[Sequence[float]], str | None] | None = None,
+        self, numbers: Sequence[Number], compare: Compare | None = None, *, num_passed: int = 0
     ) -> Message:
-        """Starts an all-reduce of numbers; returns at once.
-
-        Args:
-            numbers: Of this rank.
-            others: What takes the place of some of them, by their place; also on the device.
-            compare: As that of `Message`.
-        """
-        tensors = {place: x for place, x in others.items() if isinstance(x, Tensor)}
-        for place in others.keys() - tensors.keys():
-            numbers[place] = float(others[place])
-        message = _on_device(numbers, self._device)
-        for place, tensor in tensors.items():
-            message[place] = tensor  # the host waits for nothing
-        if self._group is None:
-            return Message(message, None, self._tape, (), compare)
-        work = dist.all_reduce(message, group=self._group, async_op=True)
-        # A result may be thrown away unread. Its work must live until it has ended.
-        _have_ended(self._leaving)
-        self._leaving.append(work)
-        return Message(message, work, self._tape, self._ranks, compare)
-
-
-def _on_device(numbers: Sequence[float], device: torch.device) -> Tensor:
-    """Returns numbers on a device, float64 ``(numbers,)``; the host does not wait for the device.
-
-    ``torch.tensor(numbers, device=...)`` does: it copies from memory that is not pinned.
-    """
-    made = torch.tensor(numbers, dtype=torch.float64)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+        """Starts an all-reduce of this rank's numbers; returns at once."""
+        message = torch.tensor(
+            [0.0 if isinstance(x, Tensor) else float(x) for x in numbers], dtype=torch.float64
+        )
+        if self._device.type != "cpu":
+            # The host waits for nothing. `torch.tensor(..., device=...)` would make it wait: it
+            # copies from memory that is not pinned.
+            message = message.pin_memory().to(self._device, non_blocking=True)
+        for place, number in enumerate(numbers):
+            if isinstance(number, Tensor):
+                message[place] = number
+        work: dist.Work | None = None
+        if self._group is not None:
+            work = dist.all_reduce(message, group=self._group, async_op=True)
+            # A result may be thrown away unread. Its work must live until it has ended.
+            _have_ended(self._leaving)
+            self._leaving.append(work)
+        return Message(
+            message, work, self._tape, self._ranks, compare=compare, num_passed=num_passed
+        )
 
 
 def _have_ended(leaving: deque[dist.Work]) -> bool:

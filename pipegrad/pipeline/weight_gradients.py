@@ -11,10 +11,11 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from torch import Tensor, nn
 
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.pipeline.split_backward.graph import PACKED, backward_inputs
-from pipegrad.pipeline.split_backward.products import (
+from pipegrad.pipeline.split_backward import (
+    PACKED,
     WeightProduct,
     accumulate,
+    backward_inputs,
     by_parameter,
     mark,
 )
@@ -91,7 +92,7 @@ class WeightGradients:
         self._counts[stage].update({id(product.parameter) for product in waiting.products})
         self._waiting[stage, microbatch] = waiting.products
 
-    def inputs_are_final(self, stage: int, _microbatch: int) -> None:
+    def inputs_are_final(self, stage: int) -> None:
         """Passes on the final parameters of a stage whose inputs have all their gradients."""
         self._inputs_are_final.add(stage)
         counts = self._counts[stage]
@@ -102,7 +103,7 @@ class WeightGradients:
         """Computes the waiting products of a microbatch."""
         self._accumulate(stage, self._waiting.pop((stage, microbatch)))
 
-    def compute_shared(self, stage: int, _microbatch: int) -> None:
+    def compute_shared(self, stage: int) -> None:
         """Computes the waiting products of parameters that other ranks hold too.
 
         It does so for all microbatches: other ranks wait for these gradients, so they come before

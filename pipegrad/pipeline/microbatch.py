@@ -24,9 +24,8 @@ import torch
 from torch import Tensor
 
 from pipegrad.errors import StepError, level_of_caller
-from pipegrad.pipeline.batch.passed import Numbers, number_of
-from pipegrad.pipeline.batch.trees import check_kind, flattened, is_cut, leaves_of
 from pipegrad.pipeline.stage import fields_of
+from pipegrad.pipeline.trees import Numbers, check_kind, flattened, is_cut, leaves_of, number_of
 from pipegrad.pipeline.wiring import REST, Wiring
 
 _Values = dict[str, object]  # by name
@@ -128,7 +127,7 @@ class Batches:
             raise batch.error
         if batch.microbatches is None:
             given = self._by_name(batch.inputs, batch.named, batch.target)
-            self._note_passed(given)
+            self._number_passed(given)
             parts = self._cut(given, number=number, needs_target=needs_target)
         else:
             parts = self._ready(batch, needs_target=needs_target)
@@ -191,7 +190,7 @@ class Batches:
             )
         return {name: value for name, value in fields.items() if name not in others}
 
-    def _own(self, given: _Values, *, needs_target: bool) -> _Values:
+    def _taken_here(self, given: _Values, *, needs_target: bool) -> _Values:
         """Returns what the stages of this rank take, and the target of the last stage."""
         missing = [name for name in self._needed if name not in given]
         if missing:
@@ -226,7 +225,7 @@ class Batches:
         labels = {name: given[name] for name in self._labels if given.get(name) is not None}
         return next(iter(labels.values())) if len(labels) == 1 else labels or None
 
-    def _note_passed(self, given: _Values) -> None:
+    def _number_passed(self, given: _Values) -> None:
         """Makes a number of each value, whether a stage of this rank takes it or not."""
         # Each rank may compute a value with a graph by itself, with dropout of its own.
         numbers = {
@@ -249,7 +248,7 @@ class Batches:
 
     def _cut(self, given: _Values, *, needs_target: bool, number: int) -> _Parts:
         """Returns the microbatches of a batch."""
-        values = self._own(given, needs_target=needs_target)
+        values = self._taken_here(given, needs_target=needs_target)
         whole = [name for name in values if name in self._whole]
         leaves = leaves_of({name: x for name, x in values.items() if name not in whole})
         for path, leaf in leaves.items():
@@ -302,14 +301,14 @@ class Batches:
             try:
                 inputs = () if one is None else (one,)
                 given = self._by_name(inputs, batch.named, batch.target)
-                own.append(self._own(given, needs_target=needs_target))
+                own.append(self._taken_here(given, needs_target=needs_target))
                 every.append(given)
                 if own[-1].keys() != own[0].keys():
                     raise StepError("all microbatches have the same inputs, and a target or none")
             except StepError as error:
                 raise StepError(f"microbatch {number}: {error}") from None
         names = dict.fromkeys(name for given in every for name in given)
-        self._note_passed({name: [given.get(name) for given in every] for name in names})
+        self._number_passed({name: [given.get(name) for given in every] for name in names})
         self.report = dict.fromkeys(own[0], f"as given in each of {len(own)} microbatches")
         parts: _Parts = {
             name: [

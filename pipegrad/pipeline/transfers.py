@@ -11,7 +11,7 @@ rank agrees on that beforehand, and receives are posted before anybody knows it.
 link keep the same record of what crossed it (`Sizes`):
 
 - A value that looks like the one before it on its link is sent alone. Before any other value goes
-  a header (`messages`).
+  a header (`edges`).
 - Between processors a receive takes messages of up to `capacity` bytes, and a message may be
   shorter. The capacity grows when a step begins, to the largest message of the steps before. In
   the place of a larger message goes an empty one. The larger one follows, and its receive is
@@ -44,13 +44,15 @@ do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kern
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
 set before the start and cleared after the entry. Ctrl-C may also come between the end of a transfer
 and the removal of its entry. On gloo, a second wait for such a transfer would wait for one more
-message. So `note_ended` replaces it by a `Done`. An interrupt while a header is read leaves the
+message. So `record_ended` replaces it by a `Done`. An interrupt while a header is read leaves the
 transfer in doubt, too.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -59,10 +61,18 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
 from pipegrad.comm.sync_points import Done, Work
 from pipegrad.errors import StepError
-from pipegrad.pipeline.coding.coding import Codings, Position
-from pipegrad.pipeline.transfers.edges import Edges, Inbox, has_ended
-from pipegrad.pipeline.transfers.ends import End, Ends, Receive, Sizes
-from pipegrad.pipeline.transfers.messages import Key, Spec, Specs, as_bytes, header, read_header
+from pipegrad.pipeline.codings import Coding, Codings, Position
+from pipegrad.pipeline.edges import (
+    Edges,
+    Inbox,
+    Key,
+    Spec,
+    Specs,
+    as_bytes,
+    has_ended,
+    header,
+    read_header,
+)
 from pipegrad.schedules.program.program import Channel
 
 RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
@@ -70,6 +80,131 @@ FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is 
 REUSED = sync_points.Wait("transfer.reused", "a receive would overwrite what is still read")
 SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
 SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
+# Of a value, by the largest before it; any value may have the bytes.
+_MOST_GROWTH, _LARGE_BYTES = 1024, 2**30
+
+
+@dataclass(slots=True, eq=False)
+class Receive:
+    """A receive that was posted, or the memory for one.
+
+    Attributes:
+        key: Which transfer it is.
+        memory: Where the message arrives, as large as `like`.
+        like: What the memory looks like.
+        work: The receive; None between devices, until its header is there.
+        is_free: On devices, behind all that may still read the memory.
+        spec: Of a value, when it is known; None if it never comes.
+    """
+
+    key: Key
+    memory: torch.Tensor
+    like: Spec
+    work: Work | None = None
+    is_free: torch.Event | None = None
+    spec: Spec | None = None
+
+
+@dataclass(slots=True, eq=False)
+class Sizes:
+    """What crosses a link between two ranks, as both of them know it; see [Note: shapes].
+
+    Attributes:
+        spec: Of the value that crossed last. At first that of the first microbatch.
+        coding: Makes the messages; None if values cross as they are.
+        back: Of the gradients, if these or the values are encoded.
+        largest: Bytes of the largest message so far.
+        capacity: Bytes of the largest message that a posted receive takes.
+        like: What the memory of the next receive looks like.
+        unread: Of values: receives in the order of their posts, up to the first whose spec is not
+            known.
+    """
+
+    spec: Spec
+    coding: Coding | None = None
+    back: Sizes | None = None
+    largest: int = 0
+    capacity: int = 0
+    like: Spec = field(init=False)
+    unread: deque[Receive] = field(default_factory=deque)
+
+    def __post_init__(self) -> None:
+        self.record(self.spec)
+        self.grow()
+
+    def on_wire(self, spec: Spec) -> Spec:
+        """Returns what the message of a value looks like."""
+        return spec if self.coding is None else self.coding.on_wire(spec)
+
+    def check_size(self, spec: Spec) -> None:
+        """Refuses a value before memory is made for it; both ends of a link have the same limit.
+
+        Raises:
+            StepError: If it is far larger than all values that crossed the link before.
+        """
+        most = max(_LARGE_BYTES, _MOST_GROWTH * max(self.largest, self.spec.nbytes))
+        if spec.nbytes > most:
+            raise StepError(
+                f"a value is {spec}, {spec.nbytes} bytes, and those before it had "
+                f"{self.spec.nbytes}: expected at most {most}. If that is meant, begin with a "
+                f"larger one"
+            )
+
+    def ask(self, spec: Spec) -> None:
+        """Asks the codecs of both directions about a value, so that `record` cannot fail.
+
+        Raises:
+            Exception: What a codec raises.
+        """
+        self.on_wire(spec)
+        if self.back is not None:
+            self.back.ask(spec)
+
+    def record(self, spec: Spec) -> None:
+        """Notes what crosses the link; both of its ranks do so for every value, in one order."""
+        self.spec = spec
+        self.largest = max(self.largest, self.on_wire(spec).nbytes)
+        self._fit()
+        if self.back is not None:
+            self.back.record(spec)
+
+    def grow(self) -> None:
+        """Lets receives take the largest messages so far. Called when a step begins."""
+        # Both ranks know the same messages here: in a step that failed, they have made all
+        # transfers, too. So a sender knows how much its receiver takes.
+        if self.capacity != self.largest:
+            self.capacity = self.largest
+            self._fit()
+        if self.back is not None:
+            self.back.grow()
+
+    def _fit(self) -> None:
+        self.like = self.on_wire(self.spec)
+        if self.like.nbytes != self.capacity:
+            self.like = Spec((self.capacity,), torch.uint8, differentiable=False)
+
+
+@dataclass(frozen=True)
+class End:
+    """This rank's end of a channel that something crosses.
+
+    Attributes:
+        group: Where its messages go.
+        peer: The rank there.
+        host: Where headers go.
+        host_peer: The rank there.
+        inbox: The headers of the edge, if the channel ends here.
+        sizes: The same for a value and its gradient, unless one of them is encoded.
+        is_value: Whether values cross it, and not gradients.
+    """
+
+    group: dist.ProcessGroup
+    peer: int
+    host: dist.ProcessGroup
+    host_peer: int
+    inbox: Inbox
+    sizes: Sizes
+    is_value: bool
 
 
 class PeerFailedError(StepError):
@@ -92,7 +227,6 @@ class Transfers:
         codings: Which values cross in fewer bytes; see [Note: codecs].
 
     Attributes:
-        ends: This rank's ends of the channels.
         is_in_doubt: Whether a transfer may have been started that is in no table.
     """
 
@@ -108,19 +242,59 @@ class Transfers:
         self._num_channels = len(channels)
         self._device = device
         self._is_tagged = edges.is_tagged
-        self.ends = Ends(channels, edges, specs, codings)
-        self._ends = self.ends.known
+        self._edges = edges
+        self._specs = specs
+        self._codings = codings
+        self._ends: dict[int, End | None] = {}  # that were used; None: nothing will ever cross
+        self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
         self.is_in_doubt = False
         self._inbound = (  # the stream of receives on devices
             None if edges.is_tagged else sync_points.in_use.stream(device, "pipegrad receives")
         )
         self._receiving: dict[Key, Receive] = {}
-        self._said: dict[Key, Spec | None] = {}  # by headers; None of what never comes
+        self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
+
+    def grow(self) -> None:
+        """Lets receives take the largest messages so far. Called when a step begins."""
+        for sizes in self._sizes.values():
+            sizes.grow()
+
+    def _end(self, number: int, *, sends: bool = False) -> End | None:
+        """Returns this rank's end of a channel, which is made when it is first used.
+
+        Args:
+            number: Of the channel.
+            sends: Whether the channel begins here.
+        """
+        channel = link, kind, source, target = self._channels[number]
+        other = target if sends else source
+        spec = self._specs.of_send(channel) if sends else self._specs.of_receive(channel)
+        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
+        # they have the same spec: a gradient comes back only for a differentiable value.
+        if spec is None or (kind == "B" and not spec.differentiable):
+            self._ends[number] = None
+            return None
+        if (link, other) not in self._sizes:
+            # The same codings in both directions: those of a hop.
+            forth = self._codings.of(source, target, "activations")
+            back = self._codings.of(source, target, "gradients")
+            apart = None if forth is None and back is None else Sizes(spec, back)
+            self._sizes[link, other] = Sizes(spec, forth, apart)
+        sizes, edges = self._sizes[link, other], self._edges
+        serving = edges.to(other, channel) if sends else edges.of(other, channel)
+        end = self._ends[number] = End(
+            *serving,
+            *(serving if self._is_tagged else edges.host(other)),
+            edges.inbox(other, channel),
+            sizes if kind == "F" or sizes.back is None else sizes.back,
+            is_value=kind == "F",
+        )
+        return end
 
     def post(self, channel: int, microbatch: int) -> None:
         """Starts a receive; between devices that of its header."""
-        end = self._ends[channel] if channel in self._ends else self.ends.of_receive(channel)
+        end = self._ends[channel] if channel in self._ends else self._end(channel)
         if end is None:
             return
         self.is_in_doubt = True  # see [Note: interrupts]
@@ -162,7 +336,7 @@ class Transfers:
         receive, end = self._receiving[key], self._ends[channel]
         assert end is not None
         sizes, inbox = end.sizes, end.inbox
-        while not (self._is_tagged or key in self._said):
+        while not (self._is_tagged or key in self._announced):
             self._read_header(inbox)
         assert receive.work is not None
         RECEIVED(receive.work)
@@ -175,9 +349,9 @@ class Transfers:
                 self._look(sizes)
             spec = receive.spec
         else:
-            spec = self._checked(key, known) if key in self._said else known
-        if key in self._said:
-            del self._said[key]
+            spec = self._checked(key, known) if key in self._announced else known
+        if key in self._announced:
+            del self._announced[key]
         else:
             inbox.spare += 1
         del self._receiving[key]
@@ -199,7 +373,7 @@ class Transfers:
         self.is_in_doubt = True
         key, spec = read_header(words)
         inbox.take()
-        self._said[key] = spec
+        self._announced[key] = spec
         if not self._is_tagged:
             self._receive(key, spec)
         self.is_in_doubt = False
@@ -235,10 +409,10 @@ class Transfers:
         Raises:
             StepError: If the header says something else than is known.
         """
-        said = self._said[key]
-        if said is not None and (known is None or said[:2] != known[:2]):
-            raise StepError(f"a gradient is {said}, and its value is {known}")
-        return None if said is None else known
+        announced = self._announced[key]
+        if announced is not None and (known is None or announced[:2] != known[:2]):
+            raise StepError(f"a gradient is {announced}, and its value is {known}")
+        return None if announced is None else known
 
     def _look(self, sizes: Sizes) -> None:
         """Finds out what the first unread value of a link looks like, and notes it.
@@ -247,11 +421,11 @@ class Transfers:
             StepError: If it is too large.
         """
         receive = sizes.unread.popleft()
-        receive.spec = self._said.get(receive.key, sizes.spec)
-        if receive.key in self._said and receive.spec is not None:
+        receive.spec = self._announced.get(receive.key, sizes.spec)
+        if receive.key in self._announced and receive.spec is not None:
             receive.spec = receive.spec._replace(differentiable=sizes.spec.differentiable)
             sizes.check_size(receive.spec)
-            sizes.note(receive.spec)
+            sizes.record(receive.spec)
 
     def _decoded(self, sizes: Sizes, message: torch.Tensor, spec: Spec) -> torch.Tensor:
         """Returns the value of an encoded message.
@@ -291,7 +465,7 @@ class Transfers:
 
         Sync: the send waits for the current stream. The tensor is held until `release`.
         """
-        end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
+        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
         key, sizes, like = (channel, microbatch), end.sizes, spec
@@ -340,7 +514,7 @@ class Transfers:
             # the next one is right.
             end.sizes.ask(spec)
             self.is_in_doubt = True
-            end.sizes.note(spec)
+            end.sizes.record(spec)
         return head
 
     def _start(
@@ -371,7 +545,7 @@ class Transfers:
 
     def send_failed(self, channel: int, microbatch: int) -> None:
         """Sends in the place of a value or a gradient that it will never come."""
-        end = self._ends[channel] if channel in self._ends else self.ends.of_send(channel)
+        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
         key = channel, microbatch
@@ -380,18 +554,14 @@ class Transfers:
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
         self.is_in_doubt = False
 
-    def receive_and_drop(self, channel: int, microbatch: int, known: Spec | None) -> None:
-        """Waits for a receive that no stage will read."""
-        self.wait(channel, microbatch, known)
-
-    def note_ended(self) -> None:
+    def record_ended(self) -> None:
         """Notes which transfers have ended; see [Note: interrupts]."""
         for receive in self._receiving.values():
             if has_ended(receive.work):
                 receive.work = Done()
         for end in self._ends.values():
             if end is not None:
-                end.inbox.note_ended()
+                end.inbox.record_ended()
         for key, messages in self._sending.items():
             self._sending[key] = [(Done() if has_ended(w) else w, held) for w, held in messages]
 

@@ -1,1 +1,0 @@
-"""Is a handler right? `contract` has the checks, `rehearsed` and `scenario` run the handler."""
