@@ -33,9 +33,8 @@ from pipegrad.plugins.options import complaints_of
 from pipegrad.plugins.registry import Registry, ResolvedPlugin
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
+from pipegrad.schedules.measured import Choice as ScheduleChoice
 from pipegrad.schedules.measured import MeasuredGenerator
-from pipegrad.simulation.auto import Auto
-from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import dataset_of
@@ -293,7 +292,7 @@ class Job:
     def choice(self) -> ScheduleChoice | None:
         """Why the schedule was chosen; None if the configuration names one."""
         plugin = self.generator.plugin
-        if not isinstance(plugin, Auto) or plugin.wants_times:
+        if not isinstance(plugin, MeasuredGenerator):
             return None
         number = self.config.parallel.microbatches
         return plugin.choice(num_ranks=self.pipeline, num_microbatches=number)

@@ -11,7 +11,8 @@ from pipegrad import schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
-from pipegrad.simulation.choose import Candidate, Choice, choose, merged_stages
+from pipegrad.schedules.measured import Candidate, Choice
+from pipegrad.simulation.choose import choose, merged_stages
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 
 MIB = 2**20
