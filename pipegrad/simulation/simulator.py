@@ -17,12 +17,9 @@ from pipegrad.schedules.program.program import (
     Program,
 )
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.engine.collectives import Collectives
-from pipegrad.simulation.engine.events import Event, Events
-from pipegrad.simulation.engine.memory import Memory
-from pipegrad.simulation.engine.messages import Messages
-from pipegrad.simulation.engine.network import FairNetwork
-from pipegrad.simulation.engine.recording import Recording
+from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
+from pipegrad.simulation.engine.ledger import Memory, Recording
+from pipegrad.simulation.engine.transport import Collectives, Job, Messages
 from pipegrad.simulation.timeline import Span, Timeline
 
 # Plain integers: comparing with members of an enum takes far longer.
@@ -241,7 +238,8 @@ class _Run:
         self._memory.begin(begin, number, stage, kind)
         for collective, share in self._collectives.launches[number].get(rank.position, ()):
             leaves = begin + share * (end - begin)
-            self._events.at(leaves, self._collectives.launch, step, collective, number)
+            job = Job(step, collective, is_sync=False)
+            self._events.at(leaves, self._collectives.come, job, number)
         rank.position += 1
         self._events.at(end, self._end_compute, rank, stage, kind, microbatch)
 
@@ -265,7 +263,7 @@ class _Run:
             return self._sleep(now, rank, ("receive" if op == _RECEIVE else "send", *key))
         arrived.remove(key)
         if op == _RELEASE:
-            self._memory.release(now, rank.number, channel)
+            self._memory.send(now, rank.number, channel, sign=-1)
         self._recording.transfer(
             rank.number,
             "wait for receive" if op == _RECEIVE else "wait for send",
@@ -282,7 +280,7 @@ class _Run:
         if not rank.has_finished:
             self._finish(now, rank)
             return False
-        self._collectives.publish(now, rank.step, number, rank.number)
+        self._collectives.come(now, Job(rank.step, number, is_sync=True), rank.number)
         return True
 
     def _sleep(self, now: float, rank: _Rank, event: Event) -> bool:

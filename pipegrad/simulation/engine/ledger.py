@@ -1,4 +1,4 @@
-"""Memory: the bytes that each rank of a simulation holds."""
+"""Ledger: what each rank of a simulation did, and the bytes that it held."""
 
 from __future__ import annotations
 
@@ -7,7 +7,59 @@ from collections import defaultdict
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.program.rank_links import RankLinks
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.timeline import MemoryPoint
+from pipegrad.simulation.timeline import MemoryPoint, Span, SpanKind
+
+
+class Recording:
+    """Collects spans; does nothing if no timeline is wanted.
+
+    Attributes:
+        spans: What was recorded; None if nothing is.
+    """
+
+    def __init__(self, program: Program, *, records: bool) -> None:
+        self._program = program
+        self.spans: list[Span] | None = [] if records else None
+
+    def note(self, rank: int, kind: SpanKind, begin: float, end: float, step: int) -> None:
+        """Records what a rank did, without any further fact."""
+        if self.spans is not None and end > begin:
+            self.spans.append(Span(rank, kind, begin, end, step))
+
+    def compute(self, span: Span) -> None:
+        """Records an action, also if it takes no time."""
+        if self.spans is not None:
+            self.spans.append(span)
+
+    def transfer(
+        self,
+        rank: int,
+        kind: SpanKind,
+        begin: float,
+        end: float,
+        step: int,
+        *,
+        channel: int,
+        microbatch: int,
+    ) -> None:
+        """Records a transfer, or a wait of one of its two ranks."""
+        if self.spans is None or (end <= begin and kind != "transfer"):
+            return
+        link, _, source, target = self._program.channels[channel]
+        peer = source if rank == target else target
+        label = self._program.transfer(channel, microbatch)
+        stage = self._program.links[link].producer
+        span = Span(rank, kind, begin, end, step, stage, microbatch, peer, channel, label)
+        self.spans.append(span)
+
+    def collective(
+        self, rank: int, kind: SpanKind, begin: float, end: float, *, step: int, number: int
+    ) -> None:
+        """Records a reduction, a parameter sync, or the wait for one."""
+        if self.spans is not None and end > begin:
+            label = self._program.collectives[number].name
+            self.spans.append(Span(rank, kind, begin, end, step, which=number, label=label))
+
 
 _FORWARD, _BACKWARD, _INPUTS, _WEIGHTS = range(4)  # kinds, as COMPUTE encodes them
 
@@ -28,10 +80,8 @@ class Memory:
         self._program = program
         self._stages = costs.stages
         # Of a value of each channel. Also if its message is shorter, the value is held.
-        self._num_bytes = [
-            costs.stages[program.links[c.link].producer].outputs.get(program.links[c.link].name, 0)
-            for c in program.channels
-        ]
+        links = [program.links[channel.link] for channel in program.channels]
+        self._num_bytes = [costs.stages[x.producer].outputs.get(x.name, 0) for x in links]
         ranks = range(program.schedule.num_ranks)
         self._held = [0] * len(ranks)
         for stage, rank in enumerate(program.schedule.stage_to_rank):
@@ -57,15 +107,10 @@ class Memory:
         """A receive buffer is taken."""
         self._add(now, rank, self._num_bytes[channel])
 
-    def send(self, now: float, rank: int, channel: int) -> None:
-        """A gradient is sent."""
+    def send(self, now: float, rank: int, channel: int, *, sign: int = 1) -> None:
+        """A message is sent, or released by `sign` -1; an activation is held anyway."""
         if self._program.channels[channel].kind == "B":
-            self._add(now, rank, self._num_bytes[channel])
-
-    def release(self, now: float, rank: int, channel: int) -> None:
-        """A sent gradient is freed."""
-        if self._program.channels[channel].kind == "B":
-            self._add(now, rank, -self._num_bytes[channel])
+            self._add(now, rank, sign * self._num_bytes[channel])
 
     def begin(self, now: float, rank: int, stage: int, kind: int) -> None:
         """An action begins; a forward fills its activations."""
@@ -85,8 +130,8 @@ class Memory:
         elif kind == _WEIGHTS:
             freed = costs.factor_bytes
         if kind in (_BACKWARD, _INPUTS):
-            for _, channels, _, _ in self._links[rank].produced.get(stage, ()):
-                freed += sum(self._num_bytes[channel] for channel in channels)
+            produced = self._links[rank].produced.get(stage, ())
+            freed += sum(self._num_bytes[c] for _, channels, _, _ in produced for c in channels)
         if kind in (_BACKWARD, _WEIGHTS) or forward_only:
             freed += self._read(rank, stage, step, microbatch)
         self._add(now, rank, -freed)

@@ -1,4 +1,4 @@
-"""Collectives: reductions and parameter syncs on the comm streams of a simulation."""
+"""Transport: the messages and collectives of a simulation, and what they wait for."""
 
 from __future__ import annotations
 
@@ -7,12 +7,109 @@ from functools import partial
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from pipegrad.schedules.program.program import Op, Program
+from pipegrad.schedules.program.program import MICROBATCH_BITS, MICROBATCH_MASK, Op, Program
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.engine.events import Event, Events
-from pipegrad.simulation.engine.network import FairNetwork
-from pipegrad.simulation.engine.recording import Recording
+from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
+from pipegrad.simulation.engine.ledger import Recording
 from pipegrad.simulation.timeline import SpanKind
+
+Key = tuple[int, int]  # a step, and a transfer as items encode it
+
+
+class Messages:
+    """A message begins when it is sent, its receive is posted, and its edge is free.
+
+    An edge is an ordered pair of ranks. It is one connection, so its messages go one by one. Skips
+    have another one; see [Note: skips] in `program`.
+
+    Attributes:
+        crossings: For each channel what a value costs that crosses it.
+        arrived: What has arrived.
+        delivered: What has arrived, and was not freed by the sender yet.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        *,
+        events: Events,
+        network: FairNetwork,
+        recording: Recording,
+    ) -> None:
+        self._program = program
+        self._costs = costs.network
+        self._events = events
+        self._network = network
+        self._recording = recording
+        self.crossings = [costs.crossing(program.links[c.link], c) for c in program.channels]
+        # When a receive was posted and not sent, or the other way round. It may lie ahead of the
+        # event in which it was noted, because hosts take time for messages.
+        self._posted = dict[Key, float]()
+        self._sent = dict[Key, float]()
+        self.arrived = set[Key]()
+        self.delivered = set[Key]()
+        # By source, target, and whether it is the connection of skips.
+        self._queues = defaultdict[tuple[int, int, bool], deque[tuple[Key, float]]](deque)
+
+    def post(self, now: float, step: int, transfer: int) -> None:
+        """The receiver is ready."""
+        key = step, transfer
+        if key in self._sent:
+            self._enqueue(max(now, self._sent.pop(key)), key)
+        else:
+            self._posted[key] = now
+
+    def send(self, now: float, step: int, transfer: int) -> None:
+        """The sender is ready."""
+        key = step, transfer
+        if key in self._posted:
+            self._enqueue(max(now, self._posted.pop(key)), key)
+        else:
+            self._sent[key] = now
+
+    def _enqueue(self, ready: float, key: Key) -> None:
+        queue = self._queue(key[1] >> MICROBATCH_BITS)
+        queue.append((key, ready))
+        if len(queue) == 1:
+            self._events.at(ready, self._begin, key)
+
+    def _queue(self, number: int) -> deque[tuple[Key, float]]:
+        """Returns what is on the way on the connection of a channel, and waits for it."""
+        channel = self._program.channels[number]
+        return self._queues[channel.source, channel.target, channel in self._program.skips]
+
+    def _begin(self, now: float, key: Key) -> None:
+        number = key[1] >> MICROBATCH_BITS
+        _, _, source, target = self._program.channels[number]
+        then = partial(self._leave, key=key, begin=now)
+        self._network.begin(now, source, target, self.crossings[number].num_bytes, then)
+
+    def _leave(self, now: float, key: Key, begin: float) -> None:
+        """Its last byte has left; it arrives after the latency of its link."""
+        step, transfer = key
+        number, microbatch = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
+        _, _, source, target = self._program.channels[number]
+        queue = self._queue(number)
+        queue.popleft()
+        if queue:
+            following, ready = queue[0]
+            self._events.at(max(now, ready), self._begin, following)
+        there = now + self._costs.link(source, target).latency_seconds
+        self._recording.transfer(
+            source, "transfer", begin, there, step, channel=number, microbatch=microbatch
+        )
+        if there > now:
+            self._events.at(there, self._arrive, key)
+        else:
+            self._arrive(now, key)
+
+    def _arrive(self, now: float, key: Key) -> None:
+        self.arrived.add(key)
+        self.delivered.add(key)
+        self._events.wake(now, ("receive", *key))
+        self._events.wake(now, ("send", *key))
+
 
 # How often a ring of n ranks is gone round: n-1 messages one after the other, (n-1)/n of the bytes.
 _RINGS = {"all-reduce": 2, "reduce-scatter": 1}
@@ -59,21 +156,19 @@ class Collectives:
         self._flows = dict[Job, int]()  # of the present round, still on their way
         self._done = set[Job]()
         ranks = range(len(program.items))
-        tables = [_launches(program, rank, costs) for rank in ranks]
-        self.launches = tables
-        self._own = [[n for own in table.values() for n, _ in own] for table in tables]
+        self.launches = [_launches(program, rank, costs) for rank in ranks]
+        self._own = [[n for own in table.values() for n, _ in own] for table in self.launches]
         self._readers = defaultdict[int, list[int]](list)  # stage -> syncs that write to it
         for number, collective in enumerate(program.collectives):
             for stage in collective.readers:
                 self._readers[stage].append(number)
 
-    def launch(self, now: float, step: int, number: int, rank: int) -> None:
-        """The gradients of a rank are complete."""
-        self._come(now, Job(step, number, is_sync=False), rank)
-
-    def publish(self, now: float, step: int, number: int, rank: int) -> None:
-        """A rank has stepped its parameters."""
-        self._come(now, Job(step, number, is_sync=True), rank)
+    def come(self, now: float, job: Job, rank: int) -> None:
+        """A rank comes to a job: its gradients are complete, or its optimizer has ended."""
+        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        queue.append(job)
+        if len(queue) == 1:
+            self._reach(now, job, rank)
 
     def unfinished(self, step: int, rank: int) -> Job | None:
         """Returns a reduction of a rank that has not ended."""
@@ -86,12 +181,6 @@ class Collectives:
             return None
         jobs = (Job(step - 1, number, is_sync=True) for number in self._readers.get(stage, ()))
         return next((job for job in jobs if step > 0 and job not in self._done), None)
-
-    def _come(self, now: float, job: Job, rank: int) -> None:
-        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
-        queue.append(job)
-        if len(queue) == 1:
-            self._reach(now, job, rank)
 
     def _reach(self, now: float, job: Job, rank: int) -> None:
         """The job is the next of a rank's comm stream; with the last that it needs, it begins."""
