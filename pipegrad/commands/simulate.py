@@ -193,7 +193,7 @@ def _uniform(
 
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
-    from pipegrad.simulation.explain.words import in_time
+    from pipegrad.simulation.timeline import in_time
     from pipegrad.train.summary.explained import rendered
     from pipegrad.train.tables import make_console
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pipegrad.printable import printable
-from pipegrad.simulation.explain.words import in_percent, in_time
-from pipegrad.simulation.timeline import COMPUTE, Timeline
+from pipegrad.simulation.timeline import COMPUTE, Timeline, in_percent, in_time
 
 _EQUAL = 5e-4  # a difference that rounds to 0.0 %
 

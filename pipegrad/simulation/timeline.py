@@ -278,3 +278,27 @@ def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[Me
             yield MemoryPoint(point.seconds - begin, point.num_bytes)
     if before is not None:
         yield MemoryPoint(0.0, before.num_bytes)
+
+
+# As people read them.
+
+
+def in_time(seconds: float) -> str:
+    """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85.0 us``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * size:  # what is rounded up to a unit is said in it
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def in_percent(share: float) -> str:
+    """Returns a share of 1 in percent, with one digit behind the point below ten percent."""
+    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def _three_digits(number: float) -> str:
+    if abs(number) >= 1e6:
+        return f"{number:.2e}"
+    if abs(number) >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"

@@ -12,8 +12,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
-from pipegrad.simulation.explain.words import in_time
-from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
+from pipegrad.simulation.timeline import COMPUTE, WAITS, Span, in_time
 
 PathKind = Literal[
     "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"

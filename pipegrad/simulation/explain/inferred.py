@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice, pairwise
@@ -16,16 +17,20 @@ from pipegrad.simulation.costs import (
     CollectiveCosts,
     Costs,
     HostCosts,
+    LinkCosts,
+    Network,
     StageCosts,
-)
-from pipegrad.simulation.explain.inferred_network import (
-    GRADIENT,
-    NOMINAL_RATE,
-    network_of,
-    value_of,
 )
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, Span
+
+# A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that
+# what-ifs can change sizes and rates.
+_NOMINAL_RATE = 1e9
+_SHARED = 1.15  # if transfers take longer than this beside others, they share a NIC
+_GRADIENT = "gradient of "
+_Value = tuple[str, int]  # a name, and the stage that makes it
+_Way = tuple[_Value, int, int]  # a value, or its gradient, and the ranks at its ends
 
 
 def program_of(lookup: Lookup, step: int) -> Program:
@@ -74,16 +79,22 @@ def costs_of(lookup: Lookup) -> Costs:
     have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. If
     transfers take longer beside others of their ranks, NICs limit them. Memory is not known.
     """
-    sizes, network = network_of(lookup)
+    ways, is_shared = _way_seconds(lookup)
+    sizes = dict[_Value, int]()
+    for (value, _, _), time in ways.items():
+        sizes.setdefault(value, max(1, round(time * _NOMINAL_RATE)))
     stages = tuple(_stages(lookup, sizes))
     collectives = {
         name: CollectiveCosts(
-            num_bytes=round(seconds.get("reduction", 0.0) * NOMINAL_RATE),
+            num_bytes=round(seconds.get("reduction", 0.0) * _NOMINAL_RATE),
             seconds=seconds.get("reduction", 0.0),
             sync_seconds=seconds.get("parameter sync", 0.0),
         )
         for name, seconds in _collective_seconds(lookup).items()
     }
+    links = tuple(_edges(ways, sizes))
+    rate = max((link.bytes_per_second for link in links), default=math.inf)
+    network = Network(nic_bytes_per_second=rate if is_shared else math.inf, links=links)
     return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
 
 
@@ -97,10 +108,10 @@ def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator
     readers = _readers(own)
     for span in lookup.spans:
         sent = span.step == step and span.kind in ("transfer", "wait for receive")
-        if sent and span.label.startswith(GRADIENT):
-            returned.add(value_of(span.label))
+        if sent and span.label.startswith(_GRADIENT):
+            returned.add(_value_of(span.label))
         elif sent:
-            value = value_of(span.label)
+            value = _value_of(span.label)
             target = span.peer if span.kind == "transfer" else span.rank
             # The first stage of the receiving rank that comes after the producer reads it.
             later = (s for s in readers.get((target, span.microbatch), ()) if s > value[1] >= 0)
@@ -167,7 +178,64 @@ def _final(computes: Sequence[Span], begin: float) -> set[int]:
     return final or set(last)
 
 
+def _value_of(label: str) -> _Value:
+    """Returns the name and the producer of ``x of 0F3``, or of ``gradient of x of 0F3``.
+
+    The producer is -1 if the label is something else.
+    """
+    name, _, action = label.removeprefix(_GRADIENT).rpartition(" of ")
+    stage = action.partition("F")[0]
+    return name, int(stage) if stage.isdecimal() else -1
+
+
 # What it took.
+
+
+def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
+    """Returns how long each value takes over each link, and whether links share a NIC.
+
+    They do if transfers take longer while another link of one of their ranks is in use.
+    """
+    transfers = [span for span in lookup.spans if span.kind == "transfer"]
+    crowded = _crowded(transfers)
+    tables = [defaultdict[_Way, list[float]](list) for _ in range(3)]
+    for span in transfers:
+        which = (span in crowded) if lookup.has_end(span) else 2
+        way = _value_of(span.label), span.rank, span.peer
+        tables[which][way].append(lookup.transfer_seconds(span))
+    alone, beside = ({way: median(own) for way, own in table.items()} for table in tables[:2])
+    slower = [beside[way] / alone[way] for way in beside if alone.get(way, 0.0) > 0]
+    ways = beside | alone
+    # Where no receiver ever waited, all that is known is that no transfer took longer, and what
+    # takes the same bytes the other way.
+    for (value, source, target), own in tables[2].items():
+        back = ways.get((value, target, source), min(own))
+        ways.setdefault((value, source, target), min(*own, back))
+    return ways, bool(slower) and median(slower) > _SHARED
+
+
+def _crowded(transfers: Iterable[Span]) -> set[Span]:
+    """Returns transfers that were on their way while another link of a NIC had one."""
+    crowded = set[Span]()
+    nics = defaultdict[tuple[str, int], list[Span]](list)
+    for span in sorted(transfers, key=attrgetter("begin", "end")):
+        for nic in (("out", span.rank), ("in", span.peer)):
+            others = [other for other in nics[nic] if other.end > span.begin]
+            for other in others:
+                if (other.rank, other.peer) != (span.rank, span.peer):
+                    crowded |= {span, other}
+            nics[nic] = [*others, span]
+    return crowded
+
+
+def _edges(ways: Mapping[_Way, float], sizes: Mapping[_Value, int]) -> Iterator[LinkCosts]:
+    seconds, num_bytes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
+    for (value, *edge), time in ways.items():
+        seconds[tuple(edge)] += time
+        num_bytes[tuple(edge)] += sizes[value]
+    for edge, time in seconds.items():
+        if time > 0:
+            yield LinkCosts(*edge, bytes_per_second=num_bytes[edge] / time)
 
 
 def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[StageCosts]:

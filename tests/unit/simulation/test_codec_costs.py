@@ -12,7 +12,6 @@ from pipegrad.pipeline.coding.choice import choice_of
 from pipegrad.schedules import build, lower
 from pipegrad.simulation.choose import times_of
 from pipegrad.simulation.costs import CodecCosts, Costs, LinkCosts, Network, StageCosts
-from pipegrad.simulation.explain import what_ifs
 from pipegrad.simulation.simulator import simulate
 
 STAGE = StageCosts(forward_seconds=1.0, backward_seconds=2.0, outputs={"x": 1000})
@@ -40,7 +39,6 @@ def test_the_times_of_hops_have_codecs_in_them_also_in_a_file() -> None:
     assert seconds(CodecCosts((1, 2), "activations", share=0.1)) == seconds()  # of another hop
     costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
     assert times_of(costs).hop_seconds == pytest.approx(((0.55 + 1.2) / 2,))
-    assert what_ifs._times(PROGRAM, costs) == times_of(costs)
     assert Costs.from_json(costs.to_json()) == costs
     assert "codecs" not in Costs((STAGE,)).to_json()
 

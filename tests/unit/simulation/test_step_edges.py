@@ -8,8 +8,8 @@ from pipegrad.schedules import build, lower
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.critical_path import critical_path
+from pipegrad.simulation.explain.explanation import what_ifs
 from pipegrad.simulation.explain.lookup import Lookup
-from pipegrad.simulation.explain.what_ifs import what_ifs
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import MemoryPoint, Span, Timeline
 

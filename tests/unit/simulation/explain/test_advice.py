@@ -12,10 +12,8 @@ from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
-from pipegrad.simulation.explain.advice import Advice, advise
-from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.explain.explanation import Advice, advise, explain
 from pipegrad.simulation.explain.inferred import costs_of, program_of
-from pipegrad.simulation.explain.inferred_network import network_of
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Span, Timeline
@@ -151,9 +149,9 @@ def test_the_way_back_tells_the_time_of_a_way_on_which_nobody_waits() -> None:
         Span(1, "transfer", 20, 22, 0, 0, 0, 0, 1, "gradient of x of 0F0"),
         Span(0, "wait for receive", 20, 22, 0, 0, 0, 1, 1, "gradient of x of 0F0"),
     )
-    sizes, network = network_of(Lookup(Timeline("", "measured", 2, (0, 1), 1, spans, (22.0,))))
-    assert network.seconds(0, 1, sizes["x", 0]) == pytest.approx(2)
-    assert network.seconds(1, 0, sizes["x", 0]) == pytest.approx(2)
+    costs = costs_of(Lookup(Timeline("", "measured", 2, (0, 1), 1, spans, (22.0,))))
+    assert costs.hop_seconds(0, 1, "F") == pytest.approx(2)
+    assert costs.hop_seconds(1, 0, "B") == pytest.approx(2)
 
 
 def test_several_stages_on_a_rank() -> None:

@@ -1,10 +1,10 @@
-"""Times, shares and actions as people read them."""
+"""Times and shares as people read them."""
 
 from __future__ import annotations
 
 import pytest
 
-from pipegrad.simulation.explain.words import in_list, in_percent, in_time
+from pipegrad.simulation.timeline import in_percent, in_time
 
 
 @pytest.mark.parametrize(
@@ -29,10 +29,3 @@ def test_times(seconds: float, text: str) -> None:
 def test_shares() -> None:
     shares = [0, 0.004, 0.0994, 0.0996, 0.5, 1]
     assert list(map(in_percent, shares)) == ["0.0 %", "0.4 %", "9.9 %", "10 %", "50 %", "100 %"]
-
-
-def test_lists() -> None:
-    assert in_list(["0F2"]) == "0F2"
-    assert in_list(["0F2", "0B0"]) == "0F2 and 0B0"
-    assert in_list(["0F2", "0B0", "0F3"]) == "0F2, 0B0 and 0F3"
-    assert in_list(["0F2", "0B0", "0F3", "0B1"]) == "4 actions from 0F2 to 0B1"
