@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.messages import backend_of
-from pipegrad.observe.clocks import Reading, read_clock
 from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
+from pipegrad.observe.recording import Reading, read_clock
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.schedules.program.program import Channel
 from pipegrad.simulation.costs import Costs, Network, StageCosts

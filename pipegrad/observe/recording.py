@@ -5,25 +5,140 @@ with pipegrad.record(scheduler) as recording:
         scheduler.step(x, target=y)
         optimizer.step()
 recording.timeline().save(Path("timeline.json"))
+
+Ranks of one machine share `time.perf_counter`. Others do not, and their clocks drift. The first
+rank of a pipeline answers each other rank with its time. The answer was made between the question
+and its arrival, so the fastest of some round trips bounds the error by half of its time.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.clocks import Clock, Reading, clocks_of, read_clock
-from pipegrad.observe.recorder import Own, StepRecorder
-from pipegrad.observe.stamps import stamps_of
+from pipegrad.observe.links import machine_name
+from pipegrad.observe.step_recorder import Own, StepRecorder, stamps_of
 from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.schedules.program.program import Program
 from pipegrad.simulation.timeline import ON_RANK, Span, Timeline
+
+_PINGS = 32
+ANSWERED = sync_points.WaitWork("clocks.answered", "a time is read that is still arriving")
+
+Ping = Callable[[], float]  # asks the first rank; returns its time
+
+
+class Reading(NamedTuple):
+    """What a rank found at one time.
+
+    Attributes:
+        seconds: By its own clock.
+        offset: What to add to its clock to have that of the first rank.
+        error: The offset is wrong by at most so much.
+        machine: Ranks with the same one share a clock; "" if that is not known.
+    """
+
+    seconds: float
+    offset: float = 0.0
+    error: float = 0.0
+    machine: str = ""
+
+
+class Clock(NamedTuple):
+    """The clock of one rank, from a reading before a run to one after it."""
+
+    before: Reading
+    after: Reading
+
+    def aligned(self, seconds: float) -> float:
+        """Returns a time of this clock by the clock of the first rank; the drift is even."""
+        (begin, first, *_), (end, last, *_) = self
+        share = (seconds - begin) / (end - begin) if end > begin else 1.0
+        return seconds + first + (last - first) * share
+
+
+def clocks_of(before: Sequence[Reading], after: Sequence[Reading]) -> tuple[Clock, ...]:
+    """Returns the clock of each rank, of the readings of all ranks."""
+    return tuple(
+        Clock(
+            *(
+                _shared(reading, of_all[0])
+                for reading, of_all in zip(pair, (before, after), strict=True)
+            )
+        )
+        for pair in zip(before, after, strict=True)
+    )
+
+
+def _shared(reading: Reading, first: Reading) -> Reading:
+    """Returns a reading without an offset, if the rank shares the clock of the first rank."""
+    # A container may have a clock of its own. Then the offset is larger than its error.
+    is_shared = reading.machine == first.machine != "" and abs(reading.offset) <= reading.error
+    return reading._replace(offset=0.0, error=0.0) if is_shared else reading
+
+
+def read_clock(edges: Edges, rank: int, num_ranks: int) -> Reading:
+    """Returns how far this rank's clock is from that of the first rank of its pipeline.
+
+    All ranks of the pipeline call it, between steps.
+
+    Args:
+        edges: The communicators of the pipeline.
+        rank: The pipeline rank.
+        num_ranks: Of the pipeline.
+    """
+    machine = machine_name()
+    if rank == 0:
+        for peer in range(1, num_ranks):
+            group, peer_there = edges.host(peer)
+            for _ in range(_PINGS):
+                _receive(group, peer_there)
+                _send(group, peer_there, time.perf_counter())
+        return Reading(time.perf_counter(), machine=machine)
+    group, first = edges.host(0)
+
+    def ping() -> float:
+        _send(group, first, 0.0)
+        return _receive(group, first)
+
+    return fastest(ping, machine)
+
+
+def fastest(ping: Ping, machine: str) -> Reading:
+    """Returns the reading of the fastest of some round trips."""
+    best = Reading(0.0, 0.0, float("inf"))
+    for _ in range(_PINGS):
+        asked = time.perf_counter()
+        answer = ping()
+        answered = time.perf_counter()
+        error = (answered - asked) / 2
+        if error < best.error:
+            best = Reading(answered, answer - (asked + answered) / 2, error, machine)
+    return best
+
+
+def _send(group: dist.ProcessGroup, peer: int, number: float) -> None:
+    message = torch.tensor([number], dtype=torch.float64)
+    ANSWERED(sync_points.in_use.send(group, message, peer, 0))
+
+
+def _receive(group: dist.ProcessGroup, peer: int) -> float:
+    message = torch.empty(1, dtype=torch.float64)
+    ANSWERED(sync_points.in_use.receive(group, message, peer, 0))
+    return message.item()
 
 
 @contextmanager

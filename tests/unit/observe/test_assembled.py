@@ -8,9 +8,8 @@ import pytest
 
 from pipegrad import schedules
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.clocks import Clock, Reading
-from pipegrad.observe.recorder import Message, Own
-from pipegrad.observe.recording import assembled
+from pipegrad.observe.recording import Clock, Reading, assembled
+from pipegrad.observe.step_recorder import Message, Own
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Link, Program
 from pipegrad.simulation.timeline import Span, Timeline

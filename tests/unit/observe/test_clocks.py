@@ -7,17 +7,17 @@ from unittest import mock
 
 import pytest
 
-from pipegrad.observe import clocks
-from pipegrad.observe.clocks import Clock, Reading, clocks_of, fastest
+from pipegrad.observe import recording
+from pipegrad.observe.recording import Clock, Reading, clocks_of, fastest
 
 
 def fake_time(times: Iterator[float]) -> mock._patch[mock.Mock]:
-    return mock.patch("pipegrad.observe.clocks.time.perf_counter", side_effect=times)
+    return mock.patch("pipegrad.observe.recording.time.perf_counter", side_effect=times)
 
 
 def test_the_fastest_round_trip_counts() -> None:
     # Asked at 10, 20, 30, ...; the second question alone was quick.
-    trips = [2.0, 0.25, *[1.0] * (clocks._PINGS - 2)]
+    trips = [2.0, 0.25, *[1.0] * (recording._PINGS - 2)]
     times = [t for i, trip in enumerate(trips) for t in (10.0 * i, 10.0 * i + trip)]
     answers = iter(10.0 * i + trip / 2 + 7.0 for i, trip in enumerate(trips))
     with fake_time(iter(times)):

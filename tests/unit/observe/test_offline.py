@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from pipegrad import Stage
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.offline import profile_stages
+from pipegrad.observe.stage_profile import profile_stages
 
 ROWS, WIDTH, FLOAT = 8, 16, 4
 VALUE = FLOAT * ROWS * WIDTH

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.recorder import Own, StepRecorder
-from pipegrad.observe.stamps import DeviceStamps, Stamps
+from pipegrad.observe.step_recorder import DeviceStamps, Own, Stamps, StepRecorder
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective, Op
 from pipegrad.simulation.timeline import COMPUTE, Span

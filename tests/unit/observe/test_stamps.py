@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from pipegrad.observe.stamps import DeviceStamps, HostStamps
+from pipegrad.observe.step_recorder import DeviceStamps, HostStamps
 from tests.support.devices import Device
 
 
@@ -19,7 +19,7 @@ def test_stamps_are_read_by_the_hosts_clock_after_the_device_was_waited_for() ->
     taker = made(device)
     first, second, third = (taker.now() for _ in range(3))
     assert device.waits == 0
-    with mock.patch("pipegrad.observe.stamps.time.perf_counter", return_value=50.0):
+    with mock.patch("pipegrad.observe.step_recorder.time.perf_counter", return_value=50.0):
         taker.settle()
     assert device.waits == 2
     # The last event of all is at 50 s; each one before it 0.5 s earlier.
@@ -48,7 +48,7 @@ def test_events_that_nobody_will_read_are_used_again() -> None:
 
 def test_stamps_of_a_host_are_its_clock() -> None:
     taker = HostStamps()
-    with mock.patch("pipegrad.observe.stamps.time.perf_counter", return_value=3.0):
+    with mock.patch("pipegrad.observe.step_recorder.time.perf_counter", return_value=3.0):
         assert HostStamps().now() == 3.0
     taker.settle()
     assert taker.seconds([1.0, 2.0]) == [1.0, 2.0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from pipegrad import Placement
-from pipegrad.observe.step_costs import _kind
+from pipegrad.observe.measured_costs import _kind
 from pipegrad.plugins.handler import ReductionStep
 
 

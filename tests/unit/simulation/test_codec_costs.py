@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.codec_costs import with_codecs
+from pipegrad.observe.measured_costs import with_codecs
 from pipegrad.pipeline.coding.choice import choice_of
 from pipegrad.schedules import build, lower
 from pipegrad.simulation.choose import times_of
