@@ -10,8 +10,7 @@ import pytest
 
 from pipegrad.errors import ScheduleError
 from pipegrad.picture import write_figure, write_html, write_perfetto
-from pipegrad.picture.palette import PALETTE
-from pipegrad.picture.words import sentences, titles
+from pipegrad.picture.drawable import PALETTE, sentences, titles
 from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span
 from tests.support.picture.timelines import SMALL, SPANS, simulated
 

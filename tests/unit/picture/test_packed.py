@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pipegrad.picture.columns import FIELDS, pack
-from pipegrad.picture.lanes import lanes
+from pipegrad.picture.drawable import tracks
+from pipegrad.picture.html_page import FIELDS, pack
 from pipegrad.simulation.timeline import KINDS, MemoryPoint, Span, Timeline
 from tests.support.picture.timelines import SMALL, simulated
 
@@ -23,7 +23,7 @@ def numbers(text: str, num_columns: int) -> list[list[int]]:
 
 
 def unpacked(packed: dict[str, Any]) -> list[Span]:
-    """Returns the spans in the order of the lanes, as page/data.js unpacks them."""
+    """Returns the spans in the order of the tracks, as page/data.js unpacks them."""
     columns = dict(zip(FIELDS, numbers(packed["spans"], len(FIELDS)), strict=True))
     spans, number, unit = [], 0, packed["time_unit"]
     for rank, _, count in packed["lanes"]:
@@ -42,9 +42,9 @@ def unpacked(packed: dict[str, Any]) -> list[Span]:
 @pytest.mark.parametrize(
     "timeline", [SMALL, simulated("zbv", steps=2), replace(SMALL, num_ranks=4)], ids=["s", "z", "e"]
 )
-def test_spans_come_back_in_the_order_of_lanes(timeline: Timeline) -> None:
+def test_spans_come_back_in_the_order_of_tracks(timeline: Timeline) -> None:
     packed = pack(timeline)
-    order = chain.from_iterable(lane.spans for lane in lanes(timeline))
+    order = chain.from_iterable(track.spans for track in tracks(timeline))
     found = unpacked(packed)
     assert len(found) == len(timeline.spans)
     for span, expected in zip(found, (timeline.spans[number] for number in order), strict=True):
