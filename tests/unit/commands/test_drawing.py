@@ -9,7 +9,7 @@ import click
 import pytest
 from click.testing import CliRunner, Result
 
-from pipegrad.commands.drawing import Drawing, draws
+from pipegrad.commands.command_options import Drawing, draws
 from tests.support.picture.timelines import SMALL
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipegrad.commands.launch import _cause
+from pipegrad.commands.run_commands import _cause
 
 
 @pytest.mark.parametrize("nested", [False, True])

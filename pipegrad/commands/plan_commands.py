@@ -1,4 +1,4 @@
-"""`pipegrad simulate`: what a step of a schedule takes, where it goes, and what would help."""
+"""`pipegrad plan`, `schedule` and `simulate`: what ranks will do and what it takes, without any."""
 
 from __future__ import annotations
 
@@ -11,26 +11,162 @@ from typing import TYPE_CHECKING, TypeVar
 import click
 from click.core import ParameterSource
 
-from pipegrad.commands.drawing import Drawing, draws
-from pipegrad.commands.options import (
+from pipegrad.commands.command_options import (
+    AS_JSON,
+    Drawing,
     Number,
     Progress,
     Whole,
+    configured,
+    draws,
     print_parts,
     saving,
     sized,
     usage_errors,
 )
+from pipegrad.errors import reason
 from pipegrad.limits import check_size
+from pipegrad.printable import printable_lines
 
-# What these need takes time to import, as numbers of torch do: it is imported when a command runs.
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from pipegrad.model.manifest import Manifest
+    from pipegrad.partition.cut_model import Cut
     from pipegrad.schedules import Schedule, ScheduleGenerator
     from pipegrad.simulation.costs import Costs
     from pipegrad.simulation.explain.explanation import Explanation
     from pipegrad.simulation.simulator import Simulation
+    from pipegrad.train.config import Config
+    from pipegrad.train.job import Job
+
+_MOST_RANKS = 2**20  # a topology lists its ranks
+
+
+@click.command()
+@configured
+@click.option(
+    "--ranks",
+    type=Whole(1, _MOST_RANKS),
+    help="How many; by default as CONFIG says.",
+)
+@click.option("--rank", type=Whole(min=0), help="Print all that this rank does.")
+@click.option(
+    "--costs",
+    "costs_file",
+    type=Path,
+    metavar="FILE",
+    help="A file of costs: times and memory are then simulated with them.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=Path,
+    metavar="FILE",
+    help="Measure the stages in this process, plan with their costs, and save them.",
+)
+@AS_JSON
+@draws
+def plan(
+    drawing: Drawing,
+    loaded: Callable[[], Config],
+    *,
+    ranks: int | None,
+    rank: int | None,
+    costs_file: Path | None,
+    profile_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
+    from pipegrad.simulation.auto import Auto
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.train.summary.summary import make_summary, predicted, rank_as_text, summarize_rank
+    from pipegrad.train.summary.text import rendered
+    from pipegrad.train.tables import make_console
+
+    with usage_errors():
+        costs = Costs.load(costs_file) if costs_file else None
+        config = loaded()
+        job, cut, manifest = _prepared(config, ranks, costs_file)
+        if profile_file:
+            costs = _profiled(job, costs, profile_file)
+            if isinstance(job.generator.plugin, Auto):  # it chooses with what was measured
+                job, cut, manifest = _prepared(config, ranks, profile_file)
+        if drawing.is_wanted:
+            drawing.write([predicted(job, manifest, costs)])
+        if rank is not None and as_json:
+            click.echo(json.dumps(summarize_rank(job, manifest, rank), indent=2))
+        elif rank is not None:
+            click.echo(printable_lines(rank_as_text(job, manifest, rank)))
+        elif as_json:
+            click.echo(json.dumps(make_summary(job, cut, manifest, costs), indent=2))
+        else:
+            summary = make_summary(job, cut, manifest, costs)
+            print_parts(make_console(), rendered(summary, job.schedule))
+
+
+def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
+    """Returns costs with measured stages, and saves them; the network is that of `costs`."""
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.train.profile import profile_job
+
+    found = replace(costs or Costs(()), stages=profile_job(job))
+    try:
+        found.save(path)
+    except OSError as error:
+        raise click.ClickException(f"--profile {path}: {reason(error)}") from error
+    return found
+
+
+def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Job, Cut, Manifest]:
+    from pipegrad.train.job import Job
+
+    job = Job(config, ranks, costs)
+
+    def on(device: str) -> tuple[Job, Cut, Manifest]:
+        cut = job.cut(job.model(device))
+        return job, cut, job.manifest(cut)
+
+    try:
+        return on("meta")
+    # Without memory first: a plan of a large model fits anywhere. A factory that reads its own
+    # tensors fails on "meta", and needs real ones.
+    except Exception:  # noqa: BLE001 - any error of the factory
+        return on("cpu")
+
+
+@click.command()
+@click.argument("name")
+@sized
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["text", "torch-csv"]),
+    default="text",
+    show_default=True,
+    help="torch-csv is what torch's _PipelineScheduleRuntime loads.",
+)
+def schedule(
+    name: str, ranks: int, microbatches: int, settings: Sequence[str], file_format: str
+) -> None:
+    """Print what each rank computes, in order, by the schedule NAME.
+
+    NAME is a name that `pipegrad schedules` lists, or module:attr.
+    """
+    from pipegrad.schedules import generate, registry
+    from pipegrad.schedules.torch_csv import for_torch
+    from pipegrad.train.config import parsed_setting
+
+    with usage_errors():
+        options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        generator = registry.resolve({**options, "name": name})
+        Progress(ranks * microbatches).at("makes the schedule")
+        made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
+        text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
+    click.echo(text, nl=False)
+
+
+# What these need takes time to import, as numbers of torch do: it is imported when a command runs.
 
 Command = TypeVar("Command", bound=Callable[..., None])
 _MIB = 2**20

@@ -1,18 +1,20 @@
-"""`pipegrad launch`: starts the ranks of this machine, and says in one line why they failed.
+"""`pipegrad train` and `pipegrad launch`: trains, and starts the ranks of a machine that train.
 
 torch's elastic launcher starts, watches, restarts and ends the processes, as it does for torchrun.
+A rank that it starts is `pipegrad train`, and its process ends with its launcher.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import math
 import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,10 +22,14 @@ from uuid import uuid4
 
 import click
 
-from pipegrad.commands.options import Whole, usage_errors, wants_traceback
-from pipegrad.commands.rank import LAUNCHER
-from pipegrad.commands.train import train
-from pipegrad.errors import ConfigError, reason
+from pipegrad.commands.command_options import (
+    Whole,
+    configured,
+    print_parts,
+    usage_errors,
+    wants_traceback,
+)
+from pipegrad.errors import ConfigError, StepError, in_words, reason
 from pipegrad.printable import printable
 
 if TYPE_CHECKING:
@@ -32,6 +38,62 @@ if TYPE_CHECKING:
 
     from pipegrad.train.config import Config
 
+
+_INTERRUPTED = 130  # the exit code of a shell for SIGINT
+
+
+@click.command()
+@configured
+@click.option("--dry-run", is_flag=True, help="Set everything up, print the plan, and exit.")
+def train(loaded: Callable[[], Config], dry_run: bool) -> None:
+    """Train what CONFIG describes: alone, or on the ranks of torchrun.
+
+    torchrun --nproc-per-node 4 -m pipegrad train CONFIG
+    """
+    import torch.distributed as dist
+
+    from pipegrad.train.process.last_words import fail
+    from pipegrad.train.process.process import process_group
+    from pipegrad.train.reporters.report import Report
+    from pipegrad.train.run.run import run
+    from pipegrad.train.tables import make_console
+    from pipegrad.train.trainer import Trainer
+
+    with usage_errors(), process_group():
+        console = make_console(quiet=dist.get_rank() != 0)
+        code, trainer = 0, None
+        try:
+            trainer = Trainer(loaded)
+            print_parts(console, trainer.notes)
+            if dry_run:
+                print_parts(console, trainer.printed_summary())
+            else:
+                code = run(trainer, Report(console, trainer.job))
+        except KeyboardInterrupt:
+            has_folder = trainer is not None and trainer.folder is not None
+            where = "the run's folder has what was saved" if has_folder else "before the first step"
+            console.print(f"stopped; {where}")
+            sys.exit(_INTERRUPTED)
+        except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
+            sys.exit(fail(_in_place_of(error), trainer, shows_traceback=wants_traceback()))
+        except Exception as error:  # noqa: BLE001 - code of the user, too
+            sys.exit(fail(error, trainer, shows_traceback=wants_traceback()))
+        trainer.close()
+        if code:  # of a signal
+            sys.exit(code)
+
+
+def _in_place_of(error: SystemExit) -> StepError:
+    """Returns an error that stands for an exit, with its traceback."""
+    instead = StepError(
+        f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
+    )
+    return instead.with_traceback(error.__traceback__)
+
+
+_LAUNCHER = "PIPEGRAD_LAUNCHER"  # the variable with the launcher's process
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_ONE_MACHINE = "pipegrad"  # as a name of torch's registry of rendezvous
 _MOST_RANKS = 4096  # of a machine
 # A signal ends the ranks after they have saved. A second signal ends them at once.
 _SAVE_SECONDS = 600
@@ -199,16 +261,14 @@ def _launch_config(
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
-    from pipegrad.commands.rendezvous import ONE_MACHINE, register
-
-    register()
+    _register_one_machine()
     return LaunchConfig(
         min_nodes=nodes,
         max_nodes=nodes,
         nproc_per_node=num_ranks,
         run_id="pipegrad" if rendezvous else f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}",
         role="rank",
-        rdzv_backend=ONE_MACHINE if nodes == 1 else "c10d",
+        rdzv_backend=_ONE_MACHINE if nodes == 1 else "c10d",
         rdzv_endpoint=rendezvous or "127.0.0.1:0",
         rdzv_configs={"timeout": _JOIN_SECONDS},
         # One machine needs no name service, which may take seconds to say that it knows no name.
@@ -221,6 +281,61 @@ def _launch_config(
     )
 
 
+def _register_one_machine() -> None:
+    """Makes a rendezvous known to torch's launcher that waits for nobody, and is not reachable.
+
+    torch's own listens on all interfaces, also for one machine, and unpickles what it finds in its
+    store.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    from pipegrad.comm.store import LOOPBACK, loopback_store
+
+    class OneMachine(RendezvousHandler):
+        """The rendezvous of one launcher, which is alone."""
+
+        def __init__(self, parameters: RendezvousParameters) -> None:
+            self._run_id, self._store, self._round = parameters.run_id, loopback_store(), 0
+            self._is_closed = False
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def get_backend(self) -> str:
+            return _ONE_MACHINE
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            self._round += 1  # ranks that start again find no keys of those before
+            store = PrefixStore(f"{_ONE_MACHINE}/launcher/{self._round}", self._store)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+        def is_closed(self) -> bool:
+            return self._is_closed
+
+        def set_closed(self) -> None:
+            self._is_closed = True
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def shutdown(self) -> bool:
+            self._is_closed = True
+            return True
+
+    rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
+
+
 def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> int:
     """Runs the ranks to their end; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -228,7 +343,7 @@ def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> in
     from torch.distributed.elastic.rendezvous.api import RendezvousError
     from torch.distributed.launcher.api import elastic_launch
 
-    os.environ[LAUNCHER] = str(os.getpid())
+    os.environ[_LAUNCHER] = str(os.getpid())
     # -P: otherwise files of the working directory stand in for pipegrad, torch and the library.
     rank = ("-P", "-u", "-m", "pipegrad", *words)
     try:
@@ -316,3 +431,24 @@ def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
         return f"rank {rank} failed first ({end}): by somebody, or by the kernel for lack of memory"
     where = f"in {log_dir}" if log_dir else "above"
     return f"rank {rank} failed first ({end}): look at its output {where}"
+
+
+def begin_rank() -> None:
+    """Does what a rank of a launcher begins with; nothing in a process that none has started.
+
+    Each rank is in a session of its own, so that Ctrl-C reaches the launcher alone. A launcher that
+    is killed by SIGKILL cannot end its ranks. So the kernel does it, on Linux only.
+
+    Python does not import from the working directory (-P), which anybody may have written. What a
+    configuration names may be there, and is looked for there last.
+    """
+    # What this process starts is not the launcher's.
+    launcher = os.environ.pop(_LAUNCHER, None)
+    if launcher is None:
+        return
+    sys.path.append(os.getcwd())  # noqa: PTH109 - a text is what it takes
+    # SIGKILL: the launcher keeps the store by which ranks would agree on a last checkpoint.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if str(os.getppid()) != launcher:  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 import click
 
 from pipegrad import run_files
-from pipegrad.commands.options import Number, Whole, explained, wants_traceback
+from pipegrad.commands.command_options import Number, Whole, explained, wants_traceback
 from pipegrad.errors import PipegradError, in_words, reason
 from pipegrad.printable import printable_lines
 
