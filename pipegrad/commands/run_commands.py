@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import logging
 import math
 import os
@@ -281,6 +282,7 @@ def _launch_config(
     )
 
 
+@functools.cache  # torch takes a name once in a process
 def _register_one_machine() -> None:
     """Makes a rendezvous known to torch's launcher that waits for nobody, and is not reachable.
 

@@ -29,7 +29,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.links import machine_name
-from pipegrad.observe.step_recorder import Own, StepRecorder, stamps_of
+from pipegrad.observe.step_recorder import Recorded, StepRecorder, stamps_of
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.transfers.edges import Edges
 from pipegrad.schedules.program.program import Program
@@ -251,7 +251,7 @@ class Recording:
         return agree("clocks", read, ranks=self._ranks)
 
 
-def assembled(owns: Sequence[Own], clocks: Sequence[Clock], program: Program) -> Timeline:
+def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Program) -> Timeline:
     """Returns one timeline of what ranks have recorded.
 
     Args:
@@ -338,7 +338,7 @@ def _padded(spans: list[Span], begins: Sequence[float], step_ends: Sequence[floa
 
 
 def _transfers(
-    owns: Sequence[Own],
+    owns: Sequence[Recorded],
     clocks: Sequence[Clock],
     count: dict[int, int],
     zero: float,

@@ -196,7 +196,7 @@ class Message(NamedTuple):
     label: str
 
 
-class Own(NamedTuple):
+class Recorded(NamedTuple):
     """What one rank has recorded, in seconds of its own clock.
 
     Attributes:
@@ -297,7 +297,7 @@ class StepRecorder:
         if self._ended is None:
             self._ended = self._stamps.now()
 
-    def read(self) -> Own:
+    def read(self) -> Recorded:
         """Returns what was recorded so far; call it between steps.
 
         Sync: waits for the device.
@@ -318,7 +318,7 @@ class StepRecorder:
         for step in self._steps:
             spans += self._read_notes(step, begins)
         numbers = [step.number for step in self._steps]
-        return Own(
+        return Recorded(
             self._rank,
             tuple(zip(numbers, begins, strict=True)),
             self._seconds(ended),

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -333,10 +333,6 @@ class Costs:
             self.crossing(Link(name, producer, (producer + 1,)), Channel(0, kind, source, target))
             for name in self.stages[producer].outputs
         ]
-        return self.crossing_seconds(crossings, source, target)
-
-    def crossing_seconds(self, crossings: Sequence[Crossing], source: int, target: int) -> float:
-        """Returns the time of values between two ranks, coding included, with nothing else sent."""
         coding = sum(each.encode_seconds + each.decode_seconds for each in crossings)
         num_bytes = sum(each.num_bytes for each in crossings)
         return coding + self.network.seconds(source, target, num_bytes)

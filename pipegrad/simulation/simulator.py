@@ -179,7 +179,7 @@ class _Run:
 
     def _after(self, now: float, rank: _Rank, host_seconds: float) -> None:
         """Lets a rank go on after time of its host."""
-        self._recording.note(rank.number, "host", now, now + host_seconds, rank.step)
+        self._recording.add(rank.number, "host", now, now + host_seconds, rank.step)
         if host_seconds > 0:
             self._events.at(now + host_seconds, self._go_on, rank)
         else:
@@ -206,7 +206,7 @@ class _Run:
                     decoding = self._crossings[which >> MICROBATCH_BITS].decode_seconds
                     clock += self._costs.host.message_seconds + decoding
             rank.position += 1
-        self._recording.note(rank.number, "host", now, clock, rank.step)
+        self._recording.add(rank.number, "host", now, clock, rank.step)
         if clock > now:
             self._events.at(clock, self._go_on, rank)
         elif rank.has_finished:
@@ -233,7 +233,7 @@ class _Run:
         begin = clock + self._costs.host.action_seconds
         end = begin + self._seconds[index]
         number, step = rank.number, rank.step
-        self._recording.note(number, "host", now, begin, step)
+        self._recording.add(number, "host", now, begin, step)
         self._recording.compute(Span(number, KINDS[kind], begin, end, step, stage, microbatch))
         self._memory.begin(begin, number, stage, kind)
         for collective, share in self._collectives.launches[number].get(rank.position, ()):
@@ -331,9 +331,9 @@ class _Run:
     def _step_parameters(self, now: float, rank: _Rank) -> None:
         """Runs the optimizer; then the rank publishes, which are its last items."""
         since = self._slept_since(now, rank)
-        self._recording.note(rank.number, "wait for ranks", since, now, rank.step)
+        self._recording.add(rank.number, "wait for ranks", since, now, rank.step)
         seconds = self._optimizer_seconds[rank.number]
-        self._recording.note(rank.number, "optimizer", now, now + seconds, rank.step)
+        self._recording.add(rank.number, "optimizer", now, now + seconds, rank.step)
         self._events.at(now + seconds, self._go_on, rank)
 
     def _end_step(self, now: float, rank: _Rank) -> None:

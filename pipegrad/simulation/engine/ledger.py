@@ -21,7 +21,7 @@ class Recording:
         self._program = program
         self.spans: list[Span] | None = [] if records else None
 
-    def note(self, rank: int, kind: SpanKind, begin: float, end: float, step: int) -> None:
+    def add(self, rank: int, kind: SpanKind, begin: float, end: float, step: int) -> None:
         """Records what a rank did, without any further fact."""
         if self.spans is not None and end > begin:
             self.spans.append(Span(rank, kind, begin, end, step))

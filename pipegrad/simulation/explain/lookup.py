@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -75,7 +74,6 @@ class Lookup:
         self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
         self.pieces = [self._without_overlap(rank, spans) for rank, spans in enumerate(own)]
         self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
-        self._computed = [_Covered(_computes(pieces)) for pieces in self.pieces]
 
     def _enter(self, span: Span, own: list[Span]) -> None:
         if span.kind in ON_RANK:
@@ -151,7 +149,8 @@ class Lookup:
 
     def computed_seconds(self, rank: int, begin: float, end: float) -> float:
         """Returns how much of a time a rank computed."""
-        return self._computed[rank].seconds(begin, end)
+        pieces = self.between(rank, begin, end)
+        return sum(piece.seconds for piece in pieces if piece.span and piece.span.kind in COMPUTE)
 
     # What belongs together.
 
@@ -216,26 +215,3 @@ class Lookup:
 def name_of(collective: Span) -> str:
     """Returns the name of a reduction, a parameter sync, or of what a wait for one is for."""
     return collective.label or f"number {collective.which}"
-
-
-class _Covered:
-    """Intervals in order: how much of a time do they cover?"""
-
-    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
-        self._intervals = list(intervals)
-        self._ends = [end for _, end in self._intervals]
-        self._sums = [0.0, *accumulate(end - begin for begin, end in self._intervals)]
-
-    def seconds(self, begin: float, end: float) -> float:
-        return max(0.0, self._until(end) - self._until(begin))
-
-    def _until(self, time: float) -> float:
-        number = bisect_left(self._ends, time)
-        begin = self._intervals[number][0] if number < len(self._intervals) else time
-        return self._sums[number] + max(0.0, time - begin)
-
-
-def _computes(pieces: Sequence[Piece]) -> Iterator[tuple[float, float]]:
-    for begin, end, span in pieces:
-        if span is not None and span.kind in COMPUTE:
-            yield begin, end

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.step_recorder import DeviceStamps, Own, Stamps, StepRecorder
+from pipegrad.observe.step_recorder import DeviceStamps, Recorded, Stamps, StepRecorder
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective, Op
 from pipegrad.simulation.timeline import COMPUTE, Span
@@ -80,7 +80,7 @@ def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list
     return called
 
 
-def computes(own: Own) -> list[Span]:
+def computes(own: Recorded) -> list[Span]:
     return [span for span in own.spans if span.kind in COMPUTE]
 
 
