@@ -40,17 +40,17 @@ def program_of(lookup: Lookup, step: int) -> Program:
         ScheduleError: If computes of the step are missing, so that no pipeline can have run it.
     """
     timeline = lookup.timeline
-    own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    computes: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in sorted(lookup.spans, key=attrgetter("begin", "end")):
         if span.kind in COMPUTE and span.step == step:
-            own[span.rank].append(span)
+            computes[span.rank].append(span)
     # Before anything is made for each microbatch: a file may name many, and have none.
     least = 2 * len(timeline.stage_to_rank) * timeline.num_microbatches
-    if (num_computes := sum(map(len, own))) < least:
+    if (num_computes := sum(map(len, computes))) < least:
         raise ScheduleError(
             f"step {step} was recorded in part: {num_computes:,} computes of at least {least:,}"
         )
-    links = tuple(_links(lookup, step, own))
+    links = tuple(_links(lookup, step, computes))
     feeds = [
         tuple(sorted({link.producer for link in links if stage in link.consumers}))
         for stage in range(len(timeline.stage_to_rank))
@@ -59,7 +59,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         tuple(
             Action(s.stage, s.kind, s.microbatch) for s in spans if s.kind in ("F", "B", "I", "W")
         )
-        for spans in own
+        for spans in computes
     )
     schedule = Schedule(
         timeline.name or "recorded",
@@ -69,7 +69,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         feeds=tuple(feeds),
     )
     _ = schedule.ticks  # raises if an action is missing
-    return lower(schedule, links=links, collectives=list(_collectives(lookup, step, own)))
+    return lower(schedule, links=links, collectives=list(_collectives(lookup, step, computes)))
 
 
 def costs_of(lookup: Lookup) -> Costs:
@@ -101,11 +101,13 @@ def costs_of(lookup: Lookup) -> Costs:
 # What stages hand on.
 
 
-def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Link]:
+def _links(lookup: Lookup, step: int, computes: Sequence[Sequence[Span]]) -> Iterator[Link]:
     stage_to_rank = lookup.timeline.stage_to_rank
     consumers = defaultdict[tuple[str, int], set[int]](set)
     returned = set[tuple[str, int]]()
-    readers = _readers(own)
+    readers = defaultdict[tuple[int, int], list[int]](list)  # by rank and microbatch, in order
+    for span in (span for spans in computes for span in spans if span.kind == "F"):
+        readers[span.rank, span.microbatch].append(span.stage)
     for span in lookup.spans:
         sent = span.step == step and span.kind in ("transfer", "wait for receive")
         if sent and span.label.startswith(_GRADIENT):
@@ -114,7 +116,7 @@ def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator
             value = _value_of(span.label)
             target = span.peer if span.kind == "transfer" else span.rank
             # The first stage of the receiving rank that comes after the producer reads it.
-            later = (s for s in readers.get((target, span.microbatch), ()) if s > value[1] >= 0)
+            later = (s for s in readers[target, span.microbatch] if s > value[1] >= 0)
             consumers[value].update(islice(later, 1))
     consumers = defaultdict(set, {value: stages for value, stages in consumers.items() if stages})
     if not consumers and len(set(stage_to_rank)) > 1:  # transfers were not recorded
@@ -131,51 +133,28 @@ def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator
         yield Link(name, producer, tuple(sorted(stages)), is_differentiable)
 
 
-def _readers(own: Sequence[Sequence[Span]]) -> dict[tuple[int, int], list[int]]:
-    """Returns for each rank and microbatch the stages of its forwards, in order."""
-    stages = defaultdict[tuple[int, int], list[int]](list)
-    for spans in own:
-        for span in spans:
-            if span.kind == "F":
-                stages[span.rank, span.microbatch].append(span.stage)
-    return stages
-
-
-def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Collective]:
+def _collectives(
+    lookup: Lookup, step: int, computes: Sequence[Sequence[Span]]
+) -> Iterator[Collective]:
     groups = lookup.collectives("reduction", step)
+    spans = sorted((s for group in groups for s in group), key=attrgetter("rank", "begin", "end"))
+    # Reductions that overlap on a rank cannot have shared a comm stream.
     overlap = any(
-        a.end > b.begin + lookup.tolerance
-        for rank in range(lookup.timeline.num_ranks)
-        for a, b in _neighbours([s for group in groups for s in group if s.rank == rank])
+        a.rank == b.rank and a.end > b.begin + lookup.tolerance for a, b in pairwise(spans)
     )
+    synced = {(s.which, s.rank) for s in lookup.spans if s.kind == "parameter sync"}
+    stage_to_rank = lookup.timeline.stage_to_rank
     for number, group in enumerate(groups):
-        which = group[0].which
-        ranks = sorted({span.rank for span in group})
-        begun = {rank: min(s.begin for s in group if s.rank == rank) for rank in ranks}
-        stages = {s for rank, begin in begun.items() for s in _final(own[rank], begin)}
-        readers = {
-            stage
-            for span in lookup.spans
-            if span.kind == "parameter sync" and span.which == which
-            for stage, rank in enumerate(lookup.timeline.stage_to_rank)
-            if rank == span.rank and rank in ranks
-        }
+        stages, ranks = set[int](), sorted({span.rank for span in group})
+        for rank in ranks:
+            # Those whose last backward had begun when the reduction did.
+            begin = min(span.begin for span in group if span.rank == rank)
+            last = {s.stage: s.begin for s in computes[rank] if s.kind in ("B", "W")}
+            stages |= {stage for stage, begun in last.items() if begun <= begin} or {*last}
+        at = [(group[0].which, rank) in synced and rank in ranks for rank in stage_to_rank]
+        readers = tuple(stage for stage, is_synced in enumerate(at) if is_synced)
         stream = number if overlap else 0
-        yield Collective(
-            name_of(group[0]), tuple(ranks), tuple(sorted(stages)), stream, tuple(sorted(readers))
-        )
-
-
-def _neighbours(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
-    ordered = sorted(spans, key=attrgetter("begin", "end"))
-    return pairwise(ordered)
-
-
-def _final(computes: Sequence[Span], begin: float) -> set[int]:
-    """Returns the stages of a rank whose last backward had begun when a reduction began."""
-    last = {s.stage: s.begin for s in computes if s.kind in ("B", "W")}
-    final = {stage for stage, begun in last.items() if begun <= begin}
-    return final or set(last)
+        yield Collective(name_of(group[0]), tuple(ranks), tuple(sorted(stages)), stream, readers)
 
 
 def _value_of(label: str) -> _Value:

@@ -91,10 +91,10 @@ def test_a_transfer_is_from_its_send_until_its_receiver_had_waited() -> None:
     (transfer,) = spans_beside(made(first, second))
     assert transfer == Span(0, "transfer", 1.0, 3.0, 0, 0, 1, 1, 0, "x of 0F1")
     # One of which an end is missing is left out.
-    assert made(first, own(1, [(0, 1.0)], 5.0)).beside(0) == []
+    assert spans_beside(made(first, own(1, [(0, 1.0)], 5.0))) == []
     # It never ends before it begins, whatever the clocks say.
     early = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=1.9)])
-    (transfer,) = made(first, early).beside(0)
+    (transfer,) = spans_beside(made(first, early))
     assert transfer.begin == transfer.end == 1.0
 
 
