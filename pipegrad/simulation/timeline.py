@@ -136,6 +136,11 @@ class Timeline:
         own = (s for s in self.spans if s.rank == rank and s.kind in ON_RANK)
         return sorted(own, key=attrgetter("begin", "end"))
 
+    def beside(self, rank: int) -> list[Span]:
+        """Returns what ran beside a rank, in order of time: its sends, reductions and syncs."""
+        own = (s for s in self.spans if s.rank == rank and s.kind in BESIDE)
+        return sorted(own, key=attrgetter("begin", "end"))
+
     def of_step(self, step: int) -> Timeline:
         """Returns one step alone; it begins at 0.
 

@@ -12,7 +12,7 @@ from pipegrad.observe.recording import Clock, Reading, assembled
 from pipegrad.observe.step_recorder import Message, Recorded
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Link, Program
-from pipegrad.simulation.timeline import BESIDE, Span, Timeline
+from pipegrad.simulation.timeline import Span, Timeline
 
 
 def program() -> Program:
@@ -36,11 +36,6 @@ def made(*owns: Recorded, clocks: list[Clock] | None = None) -> Timeline:
 
 def kinds(timeline: Timeline, rank: int) -> list[tuple[str, float, float, int]]:
     return [(s.kind, s.begin, s.end, s.step) for s in timeline.on_rank(rank)]
-
-
-def spans_beside(timeline: Timeline) -> list[Span]:
-    """Returns what ran beside rank 0, in order of time."""
-    return [span for span in timeline.spans if span.rank == 0 and span.kind in BESIDE]
 
 
 def test_what_is_nothing_else_is_host_time_and_a_rank_that_has_ended_waits() -> None:
@@ -73,7 +68,7 @@ def test_spans_that_overlap_are_cut_so_that_a_rank_does_one_thing_at_a_time() ->
     # What runs beside a rank is left as it is.
     beside = Span(0, "reduction", 2.0, 4.0, 0, which=0, label="bucket 0")
     timeline = made(own(0, [(0, 1.0)], 5.0, Span(0, "F", 1.0, 5.0, 0, 0, 0), beside))
-    assert [(s.kind, s.begin, s.end) for s in spans_beside(timeline)] == [("reduction", 1.0, 3.0)]
+    assert [(s.kind, s.begin, s.end) for s in timeline.beside(0)] == [("reduction", 1.0, 3.0)]
     assert kinds(timeline, 0) == [("F", 0, 4, 0)]
 
 
@@ -88,13 +83,13 @@ def test_a_transfer_is_from_its_send_until_its_receiver_had_waited() -> None:
     message = Message(0, 0, 1, 0.0, 0, "x of 0F1")
     first = own(0, [(0, 1.0)], 5.0, sent=[message._replace(seconds=2.0)])
     second = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=4.0)])
-    (transfer,) = spans_beside(made(first, second))
+    (transfer,) = made(first, second).beside(0)
     assert transfer == Span(0, "transfer", 1.0, 3.0, 0, 0, 1, 1, 0, "x of 0F1")
     # One of which an end is missing is left out.
-    assert spans_beside(made(first, own(1, [(0, 1.0)], 5.0))) == []
+    assert made(first, own(1, [(0, 1.0)], 5.0)).beside(0) == []
     # It never ends before it begins, whatever the clocks say.
     early = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=1.9)])
-    (transfer,) = spans_beside(made(first, early))
+    (transfer,) = made(first, early).beside(0)
     assert transfer.begin == transfer.end == 1.0
 
 
