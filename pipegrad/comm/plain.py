@@ -39,7 +39,7 @@ _RECORDS = {
     "model.manifest": ("ParameterEntry", "RankManifest"),
     "observe.doctor": ("RankFacts",),
     "observe.recording": ("Reading",),
-    "observe.step_recorder": ("Message", "Recorded"),
+    "observe.step_recorder": ("Recorded",),
     "partition.weights.saved": ("_Shard",),
     "pipeline.first_step": ("Learned",),
     "pipeline.transfers.messages": ("Spec",),

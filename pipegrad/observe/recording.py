@@ -345,25 +345,14 @@ def _transfers(
 ) -> Iterator[Span]:
     """Yields a transfer for each message whose two ends were recorded; see `Recording`."""
     sent = {
-        message[:3]: (own.rank, clock.aligned(message.seconds) - zero)
+        (span.step, span.which, span.microbatch): span._replace(begin=clock.aligned(span.begin))
         for own, clock in zip(owns, clocks, strict=True)
-        for message in own.sent
+        for span in own.sent
     }
     for own, clock in zip(owns, clocks, strict=True):
-        for message in own.arrived:
-            if message.step not in count or message[:3] not in sent:
-                continue
-            source, begin = sent[message[:3]]
-            end = max(clock.aligned(message.seconds) - zero, begin)  # clocks have an error
-            yield Span(
-                source,
-                "transfer",
-                begin,
-                end,
-                count[message.step],
-                message.stage,
-                message.microbatch,
-                own.rank,
-                message.channel,
-                message.label,
-            )
+        for wait in own.arrived:
+            span = sent.get((wait.step, wait.which, wait.microbatch))
+            if span is not None and wait.step in count:
+                begin = span.begin - zero
+                end = max(clock.aligned(wait.end) - zero, begin)  # clocks have an error
+                yield span._replace(begin=begin, end=end, step=count[wait.step])

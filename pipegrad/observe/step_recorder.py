@@ -127,12 +127,13 @@ def stamps_of(device: torch.device) -> Stamps:
 # An item that does not wait takes this long on a busy host. A shorter wait is host time.
 _LEAST_WAIT_SECONDS = 20e-6
 _MOST_NOTES = 10_000  # of a step; a loop may step another optimizer without end
-_WAITS: dict[Op, SpanKind] = {
+_KINDS: dict[Op, SpanKind] = {
+    Op.SEND: "transfer",
     Op.WAIT_RECEIVE: "wait for receive",
     Op.RELEASE: "wait for send",
     Op.FIRST_USE: "wait for parameters",
 }
-_RECORDED = (Op.COMPUTE, Op.SEND, *_WAITS)
+_RECORDED = (Op.COMPUTE, *_KINDS)
 
 
 @dataclass
@@ -185,17 +186,6 @@ class _Kept(NamedTuple):
         return cls(program, flags, items)
 
 
-class Message(NamedTuple):
-    """One end of a transfer: when it was sent, or when it was known to be there."""
-
-    step: int
-    channel: int
-    microbatch: int
-    seconds: float
-    stage: int
-    label: str
-
-
 class Recorded(NamedTuple):
     """What one rank has recorded, in seconds of its own clock.
 
@@ -204,16 +194,16 @@ class Recorded(NamedTuple):
         steps: Number and begin of each step.
         end: When the last step has ended.
         spans: What it did, and what ran beside it. Their `step` is a number of `steps`.
-        sent: When it began to send.
-        arrived: When it knew that a transfer was there.
+        sent: Its messages; each begins when it was sent, and its end is not known here.
+        arrived: Its waits for messages, short ones too; each ends when the message was there.
     """
 
     rank: int
     steps: tuple[tuple[int, float], ...]
     end: float
     spans: tuple[Span, ...]
-    sent: tuple[Message, ...]
-    arrived: tuple[Message, ...]
+    sent: tuple[Span, ...]
+    arrived: tuple[Span, ...]
 
 
 class StepRecorder:
@@ -312,7 +302,7 @@ class StepRecorder:
                 "no training step was recorded: call scheduler.step() inside of record()"
             )
         begins = [self._seconds(step.began) for step in self._steps]
-        spans, sent, arrived = list[Span](), list[Message](), list[Message]()
+        spans, sent, arrived = list[Span](), list[Span](), list[Span]()
         for step in self._steps:
             self._read_items(step, spans, sent, arrived)
         for step in self._steps:
@@ -331,21 +321,21 @@ class StepRecorder:
         return self._stamps.seconds([stamp])[0]
 
     def _read_items(
-        self, step: _Step, spans: list[Span], sent: list[Message], arrived: list[Message]
+        self, step: _Step, spans: list[Span], sent: list[Span], arrived: list[Span]
     ) -> None:
         """Reads the items of a step that it has reached."""
         seconds = self._stamps.seconds(step.stamps)
         for item, place in self._kept_of(step.program).items:
             if place >= len(seconds):
                 return
-            begin, end = seconds[place - 1], seconds[place]
+            span = self._span(step, item, seconds[place - 1], seconds[place])
             if item.op is Op.SEND:
-                sent.append(_message(step, item, begin))
+                sent.append(span)
                 continue
             if item.op is Op.WAIT_RECEIVE:
-                arrived.append(_message(step, item, end))
-            if item.op is Op.COMPUTE or end - begin >= _LEAST_WAIT_SECONDS:
-                spans.append(self._span(step, item, begin, end))
+                arrived.append(span)
+            if item.op is Op.COMPUTE or span.seconds >= _LEAST_WAIT_SECONDS:
+                spans.append(span)
 
     def _span(self, step: _Step, item: Item, begin: float, end: float) -> Span:
         program, rank, number = step.program, self._rank, step.number
@@ -355,11 +345,12 @@ class StepRecorder:
         if item.op is Op.FIRST_USE:
             which = _only([i for i, c in enumerate(program.collectives) if item.which in c.readers])
             label = f"parameters of stage {item.which}"
-            return Span(rank, _WAITS[item.op], begin, end, number, item.which, -1, -1, which, label)
+            kind = _KINDS[item.op]
+            return Span(rank, kind, begin, end, number, item.which, which=which, label=label)
         link, _, source, target = program.channels[item.which]
         return Span(
             rank,
-            _WAITS[item.op],
+            _KINDS[item.op],
             begin,
             end,
             number,
@@ -392,14 +383,6 @@ class StepRecorder:
                 )
             )
         return [_with_reason(span, spans) for span in spans]
-
-
-def _message(step: _Step, item: Item, seconds: float) -> Message:
-    _, channel, microbatch = item
-    link = step.program.channels[channel].link
-    label = step.program.transfer(channel, microbatch)
-    producer = step.program.links[link].producer
-    return Message(step.number, channel, microbatch, seconds, producer, label)
 
 
 def _with_reason(span: Span, noted: Sequence[Span]) -> Span:

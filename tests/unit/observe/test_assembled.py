@@ -9,7 +9,7 @@ import pytest
 from pipegrad import schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.recording import Clock, Reading, assembled
-from pipegrad.observe.step_recorder import Message, Recorded
+from pipegrad.observe.step_recorder import Recorded
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Link, Program
 from pipegrad.simulation.timeline import Span, Timeline
@@ -80,15 +80,16 @@ def test_clocks_are_aligned_before_anything_is_compared() -> None:
 
 
 def test_a_transfer_is_from_its_send_until_its_receiver_had_waited() -> None:
-    message = Message(0, 0, 1, 0.0, 0, "x of 0F1")
-    first = own(0, [(0, 1.0)], 5.0, sent=[message._replace(seconds=2.0)])
-    second = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=4.0)])
+    sent = Span(0, "transfer", 2.0, 2.1, 0, 0, 1, 1, 0, "x of 0F1")
+    wait = Span(1, "wait for receive", 1.5, 4.0, 0, 0, 1, 0, 0, "x of 0F1")
+    first = own(0, [(0, 1.0)], 5.0, sent=[sent])
+    second = own(1, [(0, 1.0)], 5.0, arrived=[wait])
     (transfer,) = made(first, second).beside(0)
     assert transfer == Span(0, "transfer", 1.0, 3.0, 0, 0, 1, 1, 0, "x of 0F1")
     # One of which an end is missing is left out.
     assert made(first, own(1, [(0, 1.0)], 5.0)).beside(0) == []
     # It never ends before it begins, whatever the clocks say.
-    early = own(1, [(0, 1.0)], 5.0, arrived=[message._replace(seconds=1.9)])
+    early = own(1, [(0, 1.0)], 5.0, arrived=[wait._replace(end=1.9)])
     (transfer,) = made(first, early).beside(0)
     assert transfer.begin == transfer.end == 1.0
 

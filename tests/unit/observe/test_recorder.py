@@ -95,7 +95,7 @@ def test_every_item_is_called_once_in_order_and_every_action_is_recorded() -> No
     assert {span.step for span in own.spans} == {7}
     # The clock goes on by one second for each stamp, and nothing is stamped inside of an action.
     assert all(span.seconds == 1.0 for span in computes(own))
-    assert [(m.channel, m.microbatch, m.label) for m in own.sent] == [
+    assert [(m.which, m.microbatch, m.label) for m in own.sent] == [
         (0, 0, "x of 0F0"),
         (0, 1, "x of 0F1"),
     ]
