@@ -345,8 +345,8 @@ class StepRecorder:
         if item.op is Op.FIRST_USE:
             which = _only([i for i, c in enumerate(program.collectives) if item.which in c.readers])
             label = f"parameters of stage {item.which}"
-            kind = _KINDS[item.op]
-            return Span(rank, kind, begin, end, number, item.which, which=which, label=label)
+            waits = _KINDS[item.op]
+            return Span(rank, waits, begin, end, number, item.which, which=which, label=label)
         link, _, source, target = program.channels[item.which]
         return Span(
             rank,

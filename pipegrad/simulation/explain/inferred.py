@@ -208,13 +208,13 @@ def _crowded(transfers: Iterable[Span]) -> set[Span]:
 
 
 def _edges(ways: Mapping[_Way, float], sizes: Mapping[_Value, int]) -> Iterator[LinkCosts]:
-    seconds, num_bytes = Counter[tuple[int, int]](), Counter[tuple[int, int]]()
-    for (value, *edge), time in ways.items():
-        seconds[tuple(edge)] += time
-        num_bytes[tuple(edge)] += sizes[value]
-    for edge, time in seconds.items():
-        if time > 0:
-            yield LinkCosts(*edge, bytes_per_second=num_bytes[edge] / time)
+    totals = dict[tuple[int, int], tuple[float, int]]()
+    for (value, source, target), time in ways.items():
+        seconds, num_bytes = totals.get((source, target), (0.0, 0))
+        totals[source, target] = seconds + time, num_bytes + sizes[value]
+    for edge, (seconds, num_bytes) in totals.items():
+        if seconds > 0:
+            yield LinkCosts(*edge, bytes_per_second=num_bytes / seconds)
 
 
 def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[StageCosts]:
