@@ -9,13 +9,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 # Steps that differ by less than this take equally long: more activations must buy something.
 EQUAL = 0.005
@@ -107,17 +104,6 @@ class Choice:
     def to_json(self) -> list[dict[str, Any]]:
         """Returns the candidates as plain data, in order."""
         return [candidate.to_json() for candidate in self.candidates]
-
-    def table(self) -> Table:
-        """Returns the table of why, for rich."""
-        from rich import box
-        from rich.table import Table
-
-        head, *rows = rows_of(self.to_json())
-        table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in rows:
-            table.add_row(*row)
-        return table
 
     def __str__(self) -> str:
         rows = list(rows_of(self.to_json()))
