@@ -167,7 +167,6 @@ def test_the_table_shows_the_chosen_one_first_and_reasons_for_the_rest() -> None
     assert len(rest) == len(choice.candidates) - 1
     assert sum("chosen" in line for line in rest) == 0
     assert [entry["name"] for entry in choice.to_json()] == [c.name for c in choice.candidates]
-    assert choice.table().row_count == len(choice.candidates)
 
 
 def test_if_nothing_fits_the_reasons_are_told() -> None:
