@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
@@ -262,35 +262,23 @@ def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Progra
     Raises:
         ScheduleError: If there is no step that all of them have recorded.
     """
-    numbers = sorted(set.intersection(*({number for number, _ in own.steps} for own in owns)))
+    pairs = list(zip(owns, clocks, strict=True))
+    numbers = set.intersection(*({number for number, _ in own.steps} for own in owns))
     if not numbers:
         raise ScheduleError("there is no step that all ranks have recorded: record more steps")
-    count = {number: step for step, number in enumerate(numbers)}
-    begins = [
-        [clock.aligned(seconds) for number, seconds in own.steps if number in count]
-        for own, clock in zip(owns, clocks, strict=True)
-    ]
-    ends = [clock.aligned(own.end) for own, clock in zip(owns, clocks, strict=True)]
+    first = min(numbers)
+    zero = min(clock.aligned(dict(own.steps)[first]) for own, clock in pairs)
+    count = {number: step for step, number in enumerate(sorted(numbers))}
+    aligned = [_aligned(own, clock, zero, count) for own, clock in pairs]
+    begins = [[seconds for _, seconds in own.steps] for own in aligned]
     # A step of a rank ends where its next one begins.
-    zero = min(times[0] for times in begins)
-    step_ends = [max(times) - zero for times in zip(*(b[1:] for b in begins), strict=True)]
-    step_ends.append(max(ends) - zero)
-    spans = list[Span]()
-    for own, clock, times, end in zip(owns, clocks, begins, ends, strict=True):
-        marks = [time - zero for time in times]
-        moved = [
-            span._replace(
-                begin=clock.aligned(span.begin) - zero,
-                end=clock.aligned(span.end) - zero,
-                step=count[span.step],
-            )
-            for span in own.spans
-            if span.step in count
-        ]
-        spans += [span for span in moved if span.kind not in ON_RANK]
-        filled = _filled(own.rank, [s for s in moved if s.kind in ON_RANK], marks, end - zero)
-        spans += _padded(filled, marks, step_ends)
-    spans += _transfers(owns, clocks, count, zero)
+    step_ends = [max(times) for times in zip(*(times[1:] for times in begins), strict=True)]
+    step_ends.append(max(own.end for own in aligned))
+    spans = list(_transfers(aligned))
+    for own, times in zip(aligned, begins, strict=True):
+        spans += [span for span in own.spans if span.kind not in ON_RANK]
+        filled = _filled(own.rank, [s for s in own.spans if s.kind in ON_RANK], times, own.end)
+        spans += _padded(filled, times, step_ends)
     schedule = program.schedule
     return Timeline(
         schedule.name,
@@ -301,6 +289,25 @@ def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Progra
         tuple(sorted(spans, key=attrgetter("begin", "end", "rank"))),
         tuple(step_ends),
         notes={"clock_error_seconds": max(clock.after.error for clock in clocks)},
+    )
+
+
+def _aligned(own: Recorded, clock: Clock, zero: float, count: Mapping[int, int]) -> Recorded:
+    """Returns some steps of what a rank has recorded, counted anew, by the clock of all ranks."""
+
+    def at(seconds: float) -> float:
+        return clock.aligned(seconds) - zero
+
+    def moved(spans: Iterable[Span]) -> tuple[Span, ...]:
+        return tuple(
+            span._replace(begin=at(span.begin), end=at(span.end), step=count[span.step])
+            for span in spans
+            if span.step in count
+        )
+
+    steps = tuple((count[number], at(begin)) for number, begin in own.steps if number in count)
+    return Recorded(
+        own.rank, steps, at(own.end), moved(own.spans), moved(own.sent), moved(own.arrived)
     )
 
 
@@ -337,22 +344,9 @@ def _padded(spans: list[Span], begins: Sequence[float], step_ends: Sequence[floa
     return spans
 
 
-def _transfers(
-    owns: Sequence[Recorded],
-    clocks: Sequence[Clock],
-    count: dict[int, int],
-    zero: float,
-) -> Iterator[Span]:
+def _transfers(owns: Sequence[Recorded]) -> Iterator[Span]:
     """Yields a transfer for each message whose two ends were recorded; see `Recording`."""
-    sent = {
-        (span.step, span.which, span.microbatch): span._replace(begin=clock.aligned(span.begin))
-        for own, clock in zip(owns, clocks, strict=True)
-        for span in own.sent
-    }
-    for own, clock in zip(owns, clocks, strict=True):
-        for wait in own.arrived:
-            span = sent.get((wait.step, wait.which, wait.microbatch))
-            if span is not None and wait.step in count:
-                begin = span.begin - zero
-                end = max(clock.aligned(wait.end) - zero, begin)  # clocks have an error
-                yield span._replace(begin=begin, end=end, step=count[wait.step])
+    sent = {(s.step, s.which, s.microbatch): s for own in owns for s in own.sent}
+    for wait in (wait for own in owns for wait in own.arrived):
+        if span := sent.get((wait.step, wait.which, wait.microbatch)):
+            yield span._replace(end=max(wait.end, span.begin))  # clocks have an error
