@@ -288,8 +288,8 @@ def draws(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def drawing(*arguments: object, **options: object) -> None:
-        found = {name: options.pop(name) for name in _FORMATS}
-        paths = {name: path for name, path in found.items() if isinstance(path, Path)}
+        result = {name: options.pop(name) for name in _FORMATS}
+        paths = {name: path for name, path in result.items() if isinstance(path, Path)}
         command(Drawing(paths), *arguments, **options)
 
     for name, text in reversed(_FORMATS.items()):

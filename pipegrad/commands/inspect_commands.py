@@ -126,11 +126,11 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
     try:
         with process_group(timeout_seconds):
             try:
-                found = examine(_device(device), timeout_seconds=timeout_seconds)
+                result = examine(_device(device), timeout_seconds=timeout_seconds)
                 if dist.get_rank() == 0:
-                    _show(found, as_json=as_json)
+                    _show(result, as_json=as_json)
                     if save:
-                        saving(save, found.costs.save)
+                        saving(save, result.costs.save)
             except (PipegradError, RuntimeError) as error:
                 message = f"Error: {explained(error)}"
                 once_a_machine(lambda: click.echo(message, err=True))
@@ -154,19 +154,19 @@ def _device(name: str) -> torch.device:
     return device
 
 
-def _show(found: Examination, *, as_json: bool) -> None:
+def _show(result: Examination, *, as_json: bool) -> None:
     from pipegrad.train.tables import make_console
 
     if as_json:
-        click.echo(json.dumps(found.to_json(), indent=2))
+        click.echo(json.dumps(result.to_json(), indent=2))
         return
-    print_parts(make_console(), _parts(found))
+    print_parts(make_console(), _parts(result))
 
 
-def _parts(found: Examination) -> Iterator[RenderableType]:
+def _parts(result: Examination) -> Iterator[RenderableType]:
     from pipegrad.train.tables import table
 
-    versions = list(dict.fromkeys(name for facts in found.ranks for name in facts.versions))
+    versions = list(dict.fromkeys(name for facts in result.ranks for name in facts.versions))
     yield table(
         ["rank", "host", "device", "backend", *versions, "cores", "threads", "clock", "late"],
         (
@@ -182,11 +182,11 @@ def _parts(found: Examination) -> Iterator[RenderableType]:
                 f"{late:.1f} s",
             ]
             for facts, clock, late in zip(
-                found.ranks, found.clocks, found.late_seconds, strict=True
+                result.ranks, result.clocks, result.late_seconds, strict=True
             )
         ),
     )
-    if found.links:
+    if result.links:
         yield table(
             ["from", "to", "latency", "alone", "both ways at once", "with all of its host"],
             (
@@ -198,12 +198,12 @@ def _parts(found: Examination) -> Iterator[RenderableType]:
                     f"{link.both_ways:.0%}",
                     f"{link.busy:.0%}",
                 ]
-                for link in found.links
+                for link in result.links
             ),
         )
-    if found.odd:
+    if result.odd:
         yield "odd:"
-        yield from (f"  {line}" for line in found.odd)
+        yield from (f"  {line}" for line in result.odd)
     else:
         yield "nothing is odd"
 

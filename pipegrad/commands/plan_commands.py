@@ -110,12 +110,12 @@ def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     from pipegrad.simulation.costs import Costs
     from pipegrad.train.profile import profile_job
 
-    found = replace(costs or Costs(()), stages=profile_job(job))
+    result = replace(costs or Costs(()), stages=profile_job(job))
     try:
-        found.save(path)
+        result.save(path)
     except OSError as error:
         raise click.ClickException(f"--profile {path}: {reason(error)}") from error
-    return found
+    return result
 
 
 def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Job, Cut, Manifest]:

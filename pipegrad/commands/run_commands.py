@@ -161,11 +161,18 @@ def launch(
     """
     words = [str(config), *arguments]
     options = train.make_context("pipegrad train", list(words)).params
+    from pipegrad.train.config import load
     from pipegrad.train.sizes import sizes_of
 
     with usage_errors():
         _check_rendezvous(nodes, rendezvous)
-        loaded = _loaded(options)
+        # A wrong configuration is refused before any rank is started.
+        loaded = load(
+            options["config"],
+            options["settings"],
+            handlers=options["handlers"],
+            schedule=options["schedule"],
+        )
         num_ranks = num_ranks or _automatic(loaded, nodes)
         if nodes == 1:  # other machines may have other numbers
             sizes_of(loaded, num_ranks)
@@ -182,18 +189,6 @@ def launch(
             )
             code = _run(config_of_torch, ["train", *words, *traceback], log_dir)
     sys.exit(code)
-
-
-def _loaded(options: Mapping[str, Any]) -> Config:
-    """Returns the configuration; a wrong one is refused before any rank is started."""
-    from pipegrad.train.config import load
-
-    return load(
-        options["config"],
-        options["settings"],
-        handlers=options["handlers"],
-        schedule=options["schedule"],
-    )
 
 
 def _check_rendezvous(nodes: int, rendezvous: str | None) -> None:

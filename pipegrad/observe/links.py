@@ -233,12 +233,12 @@ def _at_once(
 
     met(f"{what}, ready", dict)
     replies = met(f"{what} at once", together)
-    found = {pair: seconds for reply in replies for pair, seconds in reply.items()}
+    result = {pair: seconds for reply in replies for pair, seconds in reply.items()}
     return {
         pair: min(
             1.0, (alone[pair].latency_seconds + size / alone[pair].bytes_per_second) / seconds
         )
-        for pair, seconds in found.items()
+        for pair, seconds in result.items()
     }
 
 

@@ -117,8 +117,8 @@ def measure_costs(
 
     # Each link has a meeting of its own, and so have links that are used at once.
     patience = seconds * (1 + 3 * len(pairs))
-    found = agree("links", around, ranks=ranks, timeout_seconds=patience)
-    network, host = next(each for each in found if each is not None)
+    result = agree("links", around, ranks=ranks, timeout_seconds=patience)
+    network, host = next(each for each in result if each is not None)
     codecs = agree("codecs", partial(measured_codecs, scheduler, profile.specs), ranks=ranks)
     return Costs(tuple(stages), network, collective_costs(scheduler.sync), host, codecs[0])
 
@@ -394,12 +394,12 @@ def measured_codecs(scheduler: Scheduler, specs: Mapping[int, Spec]) -> tuple[Co
         carried: Carried = "activations" if kind == "F" else "gradients"
         hop = min(source, target), max(source, target)
         crossing.setdefault((hop, carried), []).append(specs[link])
-    found = list[CodecCosts]()
+    result = list[CodecCosts]()
     for (hop, carried), values in sorted(crossing.items()):
         codec = scheduler.codecs.of(hop, carried)
         if codec is not None and any(spec.nbytes > 0 for spec in values):
-            found.append(_measured(hop, carried, codec, values, scheduler.sync.device))
-    return tuple(found)
+            result.append(_measured(hop, carried, codec, values, scheduler.sync.device))
+    return tuple(result)
 
 
 def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:

@@ -148,8 +148,8 @@ class StageAlone:
         )
 
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        found = _storages(tensors)
-        return sum(n for key, n in found.items() if key not in self._held_anyway)
+        result = _storages(tensors)
+        return sum(n for key, n in result.items() if key not in self._held_anyway)
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:

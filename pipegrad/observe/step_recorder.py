@@ -394,5 +394,5 @@ def _with_reason(span: Span, noted: Sequence[Span]) -> Span:
     return span._replace(which=last.which, label=last.label)
 
 
-def _only(found: Sequence[int]) -> int:
-    return found[0] if len(found) == 1 else -1
+def _only(result: Sequence[int]) -> int:
+    return result[0] if len(result) == 1 else -1

@@ -119,15 +119,15 @@ def tracks(timeline: Timeline) -> Iterator[Track]:
 
 def _stacked(row: Iterable[int], spans: tuple[Span, ...], slack: float) -> list[list[int]]:
     """Returns tracks, each span in the first that is free when it begins."""
-    found: list[list[int]] = []
+    result: list[list[int]] = []
     for number in row:
-        for track in found:
+        for track in result:
             if spans[track[-1]].end <= spans[number].begin + slack:
                 track.append(number)
                 break
         else:
-            found.append([number])
-    return found
+            result.append([number])
+    return result
 
 
 _DARK, _LIGHT = "#111111", "#ffffff"

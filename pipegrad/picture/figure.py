@@ -143,12 +143,12 @@ def _is_pair(timelines: Sequence[Timeline]) -> bool:
 
 def _strips_by_rank(timeline: Timeline) -> list[list[tuple[str, list[int]]]]:
     """Returns for each rank its strips: what is in them, and their spans."""
-    found: list[list[tuple[str, list[int]]]] = [[] for _ in range(timeline.num_ranks)]
+    result: list[list[tuple[str, list[int]]]] = [[] for _ in range(timeline.num_ranks)]
     for track in tracks(timeline):
-        found[track.rank].append(("beside" if track.is_beside else "rank", track.spans))
-    for strips in found if timeline.memory else ():
+        result[track.rank].append(("beside" if track.is_beside else "rank", track.spans))
+    for strips in result if timeline.memory else ():
         strips.append(("memory", []))
-    return found
+    return result
 
 
 def _by_rank(strips: Sequence[Strip]) -> Iterator[list[Strip]]:

@@ -212,10 +212,10 @@ def _tried(
     try:
         program = lower(schedule, links=links)
         proof = verify(program)
-        found = simulate(program, own, num_steps=_NUM_STEPS, records=False)
+        result = simulate(program, own, num_steps=_NUM_STEPS, records=False)
     except ScheduleError as error:
         return Candidate(name, refused=str(error).partition("\n")[0])
-    seconds = found.step_seconds[-1]
+    seconds = result.step_seconds[-1]
     computing = sum(
         own.stages[a.stage].seconds(a.kind) for actions in schedule.actions for a in actions
     )
@@ -224,9 +224,9 @@ def _tried(
         schedule,
         step_seconds=seconds,
         bubble=max(0.0, 1 - computing / (schedule.num_ranks * seconds)) if seconds else 0.0,
-        peak_bytes=max(found.peak_bytes),
+        peak_bytes=max(result.peak_bytes),
         live_activations=proof.live_activations,
-        refused=_beyond(found.peak_bytes, proof.live_activations, num_stages, limits),
+        refused=_beyond(result.peak_bytes, proof.live_activations, num_stages, limits),
     )
 
 

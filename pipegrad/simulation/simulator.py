@@ -154,22 +154,20 @@ class _Run:
             )
         begins = [0.0, *self._step_ends[:-1]]
         seconds = (end - begin for begin, end in zip(begins, self._step_ends, strict=True))
-        return Simulation(tuple(seconds), tuple(self._memory.peak), self._timeline())
-
-    def _timeline(self) -> Timeline | None:
-        if self._recording.spans is None:
-            return None
-        schedule = self._program.schedule
-        return Timeline(
-            name=schedule.name,
-            source="predicted",
-            num_ranks=schedule.num_ranks,
-            stage_to_rank=schedule.stage_to_rank,
-            num_microbatches=schedule.num_microbatches,
-            spans=tuple(self._recording.spans),
-            step_ends=tuple(self._step_ends),
-            memory=tuple(map(tuple, self._memory.points)),
-        )
+        timeline = None
+        if self._recording.spans is not None:
+            schedule = self._program.schedule
+            timeline = Timeline(
+                name=schedule.name,
+                source="predicted",
+                num_ranks=schedule.num_ranks,
+                stage_to_rank=schedule.stage_to_rank,
+                num_microbatches=schedule.num_microbatches,
+                spans=tuple(self._recording.spans),
+                step_ends=tuple(self._step_ends),
+                memory=tuple(map(tuple, self._memory.points)),
+            )
+        return Simulation(tuple(seconds), tuple(self._memory.peak), timeline)
 
     # A step of a rank.
 

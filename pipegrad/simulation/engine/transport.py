@@ -287,10 +287,10 @@ def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple
             position = index
         elif item.op is Op.LAUNCH:
             table.setdefault(position, []).append(item.which)
-    found = dict[int, list[tuple[int, float]]]()
+    result = dict[int, list[tuple[int, float]]]()
     for position, numbers in table.items():
         sizes = [costs.collective(program.collectives[number]).num_bytes for number in numbers]
         total = sum(sizes)
         shares = (done / total if total else 1.0 for done in accumulate(sizes))
-        found[position] = list(zip(numbers, shares, strict=True))
-    return found
+        result[position] = list(zip(numbers, shares, strict=True))
+    return result

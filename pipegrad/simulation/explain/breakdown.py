@@ -223,17 +223,17 @@ def _other(pieces: Sequence[Piece]) -> dict[str, float]:
 
 
 def _receives(lookup: Lookup, pieces: Iterable[Piece]) -> list[ReceiveWait]:
-    found: dict[tuple[int, str], ReceiveWait] = {}
+    result: dict[tuple[int, str], ReceiveWait] = {}
     for piece in pieces:
         wait = piece.span
         if wait is not None and wait.kind == "wait for receive":
             action, transferred = _source(lookup, wait, piece)
-            known = found.get((wait.peer, action), ReceiveWait(wait.peer, action, 0.0, 0.0))
-            found[wait.peer, action] = known._replace(
+            known = result.get((wait.peer, action), ReceiveWait(wait.peer, action, 0.0, 0.0))
+            result[wait.peer, action] = known._replace(
                 seconds=known.seconds + piece.seconds,
                 transfer_seconds=known.transfer_seconds + transferred,
             )
-    return sorted(found.values(), key=lambda wait: (-wait.seconds, wait.peer, wait.action))
+    return sorted(result.values(), key=lambda wait: (-wait.seconds, wait.peer, wait.action))
 
 
 def _source(lookup: Lookup, wait: Span, piece: Piece) -> tuple[str, float]:

@@ -139,7 +139,8 @@ class _Walk:
             if piece is None:
                 self._take("other", self._begin)
             elif piece.span is None or piece.span.kind not in WAITS:
-                self._take(_kind(piece), piece.begin, name=_name(piece))
+                kind, name = _kind_and_name(piece.span)
+                self._take(kind, piece.begin, name=name)
             elif self.rank in visited or not self._follow(piece, piece.span):
                 self._take("wait", piece.begin, name=piece.span.label)
             visited = visited | {self.rank} if self.now == since else set()
@@ -246,16 +247,12 @@ class _Walk:
         return min(piece.end, now) if piece is not None else self._begin
 
 
-def _kind(piece: Piece) -> PathKind:
-    if piece.span is None:
-        return "other"
-    if piece.span.kind in COMPUTE:
-        return "compute"
-    return "optimizer" if piece.span.kind == "optimizer" else "host"
-
-
-def _name(piece: Piece) -> str:
-    return "" if piece.span is None or piece.span.kind not in COMPUTE else piece.span.action
+def _kind_and_name(span: Span | None) -> tuple[PathKind, str]:
+    if span is None:
+        return "other", ""
+    if span.kind in COMPUTE:
+        return "compute", span.action
+    return ("optimizer" if span.kind == "optimizer" else "host"), ""
 
 
 def _longest(seconds: Mapping[str, float]) -> str:

@@ -164,15 +164,15 @@ def advise(
     path = critical_path(Lookup(present.timeline), num_steps - 1)
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
     most = _most_tried(program) // num_steps
-    found = []
+    result = []
     for _, what_if in zip(range(max(1, most)), what_ifs(program, costs, path), strict=False):
         simulated = simulate(what_if.program, what_if.costs, num_steps=num_steps, records=False)
         gain = 1 - simulated.step_seconds[-1] / base
         if gain >= _LEAST_GAIN:
             expected = (step_seconds or base) * (1 - gain)
             peak = max(simulated.peak_bytes) if knows_memory else 0
-            found.append(Advice(what_if.change, expected, gain, what_if.is_bound, peak))
-    return tuple(sorted(found, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
+            result.append(Advice(what_if.change, expected, gain, what_if.is_bound, peak))
+    return tuple(sorted(result, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
 
 
 def _num_steps(program: Program, costs: Costs) -> int:

@@ -247,14 +247,14 @@ def _median(seconds: Collection[float]) -> float:
 
 def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
     """Returns for each reduction the seconds of it and of its parameter sync."""
-    found = defaultdict[str, dict[str, list[float]]](dict)
+    result = defaultdict[str, dict[str, list[float]]](dict)
     for kind in ("reduction", "parameter sync"):
         for step in range(len(lookup.timeline.step_ends)):
             for group in lookup.collectives(kind, step):
                 end = max(span.end for span in group)
                 begin = min(max(span.begin for span in group), end)
-                found[name_of(group[0])].setdefault(kind, []).append(end - begin)
-    return {n: {kind: median(own) for kind, own in s.items()} for n, s in found.items()}
+                result[name_of(group[0])].setdefault(kind, []).append(end - begin)
+    return {n: {kind: median(own) for kind, own in s.items()} for n, s in result.items()}
 
 
 def _host(lookup: Lookup) -> HostCosts:
