@@ -289,6 +289,8 @@ def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Progra
         tuple(sorted(spans, key=attrgetter("begin", "end", "rank"))),
         tuple(step_ends),
         notes={"clock_error_seconds": max(clock.after.error for clock in clocks)},
+        links=program.links,
+        collectives=program.collectives,
     )
 
 

@@ -166,6 +166,8 @@ class _Run:
                 spans=tuple(self._recording.spans),
                 step_ends=tuple(self._step_ends),
                 memory=tuple(map(tuple, self._memory.points)),
+                links=self._program.links,
+                collectives=self._program.collectives,
             )
         return Simulation(tuple(seconds), tuple(self._memory.peak), timeline)
 

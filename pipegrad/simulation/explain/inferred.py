@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from statistics import median
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.lower import chain, lower
-from pipegrad.schedules.program.program import Collective, Link, Program
+from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.costs import (
     CollectiveCosts,
@@ -50,7 +49,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         raise ScheduleError(
             f"step {step} was recorded in part: {num_computes:,} computes of at least {least:,}"
         )
-    links = tuple(_links(lookup, step, computes))
+    links = timeline.links or chain(len(timeline.stage_to_rank))
     feeds = [
         tuple(sorted({link.producer for link in links if stage in link.consumers}))
         for stage in range(len(timeline.stage_to_rank))
@@ -69,7 +68,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         feeds=tuple(feeds),
     )
     _ = schedule.ticks  # raises if an action is missing
-    return lower(schedule, links=links, collectives=list(_collectives(lookup, step, computes)))
+    return lower(schedule, links=links, collectives=timeline.collectives)
 
 
 def costs_of(lookup: Lookup) -> Costs:
@@ -96,65 +95,6 @@ def costs_of(lookup: Lookup) -> Costs:
     rate = max((link.bytes_per_second for link in links), default=math.inf)
     network = Network(nic_bytes_per_second=rate if is_shared else math.inf, links=links)
     return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
-
-
-# What stages hand on.
-
-
-def _links(lookup: Lookup, step: int, computes: Sequence[Sequence[Span]]) -> Iterator[Link]:
-    stage_to_rank = lookup.timeline.stage_to_rank
-    consumers = defaultdict[tuple[str, int], set[int]](set)
-    returned = set[tuple[str, int]]()
-    readers = defaultdict[tuple[int, int], list[int]](list)  # by rank and microbatch, in order
-    for span in (span for spans in computes for span in spans if span.kind == "F"):
-        readers[span.rank, span.microbatch].append(span.stage)
-    for span in lookup.spans:
-        sent = span.step == step and span.kind in ("transfer", "wait for receive")
-        if sent and span.label.startswith(_GRADIENT):
-            returned.add(_value_of(span.label))
-        elif sent:
-            value = _value_of(span.label)
-            target = span.peer if span.kind == "transfer" else span.rank
-            # The first stage of the receiving rank that comes after the producer reads it.
-            later = (s for s in readers[target, span.microbatch] if s > value[1] >= 0)
-            consumers[value].update(islice(later, 1))
-    consumers = defaultdict(set, {value: stages for value, stages in consumers.items() if stages})
-    if not consumers and len(set(stage_to_rank)) > 1:  # transfers were not recorded
-        yield from chain(len(stage_to_rank))
-        return
-    crossing = set(consumers)
-    # What one rank hands to itself is in no timeline. A stage that takes nothing from other ranks
-    # is the next one after a stage of its own rank.
-    for stage in range(1, len(stage_to_rank)):
-        if not any(stage in taken for taken in consumers.values()):
-            consumers["x", stage - 1].add(stage)
-    for (name, producer), stages in sorted(consumers.items(), key=lambda item: item[0][::-1]):
-        is_differentiable = (name, producer) in returned or (name, producer) not in crossing
-        yield Link(name, producer, tuple(sorted(stages)), is_differentiable)
-
-
-def _collectives(
-    lookup: Lookup, step: int, computes: Sequence[Sequence[Span]]
-) -> Iterator[Collective]:
-    groups = lookup.collectives("reduction", step)
-    spans = sorted((s for group in groups for s in group), key=attrgetter("rank", "begin", "end"))
-    # Reductions that overlap on a rank cannot have shared a comm stream.
-    overlap = any(
-        a.rank == b.rank and a.end > b.begin + lookup.tolerance for a, b in pairwise(spans)
-    )
-    synced = {(s.which, s.rank) for s in lookup.spans if s.kind == "parameter sync"}
-    stage_to_rank = lookup.timeline.stage_to_rank
-    for number, group in enumerate(groups):
-        stages, ranks = set[int](), sorted({span.rank for span in group})
-        for rank in ranks:
-            # Those whose last backward had begun when the reduction did.
-            begin = min(span.begin for span in group if span.rank == rank)
-            last = {s.stage: s.begin for s in computes[rank] if s.kind in ("B", "W")}
-            stages |= {stage for stage, begun in last.items() if begun <= begin} or {*last}
-        at = [(group[0].which, rank) in synced and rank in ranks for rank in stage_to_rank]
-        readers = tuple(stage for stage, is_synced in enumerate(at) if is_synced)
-        stream = number if overlap else 0
-        yield Collective(name_of(group[0]), tuple(ranks), tuple(sorted(stages)), stream, readers)
 
 
 def _value_of(label: str) -> _Value:

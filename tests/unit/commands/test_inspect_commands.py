@@ -80,6 +80,8 @@ def test_a_file_that_is_no_timeline_is_one_line(
         (("step_ends",), [1e999], "step_ends: expected seconds that ascend"),
         (("memory",), [[]], "memory: expected points of"),
         (("spans", 0, 0), 99, "spans.0: expected ranks of"),
+        (("collectives",), [["tied", [9], [0], 0]], "collective 'tied': expected ranks"),
+        (("links",), [["x", 0]], "links.0"),
         (("spans", 0, 2), "soon", "spans.0.2: should be a valid number"),
         (("spans", 0, 3), -5.0, "spans.0: expected a begin and a later end"),
         (("spans", 0, 5), 99, "spans.0: stage 99 is none"),
