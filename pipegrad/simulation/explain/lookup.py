@@ -17,6 +17,7 @@ _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
 # A host that does not have to wait may be so long about it.
 _LEAST_WAIT_SECONDS = 2.5e-4
 _MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
+_Key = tuple[int, int, int, int, int]
 
 
 class Piece(NamedTuple):
@@ -58,9 +59,8 @@ class Lookup:
         self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
         self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
         self.overlap_seconds = [0.0] * timeline.num_ranks
-        self._transfers: dict[tuple[int, int, int, int, int], Span] = {}
-        self._by_label: dict[tuple[int, int, str, int], Span] = {}
-        self._awaited = set[tuple[int, int, str, int]]()
+        self._transfers: dict[_Key, Span] = {}
+        self._awaited = set[_Key]()
         self._makers = defaultdict[tuple[int, int, int], list[Span]](list)
         self._edges = defaultdict[tuple[int, int], list[Span]](list)
         self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
@@ -81,12 +81,10 @@ class Lookup:
             if span.kind in COMPUTE:
                 self._makers[span.rank, span.microbatch, span.step].append(span)
             elif span.kind == "wait for receive" and span.seconds > self.least_wait_seconds:
-                self._awaited.add((span.peer, span.rank, span.label, span.step))
+                self._awaited.add(_key(span.peer, span.rank, span))
         elif span.kind == "transfer":
-            ends = span.rank, span.peer
-            self._transfers[*ends, span.which, span.microbatch, span.step] = span
-            self._by_label[*ends, span.label, span.step] = span
-            self._edges[ends].append(span)
+            self._transfers[_key(span.rank, span.peer, span)] = span
+            self._edges[span.rank, span.peer].append(span)
         else:
             self._beside[span.kind, span.step].setdefault(name_of(span), []).append(span)
             self._beside_rank[span.kind, span.rank].append(span)
@@ -157,8 +155,7 @@ class Lookup:
     def transfer_of(self, wait: Span) -> Span | None:
         """Returns the transfer that a wait for a receive or a send is for."""
         ends = (wait.peer, wait.rank) if wait.kind == "wait for receive" else (wait.rank, wait.peer)
-        key = (*ends, wait.which, wait.microbatch, wait.step)
-        return self._transfers.get(key) or self._by_label.get((*ends, wait.label, wait.step))
+        return self._transfers.get(_key(*ends, wait))
 
     def maker(self, value: Span, *, by: float | None = None) -> Span | None:
         """Returns the compute that made what a transfer sends, or what a wait is for.
@@ -189,8 +186,7 @@ class Lookup:
         A receiver that did not wait does not know when a value came. In a measured timeline, such a
         transfer ends when the value was first needed.
         """
-        key = transfer.rank, transfer.peer, transfer.label, transfer.step
-        return self.is_predicted or key in self._awaited
+        return self.is_predicted or _key(transfer.rank, transfer.peer, transfer) in self._awaited
 
     def beside(self, wait: Span, *, by: float) -> list[Span]:
         """Returns the reduction or parameter sync that a wait is for: its span on each rank.
@@ -210,6 +206,11 @@ class Lookup:
         for span in named[-1:] or ended[-1:]:
             return self._beside[kind, span.step][name_of(span)]
         return self._beside.get((kind, wait.step), {}).get(name_of(wait), [])
+
+
+def _key(source: int, target: int, span: Span) -> _Key:
+    """Returns what a transfer and the waits of its two ends have in common."""
+    return source, target, span.which, span.microbatch, span.step
 
 
 def name_of(collective: Span) -> str:
