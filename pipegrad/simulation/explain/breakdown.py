@@ -239,13 +239,11 @@ def _receives(lookup: Lookup, pieces: Iterable[Piece]) -> list[ReceiveWait]:
 def _source(lookup: Lookup, wait: Span, piece: Piece) -> tuple[str, float]:
     """Returns the action that made a value, and how much of the wait it was on its way."""
     transfer = lookup.transfer_of(wait)
+    maker = lookup.maker(transfer) if transfer else None
+    name = maker.action if maker else wait.label or "unknown"
     if transfer is None:
-        maker = lookup.maker(wait, by=wait.end)
-        transferred = min(piece.end - maker.end, piece.seconds) if maker else 0.0
-    else:
-        maker = lookup.maker(transfer)
-        transferred = min(piece.end, transfer.end) - max(piece.begin, transfer.begin)
-    return (maker.action if maker else wait.label or "unknown"), max(0.0, transferred)
+        return name, 0.0
+    return name, max(0.0, min(piece.end, transfer.end) - max(piece.begin, transfer.begin))
 
 
 def longest_waits(lookup: Lookup, step: int, number: int) -> list[str]:

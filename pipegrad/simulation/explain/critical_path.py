@@ -171,9 +171,8 @@ class _Walk:
 
     def _follow_transfer(self, piece: Piece, wait: Span) -> bool:
         transfer = self._lookup.transfer_of(wait)
-        if transfer is None:
-            return self._follow_unrecorded(wait)
-        if transfer.end <= piece.begin:  # it had arrived before: something else ended the wait
+        # If it had arrived before, something else ended the wait.
+        if transfer is None or transfer.end <= piece.begin:
             return False
         self._take("wait", transfer.end, name=wait.label)
         while True:
@@ -205,15 +204,6 @@ class _Walk:
         else:
             self._take_transfer(transfer, maker.end if maker else transfer.begin)
             self.rank = transfer.rank
-
-    def _follow_unrecorded(self, wait: Span) -> bool:
-        maker = self._lookup.maker(wait, by=self.now)
-        if maker is None or wait.kind == "wait for send":
-            return False
-        name = wait.label or maker.action
-        self._take("transfer", min(maker.end, self.now), rank=maker.rank, peer=wait.rank, name=name)
-        self.rank = maker.rank
-        return True
 
     def _take_transfer(self, transfer: Span, begin: float) -> None:
         rank, peer = transfer.rank, transfer.peer

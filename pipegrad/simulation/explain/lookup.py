@@ -157,21 +157,15 @@ class Lookup:
         ends = (wait.peer, wait.rank) if wait.kind == "wait for receive" else (wait.rank, wait.peer)
         return self._transfers.get(_key(*ends, wait))
 
-    def maker(self, value: Span, *, by: float | None = None) -> Span | None:
-        """Returns the compute that made what a transfer sends, or what a wait is for.
-
-        Args:
-            value: A transfer, or a wait for one.
-            by: When it was made at the latest; by default when the transfer began.
-        """
-        source = value.peer if value.kind == "wait for receive" else value.rank
-        latest = (value.begin if by is None else by) + self.tolerance
-        kinds = ("B", "I") if value.label.startswith("gradient") else ("F",)
-        computes = self._makers.get((source, value.microbatch, value.step), ())
-        made = (s for s in computes if s.kind in kinds and s.end <= latest)
-        if kinds == ("F",) and value.stage >= 0:
-            made = (s for s in made if s.stage == value.stage)
-        return max(made, key=attrgetter("end"), default=None)
+    def maker(self, transfer: Span) -> Span | None:
+        """Returns the compute that made what a transfer sends."""
+        latest = transfer.begin + self.tolerance
+        kinds = ("B", "I") if transfer.label.startswith("gradient") else ("F",)
+        computes = self._makers.get((transfer.rank, transfer.microbatch, transfer.step), ())
+        before = (s for s in computes if s.kind in kinds and s.end <= latest)
+        if kinds == ("F",) and transfer.stage >= 0:
+            before = (s for s in before if s.stage == transfer.stage)
+        return max(before, key=attrgetter("end"), default=None)
 
     def transfer_before(self, transfer: Span) -> Span | None:
         """Returns the transfer of the same edge that arrived last before this one."""
