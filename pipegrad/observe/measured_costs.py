@@ -413,7 +413,8 @@ def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
         choice: Its codecs.
         program: What its ranks do.
     """
-    kept = [codec for codec in costs.codecs if _is_chosen(codec, choice)]
+    chosen = ((known, choice.of(known.ranks, known.carries)) for known in costs.codecs)
+    kept = [known for known, codec in chosen if codec is not None and codec.name == known.codec]
     known = {(codec.ranks, codec.carries) for codec in kept}
     crossed = {(min(c.source, c.target), max(c.source, c.target)) for c in program.channels}
     added = list[CodecCosts]()
@@ -424,11 +425,6 @@ def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
             share = min(1.0, codec.plugin.nbytes((_ROW, _ROW), torch.float32) / value_bytes)
             added.append(CodecCosts(hop, carried, codec.name, share))
     return replace(costs, codecs=(*kept, *added))
-
-
-def _is_chosen(known: CodecCosts, choice: CodecChoice) -> bool:
-    codec = choice.of(known.ranks, known.carries)
-    return codec is not None and codec.name == known.codec
 
 
 def _measured(
@@ -470,11 +466,7 @@ def _seconds(
         coding.decode(message, decoded)
         sync_points.finish_device(value.device)
         stamps.append((begin, middle, time.perf_counter()))
-        feedback.end(_never)
+        feedback.end(lambda: False)
         feedback.settle()  # from now on an error is added, as in all steps but the first
     stamps = stamps[1:]  # the first one makes memory, and kernels
     return min(m - b for b, m, _ in stamps), min(e - m for _, m, e in stamps)
-
-
-def _never() -> bool:
-    return False

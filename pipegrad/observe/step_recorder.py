@@ -81,15 +81,6 @@ class DeviceStamps:
         self._free: list[Any] = []
         self._last: tuple[Any, float] | None = None  # an event, and the host's clock at it
 
-    @classmethod
-    def on(cls, device: torch.device) -> DeviceStamps:
-        """Returns those of a device."""
-        return cls(
-            partial(sync_points.timing_event, device),
-            partial(sync_points.record_time, device=device),
-            partial(sync_points.finish_device, device),
-        )
-
     def now(self) -> Any:  # noqa: ANN401 - an event
         try:
             event = self._free.pop()
@@ -121,7 +112,13 @@ class DeviceStamps:
 
 def stamps_of(device: torch.device) -> Stamps:
     """Returns what takes stamps where a rank computes."""
-    return HostStamps() if device.type == "cpu" else DeviceStamps.on(device)
+    if device.type == "cpu":
+        return HostStamps()
+    return DeviceStamps(
+        partial(sync_points.timing_event, device),
+        partial(sync_points.record_time, device=device),
+        partial(sync_points.finish_device, device),
+    )
 
 
 # An item that does not wait takes this long on a busy host. A shorter wait is host time.

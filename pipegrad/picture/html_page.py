@@ -91,7 +91,8 @@ def pack(timeline: Timeline) -> dict[str, Any]:
     timeline takes up to 2 s, and 10 ns up to 21 s.
     """
     rows = list(tracks(timeline))
-    paths = _critical_paths(timeline)
+    lookup = Lookup(timeline)
+    paths = [critical_path(lookup, step) for step in range(len(timeline.step_ends))]
     points = (p.seconds for row in timeline.memory for p in row)
     last = max(timeline.seconds, *(span.end for span in timeline.spans), *points)
     time_unit = _unit(last, 1e-9)
@@ -139,11 +140,6 @@ def _span_columns(
     for name in FIELDS[3:-1]:
         yield (getattr(span, name) for span in spans)
     yield (labels[span.label] for span in spans)
-
-
-def _critical_paths(timeline: Timeline) -> list[CriticalPath]:
-    lookup = Lookup(timeline)
-    return [critical_path(lookup, step) for step in range(len(timeline.step_ends))]
 
 
 def _path_columns(paths: Iterable[CriticalPath], unit: float) -> Iterable[Iterable[int]]:
