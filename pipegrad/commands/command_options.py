@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Whole(click.IntRange):
-    """A whole number in a range."""
+    """A whole number in a range; anything else is refused in a sentence."""
 
     def convert(
         self,
@@ -36,7 +36,6 @@ class Whole(click.IntRange):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> int:
-        """Returns the number; refuses anything else in a sentence."""
         try:
             number: int = super().convert(value, param, ctx)
         except click.BadParameter:
@@ -45,7 +44,7 @@ class Whole(click.IntRange):
 
 
 class Number(click.FloatRange):
-    """A finite number in a range."""
+    """A finite number in a range; anything else is refused in a sentence."""
 
     def convert(
         self,
@@ -53,7 +52,6 @@ class Number(click.FloatRange):
         param: click.Parameter | None,
         ctx: click.Context | None,
     ) -> float:
-        """Returns the number; refuses anything else in a sentence."""
         number = math.nan
         with suppress(click.BadParameter):
             number = super().convert(value, param, ctx)

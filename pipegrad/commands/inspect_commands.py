@@ -123,20 +123,17 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
     from pipegrad.observe.doctor import examine
     from pipegrad.train.process.process import process_group
 
-    try:
-        with process_group(timeout_seconds):
-            try:
-                result = examine(_device(device), timeout_seconds=timeout_seconds)
-                if dist.get_rank() == 0:
-                    _show(result, as_json=as_json)
-                    if save:
-                        saving(save, result.costs.save)
-            except (PipegradError, RuntimeError) as error:
-                message = f"Error: {explained(error)}"
-                once_a_machine(lambda: click.echo(message, err=True))
-                raise SystemExit(1) from error
-    except PipegradError as error:
-        raise click.ClickException(explained(error)) from error
+    with usage_errors(), process_group(timeout_seconds):
+        try:
+            result = examine(_device(device), timeout_seconds=timeout_seconds)
+            if dist.get_rank() == 0:
+                _show(result, as_json=as_json)
+                if save:
+                    saving(save, result.costs.save)
+        except (PipegradError, RuntimeError) as error:
+            message = f"Error: {explained(error)}"
+            once_a_machine(lambda: click.echo(message, err=True))
+            raise SystemExit(1) from error
 
 
 def _device(name: str) -> torch.device:
