@@ -24,13 +24,6 @@ from pipegrad.simulation.timeline import (
 # What no span covers is "other".
 Part = SpanKind | Literal["other"]
 PARTS: tuple[Part, ...] = (*ON_RANK, "other")
-_HEADS: Mapping[Part, str] = {
-    "wait for receive": "receive",
-    "wait for send": "send",
-    "wait for reduction": "reduction",
-    "wait for parameters": "parameters",
-    "wait for ranks": "ranks",
-}
 
 
 class ReceiveWait(NamedTuple):
@@ -136,7 +129,8 @@ class Breakdown:
 
     def columns(self) -> list[str]:
         """Returns the head of `rows`: parts that some rank has."""
-        return ["rank", *(_HEADS.get(part, part) for part in self._parts()), "bubble", "exposed"]
+        heads = (part.removeprefix("wait for ") for part in self._parts())
+        return ["rank", *heads, "bubble", "exposed"]
 
     def rows(self, ranks: Iterable[int] | None = None) -> Iterator[list[str]]:
         """Yields for each rank its parts in percent of the step, as text.
