@@ -139,14 +139,14 @@ class _Step:
 
     Attributes:
         number: Counts the Scheduler's steps of all kinds, alike on all ranks.
-        program: What it runs.
+        timed: What it runs, and which of its items are timed.
         began: A stamp.
-        stamps: The begin of its items, and the ends of those that `_Kept` says; as far as it went.
+        stamps: The begin of its items, and the ends of those that are timed; as far as it went.
         notes: Kind, key, begin and end of what parts of the rank have noted.
     """
 
     number: int
-    program: Program
+    timed: _Timed
     began: Any
     stamps: list[Any] = field(default_factory=list)
     notes: deque[tuple[SpanKind, Key, Any, Any]] = field(
@@ -154,12 +154,12 @@ class _Step:
     )
 
 
-class _Kept(NamedTuple):
-    """Which times of a Program's items are kept on a rank.
+class _Timed(NamedTuple):
+    """Which items of a Program are timed on a rank.
 
     Attributes:
         program: The Program.
-        flags: For each item whether the time of its end is kept.
+        flags: For each item whether the time of its end is taken.
         items: The items that are recorded, and where the stamp of their end is; that of their begin
             is right before it.
     """
@@ -169,15 +169,15 @@ class _Kept(NamedTuple):
     items: list[tuple[Item, int]]
 
     @classmethod
-    def of(cls, program: Program, rank: int) -> _Kept:
-        """Returns those of a rank: the time is kept where something recorded begins or ends."""
+    def of(cls, program: Program, rank: int) -> _Timed:
+        """Returns those of a rank: a time is taken where something recorded begins or ends."""
         called = list(program.called(rank))
         is_recorded = [item.op in _RECORDED for item in called]
         flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
-        places = accumulate(map(int, flags))
+        ends = accumulate(map(int, flags))
         items = [
-            (item, place)
-            for item, place, recorded in zip(called, places, is_recorded, strict=True)
+            (item, end_at)
+            for item, end_at, recorded in zip(called, ends, is_recorded, strict=True)
             if recorded
         ]
         return cls(program, flags, items)
@@ -223,7 +223,7 @@ class StepRecorder:
         self._stamps = stamps
         self._names = names
         self._steps: deque[_Step] = deque(maxlen=steps)
-        self._kept: dict[int, _Kept] = {}  # by the id of a Program, which it holds
+        self._timed: dict[int, _Timed] = {}  # by the id of a Program, which it holds
         self._ended: Any = None
         self._stepping = list[Any]()  # when optimizers began that have not ended
         self._hooks = [
@@ -247,16 +247,13 @@ class StepRecorder:
             self._stamps.recycle(oldest.stamps)
             self._stamps.recycle(stamp for _, _, *both in list(oldest.notes) for stamp in both)
         self._stepping.clear()
-        self._steps.append(_Step(number, program, self._stamps.now()))
+        if id(program) not in self._timed:
+            self._timed[id(program)] = _Timed.of(program, self._rank)
+        self._steps.append(_Step(number, self._timed[id(program)], self._stamps.now()))
 
     def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
         step = self._steps[-1]
-        return self._kept_of(step.program).flags, step.stamps.append
-
-    def _kept_of(self, program: Program) -> _Kept:
-        if id(program) not in self._kept:
-            self._kept[id(program)] = _Kept.of(program, self._rank)
-        return self._kept[id(program)]
+        return step.timed.flags, step.stamps.append
 
     # Optimizers.
 
@@ -274,7 +271,7 @@ class StepRecorder:
     @property
     def program(self) -> Program | None:
         """The Program of the last step that was recorded."""
-        return self._steps[-1].program if self._steps else None
+        return self._steps[-1].timed.program if self._steps else None
 
     def stop(self) -> None:
         """Ends the last step, and takes no further notes of optimizers."""
@@ -322,10 +319,10 @@ class StepRecorder:
     ) -> None:
         """Reads the items of a step that it has reached."""
         seconds = self._stamps.seconds(step.stamps)
-        for item, place in self._kept_of(step.program).items:
-            if place >= len(seconds):
+        for item, end_at in step.timed.items:
+            if end_at >= len(seconds):
                 return
-            span = self._span(step, item, seconds[place - 1], seconds[place])
+            span = self._span(step, item, seconds[end_at - 1], seconds[end_at])
             if item.op is Op.SEND:
                 sent.append(span)
                 continue
@@ -335,7 +332,7 @@ class StepRecorder:
                 spans.append(span)
 
     def _span(self, step: _Step, item: Item, begin: float, end: float) -> Span:
-        program, rank, number = step.program, self._rank, step.number
+        program, rank, number = step.timed.program, self._rank, step.number
         if item.op is Op.COMPUTE:
             stage, kind, microbatch = program.action(item)
             return Span(rank, kind, begin, end, number, stage, microbatch)
@@ -361,7 +358,7 @@ class StepRecorder:
     def _read_notes(self, step: _Step, begins: Sequence[float]) -> list[Span]:
         """Returns what parts of the rank have noted in a step, and what began before it."""
         spans = list[Span]()
-        number_of = {c.name: i for i, c in enumerate(step.program.collectives)}
+        number_of = {c.name: i for i, c in enumerate(step.timed.program.collectives)}
         # A copy, in one call: a comm stream may note something meanwhile.
         for kind, key, *both in list(step.notes):
             begin, end = self._stamps.seconds(both)
