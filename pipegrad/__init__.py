@@ -24,7 +24,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.model.describe import make_manifest as make_manifest
     from pipegrad.model.gradient_storage import MainGrad as MainGrad
     from pipegrad.model.ties import find_tied as find_tied
-    from pipegrad.observe.profile import measure_costs as measure_costs
+    from pipegrad.observe.measured_costs import measure_costs as measure_costs
     from pipegrad.observe.recording import record as record
     from pipegrad.partition.cut import cut as cut
     from pipegrad.partition.cut_model import Cut as Cut
@@ -58,7 +58,7 @@ _HOMES = {
     "model.gradient_storage": "MainGrad",
     "model.describe": "make_manifest",
     "model.ties": "find_tied",
-    "observe.profile": "measure_costs",
+    "observe.measured_costs": "measure_costs",
     "observe.recording": "record",
     "partition.cut": "cut",
     "partition.cut_model": "Cut",

@@ -1,4 +1,4 @@
-"""The command line: a command is a file in `pipegrad/commands/` and a line here."""
+"""The command line: a command is a function in `pipegrad/commands/` and a name here."""
 
 from __future__ import annotations
 
@@ -6,22 +6,11 @@ import signal
 
 import click
 
-from pipegrad.commands.audit import audit
-from pipegrad.commands.doctor import doctor
-from pipegrad.commands.export import export
-from pipegrad.commands.installed import (
-    list_codecs,
-    list_handlers,
-    list_reporters,
-    list_schedules,
-)
-from pipegrad.commands.launch import launch
-from pipegrad.commands.options import add_traceback
-from pipegrad.commands.plan import plan
-from pipegrad.commands.schedule import schedule
-from pipegrad.commands.simulate import simulate
-from pipegrad.commands.trace import trace
-from pipegrad.commands.train import train
+from pipegrad.commands.audit_command import audit
+from pipegrad.commands.command_options import add_traceback
+from pipegrad.commands.inspect_commands import LISTS, doctor, export, trace
+from pipegrad.commands.plan_commands import plan, schedule, simulate
+from pipegrad.commands.run_commands import launch, train
 
 
 class _Commands(click.Group):
@@ -43,5 +32,5 @@ def main() -> None:
 
 for command in (train, launch, plan, schedule, simulate, trace, doctor, export, audit):
     main.add_command(add_traceback(command))
-for command in (list_codecs, list_handlers, list_reporters, list_schedules):
+for command in LISTS:
     main.add_command(command)

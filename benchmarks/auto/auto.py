@@ -20,7 +20,8 @@ from torch import nn
 
 import pipegrad
 from pipegrad.schedules import Schedule
-from pipegrad.simulation.choose import Choice, choose
+from pipegrad.schedules.measured import Choice
+from pipegrad.simulation.choose import choose
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.explain.inferred import costs_of
 from pipegrad.simulation.explain.lookup import Lookup

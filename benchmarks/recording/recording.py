@@ -20,8 +20,7 @@ from torch import Tensor, nn
 
 import pipegrad
 from pipegrad import Scheduler, Stage, Topology, schedules
-from pipegrad.observe.recorder import StepRecorder
-from pipegrad.observe.stamps import HostStamps
+from pipegrad.observe.step_recorder import HostStamps, StepRecorder
 from pipegrad.schedules import lower
 from pipegrad.testing import run_ranks
 

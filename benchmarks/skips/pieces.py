@@ -23,7 +23,7 @@ from pipegrad.schedules.program.program import (
 )
 from pipegrad.simulation import simulator
 from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
-from pipegrad.simulation.engine.messages import Key, Messages
+from pipegrad.simulation.engine.transport import Key, Messages
 
 sys.path += [str(Path(__file__).parents[1] / name) for name in ("network", "unet")]
 from unet import CUTS

@@ -12,7 +12,7 @@ import statistics
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import metadata
@@ -24,8 +24,8 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.collectives import backend_of
-from pipegrad.observe.clocks import Reading, read_clock
 from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
+from pipegrad.observe.recording import Reading, read_clock
 from pipegrad.pipeline.edges import Edges
 from pipegrad.schedules.program.program import Channel
 from pipegrad.simulation.costs import Costs, Network, StageCosts
@@ -104,9 +104,7 @@ class Examination:
             ],
             "links": [
                 {
-                    "source": link.costs.source,
-                    "target": link.costs.target,
-                    "latency_seconds": link.costs.latency_seconds,
+                    **asdict(link.costs),
                     # JSON has no infinity.
                     "bytes_per_second": min(link.costs.bytes_per_second, sys.float_info.max),
                     "both_ways": link.both_ways,
@@ -133,8 +131,7 @@ def examine(device: torch.device, *, timeout_seconds: float = 30.0) -> Examinati
     """
     met = partial(agree, timeout_seconds=timeout_seconds)
     ranks = tuple(met("pipegrad doctor", partial(_facts, device)))
-    size = len(ranks)
-    pairs, hosts = _pairs(ranks), [facts.home for facts in ranks]
+    size, pairs, hosts = len(ranks), _pairs(ranks), [facts.home for facts in ranks]
     readings: Sequence[Reading] = [Reading(0.0)] * size
     links: tuple[Measured, ...] = ()
     if pairs:
@@ -243,23 +240,18 @@ def oddities(
 
 
 def _other_versions(ranks: Sequence[RankFacts]) -> Iterator[str]:
-    what: dict[str, Callable[[RankFacts], str]] = {
-        name: partial(_version, name) for facts in ranks for name in facts.versions
-    }
-    what["backend"] = lambda facts: facts.backend
-    what["kind of device"] = lambda facts: facts.device.partition(" ")[2]
-    for name, value in what.items():
+    names = dict.fromkeys(name for facts in ranks for name in facts.versions)
+    what = {name: [facts.versions.get(name, "missing") for facts in ranks] for name in names}
+    what["backend"] = [facts.backend for facts in ranks]
+    what["kind of device"] = [facts.device.partition(" ")[2] for facts in ranks]
+    for name, values in what.items():
         by_value = defaultdict[str, list[int]](list)
-        for facts in ranks:
-            by_value[value(facts)].append(facts.rank)
+        for facts, value in zip(ranks, values, strict=True):
+            by_value[value].append(facts.rank)
         if len(by_value) > 1:
             most, *others = sorted(by_value.items(), key=lambda item: (-len(item[1]), item[1]))
             for other, who in others:
                 yield f"{name} is {other!r} on ranks {who}, and {most[0]!r} on the others"
-
-
-def _version(name: str, facts: RankFacts) -> str:
-    return facts.versions.get(name, "missing")
 
 
 def _hosts(ranks: Sequence[RankFacts]) -> Iterator[str]:
@@ -290,22 +282,17 @@ def _slow_links(links: Sequence[Measured]) -> Iterator[str]:
         return
     rate = statistics.median(link.costs.bytes_per_second for link in links)
     latency = statistics.median(link.costs.latency_seconds for link in links)
-    for link in links:
-        source, target, own_latency, own_rate = (
-            link.costs.source,
-            link.costs.target,
-            link.costs.latency_seconds,
-            link.costs.bytes_per_second,
-        )
-        if own_rate * _SLOW < rate:
+    for costs in (link.costs for link in links):
+        ends = f"rank {costs.source} to rank {costs.target}"
+        if costs.bytes_per_second * _SLOW < rate:
             yield (
-                f"rank {source} to rank {target}: {own_rate / 1e6:.0f} MB/s, and the median of all "
-                f"links is {rate / 1e6:.0f} MB/s"
+                f"{ends}: {costs.bytes_per_second / 1e6:.0f} MB/s, and the median of all links is "
+                f"{rate / 1e6:.0f} MB/s"
             )
-        if own_latency > _SLOW * latency + 1e-3:
+        if costs.latency_seconds > _SLOW * latency + 1e-3:
             yield (
-                f"rank {source} to rank {target}: {own_latency * 1e3:.1f} ms for an empty message, "
-                f"and the median of all links is {latency * 1e3:.1f} ms"
+                f"{ends}: {costs.latency_seconds * 1e3:.1f} ms for an empty message, and the "
+                f"median of all links is {latency * 1e3:.1f} ms"
             )
 
 

@@ -15,6 +15,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -22,7 +23,6 @@ import torch
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import StepError
-from pipegrad.observe.clocks import machine_name
 from pipegrad.pipeline.edges import Edges
 from pipegrad.simulation.costs import LinkCosts, Network
 
@@ -233,12 +233,12 @@ def _at_once(
 
     met(f"{what}, ready", dict)
     replies = met(f"{what} at once", together)
-    found = {pair: seconds for reply in replies for pair, seconds in reply.items()}
+    result = {pair: seconds for reply in replies for pair, seconds in reply.items()}
     return {
         pair: min(
             1.0, (alone[pair].latency_seconds + size / alone[pair].bytes_per_second) / seconds
         )
-        for pair, seconds in found.items()
+        for pair, seconds in result.items()
     }
 
 
@@ -252,6 +252,14 @@ def host_name() -> str:
     except OSError:
         network = ""
     return f"{socket.gethostname()} {machine_name()} {network}"
+
+
+def machine_name() -> str:
+    """Returns what names this run of this machine's kernel; "" where there is none."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 def network_of(measured: Sequence[Measured], hosts: Sequence[str]) -> Network:

@@ -5,25 +5,140 @@ with pipegrad.record(scheduler) as recording:
         scheduler.step(x, target=y)
         optimizer.step()
 recording.timeline().save(Path("timeline.json"))
+
+Ranks of one machine share `time.perf_counter`. Others do not, and their clocks drift. The first
+rank of a pipeline answers each other rank with its time. The answer was made between the question
+and its arrival, so the fastest of some round trips bounds the error by half of its time.
 """
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
+from typing import NamedTuple
 
+import torch
+import torch.distributed as dist
+
+from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.clocks import Clock, Reading, clocks_of, read_clock
-from pipegrad.observe.recorder import Own, StepRecorder
-from pipegrad.observe.stamps import stamps_of
+from pipegrad.observe.links import machine_name
+from pipegrad.observe.step_recorder import Recorded, StepRecorder, stamps_of
+from pipegrad.pipeline.edges import Edges
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.schedules.program.program import Program
 from pipegrad.simulation.timeline import ON_RANK, Span, Timeline
+
+_PINGS = 32
+ANSWERED = sync_points.WaitWork("clocks.answered", "a time is read that is still arriving")
+
+Ping = Callable[[], float]  # asks the first rank; returns its time
+
+
+class Reading(NamedTuple):
+    """What a rank found at one time.
+
+    Attributes:
+        seconds: By its own clock.
+        offset: What to add to its clock to have that of the first rank.
+        error: The offset is wrong by at most so much.
+        machine: Ranks with the same one share a clock; "" if that is not known.
+    """
+
+    seconds: float
+    offset: float = 0.0
+    error: float = 0.0
+    machine: str = ""
+
+
+class Clock(NamedTuple):
+    """The clock of one rank, from a reading before a run to one after it."""
+
+    before: Reading
+    after: Reading
+
+    def aligned(self, seconds: float) -> float:
+        """Returns a time of this clock by the clock of the first rank; the drift is even."""
+        (begin, first, *_), (end, last, *_) = self
+        share = (seconds - begin) / (end - begin) if end > begin else 1.0
+        return seconds + first + (last - first) * share
+
+
+def clocks_of(before: Sequence[Reading], after: Sequence[Reading]) -> tuple[Clock, ...]:
+    """Returns the clock of each rank, of the readings of all ranks."""
+    return tuple(
+        Clock(
+            *(
+                _shared(reading, of_all[0])
+                for reading, of_all in zip(pair, (before, after), strict=True)
+            )
+        )
+        for pair in zip(before, after, strict=True)
+    )
+
+
+def _shared(reading: Reading, first: Reading) -> Reading:
+    """Returns a reading without an offset, if the rank shares the clock of the first rank."""
+    # A container may have a clock of its own. Then the offset is larger than its error.
+    is_shared = reading.machine == first.machine != "" and abs(reading.offset) <= reading.error
+    return reading._replace(offset=0.0, error=0.0) if is_shared else reading
+
+
+def read_clock(edges: Edges, rank: int, num_ranks: int) -> Reading:
+    """Returns how far this rank's clock is from that of the first rank of its pipeline.
+
+    All ranks of the pipeline call it, between steps.
+
+    Args:
+        edges: The communicators of the pipeline.
+        rank: The pipeline rank.
+        num_ranks: Of the pipeline.
+    """
+    machine = machine_name()
+    if rank == 0:
+        for peer in range(1, num_ranks):
+            group, peer_there = edges.host(peer)
+            for _ in range(_PINGS):
+                _receive(group, peer_there)
+                _send(group, peer_there, time.perf_counter())
+        return Reading(time.perf_counter(), machine=machine)
+    group, first = edges.host(0)
+
+    def ping() -> float:
+        _send(group, first, 0.0)
+        return _receive(group, first)
+
+    return fastest(ping, machine)
+
+
+def fastest(ping: Ping, machine: str) -> Reading:
+    """Returns the reading of the fastest of some round trips."""
+    best = Reading(0.0, 0.0, float("inf"))
+    for _ in range(_PINGS):
+        asked = time.perf_counter()
+        answer = ping()
+        answered = time.perf_counter()
+        error = (answered - asked) / 2
+        if error < best.error:
+            best = Reading(answered, answer - (asked + answered) / 2, error, machine)
+    return best
+
+
+def _send(group: dist.ProcessGroup, peer: int, number: float) -> None:
+    message = torch.tensor([number], dtype=torch.float64)
+    ANSWERED(sync_points.in_use.send(group, message, peer, 0))
+
+
+def _receive(group: dist.ProcessGroup, peer: int) -> float:
+    message = torch.empty(1, dtype=torch.float64)
+    ANSWERED(sync_points.in_use.receive(group, message, peer, 0))
+    return message.item()
 
 
 @contextmanager
@@ -136,7 +251,7 @@ class Recording:
         return agree("clocks", read, ranks=self._ranks)
 
 
-def assembled(owns: Sequence[Own], clocks: Sequence[Clock], program: Program) -> Timeline:
+def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Program) -> Timeline:
     """Returns one timeline of what ranks have recorded.
 
     Args:
@@ -147,35 +262,23 @@ def assembled(owns: Sequence[Own], clocks: Sequence[Clock], program: Program) ->
     Raises:
         ScheduleError: If there is no step that all of them have recorded.
     """
-    numbers = sorted(set.intersection(*({number for number, _ in own.steps} for own in owns)))
+    pairs = list(zip(owns, clocks, strict=True))
+    numbers = set.intersection(*({number for number, _ in own.steps} for own in owns))
     if not numbers:
         raise ScheduleError("there is no step that all ranks have recorded: record more steps")
-    count = {number: step for step, number in enumerate(numbers)}
-    begins = [
-        [clock.aligned(seconds) for number, seconds in own.steps if number in count]
-        for own, clock in zip(owns, clocks, strict=True)
-    ]
-    ends = [clock.aligned(own.end) for own, clock in zip(owns, clocks, strict=True)]
+    first = min(numbers)
+    zero = min(clock.aligned(dict(own.steps)[first]) for own, clock in pairs)
+    count = {number: step for step, number in enumerate(sorted(numbers))}
+    aligned = [_aligned(own, clock, zero, count) for own, clock in pairs]
+    begins = [[seconds for _, seconds in own.steps] for own in aligned]
     # A step of a rank ends where its next one begins.
-    zero = min(times[0] for times in begins)
-    step_ends = [max(times) - zero for times in zip(*(b[1:] for b in begins), strict=True)]
-    step_ends.append(max(ends) - zero)
-    spans = list[Span]()
-    for own, clock, times, end in zip(owns, clocks, begins, ends, strict=True):
-        marks = [time - zero for time in times]
-        moved = [
-            span._replace(
-                begin=clock.aligned(span.begin) - zero,
-                end=clock.aligned(span.end) - zero,
-                step=count[span.step],
-            )
-            for span in own.spans
-            if span.step in count
-        ]
-        spans += [span for span in moved if span.kind not in ON_RANK]
-        filled = _filled(own.rank, [s for s in moved if s.kind in ON_RANK], marks, end - zero)
-        spans += _padded(filled, marks, step_ends)
-    spans += _transfers(owns, clocks, count, zero)
+    step_ends = [max(times) for times in zip(*(times[1:] for times in begins), strict=True)]
+    step_ends.append(max(own.end for own in aligned))
+    spans = list(_transfers(aligned))
+    for own, times in zip(aligned, begins, strict=True):
+        spans += [span for span in own.spans if span.kind not in ON_RANK]
+        filled = _filled(own.rank, [s for s in own.spans if s.kind in ON_RANK], times, own.end)
+        spans += _padded(filled, times, step_ends)
     schedule = program.schedule
     return Timeline(
         schedule.name,
@@ -186,6 +289,27 @@ def assembled(owns: Sequence[Own], clocks: Sequence[Clock], program: Program) ->
         tuple(sorted(spans, key=attrgetter("begin", "end", "rank"))),
         tuple(step_ends),
         notes={"clock_error_seconds": max(clock.after.error for clock in clocks)},
+        links=program.links,
+        collectives=program.collectives,
+    )
+
+
+def _aligned(own: Recorded, clock: Clock, zero: float, count: Mapping[int, int]) -> Recorded:
+    """Returns some steps of what a rank has recorded, counted anew, by the clock of all ranks."""
+
+    def at(seconds: float) -> float:
+        return clock.aligned(seconds) - zero
+
+    def moved(spans: Iterable[Span]) -> tuple[Span, ...]:
+        return tuple(
+            span._replace(begin=at(span.begin), end=at(span.end), step=count[span.step])
+            for span in spans
+            if span.step in count
+        )
+
+    steps = tuple((count[number], at(begin)) for number, begin in own.steps if number in count)
+    return Recorded(
+        own.rank, steps, at(own.end), moved(own.spans), moved(own.sent), moved(own.arrived)
     )
 
 
@@ -222,33 +346,9 @@ def _padded(spans: list[Span], begins: Sequence[float], step_ends: Sequence[floa
     return spans
 
 
-def _transfers(
-    owns: Sequence[Own],
-    clocks: Sequence[Clock],
-    count: dict[int, int],
-    zero: float,
-) -> Iterator[Span]:
+def _transfers(owns: Sequence[Recorded]) -> Iterator[Span]:
     """Yields a transfer for each message whose two ends were recorded; see `Recording`."""
-    sent = {
-        message[:3]: (own.rank, clock.aligned(message.seconds) - zero)
-        for own, clock in zip(owns, clocks, strict=True)
-        for message in own.sent
-    }
-    for own, clock in zip(owns, clocks, strict=True):
-        for message in own.arrived:
-            if message.step not in count or message[:3] not in sent:
-                continue
-            source, begin = sent[message[:3]]
-            end = max(clock.aligned(message.seconds) - zero, begin)  # clocks have an error
-            yield Span(
-                source,
-                "transfer",
-                begin,
-                end,
-                count[message.step],
-                message.stage,
-                message.microbatch,
-                own.rank,
-                message.channel,
-                message.label,
-            )
+    sent = {(s.step, s.which, s.microbatch): s for own in owns for s in own.sent}
+    for wait in (wait for own in owns for wait in own.arrived):
+        if span := sent.get((wait.step, wait.which, wait.microbatch)):
+            yield span._replace(end=max(wait.end, span.begin))  # clocks have an error

@@ -21,7 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.func import functional_call
 
 from pipegrad.comm import sync_points
+from pipegrad.errors import ScheduleError
 from pipegrad.model.dtensor import local
+from pipegrad.pipeline.losses import loss_parts
 from pipegrad.pipeline.split_backward import (
     WeightProduct,
     accumulate,
@@ -38,7 +40,7 @@ Loss = Callable[[tuple[Tensor, ...]], Tensor]  # of the outputs of the last stag
 _WARM_UP = 2  # the first passes compile, and make gradients
 
 
-class Passes(NamedTuple):
+class _Passes(NamedTuple):
     """Seconds of one microbatch's passes.
 
     Attributes:
@@ -50,18 +52,6 @@ class Passes(NamedTuple):
     forward: float
     backward: float
     weights: float = 0.0
-
-
-class Held(NamedTuple):
-    """Bytes that one microbatch holds.
-
-    Attributes:
-        activations: From F to B, or to I.
-        factors: From I to W.
-    """
-
-    activations: int
-    factors: int
 
 
 class StageAlone:
@@ -113,14 +103,11 @@ class StageAlone:
         with self._apart():
             return self._forward()[0]
 
-    def passes(self, repeats: int) -> Passes:
-        """Returns the median of each pass."""
-        with self._apart():
-            rows = [self._timed() for _ in range(_WARM_UP + repeats)][_WARM_UP:]
-        return Passes(*(statistics.median(column) for column in zip(*rows, strict=True)))
+    def _held(self) -> tuple[int, int]:
+        """Returns the bytes that a microbatch holds from F on, and from I to W.
 
-    def held(self) -> Held:
-        """Returns what one microbatch holds; memory that several tensors share counts once."""
+        Memory that several tensors share counts once.
+        """
         saved = list[Tensor]()
 
         def pack(tensor: Tensor) -> Tensor:
@@ -133,8 +120,9 @@ class StageAlone:
             kept = [] if self._loss is not None else list(outputs)
             live = [] if self._stage.recompute else [*saved, *kept]
             activations = self._bytes(live)
-            factors = self._factors() if self._splits else 0
-        return Held(activations, factors)
+            products = self._backward_inputs(self._forward()[1]) if self._splits else []
+            factors = [t for p in products for t in (p.operand, p.gradient) if t is not None]
+            return activations, self._bytes(factors)
 
     def costs(self, outputs: Mapping[str, Tensor], repeats: int) -> StageCosts:
         """Returns what a microbatch costs, and what the stage holds without buckets or optimizer.
@@ -143,7 +131,10 @@ class StageAlone:
             outputs: What it hands on, by name.
             repeats: Of each pass; the median counts.
         """
-        passes, held = self.passes(repeats), self.held()
+        with self._apart():
+            timed = [self._timed() for _ in range(_WARM_UP + repeats)][_WARM_UP:]
+        passes = _Passes(*map(statistics.median, zip(*timed, strict=True)))
+        activations, factors = self._held()
         parameters = list(self._stage.module.parameters())
         return StageCosts(
             forward_seconds=passes.forward,
@@ -151,19 +142,14 @@ class StageAlone:
             weight_seconds=passes.weights,
             parameter_bytes=sum(p.nbytes for p in parameters),
             gradient_bytes=sum(p.nbytes for p in parameters if p.requires_grad),
-            activation_bytes=held.activations,
-            factor_bytes=held.factors,
+            activation_bytes=activations,
+            factor_bytes=factors,
             outputs={name: tensor.nbytes for name, tensor in outputs.items()},
         )
 
-    def _factors(self) -> int:
-        products = self._backward_inputs(self._forward()[1])
-        tensors = [t for p in products for t in (p.operand, p.gradient) if t is not None]
-        return self._bytes(tensors)
-
     def _bytes(self, tensors: Iterable[Tensor]) -> int:
-        found = _storages(tensors)
-        return sum(n for key, n in found.items() if key not in self._held_anyway)
+        result = _storages(tensors)
+        return sum(n for key, n in result.items() if key not in self._held_anyway)
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
@@ -181,7 +167,7 @@ class StageAlone:
         ends = outputs if self._loss is None else (self._loss(outputs),)
         return outputs, [root for root in (*ends, *losses) if root.requires_grad]
 
-    def _timed(self) -> Passes:
+    def _timed(self) -> _Passes:
         """Runs one microbatch; gradients add up in the copies, as in a step."""
         clock, recomputes = self._clock, self._stage.recompute
         began = clock()
@@ -204,7 +190,7 @@ class StageAlone:
         for tensor in self._received:
             tensor.grad = None
         backward = again - middle + ended - set_out
-        return Passes(middle - began, backward, ended - rest if self._splits else 0.0)
+        return _Passes(middle - began, backward, ended - rest if self._splits else 0.0)
 
     def _backward_inputs(
         self, roots: Sequence[Tensor], gradients: Sequence[Tensor] | None = None
@@ -228,3 +214,69 @@ def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:
     """Returns address and bytes of the memory of tensors."""
     storages = [local(tensor).untyped_storage() for tensor in tensors]
     return {storage.data_ptr(): storage.nbytes() for storage in storages}
+
+
+def profile_stages(
+    stages: Sequence[Stage],
+    microbatch: Mapping[str, object],
+    *,
+    target: object = None,
+    loss_fn: Callable[..., object] | None = None,
+    splits: bool = False,
+    is_weighted: bool = False,
+    device: torch.device | str = "cpu",
+    repeats: int = 5,
+) -> tuple[StageCosts, ...]:
+    """Returns what one microbatch costs on each stage, measured one after the other.
+
+    The stages are not changed. They need no process group, and only one of them computes at a time.
+    What the optimizer takes is not measured. `measure_costs` does the same on the ranks of a job.
+
+    Args:
+        stages: All stages, in order, on `device`.
+        microbatch: The external inputs, by name.
+        target: What `loss_fn` gets.
+        loss_fn: Takes the last stage's outputs and the target. Without it, the outputs of the last
+            stage are the roots of its backward.
+        splits: Whether backwards are split into I and W.
+        is_weighted: Whether `loss_fn` returns sums with weights, as for "token_mean".
+        device: Where to compute.
+        repeats: Of each pass; the median counts.
+
+    Raises:
+        ScheduleError: If stages are missing, or an input of one is.
+        Exception: What a stage raises.
+    """
+    if [stage.index for stage in stages] != list(range(len(stages))) or not stages:
+        raise ScheduleError(
+            f"stages {[stage.index for stage in stages]}: expected all of a model, in order"
+        )
+    values, costs = dict(microbatch), list[StageCosts]()
+    made = dict[str, Tensor]()
+
+    def loss(outputs: tuple[Tensor, ...]) -> Tensor:
+        assert loss_fn is not None
+        return loss_parts(loss_fn(*outputs, target), is_weighted=is_weighted)[0]
+
+    for stage in stages:
+        missing = [name for name in stage.inputs if name not in values]
+        if missing:
+            raise ScheduleError(
+                f"stage {stage.index} takes {missing}, which no stage before it makes: the "
+                f"microbatch has {list(microbatch)}"
+            )
+        is_last = stage.index == len(stages) - 1
+        alone = StageAlone(
+            stage,
+            [values[name] for name in stage.inputs],
+            [made[name] for name in stage.inputs if name in made],
+            target=target,
+            loss=loss if is_last and loss_fn is not None else None,
+            splits=splits,
+            device=torch.device(device),
+        )
+        outputs = dict(zip(stage.outputs, alone.outputs(), strict=True))
+        costs.append(alone.costs({} if is_last else outputs, repeats))
+        made |= {n: t.detach().requires_grad_(t.requires_grad) for n, t in outputs.items()}
+        values |= made
+    return tuple(costs)

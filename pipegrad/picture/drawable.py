@@ -1,15 +1,32 @@
-"""check: refuses what cannot be drawn, before a file is written."""
+"""What all pictures share: what can be drawn, its tracks and colours, and sentences about it.
+
+Colours are those of Okabe and Ito, which people tell apart who see red and green alike. Waits are
+hatched in the colour of what they wait for.
+
+Source: M. Okabe and K. Ito, Color Universal Design, https://jfly.uni-koeln.de/color/
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import LARGEST
-from pipegrad.simulation.timeline import KINDS, Timeline
+from pipegrad.printable import printable
+from pipegrad.simulation.timeline import (
+    COMPUTE,
+    KINDS,
+    ON_RANK,
+    Span,
+    SpanKind,
+    Timeline,
+    in_percent,
+    in_time,
+)
 
 _MOST = 2  # timelines in one picture
 
@@ -63,3 +80,179 @@ def _problems_of(span: Any, timeline: Timeline) -> Iterator[str]:  # noqa: ANN40
         yield f"has a number that is no integer of 32 bits: {tuple(span)}"
     if not isinstance(span.label, str):
         yield f"has the label {span.label!r}, expected a text"
+
+
+_ROUNDING = 1e-9  # of the whole: spans that overlap by less do so because numbers are rounded
+
+
+class Track(NamedTuple):
+    """Spans that do not overlap.
+
+    Attributes:
+        rank: Their rank.
+        is_beside: False for what the rank itself does, True for what runs beside it.
+        spans: Their positions in the timeline's spans, in order of time.
+    """
+
+    rank: int
+    is_beside: bool
+    spans: list[int]
+
+
+def tracks(timeline: Timeline) -> Iterator[Track]:
+    """Yields the tracks of all ranks: first what a rank does, then what runs beside it.
+
+    Every rank has a track for its spans, which may be empty. If recorded spans of a rank overlap,
+    it has several.
+    """
+    spans = timeline.spans
+    rows: defaultdict[tuple[int, bool], list[int]] = defaultdict(list)
+    for number in sorted(range(len(spans)), key=lambda n: (spans[n].begin, spans[n].end)):
+        rows[spans[number].rank, spans[number].kind not in ON_RANK].append(number)
+    slack = _ROUNDING * max((span.end for span in spans), default=0.0)
+    for rank in range(timeline.num_ranks):
+        for is_beside in (False, True):
+            row = rows[rank, is_beside]
+            for own in _stacked(row, spans, slack) or [[]] * (not is_beside):
+                yield Track(rank, is_beside, own)
+
+
+def _stacked(row: Iterable[int], spans: tuple[Span, ...], slack: float) -> list[list[int]]:
+    """Returns tracks, each span in the first that is free when it begins."""
+    result: list[list[int]] = []
+    for number in row:
+        for track in result:
+            if spans[track[-1]].end <= spans[number].begin + slack:
+                track.append(number)
+                break
+        else:
+            result.append([number])
+    return result
+
+
+_DARK, _LIGHT = "#111111", "#ffffff"
+
+
+class Paint(NamedTuple):
+    """How a kind looks.
+
+    Attributes:
+        name: The kind in words.
+        fill: Its colour; if it is hatched, the colour of the lines.
+        text: The colour of text on it.
+        is_hatched: True for waits: lines, and the background between them.
+        is_mirrored: True if the lines fall instead of rise.
+    """
+
+    name: str
+    fill: str
+    text: str = _DARK
+    is_hatched: bool = False
+    is_mirrored: bool = False
+
+
+_BLUE, _RED, _PURPLE, _GREY = "#0072b2", "#d55e00", "#882e72", "#7f7f7f"
+PALETTE: dict[SpanKind, Paint] = {
+    "F": Paint("forward", "#56b4e9"),
+    "B": Paint("backward", "#e69f00"),
+    "I": Paint("backward of inputs", "#f0e442"),
+    "W": Paint("backward of weights", "#009e73"),
+    "optimizer": Paint("optimizer", "#cc79a7"),
+    "host": Paint("host", "#a0a0a0"),
+    "wait for receive": Paint("wait for receive", _BLUE, is_hatched=True),
+    "wait for send": Paint("wait for send", _BLUE, is_hatched=True, is_mirrored=True),
+    "wait for reduction": Paint("wait for reduction", _RED, is_hatched=True),
+    "wait for parameters": Paint("wait for parameters", _PURPLE, is_hatched=True),
+    "wait for ranks": Paint("wait for ranks", _GREY, is_hatched=True, is_mirrored=True),
+    "transfer": Paint("transfer", _BLUE, _LIGHT),
+    "reduction": Paint("gradient reduction", _RED, _LIGHT),
+    "parameter sync": Paint("parameter sync", _PURPLE, _LIGHT),
+}
+
+
+_EQUAL = 5e-4  # a difference that rounds to 0.0 %
+
+
+def title_of(timeline: Timeline) -> str:
+    """Returns its name and where it comes from."""
+    name = printable(timeline.name)
+    return f"{name} ({timeline.source})" if name else timeline.source
+
+
+def titles(timelines: Sequence[Timeline]) -> list[str]:
+    """Returns titles that differ; the second of two like ones is numbered."""
+    names = [title_of(timeline) for timeline in timelines]
+    return [f"{n} (2)" if n in names[:i] else n for i, n in enumerate(names)]
+
+
+def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:
+    """Returns the sentences about all steps together, and then those about each step.
+
+    If the number of steps differs, only those are compared that both have.
+    """
+    num_steps = max(len(timeline.step_ends) for timeline in timelines)
+    return [_about(timelines, step) for step in (None, *range(num_steps))]
+
+
+def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
+    shown = [
+        (timeline, title, _begin_and_end(timeline, step))
+        for timeline, title in zip(timelines, titles(timelines), strict=True)
+        if step is None or step < len(timeline.step_ends)
+    ]
+    parts = [
+        f"{title}: {in_time(end - begin)}{_each(timeline, step)}, "
+        f"{in_percent(_compute_share(timeline, begin, end))} of it compute."
+        for timeline, title, (begin, end) in shown
+    ]
+    if len(shown) > 1:
+        parts.append(_difference(*((t, n, _seconds(t, step)) for t, n, _ in shown)) + ".")
+    return parts
+
+
+def _begin_and_end(timeline: Timeline, step: int | None) -> tuple[float, float]:
+    if step is None:
+        return 0.0, timeline.seconds or max(span.end for span in timeline.spans)
+    return (timeline.step_ends[step - 1] if step else 0.0), timeline.step_ends[step]
+
+
+def _seconds(timeline: Timeline, step: int | None) -> float:
+    """Returns the time of a step, or of a mean one: two runs may have other numbers of steps."""
+    begin, end = _begin_and_end(timeline, step)
+    return (end - begin) / (max(len(timeline.step_ends), 1) if step is None else 1)
+
+
+def _each(timeline: Timeline, step: int | None) -> str:
+    count = len(timeline.step_ends)
+    if step is not None or count < 2:
+        return ""
+    return f" for {count} steps ({in_time(_seconds(timeline, None))} each)"
+
+
+def _compute_share(timeline: Timeline, begin: float, end: float) -> float:
+    computed = sum(
+        max(min(span.end, end) - max(span.begin, begin), 0.0)
+        for span in timeline.spans
+        if span.kind in COMPUTE
+    )
+    return computed / ((end - begin) * timeline.num_ranks) if end > begin else 0.0
+
+
+def _difference(first: tuple[Timeline, str, float], second: tuple[Timeline, str, float]) -> str:
+    """Returns how step times differ: a prediction from its run, or the second from the first."""
+    if first[0].source == "measured" and second[0].source == "predicted":
+        first, second = second, first
+    (one, one_title, one_seconds), (other, other_title, other_seconds) = first, second
+    if (one.source, other.source) == ("predicted", "measured"):
+        return _longer("The predicted step", one_seconds, "measured", other_seconds)
+    return _longer(f"A step of {other_title}", other_seconds, f"one of {one_title}", one_seconds)
+
+
+def _longer(subject: str, seconds: float, base_name: str, base: float) -> str:
+    gap = seconds - base
+    if not base or abs(gap) < _EQUAL * base:
+        return f"{subject} is as long as {base_name}"
+    than = "longer" if gap > 0 else "shorter"
+    return (
+        f"{subject} is {in_time(abs(gap))} ({in_percent(abs(gap) / base)}) {than} than {base_name}"
+    )

@@ -6,15 +6,13 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
-from pipegrad.picture.drawable import check
-from pipegrad.picture.lanes import lanes
-from pipegrad.picture.palette import PALETTE, Paint
-from pipegrad.picture.words import sentences, titles
+from pipegrad.picture.drawable import PALETTE, Paint, check, sentences, titles, tracks
 from pipegrad.printable import printable
 from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline
 
@@ -44,13 +42,14 @@ _STYLE = {
 }
 
 
-class Row(NamedTuple):
-    """A strip of the figure: a lane of spans, or the memory of a rank."""
+class Strip(NamedTuple):
+    """A part of the figure from left to right: a track of spans, or the memory of a rank."""
 
     timeline: Timeline
+    title: str  # of the timeline
     rank: int
     what: str  # a key of _HEIGHTS
-    top: float  # in inches from the top of the first row
+    top: float  # in inches from the top of the first strip
     height: float
     spans: list[int]
 
@@ -74,36 +73,29 @@ def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str 
         raise ScheduleError(
             f"a figure is written as {', '.join(_SUFFIXES)}, found {path.name!r}: change the name"
         )
-    matplotlib = _matplotlib()
-    with matplotlib.rc_context(_STYLE), run_files.replacing(path) as file:
-        figure = _drawn(timelines, printable(title))
-        kind = path.suffix.lower().removeprefix(".")
-        figure.savefig(file, format=kind, dpi=200, metadata=_undated(path))
-
-
-def _matplotlib() -> Any:  # noqa: ANN401 - a module that may be missing
     try:
+        matplotlib = import_module("matplotlib")
         import_module("matplotlib.figure")
     except ImportError as error:
         raise ImportError(
             f"a figure needs the library matplotlib: pip install 'pipegrad[picture]' ({error})"
         ) from error
-    return import_module("matplotlib")
-
-
-def _undated(path: Path) -> dict[str, None]:
-    """Returns what leaves the date out of a file."""
-    return {".svg": {"Date": None}, ".pdf": {"CreationDate": None}}.get(path.suffix.lower(), {})
+    kind = path.suffix.lower().removeprefix(".")
+    # The same picture is the same file: no date is in it.
+    undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
+    with matplotlib.rc_context(_STYLE), run_files.replacing(path) as file:
+        figure = _drawn(timelines, printable(title))
+        figure.savefig(file, format=kind, dpi=200, metadata=undated)
 
 
 def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     from matplotlib.figure import Figure
 
-    rows = list(_rows(timelines))
-    bottom = rows[-1].top + rows[-1].height
+    strips = list(_strips(timelines))
+    bottom = strips[-1].top + strips[-1].height
     shrink = min(1.0, _TALLEST / bottom)
-    said = sentences(timelines)[0]
-    head, foot = 0.17 * len(said) + (0.37 if title else 0.15), 0.75
+    about = sentences(timelines)[0]
+    head, foot = 0.17 * len(about) + (0.37 if title else 0.15), 0.75
     height = bottom * shrink + head + foot
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
@@ -114,55 +106,54 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     _frame(axes, seconds)
     points_per_second = 72 * (_WIDTH - _LEFT - _RIGHT) / (seconds * 1.005)
     many = sum(len(t.spans) for t in timelines) > _MANY_SPANS
-    for row in rows:
-        _draw_row(axes, row, timelines, points_per_second, rasterized=many)
-        _write_texts(axes, row, points_per_second, shrink)
-    _name_ranks(axes, rows, timelines, shrink)
-    _step_ends(axes, rows)
+    for strip in strips:
+        _draw_strip(axes, strip, timelines, points_per_second, rasterized=many)
+        _write_texts(axes, strip, points_per_second, shrink)
+    _name_ranks(axes, strips, timelines, shrink)
+    _step_ends(axes, strips)
     top = 1 - 0.12 / height
     if title:
         figure.text(0.01, top, title, fontsize=10, fontweight="bold", va="top")
         top -= 0.22 / height
-    figure.text(0.01, top, "\n".join(said), fontsize=_FONT, color=_SOFT, va="top")
+    figure.text(0.01, top, "\n".join(about), fontsize=_FONT, color=_SOFT, va="top")
     _legend(figure, timelines)
     return figure
 
 
-def _rows(timelines: Sequence[Timeline]) -> Iterator[Row]:
-    """Yields all rows, from the top to the bottom."""
-    top = 0.0
-    groups = _groups(timelines)
-    by_rank = [_rows_by_rank(timeline) for timeline in timelines]
-    for number, (timeline, rank) in enumerate(groups):
-        new_timeline = number == 0 or groups[number - 1][0] is not timeline
-        if not _is_pair(timelines) and len(timelines) > 1 and new_timeline:
+def _strips(timelines: Sequence[Timeline]) -> Iterator[Strip]:
+    """Yields all strips, from the top to the bottom."""
+    top, is_pair = 0.0, _is_pair(timelines)
+    names, by_rank = titles(timelines), [_strips_by_rank(timeline) for timeline in timelines]
+    order = [(which, rank) for which, t in enumerate(timelines) for rank in range(t.num_ranks)]
+    if is_pair:
+        order.sort(key=itemgetter(1))
+    for (which, rank), (_, following) in zip(order, [*order[1:], (0, -1)], strict=True):
+        if rank == 0 and len(timelines) > 1 and not is_pair:
             top += _HEADING
-        at = [timeline is each for each in timelines].index(True)
-        for what, spans in by_rank[at][rank]:
-            yield Row(timeline, rank, what, top, _HEIGHTS[what], spans)
+        for what, spans in by_rank[which][rank]:
+            yield Strip(timelines[which], names[which], rank, what, top, _HEIGHTS[what], spans)
             top += _HEIGHTS[what] + 0.015
-        is_first_of_pair = number + 1 < len(groups) and groups[number + 1][1] == rank
-        top += _PAIR_GAP if _is_pair(timelines) and is_first_of_pair else _GAP
+        top += _PAIR_GAP if is_pair and following == rank else _GAP
 
 
 def _is_pair(timelines: Sequence[Timeline]) -> bool:
-    """True if one is the prediction of the other."""
+    """True if one is the prediction of the other: then they are drawn rank by rank."""
     return len({t.source for t in timelines}) > 1 and len({t.num_ranks for t in timelines}) == 1
 
 
-def _groups(timelines: Sequence[Timeline]) -> list[tuple[Timeline, int]]:
-    groups = [(timeline, rank) for timeline in timelines for rank in range(timeline.num_ranks)]
-    return sorted(groups, key=lambda group: group[1]) if _is_pair(timelines) else groups
+def _strips_by_rank(timeline: Timeline) -> list[list[tuple[str, list[int]]]]:
+    """Returns for each rank its strips: what is in them, and their spans."""
+    result: list[list[tuple[str, list[int]]]] = [[] for _ in range(timeline.num_ranks)]
+    for track in tracks(timeline):
+        result[track.rank].append(("beside" if track.is_beside else "rank", track.spans))
+    for strips in result if timeline.memory else ():
+        strips.append(("memory", []))
+    return result
 
 
-def _rows_by_rank(timeline: Timeline) -> list[list[tuple[str, list[int]]]]:
-    """Returns for each rank its rows: what is in them, and their spans."""
-    found: list[list[tuple[str, list[int]]]] = [[] for _ in range(timeline.num_ranks)]
-    for lane in lanes(timeline):
-        found[lane.rank].append(("beside" if lane.is_beside else "rank", lane.spans))
-    for rows in found if timeline.memory else ():
-        rows.append(("memory", []))
-    return found
+def _by_rank(strips: Sequence[Strip]) -> Iterator[list[Strip]]:
+    for _, own in groupby(strips, key=attrgetter("title", "rank")):
+        yield list(own)
 
 
 def _frame(axes: Axes, seconds: float) -> None:
@@ -177,25 +168,25 @@ def _frame(axes: Axes, seconds: float) -> None:
         side.set_visible(False)
 
 
-def _draw_row(
+def _draw_strip(
     axes: Axes,
-    row: Row,
+    strip: Strip,
     timelines: Sequence[Timeline],
     points_per_second: float,
     *,
     rasterized: bool,
 ) -> None:
-    axes.axhspan(row.top, row.top + row.height, color=_BAND, linewidth=0, zorder=0.4)
-    if row.what == "memory":
-        _draw_memory(axes, row, timelines)
+    axes.axhspan(strip.top, strip.top + strip.height, color=_BAND, linewidth=0, zorder=0.4)
+    if strip.what == "memory":
+        _draw_memory(axes, strip, timelines)
     boxes: defaultdict[tuple[SpanKind, bool], list[tuple[float, float]]] = defaultdict(list)
-    for number in row.spans:
-        span = row.timeline.spans[number]
+    for number in strip.spans:
+        span = strip.timeline.spans[number]
         is_thin = span.seconds * points_per_second < _THIN
         boxes[span.kind, is_thin].append((span.begin, span.seconds))
     for (kind, is_thin), ranges in boxes.items():
         style = _style(PALETTE[kind], is_thin=is_thin)
-        place = (row.top, row.height)
+        place = (strip.top, strip.height)
         axes.broken_barh(ranges, place, rasterized=rasterized, zorder=2, **style)
 
 
@@ -216,26 +207,26 @@ def _paler(colour: str, share: float) -> str:
     return "#" + "".join(f"{round(255 - share * (255 - part)):02x}" for part in parts)
 
 
-def _draw_memory(axes: Axes, row: Row, timelines: Sequence[Timeline]) -> None:
-    most = max((p.num_bytes for t in timelines for row in t.memory for p in row), default=0)
-    points = [*row.timeline.memory[row.rank]]
+def _draw_memory(axes: Axes, strip: Strip, timelines: Sequence[Timeline]) -> None:
+    most = max((p.num_bytes for t in timelines for points in t.memory for p in points), default=0)
+    points = [*strip.timeline.memory[strip.rank]]
     if not points or not most:
         return
-    seconds = [*(p.seconds for p in points), max(row.timeline.seconds, points[-1].seconds)]
+    seconds = [*(p.seconds for p in points), max(strip.timeline.seconds, points[-1].seconds)]
     held = [*(p.num_bytes for p in points), points[-1].num_bytes]
-    level = [row.top + row.height * (1 - num_bytes / most) for num_bytes in held]
-    floor = row.top + row.height
+    level = [strip.top + strip.height * (1 - num_bytes / most) for num_bytes in held]
+    floor = strip.top + strip.height
     axes.fill_between(seconds, level, floor, step="post", color=_MEMORY, linewidth=0, zorder=2)
     axes.step(seconds, level, where="post", color=_LEVEL, linewidth=0.6, zorder=2)
 
 
-def _write_texts(axes: Axes, row: Row, points_per_second: float, shrink: float) -> None:
+def _write_texts(axes: Axes, strip: Strip, points_per_second: float, shrink: float) -> None:
     """Writes into each box what it is, as large as it fits."""
-    largest = _FONT if row.what == "rank" else _SMALL_FONT
-    several = _has_several(row.timeline)
-    for number in row.spans:
-        span = row.timeline.spans[number]
-        width, height = span.seconds * points_per_second - 1.5, row.height * shrink * 72 - 2
+    largest = _FONT if strip.what == "rank" else _SMALL_FONT
+    several = len(strip.timeline.stage_to_rank) > strip.timeline.num_ranks
+    for number in strip.spans:
+        span = strip.timeline.spans[number]
+        width, height = span.seconds * points_per_second - 1.5, strip.height * shrink * 72 - 2
         for text in _texts(span, several=several) if width > 1 else ():
             lines = text.split("\n")
             widest = max(len(line) for line in lines) or 1
@@ -243,15 +234,11 @@ def _write_texts(axes: Axes, row: Row, points_per_second: float, shrink: float) 
             if size < _SMALLEST_FONT:
                 continue
             axes.text(
-                (span.begin + span.end) / 2, row.top + row.height / 2, text, fontsize=size,
+                (span.begin + span.end) / 2, strip.top + strip.height / 2, text, fontsize=size,
                 color=PALETTE[span.kind].text, ha="center", va="center_baseline", zorder=3,
                 linespacing=1.0,
             )  # fmt: skip
             break
-
-
-def _has_several(timeline: Timeline) -> bool:
-    return len(timeline.stage_to_rank) > timeline.num_ranks
 
 
 def _texts(span: Span, *, several: bool) -> Sequence[str]:
@@ -266,14 +253,13 @@ def _texts(span: Span, *, several: bool) -> Sequence[str]:
 
 
 def _name_ranks(
-    axes: Axes, rows: Sequence[Row], timelines: Sequence[Timeline], shrink: float
+    axes: Axes, strips: Sequence[Strip], timelines: Sequence[Timeline], shrink: float
 ) -> None:
     size = max(min(_FONT + 0.5, _HEIGHTS["rank"] * shrink * 72 * 0.8), 2.0)
     left = -_LEFT / (_WIDTH - _LEFT - _RIGHT) + 0.012
     place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
-    for (_, rank), strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
-        own = list(strips)
-        first, last, timeline = own[0], own[-1], own[0].timeline
+    for own in _by_rank(strips):
+        first, last, timeline, rank = own[0], own[-1], own[0].timeline, own[0].rank
         stages = [str(s) for s, owner in enumerate(timeline.stage_to_rank) if owner == rank]
         second = timeline.source if _is_pair(timelines) else f"stage {', '.join(stages)}"
         middle = first.top + first.height / 2
@@ -281,13 +267,11 @@ def _name_ranks(
         if shrink == 1 and last is not first:
             axes.text(left, middle + 0.15, second, fontsize=_SMALL_FONT, color=_SOFT, **place)
         if rank == 0 and len(timelines) > 1 and not _is_pair(timelines):
-            heading = titles(timelines)[[t is timeline for t in timelines].index(True)]
-            axes.text(left, first.top - 0.1, heading, fontsize=_FONT + 0.5, **place)
+            axes.text(left, first.top - 0.1, first.title, fontsize=_FONT + 0.5, **place)
 
 
-def _step_ends(axes: Axes, rows: Sequence[Row]) -> None:
-    for _, strips in groupby(rows, key=lambda row: (id(row.timeline), row.rank)):
-        own = list(strips)
+def _step_ends(axes: Axes, strips: Sequence[Strip]) -> None:
+    for own in _by_rank(strips):
         ends = own[0].timeline.step_ends
         if len(ends) > 1:
             floor = own[-1].top + own[-1].height

@@ -1,6 +1,6 @@
 """write_perfetto: a timeline in the format of Chrome's traces, which ui.perfetto.dev opens.
 
-Each rank is a process. Its threads are the lanes of a picture: what the rank does, and what runs
+Each rank is a process. Its threads are the tracks of a picture: what the rank does, and what runs
 beside it. Arrows show transfers, and counters show memory.
 
 Source: "Trace Event Format", Google, 2016; https://perfetto.dev/docs/getting-started/other-formats
@@ -15,10 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pipegrad import run_files
-from pipegrad.picture.drawable import check
-from pipegrad.picture.lanes import Lane, lanes
-from pipegrad.picture.palette import PALETTE
-from pipegrad.picture.words import titles
+from pipegrad.picture.drawable import PALETTE, Track, check, titles, tracks
 from pipegrad.simulation.timeline import COMPUTE, Span, Timeline
 
 _MICROSECONDS = 1e6  # the unit of the format
@@ -43,13 +40,13 @@ def write_perfetto(timelines: Sequence[Timeline], path: Path | str) -> None:
 
 
 def _events(timeline: Timeline, title: str, first_process: int) -> Iterator[Event]:
-    threads: dict[int, int] = {}  # for each span the lane that it is in
-    rows = list(lanes(timeline))
+    threads: dict[int, int] = {}  # for each span the track that it is in
+    rows = list(tracks(timeline))
     for rank in range(timeline.num_ranks):
-        own = [lane for lane in rows if lane.rank == rank]
-        threads |= {span: thread for thread, lane in enumerate(own) for span in lane.spans}
+        own = [track for track in rows if track.rank == rank]
+        threads |= {span: thread for thread, track in enumerate(own) for span in track.spans}
         yield from _named(first_process + rank, f"{title}, rank {rank}", own)
-    for number in chain.from_iterable(lane.spans for lane in rows):
+    for number in chain.from_iterable(track.spans for track in rows):
         span = timeline.spans[number]
         yield _complete(span, first_process + span.rank, threads[number])
         if span.kind == "transfer" and 0 <= span.peer < timeline.num_ranks:
@@ -60,11 +57,11 @@ def _events(timeline: Timeline, title: str, first_process: int) -> Iterator[Even
             yield {"ph": "C", "name": "memory", **where, "args": {"bytes": num_bytes}}
 
 
-def _named(process: int, title: str, own: Sequence[Lane]) -> Iterator[Event]:
+def _named(process: int, title: str, own: Sequence[Track]) -> Iterator[Event]:
     yield _metadata("process_name", process, 0, name=title)
     yield _metadata("process_sort_index", process, 0, sort_index=process)
-    for thread, lane in enumerate(own):
-        name = f"beside {thread}" if lane.is_beside else "rank"
+    for thread, track in enumerate(own):
+        name = f"beside {thread}" if track.is_beside else "rank"
         yield _metadata("thread_name", process, thread, name=name)
         yield _metadata("thread_sort_index", process, thread, sort_index=thread)
 

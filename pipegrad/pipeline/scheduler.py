@@ -36,10 +36,8 @@ from pipegrad.pipeline.steps import Steps
 from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, collectives_of
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.schedules import Program, Proof, Schedule
-from pipegrad.schedules.measured import Times
+from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import DEPTH
-from pipegrad.simulation.auto import Auto
-from pipegrad.simulation.choose import Choice
 from pipegrad.topology import Topology
 
 # All ranks make their Schedulers in the same order, so this number names one on all of them.
@@ -350,7 +348,7 @@ class Scheduler:
     def choice(self) -> Choice | None:
         """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
         generator = self._programs.spec
-        if not isinstance(generator, Auto) or generator.wants_times:
+        if not isinstance(generator, MeasuredGenerator):
             return None
         return generator.choice(
             num_ranks=self.schedule.num_ranks, num_microbatches=self.schedule.num_microbatches

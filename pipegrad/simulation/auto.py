@@ -11,9 +11,9 @@ from typing import Any
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
-from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
 from pipegrad.schedules.schedule import Schedule
-from pipegrad.simulation.choose import Choice, Spec, check_limit, choose
+from pipegrad.simulation.choose import Spec, check_limit, choose
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 
 # Bytes of a value whose size is not known, over a link that takes the measured time for them. Only
@@ -75,9 +75,6 @@ class Auto(MeasuredGenerator):
         Raises:
             ScheduleError: If no schedule fits, or if the costs are of other stages.
         """
-        if self._costs is None:
-            self._try_out(num_ranks, num_microbatches)
-            return _begun(num_ranks, num_microbatches)
         try:
             chosen = self.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
         except ScheduleError as error:
@@ -85,8 +82,14 @@ class Auto(MeasuredGenerator):
                 raise
             # With hops of no time something fitted; what was measured must not end the run.
             warnings.warn(f"schedule 'auto' stays 1f1b: {error}", stacklevel=2)
-            return _begun(num_ranks, num_microbatches)
-        return chosen.schedule
+            chosen = None
+        if chosen is not None:
+            return chosen.schedule
+        if self._costs is None:
+            self._try_out(num_ranks, num_microbatches)
+        begin = OneForwardOneBackward()
+        made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
+        return replace(made, name="auto")
 
     def _try_out(self, num_ranks: int, num_microbatches: int) -> None:
         """Refuses limits and schedules of which nothing is left, before any step."""
@@ -95,14 +98,14 @@ class Auto(MeasuredGenerator):
             planned = self.planned(some)
             planned.choice(num_ranks=num_ranks, num_microbatches=num_microbatches)
 
-    def choice(self, *, num_ranks: int, num_microbatches: int) -> Choice:
-        """Returns what was chosen, with the table of why. It needs costs.
+    def choice(self, *, num_ranks: int, num_microbatches: int) -> Choice | None:
+        """Returns what was chosen, with the table of why; None without costs.
 
         Raises:
             ScheduleError: As `generate`.
         """
         if self._costs is None:
-            raise ScheduleError("nothing is measured yet: give costs, or take two steps")
+            return None
         key = num_ranks, num_microbatches
         if key not in self._choices:
             self._choices[key] = choose(
@@ -122,13 +125,6 @@ class Auto(MeasuredGenerator):
         planned = Auto(costs=costs_of(times), max_live_activations=limit, schedules=self._schedules)
         planned._is_measured = True
         return planned
-
-
-def _begun(num_ranks: int, num_microbatches: int) -> Schedule:
-    """Returns what runs before anything is measured."""
-    begin = OneForwardOneBackward()
-    made = begin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return replace(made, name="auto")
 
 
 def costs_of(times: Times) -> Costs:

@@ -11,22 +11,19 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import fields, replace
+from typing import Any
 
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.schedules import generate, lower, registry, verify
 from pipegrad.schedules.builtin.hop_aware import HopAware
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
-from pipegrad.schedules.measured import Times
+from pipegrad.schedules.measured import EQUAL, Candidate, Choice, Times
 from pipegrad.schedules.program.program import Link
 from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.simulation.simulator import simulate
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 Spec = str | Mapping[str, Any]  # a name, or a table of name and options
 
@@ -34,108 +31,6 @@ _FOLLOWERS = ("auto", "adaptive-1f1b")  # what chooses or changes schedules is n
 _THRESHOLDS = (0.0, 0.05, 0.2)  # of those that know hops
 _MOST_FORWARDS_A_HOP = 6
 _NUM_STEPS = 2  # the second begins while the first ends, as all that follow do
-# Steps that differ by less than this take equally long: more activations must buy something.
-_EQUAL = 0.005
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A schedule, and what it was found to take.
-
-    Attributes:
-        name: The schedule and its options, in words.
-        schedule: None if it is not defined for these numbers.
-        step_seconds: Of a step that follows another.
-        bubble: The share of all ranks' time in which they do not compute.
-        peak_bytes: The most that a rank holds.
-        live_activations: Microbatches that each rank holds at most, over all its stages.
-        refused: Why it was not taken; "" if it could have been.
-    """
-
-    name: str
-    schedule: Schedule | None = None
-    step_seconds: float = 0.0
-    bubble: float = 0.0
-    peak_bytes: int = 0
-    live_activations: tuple[int, ...] = ()
-    refused: str = ""
-
-    def to_json(self) -> dict[str, Any]:
-        """Returns it as plain data, without the schedule."""
-        if self.schedule is None:
-            return {"name": self.name, "refused": self.refused}
-        return {
-            "name": self.name,
-            "step_seconds": self.step_seconds,
-            "bubble": self.bubble,
-            "peak_bytes": self.peak_bytes,
-            "live_activations": list(self.live_activations),
-            "refused": self.refused,
-        }
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The schedule that was chosen, and what else was tried.
-
-    Attributes:
-        candidates: The chosen one first; then by time; at last those that were refused.
-    """
-
-    candidates: tuple[Candidate, ...]
-
-    @property
-    def best(self) -> Candidate:
-        """What was chosen."""
-        return self.candidates[0]
-
-    @property
-    def schedule(self) -> Schedule:
-        """What was chosen, for a `Scheduler`."""
-        assert self.best.schedule is not None
-        return self.best.schedule
-
-    def to_json(self) -> list[dict[str, Any]]:
-        """Returns the candidates as plain data, in order."""
-        return [candidate.to_json() for candidate in self.candidates]
-
-    def table(self) -> Table:
-        """Returns the table of why, for rich."""
-        from rich import box
-        from rich.table import Table
-
-        head, *rows = rows_of(self.to_json())
-        table = Table(*head, box=box.SIMPLE_HEAD, pad_edge=False)
-        for row in rows:
-            table.add_row(*row)
-        return table
-
-    def __str__(self) -> str:
-        rows = list(rows_of(self.to_json()))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = ("  ".join(map(str.ljust, row, widths)) for row in rows)
-        return "\n".join(map(str.rstrip, lines))
-
-
-def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
-    """Yields the cells of the table of why, its head first, from what `Choice.to_json` returns."""
-    yield "schedule", "step", "bubble", "peak MiB", "activations", "why"
-    best = candidates[0]
-    for each in candidates:
-        if "step_seconds" not in each:
-            yield each["name"], "", "", "", "", each["refused"]
-            continue
-        quickest = best["step_seconds"]
-        slower = each["step_seconds"] / quickest - 1 if quickest else 0.0
-        why = f"{slower:+.1%}" if slower >= _EQUAL else "as fast, holds more"
-        yield (
-            each["name"],
-            f"{1e3 * each['step_seconds']:.1f} ms",
-            f"{each['bubble']:.1%}",
-            f"{each['peak_bytes'] / 2**20:.1f}",
-            f"{sum(each['live_activations'])}",
-            "chosen" if each is best else each["refused"] or why,
-        )
 
 
 def choose(
@@ -218,7 +113,7 @@ def _ordered(candidates: Sequence[Candidate]) -> tuple[Candidate, ...]:
         reasons = "\n".join(f"  {each.name}: {each.refused}" for each in refused) or "  of none"
         raise ScheduleError(f"no schedule fits:\n{reasons}")
     fastest = min(each.step_seconds for each in fitting)
-    equal = [each for each in fitting if each.step_seconds <= fastest * (1 + _EQUAL)]
+    equal = [each for each in fitting if each.step_seconds <= fastest * (1 + EQUAL)]
     best = min(equal, key=lambda e: (e.peak_bytes, sum(e.live_activations), e.name))
     rest = sorted((e for e in fitting if e is not best), key=lambda e: (e.step_seconds, e.name))
     return best, *rest, *refused
@@ -317,10 +212,10 @@ def _tried(
     try:
         program = lower(schedule, links=links)
         proof = verify(program)
-        found = simulate(program, own, num_steps=_NUM_STEPS, records=False)
+        result = simulate(program, own, num_steps=_NUM_STEPS, records=False)
     except ScheduleError as error:
         return Candidate(name, refused=str(error).partition("\n")[0])
-    seconds = found.step_seconds[-1]
+    seconds = result.step_seconds[-1]
     computing = sum(
         own.stages[a.stage].seconds(a.kind) for actions in schedule.actions for a in actions
     )
@@ -329,9 +224,9 @@ def _tried(
         schedule,
         step_seconds=seconds,
         bubble=max(0.0, 1 - computing / (schedule.num_ranks * seconds)) if seconds else 0.0,
-        peak_bytes=max(found.peak_bytes),
+        peak_bytes=max(result.peak_bytes),
         live_activations=proof.live_activations,
-        refused=_beyond(found.peak_bytes, proof.live_activations, num_stages, limits),
+        refused=_beyond(result.peak_bytes, proof.live_activations, num_stages, limits),
     )
 
 

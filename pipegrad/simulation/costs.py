@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -30,27 +30,32 @@ from pipegrad.schedules.program.program import Channel, Collective, Link
 from pipegrad.schedules.schedule import Kind
 from pipegrad.simulation.plain_data import loaded, validated
 
-_STRICT = ConfigDict(extra="forbid")
 
+@dataclass(frozen=True)
+class _Numbers:
+    """Numbers that make sense: none is negative, nan, or so large that a sum would overflow."""
 
-def _check_numbers(costs: Any) -> None:  # noqa: ANN401 - any of the classes above
-    """Refuses negative numbers, nan, what is no number, and what a sum of them would overflow."""
-    for each in fields(costs):
-        if each.type not in ("int", "float", "Mapping[str, int]"):
-            continue
-        value = getattr(costs, each.name)
-        for number in value.values() if isinstance(value, Mapping) else [value]:
-            is_number = isinstance(number, int | float) and not isinstance(number, bool)
-            if not is_number or not number >= 0:
-                raise ScheduleError(f"{each.name} is {number!r}, expected a number, at least 0")
-            # A rate may be without a limit; a time or a size may not.
-            if number > MOST_NUMBER and not each.name.endswith("per_second"):
-                found = "inf" if number == math.inf else "too large"
-                raise ScheduleError(f"{each.name} is {found}, expected at most {MOST_NUMBER:.0e}")
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if each.type not in ("int", "float", "Mapping[str, int]"):
+                continue
+            value = getattr(self, each.name)
+            for number in value.values() if isinstance(value, Mapping) else [value]:
+                is_number = isinstance(number, int | float) and not isinstance(number, bool)
+                if not is_number or not number >= 0:
+                    raise ScheduleError(f"{each.name} is {number!r}, expected a number, at least 0")
+                # A rate may be without a limit; a time or a size may not.
+                if number > MOST_NUMBER and not each.name.endswith("per_second"):
+                    size = "inf" if number == math.inf else "too large"
+                    raise ScheduleError(
+                        f"{each.name} is {size}, expected at most {MOST_NUMBER:.0e}"
+                    )
 
 
 @dataclass(frozen=True)
-class StageCosts:
+class StageCosts(_Numbers):
     """What one microbatch costs on a stage, and what the stage holds.
 
     Attributes:
@@ -68,8 +73,6 @@ class StageCosts:
             comes back has as many.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     forward_seconds: float = 0.0
     backward_seconds: float = 0.0
     weight_seconds: float = 0.0
@@ -82,7 +85,7 @@ class StageCosts:
     outputs: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if self.weight_seconds > self.backward_seconds:
             raise ScheduleError(
                 f"weight_seconds is {self.weight_seconds}, a part of backward_seconds, which is "
@@ -105,7 +108,7 @@ class StageCosts:
 
 
 @dataclass(frozen=True)
-class LinkCosts:
+class LinkCosts(_Numbers):
     """One direction between two ranks.
 
     Attributes:
@@ -115,15 +118,13 @@ class LinkCosts:
         bytes_per_second: Rate of one message alone; infinite if only the NICs limit it.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     source: int
     target: int
     latency_seconds: float = 0.0
     bytes_per_second: float = math.inf
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if self.bytes_per_second < LEAST_RATE:
             raise ScheduleError(
                 f"the link from rank {self.source} to rank {self.target} has bytes_per_second "
@@ -132,7 +133,7 @@ class LinkCosts:
 
 
 @dataclass(frozen=True)
-class Network:
+class Network(_Numbers):
     """How ranks are connected.
 
     Every host has a full-duplex NIC. Messages that leave a NIC at once share its rate, and so do
@@ -150,15 +151,13 @@ class Network:
         links: Pairs of ranks that differ from the rest.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     nic_bytes_per_second: float = math.inf
     latency_seconds: float = 0.0
     hosts: tuple[int, ...] = ()
     links: tuple[LinkCosts, ...] = ()
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if self.nic_bytes_per_second < LEAST_RATE:
             raise ScheduleError(
                 f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0, "
@@ -190,7 +189,7 @@ class Network:
 
 
 @dataclass(frozen=True)
-class CollectiveCosts:
+class CollectiveCosts(_Numbers):
     """What a reduction sends, and its parameter sync.
 
     Attributes:
@@ -203,8 +202,6 @@ class CollectiveCosts:
         sync_seconds: Likewise, of the parameter sync.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     num_bytes: int = 0
     num_ranks: int = 1
     kind: Literal["all-reduce", "reduce-scatter", "send"] = "all-reduce"
@@ -213,13 +210,13 @@ class CollectiveCosts:
     sync_seconds: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if self.num_ranks < 1:
             raise ScheduleError(f"num_ranks is {self.num_ranks}, expected at least 1")
 
 
 @dataclass(frozen=True)
-class CodecCosts:
+class CodecCosts(_Numbers):
     """A codec between two pipeline ranks, for what crosses in either direction.
 
     Attributes:
@@ -231,8 +228,6 @@ class CodecCosts:
         decode_seconds_per_byte: What the rank that receives takes.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     ranks: tuple[int, int]
     carries: Literal["activations", "gradients"]
     codec: str = ""
@@ -241,7 +236,7 @@ class CodecCosts:
     decode_seconds_per_byte: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_numbers(self)
+        super().__post_init__()
         if not 0 <= self.ranks[0] < self.ranks[1]:
             raise ScheduleError(
                 f"a codec has the ranks {list(self.ranks)}, expected two, the lower one first"
@@ -263,7 +258,7 @@ class Crossing(NamedTuple):
 
 
 @dataclass(frozen=True)
-class HostCosts:
+class HostCosts(_Numbers):
     """What the rank's host takes on top of computing.
 
     Attributes:
@@ -272,18 +267,13 @@ class HostCosts:
         step_seconds: For each step.
     """
 
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
-
     action_seconds: float = 0.0
     message_seconds: float = 0.0
     step_seconds: float = 0.0
 
-    def __post_init__(self) -> None:
-        _check_numbers(self)
-
 
 @dataclass(frozen=True)
-class Costs:
+class Costs(_Numbers):
     """Everything that `simulate` needs to know of a model and of a cluster.
 
     Attributes:
@@ -296,8 +286,6 @@ class Costs:
         ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
             a global norm and reading the loss on every rank do that.
     """
-
-    __pydantic_config__: ClassVar[ConfigDict] = _STRICT
 
     stages: tuple[StageCosts, ...]
     network: Network = Network()
@@ -333,10 +321,6 @@ class Costs:
             self.crossing(Link(name, producer, (producer + 1,)), Channel(0, kind, source, target))
             for name in self.stages[producer].outputs
         ]
-        return self.crossing_seconds(crossings, source, target)
-
-    def crossing_seconds(self, crossings: Sequence[Crossing], source: int, target: int) -> float:
-        """Returns the time of values between two ranks, coding included, with nothing else sent."""
         coding = sum(each.encode_seconds + each.decode_seconds for each in crossings)
         num_bytes = sum(each.num_bytes for each in crossings)
         return coding + self.network.seconds(source, target, num_bytes)

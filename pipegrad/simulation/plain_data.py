@@ -35,9 +35,9 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
         where = printable(shortened(".".join(map(str, first["loc"])) or what))
         kind = first["type"].partition("_")[0]
         complaint = _COMPLAINTS.get(kind, first["msg"].removeprefix("Value error, "))
-        found = "" if kind == "missing" else f", found {_shown(first['input'])}"
+        shown = "" if kind == "missing" else f", found {_shown(first['input'])}"
         colon = "" if kind in _COMPLAINTS else ":"
-        raise ScheduleError(f"{where}{colon} {complaint.removeprefix('Input ')}{found}") from error
+        raise ScheduleError(f"{where}{colon} {complaint.removeprefix('Input ')}{shown}") from error
 
 
 def _shown(value: object) -> str:

@@ -17,12 +17,9 @@ from pipegrad.schedules.program.program import (
     Program,
 )
 from pipegrad.simulation.costs import Costs
-from pipegrad.simulation.engine.collectives import Collectives
-from pipegrad.simulation.engine.events import Event, Events
-from pipegrad.simulation.engine.memory import Memory
-from pipegrad.simulation.engine.messages import Messages
-from pipegrad.simulation.engine.network import FairNetwork
-from pipegrad.simulation.engine.recording import Recording
+from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
+from pipegrad.simulation.engine.ledger import Memory, Recording
+from pipegrad.simulation.engine.transport import Collectives, Job, Messages
 from pipegrad.simulation.timeline import Span, Timeline
 
 # Plain integers: comparing with members of an enum takes far longer.
@@ -157,22 +154,22 @@ class _Run:
             )
         begins = [0.0, *self._step_ends[:-1]]
         seconds = (end - begin for begin, end in zip(begins, self._step_ends, strict=True))
-        return Simulation(tuple(seconds), tuple(self._memory.peak), self._timeline())
-
-    def _timeline(self) -> Timeline | None:
-        if self._recording.spans is None:
-            return None
-        schedule = self._program.schedule
-        return Timeline(
-            name=schedule.name,
-            source="predicted",
-            num_ranks=schedule.num_ranks,
-            stage_to_rank=schedule.stage_to_rank,
-            num_microbatches=schedule.num_microbatches,
-            spans=tuple(self._recording.spans),
-            step_ends=tuple(self._step_ends),
-            memory=tuple(map(tuple, self._memory.points)),
-        )
+        timeline = None
+        if self._recording.spans is not None:
+            schedule = self._program.schedule
+            timeline = Timeline(
+                name=schedule.name,
+                source="predicted",
+                num_ranks=schedule.num_ranks,
+                stage_to_rank=schedule.stage_to_rank,
+                num_microbatches=schedule.num_microbatches,
+                spans=tuple(self._recording.spans),
+                step_ends=tuple(self._step_ends),
+                memory=tuple(map(tuple, self._memory.points)),
+                links=self._program.links,
+                collectives=self._program.collectives,
+            )
+        return Simulation(tuple(seconds), tuple(self._memory.peak), timeline)
 
     # A step of a rank.
 
@@ -182,7 +179,7 @@ class _Run:
 
     def _after(self, now: float, rank: _Rank, host_seconds: float) -> None:
         """Lets a rank go on after time of its host."""
-        self._recording.note(rank.number, "host", now, now + host_seconds, rank.step)
+        self._recording.add(rank.number, "host", now, now + host_seconds, rank.step)
         if host_seconds > 0:
             self._events.at(now + host_seconds, self._go_on, rank)
         else:
@@ -209,7 +206,7 @@ class _Run:
                     decoding = self._crossings[which >> MICROBATCH_BITS].decode_seconds
                     clock += self._costs.host.message_seconds + decoding
             rank.position += 1
-        self._recording.note(rank.number, "host", now, clock, rank.step)
+        self._recording.add(rank.number, "host", now, clock, rank.step)
         if clock > now:
             self._events.at(clock, self._go_on, rank)
         elif rank.has_finished:
@@ -236,12 +233,13 @@ class _Run:
         begin = clock + self._costs.host.action_seconds
         end = begin + self._seconds[index]
         number, step = rank.number, rank.step
-        self._recording.note(number, "host", now, begin, step)
+        self._recording.add(number, "host", now, begin, step)
         self._recording.compute(Span(number, KINDS[kind], begin, end, step, stage, microbatch))
         self._memory.begin(begin, number, stage, kind)
         for collective, share in self._collectives.launches[number].get(rank.position, ()):
             leaves = begin + share * (end - begin)
-            self._events.at(leaves, self._collectives.launch, step, collective, number)
+            job = Job(step, collective, is_sync=False)
+            self._events.at(leaves, self._collectives.come, job, number)
         rank.position += 1
         self._events.at(end, self._end_compute, rank, stage, kind, microbatch)
 
@@ -265,7 +263,7 @@ class _Run:
             return self._sleep(now, rank, ("receive" if op == _RECEIVE else "send", *key))
         arrived.remove(key)
         if op == _RELEASE:
-            self._memory.release(now, rank.number, channel)
+            self._memory.send(now, rank.number, channel, sign=-1)
         self._recording.transfer(
             rank.number,
             "wait for receive" if op == _RECEIVE else "wait for send",
@@ -282,7 +280,7 @@ class _Run:
         if not rank.has_finished:
             self._finish(now, rank)
             return False
-        self._collectives.publish(now, rank.step, number, rank.number)
+        self._collectives.come(now, Job(rank.step, number, is_sync=True), rank.number)
         return True
 
     def _sleep(self, now: float, rank: _Rank, event: Event) -> bool:
@@ -333,9 +331,9 @@ class _Run:
     def _step_parameters(self, now: float, rank: _Rank) -> None:
         """Runs the optimizer; then the rank publishes, which are its last items."""
         since = self._slept_since(now, rank)
-        self._recording.note(rank.number, "wait for ranks", since, now, rank.step)
+        self._recording.add(rank.number, "wait for ranks", since, now, rank.step)
         seconds = self._optimizer_seconds[rank.number]
-        self._recording.note(rank.number, "optimizer", now, now + seconds, rank.step)
+        self._recording.add(rank.number, "optimizer", now, now + seconds, rank.step)
         self._events.at(now + seconds, self._go_on, rank)
 
     def _end_step(self, now: float, rank: _Rank) -> None:

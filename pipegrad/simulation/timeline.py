@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from itertools import pairwise
 from operator import attrgetter
@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import LARGEST, MOST_NUMBER, check_size
+from pipegrad.schedules.program.program import Collective, Link
 from pipegrad.simulation.plain_data import loaded, validated
 
 SpanKind = Literal[
@@ -112,6 +113,8 @@ class Timeline:
         step_ends: For each step when its last rank has ended it, in seconds.
         memory: For each rank its points, in order of time; empty if memory is not known.
         notes: Further facts, such as a date or a device; values are strings or numbers.
+        links: The values that stages hand on; empty if each hands one to the next.
+        collectives: The reductions, in the order in which they are launched.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -125,6 +128,8 @@ class Timeline:
     step_ends: tuple[float, ...]
     memory: tuple[tuple[MemoryPoint, ...], ...] = ()
     notes: Mapping[str, str | float] = field(default_factory=dict)
+    links: tuple[Link, ...] = ()
+    collectives: tuple[Collective, ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -160,17 +165,7 @@ class Timeline:
             or (span.step == step and begin <= span.begin == span.end <= end)
         )
         memory = tuple(tuple(_cut(points, begin, end)) for points in self.memory)
-        return Timeline(
-            self.name,
-            self.source,
-            self.num_ranks,
-            self.stage_to_rank,
-            self.num_microbatches,
-            spans,
-            (end - begin,),
-            memory,
-            self.notes,
-        )
+        return replace(self, spans=spans, step_ends=(end - begin,), memory=memory)
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data; `from_json` reads it."""
@@ -186,6 +181,8 @@ class Timeline:
             "step_ends": list(self.step_ends),
             "memory": [[list(point) for point in points] for points in self.memory],
             "notes": dict(self.notes),
+            "links": [list(link) for link in self.links],
+            "collectives": [list(collective) for collective in self.collectives],
         }
 
     @classmethod
@@ -240,6 +237,12 @@ def _check(timeline: Timeline) -> None:
     if any(not begin <= end <= MOST_NUMBER for begin, end in pairwise(begins)):
         raise ScheduleError("step_ends: expected seconds that ascend")
     _check_memory(timeline)
+    stages = range(len(timeline.stage_to_rank))
+    for each in timeline.collectives:
+        if not ({*each.ranks} <= {*ranks} and {*each.stages, *each.readers} <= {*stages}):
+            raise ScheduleError(
+                f"collective {each.name!r:.80}: expected ranks and stages of the timeline"
+            )
     for number, span in enumerate(timeline.spans):
         if complaint := next(_complaints(span, timeline), ""):
             raise ScheduleError(f"spans.{number}: {complaint}")
@@ -278,3 +281,27 @@ def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[Me
             yield MemoryPoint(point.seconds - begin, point.num_bytes)
     if before is not None:
         yield MemoryPoint(0.0, before.num_bytes)
+
+
+# As people read them.
+
+
+def in_time(seconds: float) -> str:
+    """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85.0 us``."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3)):
+        if abs(seconds) >= 0.9995 * size:  # what is rounded up to a unit is said in it
+            return f"{_three_digits(seconds / size)} {unit}"
+    return f"{_three_digits(seconds * 1e6)} us"
+
+
+def in_percent(share: float) -> str:
+    """Returns a share of 1 in percent, with one digit behind the point below ten percent."""
+    return f"{100 * share:.0f} %" if abs(share) >= 0.0995 else f"{100 * share:.1f} %"
+
+
+def _three_digits(number: float) -> str:
+    if abs(number) >= 1e6:
+        return f"{number:.2e}"
+    if abs(number) >= 99.95:
+        return f"{number:.0f}"
+    return f"{number:.1f}" if abs(number) >= 9.995 else f"{number:.2f}"

@@ -32,9 +32,8 @@ from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.registry import Registry, ResolvedPlugin, complaints_of
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
+from pipegrad.schedules.measured import Choice as ScheduleChoice
 from pipegrad.schedules.measured import MeasuredGenerator
-from pipegrad.simulation.auto import Auto
-from pipegrad.simulation.choose import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import dataset_of
@@ -292,7 +291,7 @@ class Job:
     def choice(self) -> ScheduleChoice | None:
         """Why the schedule was chosen; None if the configuration names one."""
         plugin = self.generator.plugin
-        if not isinstance(plugin, Auto) or plugin.wants_times:
+        if not isinstance(plugin, MeasuredGenerator):
             return None
         number = self.config.parallel.microbatches
         return plugin.choice(num_ranks=self.pipeline, num_microbatches=number)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipegrad.observe.offline import profile_stages
+from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.pipeline.losses import TOKEN_MEAN
 from pipegrad.simulation.costs import StageCosts
 from pipegrad.train.data.tokenizer import tokenizer_of

@@ -75,14 +75,14 @@ def test_steps_count_too() -> None:
 
 def test_long_work_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     """Security, F6. 1000 x 1000 said nothing for minutes."""
-    monkeypatch.setattr("pipegrad.commands.options.LONG_CELLS", 31)
+    monkeypatch.setattr("pipegrad.commands.command_options.LONG_CELLS", 31)
     said = run("simulate", "1f1b", *SIZE).stderr.splitlines()
     assert [line.partition("s: ")[2].partition(",")[0] for line in said] == [
         "makes the schedule",
         "simulates it",
         "looks for what would make it shorter",
     ]
-    monkeypatch.setattr("pipegrad.commands.options.LONG_CELLS", 32)
+    monkeypatch.setattr("pipegrad.commands.command_options.LONG_CELLS", 32)
     assert run("simulate", "1f1b", *SIZE).stderr == ""
 
 

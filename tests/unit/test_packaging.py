@@ -29,12 +29,14 @@ CODECS = ROOT / "handlers" / "pipegrad_codecs"
 ACME = ROOT / "tests" / "support" / "acme_handlers"
 TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 
-# A folder may import from itself and from those above it in this list.
-ORDER = [
+# What runs in a step. A folder may import from itself and from those above it in this list.
+CORE = [
     *("_torch_version", "errors", "limits", "run_files", "printable", "comm", "topology"),
-    *("plugins", "model", "plan"),
-    *("gradients", "interop", "pipeline", "partition", "observe", "train", "audit"),
-    *("commands", "cli", "__main__", "pytest_plugin"),
+    *("plugins", "model", "plan", "gradients", "interop", "pipeline"),
+]
+# What stands beside a step: each may import the core too, and what is above it here.
+TOOLS = [
+    *("partition", "observe", "train", "audit", "commands", "cli", "__main__", "pytest_plugin"),
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {
@@ -48,21 +50,26 @@ FACE_NAMES = 6
 
 
 def may_import() -> dict[str, set[str]]:
-    """Returns for each part of pipegrad the parts that it may import from."""
-    table = {part: set(ORDER[: number + 1]) for number, part in enumerate(ORDER)}
-    # Schedules are plain data, and plug-ins. Who runs them knows them.
-    table["schedules"] = {"schedules", *ORDER[1:5], "plugins"}
+    """Returns for each part of pipegrad the parts that it may import from.
+
+    The core, with schedules and testing, imports no tool.
+    """
+    order = [*CORE, *TOOLS]
+    table = {part: set(order[: number + 1]) for number, part in enumerate(order)}
+    # Schedules are plain data, and plug-ins. What runs them, and what is beside it, knows them.
+    table["schedules"] = {"schedules", *CORE[1:5], "plugins"}
+    # Tools without torch: they know schedules, and no run.
     table["simulation"] = {*table["schedules"], "simulation"}
     table["picture"] = {*table["simulation"], "picture"}
-    for part in ORDER[ORDER.index("pipeline") :]:
+    table["pipeline"] |= table["schedules"]
+    for part in TOOLS:
         table[part] |= table["picture"]
     # An audit runs in ranks of its own, and under the order checker.
     table["audit"] |= {"testing"}
-    everything = {*ORDER, *table["picture"]}
+    # What is public is the core's: authors of handlers and codecs test with it.
+    table["testing"] = {*CORE, "schedules", "testing", "__init__"}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
-    # Tests of other people's handlers use all that is public.
-    everything |= {"testing"}
-    return table | {"__init__": everything, "testing": everything | {"__init__"}}
+    return table | {"__init__": {*order, *table["picture"], "testing"}}
 
 
 def sources(*folders: Path) -> list[Path]:

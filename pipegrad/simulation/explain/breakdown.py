@@ -5,23 +5,25 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from operator import attrgetter
 from statistics import median_low
 from typing import Any, Literal, NamedTuple
 
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
-from pipegrad.simulation.explain.words import in_percent
-from pipegrad.simulation.timeline import COMPUTE, ON_RANK, Span, SpanKind, Timeline
+from pipegrad.simulation.timeline import (
+    COMPUTE,
+    ON_RANK,
+    WAITS,
+    Span,
+    SpanKind,
+    Timeline,
+    in_percent,
+    in_time,
+)
 
 # What no span covers is "other".
 Part = SpanKind | Literal["other"]
 PARTS: tuple[Part, ...] = (*ON_RANK, "other")
-_HEADS: Mapping[Part, str] = {
-    "wait for receive": "receive",
-    "wait for send": "send",
-    "wait for reduction": "reduction",
-    "wait for parameters": "parameters",
-    "wait for ranks": "ranks",
-}
 
 
 class ReceiveWait(NamedTuple):
@@ -127,7 +129,8 @@ class Breakdown:
 
     def columns(self) -> list[str]:
         """Returns the head of `rows`: parts that some rank has."""
-        return ["rank", *(_HEADS.get(part, part) for part in self._parts()), "bubble", "exposed"]
+        heads = (part.removeprefix("wait for ") for part in self._parts())
+        return ["rank", *heads, "bubble", "exposed"]
 
     def rows(self, ranks: Iterable[int] | None = None) -> Iterator[list[str]]:
         """Yields for each rank its parts in percent of the step, as text.
@@ -214,29 +217,62 @@ def _other(pieces: Sequence[Piece]) -> dict[str, float]:
 
 
 def _receives(lookup: Lookup, pieces: Iterable[Piece]) -> list[ReceiveWait]:
-    found: dict[tuple[int, str], ReceiveWait] = {}
+    result: dict[tuple[int, str], ReceiveWait] = {}
     for piece in pieces:
         wait = piece.span
         if wait is not None and wait.kind == "wait for receive":
             action, transferred = _source(lookup, wait, piece)
-            known = found.get((wait.peer, action), ReceiveWait(wait.peer, action, 0.0, 0.0))
-            found[wait.peer, action] = known._replace(
+            known = result.get((wait.peer, action), ReceiveWait(wait.peer, action, 0.0, 0.0))
+            result[wait.peer, action] = known._replace(
                 seconds=known.seconds + piece.seconds,
                 transfer_seconds=known.transfer_seconds + transferred,
             )
-    return sorted(found.values(), key=lambda wait: (-wait.seconds, wait.peer, wait.action))
+    return sorted(result.values(), key=lambda wait: (-wait.seconds, wait.peer, wait.action))
 
 
 def _source(lookup: Lookup, wait: Span, piece: Piece) -> tuple[str, float]:
     """Returns the action that made a value, and how much of the wait it was on its way."""
     transfer = lookup.transfer_of(wait)
+    maker = lookup.maker(transfer) if transfer else None
+    name = maker.action if maker else wait.label or "unknown"
     if transfer is None:
-        maker = lookup.maker(wait, by=wait.end)
-        transferred = min(piece.end - maker.end, piece.seconds) if maker else 0.0
-    else:
-        maker = lookup.maker(transfer)
-        transferred = min(piece.end, transfer.end) - max(piece.begin, transfer.begin)
-    return (maker.action if maker else wait.label or "unknown"), max(0.0, transferred)
+        return name, 0.0
+    return name, max(0.0, min(piece.end, transfer.end) - max(piece.begin, transfer.begin))
+
+
+def longest_waits(lookup: Lookup, step: int, number: int) -> list[str]:
+    """Returns the longest waits of a step in words, the longest first."""
+    begin, end = lookup.step(step)
+    waits = [
+        piece.span
+        for rank in range(lookup.timeline.num_ranks)
+        for piece in lookup.between(rank, begin, end)
+        if piece.span is not None and piece.span.kind in WAITS
+    ]
+    waits.sort(key=lambda wait: (-wait.seconds, wait.rank, wait.begin))
+    return [reason(lookup, wait) for wait in waits[:number]]
+
+
+def reason(lookup: Lookup, wait: Span) -> str:
+    """Returns what a rank waited for, and for how long that was on its way.
+
+    For example: ``rank 1 waits 12.3 ms for x of 0F3 from rank 0, which is on its way for 2.10 ms``.
+    What the other rank did before that is in the page, and in the table of what ranks wait for.
+    """
+    what = wait.label or "a value"
+    if wait.kind == "wait for receive":
+        _, seconds = _source(lookup, wait, Piece(wait.begin, wait.end, wait))
+        what = f"{what} from rank {wait.peer}, which is on its way for {in_time(seconds)}"
+    elif wait.kind == "wait for send":
+        what = f"{what} to arrive on rank {wait.peer}"
+    elif wait.kind == "wait for ranks":
+        what = "the other ranks"
+    elif spans := lookup.beside(wait, by=wait.end):
+        last = max(spans, key=attrgetter("begin"))
+        prefix = "the parameter sync of " if wait.kind == "wait for parameters" else ""
+        begun = f" from when rank {last.rank} begins" if len(spans) > 1 else ""
+        what = f"{prefix}{name_of(last)}, which takes {in_time(last.seconds)}{begun}"
+    return f"rank {wait.rank} waits {in_time(wait.seconds)} for {what}"
 
 
 def _reductions(lookup: Lookup, step: int, begin: float, end: float) -> Iterator[ReductionTime]:

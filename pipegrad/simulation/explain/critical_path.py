@@ -12,8 +12,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
-from pipegrad.simulation.explain.words import in_time
-from pipegrad.simulation.timeline import COMPUTE, WAITS, Span
+from pipegrad.simulation.timeline import COMPUTE, WAITS, Span, in_time
 
 PathKind = Literal[
     "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"
@@ -140,7 +139,8 @@ class _Walk:
             if piece is None:
                 self._take("other", self._begin)
             elif piece.span is None or piece.span.kind not in WAITS:
-                self._take(_kind(piece), piece.begin, name=_name(piece))
+                kind, name = _kind_and_name(piece.span)
+                self._take(kind, piece.begin, name=name)
             elif self.rank in visited or not self._follow(piece, piece.span):
                 self._take("wait", piece.begin, name=piece.span.label)
             visited = visited | {self.rank} if self.now == since else set()
@@ -171,9 +171,8 @@ class _Walk:
 
     def _follow_transfer(self, piece: Piece, wait: Span) -> bool:
         transfer = self._lookup.transfer_of(wait)
-        if transfer is None:
-            return self._follow_unrecorded(wait)
-        if transfer.end <= piece.begin:  # it had arrived before: something else ended the wait
+        # If it had arrived before, something else ended the wait.
+        if transfer is None or transfer.end <= piece.begin:
             return False
         self._take("wait", transfer.end, name=wait.label)
         while True:
@@ -205,15 +204,6 @@ class _Walk:
         else:
             self._take_transfer(transfer, maker.end if maker else transfer.begin)
             self.rank = transfer.rank
-
-    def _follow_unrecorded(self, wait: Span) -> bool:
-        maker = self._lookup.maker(wait, by=self.now)
-        if maker is None or wait.kind == "wait for send":
-            return False
-        name = wait.label or maker.action
-        self._take("transfer", min(maker.end, self.now), rank=maker.rank, peer=wait.rank, name=name)
-        self.rank = maker.rank
-        return True
 
     def _take_transfer(self, transfer: Span, begin: float) -> None:
         rank, peer = transfer.rank, transfer.peer
@@ -247,16 +237,12 @@ class _Walk:
         return min(piece.end, now) if piece is not None else self._begin
 
 
-def _kind(piece: Piece) -> PathKind:
-    if piece.span is None:
-        return "other"
-    if piece.span.kind in COMPUTE:
-        return "compute"
-    return "optimizer" if piece.span.kind == "optimizer" else "host"
-
-
-def _name(piece: Piece) -> str:
-    return "" if piece.span is None or piece.span.kind not in COMPUTE else piece.span.action
+def _kind_and_name(span: Span | None) -> tuple[PathKind, str]:
+    if span is None:
+        return "other", ""
+    if span.kind in COMPUTE:
+        return "compute", span.action
+    return ("optimizer" if span.kind == "optimizer" else "host"), ""
 
 
 def _longest(seconds: Mapping[str, float]) -> str:

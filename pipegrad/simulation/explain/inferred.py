@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice, pairwise
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 from statistics import median
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.lower import chain, lower
-from pipegrad.schedules.program.program import Collective, Link, Program
+from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.costs import (
     CollectiveCosts,
     Costs,
     HostCosts,
+    LinkCosts,
+    Network,
     StageCosts,
-)
-from pipegrad.simulation.explain.inferred_network import (
-    GRADIENT,
-    NOMINAL_RATE,
-    network_of,
-    value_of,
 )
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, Span
+
+# A timeline has times and no bytes. Values get the bytes that they would have at this rate, so that
+# what-ifs can change sizes and rates.
+_NOMINAL_RATE = 1e9
+_SHARED = 1.15  # if transfers take longer than this beside others, they share a NIC
+_GRADIENT = "gradient of "
+_Value = tuple[str, int]  # a name, and the stage that makes it
+_Way = tuple[_Value, int, int]  # a value, or its gradient, and the ranks at its ends
 
 
 def program_of(lookup: Lookup, step: int) -> Program:
@@ -35,17 +39,17 @@ def program_of(lookup: Lookup, step: int) -> Program:
         ScheduleError: If computes of the step are missing, so that no pipeline can have run it.
     """
     timeline = lookup.timeline
-    own: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
+    computes: list[list[Span]] = [[] for _ in range(timeline.num_ranks)]
     for span in sorted(lookup.spans, key=attrgetter("begin", "end")):
         if span.kind in COMPUTE and span.step == step:
-            own[span.rank].append(span)
+            computes[span.rank].append(span)
     # Before anything is made for each microbatch: a file may name many, and have none.
     least = 2 * len(timeline.stage_to_rank) * timeline.num_microbatches
-    if (num_computes := sum(map(len, own))) < least:
+    if (num_computes := sum(map(len, computes))) < least:
         raise ScheduleError(
             f"step {step} was recorded in part: {num_computes:,} computes of at least {least:,}"
         )
-    links = tuple(_links(lookup, step, own))
+    links = timeline.links or chain(len(timeline.stage_to_rank))
     feeds = [
         tuple(sorted({link.producer for link in links if stage in link.consumers}))
         for stage in range(len(timeline.stage_to_rank))
@@ -54,7 +58,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         tuple(
             Action(s.stage, s.kind, s.microbatch) for s in spans if s.kind in ("F", "B", "I", "W")
         )
-        for spans in own
+        for spans in computes
     )
     schedule = Schedule(
         timeline.name or "recorded",
@@ -64,7 +68,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         feeds=tuple(feeds),
     )
     _ = schedule.ticks  # raises if an action is missing
-    return lower(schedule, links=links, collectives=list(_collectives(lookup, step, own)))
+    return lower(schedule, links=links, collectives=timeline.collectives)
 
 
 def costs_of(lookup: Lookup) -> Costs:
@@ -74,100 +78,83 @@ def costs_of(lookup: Lookup) -> Costs:
     have at 1 GB/s, and the link of each pair of ranks has the rate that gives their times. If
     transfers take longer beside others of their ranks, NICs limit them. Memory is not known.
     """
-    sizes, network = network_of(lookup)
+    ways, is_shared = _way_seconds(lookup)
+    sizes = dict[_Value, int]()
+    for (value, _, _), time in ways.items():
+        sizes.setdefault(value, max(1, round(time * _NOMINAL_RATE)))
     stages = tuple(_stages(lookup, sizes))
     collectives = {
         name: CollectiveCosts(
-            num_bytes=round(seconds.get("reduction", 0.0) * NOMINAL_RATE),
+            num_bytes=round(seconds.get("reduction", 0.0) * _NOMINAL_RATE),
             seconds=seconds.get("reduction", 0.0),
             sync_seconds=seconds.get("parameter sync", 0.0),
         )
         for name, seconds in _collective_seconds(lookup).items()
     }
+    links = tuple(_edges(ways, sizes))
+    rate = max((link.bytes_per_second for link in links), default=math.inf)
+    network = Network(nic_bytes_per_second=rate if is_shared else math.inf, links=links)
     return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
 
 
-# What stages hand on.
+def _value_of(label: str) -> _Value:
+    """Returns the name and the producer of ``x of 0F3``, or of ``gradient of x of 0F3``.
 
-
-def _links(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Link]:
-    stage_to_rank = lookup.timeline.stage_to_rank
-    consumers = defaultdict[tuple[str, int], set[int]](set)
-    returned = set[tuple[str, int]]()
-    readers = _readers(own)
-    for span in lookup.spans:
-        sent = span.step == step and span.kind in ("transfer", "wait for receive")
-        if sent and span.label.startswith(GRADIENT):
-            returned.add(value_of(span.label))
-        elif sent:
-            value = value_of(span.label)
-            target = span.peer if span.kind == "transfer" else span.rank
-            # The first stage of the receiving rank that comes after the producer reads it.
-            later = (s for s in readers.get((target, span.microbatch), ()) if s > value[1] >= 0)
-            consumers[value].update(islice(later, 1))
-    consumers = defaultdict(set, {value: stages for value, stages in consumers.items() if stages})
-    if not consumers and len(set(stage_to_rank)) > 1:  # transfers were not recorded
-        yield from chain(len(stage_to_rank))
-        return
-    crossing = set(consumers)
-    # What one rank hands to itself is in no timeline. A stage that takes nothing from other ranks
-    # is the next one after a stage of its own rank.
-    for stage in range(1, len(stage_to_rank)):
-        if not any(stage in taken for taken in consumers.values()):
-            consumers["x", stage - 1].add(stage)
-    for (name, producer), stages in sorted(consumers.items(), key=lambda item: item[0][::-1]):
-        is_differentiable = (name, producer) in returned or (name, producer) not in crossing
-        yield Link(name, producer, tuple(sorted(stages)), is_differentiable)
-
-
-def _readers(own: Sequence[Sequence[Span]]) -> dict[tuple[int, int], list[int]]:
-    """Returns for each rank and microbatch the stages of its forwards, in order."""
-    stages = defaultdict[tuple[int, int], list[int]](list)
-    for spans in own:
-        for span in spans:
-            if span.kind == "F":
-                stages[span.rank, span.microbatch].append(span.stage)
-    return stages
-
-
-def _collectives(lookup: Lookup, step: int, own: Sequence[Sequence[Span]]) -> Iterator[Collective]:
-    groups = lookup.collectives("reduction", step)
-    overlap = any(
-        a.end > b.begin + lookup.tolerance
-        for rank in range(lookup.timeline.num_ranks)
-        for a, b in _neighbours([s for group in groups for s in group if s.rank == rank])
-    )
-    for number, group in enumerate(groups):
-        which = group[0].which
-        ranks = sorted({span.rank for span in group})
-        begun = {rank: min(s.begin for s in group if s.rank == rank) for rank in ranks}
-        stages = {s for rank, begin in begun.items() for s in _final(own[rank], begin)}
-        readers = {
-            stage
-            for span in lookup.spans
-            if span.kind == "parameter sync" and span.which == which
-            for stage, rank in enumerate(lookup.timeline.stage_to_rank)
-            if rank == span.rank and rank in ranks
-        }
-        stream = number if overlap else 0
-        yield Collective(
-            name_of(group[0]), tuple(ranks), tuple(sorted(stages)), stream, tuple(sorted(readers))
-        )
-
-
-def _neighbours(spans: Sequence[Span]) -> Iterator[tuple[Span, Span]]:
-    ordered = sorted(spans, key=attrgetter("begin", "end"))
-    return pairwise(ordered)
-
-
-def _final(computes: Sequence[Span], begin: float) -> set[int]:
-    """Returns the stages of a rank whose last backward had begun when a reduction began."""
-    last = {s.stage: s.begin for s in computes if s.kind in ("B", "W")}
-    final = {stage for stage, begun in last.items() if begun <= begin}
-    return final or set(last)
+    The producer is -1 if the label is something else.
+    """
+    name, _, action = label.removeprefix(_GRADIENT).rpartition(" of ")
+    stage = action.partition("F")[0]
+    return name, int(stage) if stage.isdecimal() else -1
 
 
 # What it took.
+
+
+def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
+    """Returns how long each value takes over each link, and whether links share a NIC.
+
+    They do if transfers take longer while another link of one of their ranks is in use.
+    """
+    transfers = [span for span in lookup.spans if span.kind == "transfer"]
+    crowded = _crowded(transfers)
+    tables = [defaultdict[_Way, list[float]](list) for _ in range(3)]
+    for span in transfers:
+        which = (span in crowded) if lookup.has_end(span) else 2
+        way = _value_of(span.label), span.rank, span.peer
+        tables[which][way].append(lookup.transfer_seconds(span))
+    alone, beside = ({way: median(own) for way, own in table.items()} for table in tables[:2])
+    slower = [beside[way] / alone[way] for way in beside if alone.get(way, 0.0) > 0]
+    ways = beside | alone
+    # Where no receiver ever waited, all that is known is that no transfer took longer, and what
+    # takes the same bytes the other way.
+    for (value, source, target), own in tables[2].items():
+        back = ways.get((value, target, source), min(own))
+        ways.setdefault((value, source, target), min(*own, back))
+    return ways, bool(slower) and median(slower) > _SHARED
+
+
+def _crowded(transfers: Iterable[Span]) -> set[Span]:
+    """Returns transfers that were on their way while another link of a NIC had one."""
+    crowded = set[Span]()
+    nics = defaultdict[tuple[str, int], list[Span]](list)
+    for span in sorted(transfers, key=attrgetter("begin", "end")):
+        for nic in (("out", span.rank), ("in", span.peer)):
+            others = [other for other in nics[nic] if other.end > span.begin]
+            for other in others:
+                if (other.rank, other.peer) != (span.rank, span.peer):
+                    crowded |= {span, other}
+            nics[nic] = [*others, span]
+    return crowded
+
+
+def _edges(ways: Mapping[_Way, float], sizes: Mapping[_Value, int]) -> Iterator[LinkCosts]:
+    totals = dict[tuple[int, int], tuple[float, int]]()
+    for (value, source, target), time in ways.items():
+        seconds, num_bytes = totals.get((source, target), (0.0, 0))
+        totals[source, target] = seconds + time, num_bytes + sizes[value]
+    for edge, (seconds, num_bytes) in totals.items():
+        if seconds > 0:
+            yield LinkCosts(*edge, bytes_per_second=num_bytes / seconds)
 
 
 def _stages(lookup: Lookup, sizes: Mapping[tuple[str, int], int]) -> Iterator[StageCosts]:
@@ -200,14 +187,14 @@ def _median(seconds: Collection[float]) -> float:
 
 def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
     """Returns for each reduction the seconds of it and of its parameter sync."""
-    found = defaultdict[str, dict[str, list[float]]](dict)
+    result = defaultdict[str, dict[str, list[float]]](dict)
     for kind in ("reduction", "parameter sync"):
         for step in range(len(lookup.timeline.step_ends)):
             for group in lookup.collectives(kind, step):
                 end = max(span.end for span in group)
                 begin = min(max(span.begin for span in group), end)
-                found[name_of(group[0])].setdefault(kind, []).append(end - begin)
-    return {n: {kind: median(own) for kind, own in s.items()} for n, s in found.items()}
+                result[name_of(group[0])].setdefault(kind, []).append(end - begin)
+    return {n: {kind: median(own) for kind, own in s.items()} for n, s in result.items()}
 
 
 def _host(lookup: Lookup) -> HostCosts:

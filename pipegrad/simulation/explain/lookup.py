@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left, bisect_right
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import accumulate
+from collections.abc import Iterator
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -18,6 +17,7 @@ _MEASURED_TOLERANCE, _PREDICTED_TOLERANCE = 1e-4, 1e-9
 # A host that does not have to wait may be so long about it.
 _LEAST_WAIT_SECONDS = 2.5e-4
 _MOST_BESIDE = 1000  # reductions of a rank among which that of a wait is looked for
+_Key = tuple[int, int, int, int, int]
 
 
 class Piece(NamedTuple):
@@ -59,9 +59,8 @@ class Lookup:
         self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
         self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
         self.overlap_seconds = [0.0] * timeline.num_ranks
-        self._transfers: dict[tuple[int, int, int, int, int], Span] = {}
-        self._by_label: dict[tuple[int, int, str, int], Span] = {}
-        self._awaited = set[tuple[int, int, str, int]]()
+        self._transfers: dict[_Key, Span] = {}
+        self._awaited = set[_Key]()
         self._makers = defaultdict[tuple[int, int, int], list[Span]](list)
         self._edges = defaultdict[tuple[int, int], list[Span]](list)
         self._beside = defaultdict[tuple[str, int], dict[str, list[Span]]](dict)
@@ -75,7 +74,6 @@ class Lookup:
         self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
         self.pieces = [self._without_overlap(rank, spans) for rank, spans in enumerate(own)]
         self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
-        self._computed = [_Covered(_computes(pieces)) for pieces in self.pieces]
 
     def _enter(self, span: Span, own: list[Span]) -> None:
         if span.kind in ON_RANK:
@@ -83,12 +81,10 @@ class Lookup:
             if span.kind in COMPUTE:
                 self._makers[span.rank, span.microbatch, span.step].append(span)
             elif span.kind == "wait for receive" and span.seconds > self.least_wait_seconds:
-                self._awaited.add((span.peer, span.rank, span.label, span.step))
+                self._awaited.add(_key(span.peer, span.rank, span))
         elif span.kind == "transfer":
-            ends = span.rank, span.peer
-            self._transfers[*ends, span.which, span.microbatch, span.step] = span
-            self._by_label[*ends, span.label, span.step] = span
-            self._edges[ends].append(span)
+            self._transfers[_key(span.rank, span.peer, span)] = span
+            self._edges[span.rank, span.peer].append(span)
         else:
             self._beside[span.kind, span.step].setdefault(name_of(span), []).append(span)
             self._beside_rank[span.kind, span.rank].append(span)
@@ -151,31 +147,25 @@ class Lookup:
 
     def computed_seconds(self, rank: int, begin: float, end: float) -> float:
         """Returns how much of a time a rank computed."""
-        return self._computed[rank].seconds(begin, end)
+        pieces = self.between(rank, begin, end)
+        return sum(piece.seconds for piece in pieces if piece.span and piece.span.kind in COMPUTE)
 
     # What belongs together.
 
     def transfer_of(self, wait: Span) -> Span | None:
         """Returns the transfer that a wait for a receive or a send is for."""
         ends = (wait.peer, wait.rank) if wait.kind == "wait for receive" else (wait.rank, wait.peer)
-        key = (*ends, wait.which, wait.microbatch, wait.step)
-        return self._transfers.get(key) or self._by_label.get((*ends, wait.label, wait.step))
+        return self._transfers.get(_key(*ends, wait))
 
-    def maker(self, value: Span, *, by: float | None = None) -> Span | None:
-        """Returns the compute that made what a transfer sends, or what a wait is for.
-
-        Args:
-            value: A transfer, or a wait for one.
-            by: When it was made at the latest; by default when the transfer began.
-        """
-        source = value.peer if value.kind == "wait for receive" else value.rank
-        latest = (value.begin if by is None else by) + self.tolerance
-        kinds = ("B", "I") if value.label.startswith("gradient") else ("F",)
-        computes = self._makers.get((source, value.microbatch, value.step), ())
-        made = (s for s in computes if s.kind in kinds and s.end <= latest)
-        if kinds == ("F",) and value.stage >= 0:
-            made = (s for s in made if s.stage == value.stage)
-        return max(made, key=attrgetter("end"), default=None)
+    def maker(self, transfer: Span) -> Span | None:
+        """Returns the compute that made what a transfer sends."""
+        latest = transfer.begin + self.tolerance
+        kinds = ("B", "I") if transfer.label.startswith("gradient") else ("F",)
+        computes = self._makers.get((transfer.rank, transfer.microbatch, transfer.step), ())
+        before = (s for s in computes if s.kind in kinds and s.end <= latest)
+        if kinds == ("F",) and transfer.stage >= 0:
+            before = (s for s in before if s.stage == transfer.stage)
+        return max(before, key=attrgetter("end"), default=None)
 
     def transfer_before(self, transfer: Span) -> Span | None:
         """Returns the transfer of the same edge that arrived last before this one."""
@@ -190,8 +180,7 @@ class Lookup:
         A receiver that did not wait does not know when a value came. In a measured timeline, such a
         transfer ends when the value was first needed.
         """
-        key = transfer.rank, transfer.peer, transfer.label, transfer.step
-        return self.is_predicted or key in self._awaited
+        return self.is_predicted or _key(transfer.rank, transfer.peer, transfer) in self._awaited
 
     def beside(self, wait: Span, *, by: float) -> list[Span]:
         """Returns the reduction or parameter sync that a wait is for: its span on each rank.
@@ -213,29 +202,11 @@ class Lookup:
         return self._beside.get((kind, wait.step), {}).get(name_of(wait), [])
 
 
+def _key(source: int, target: int, span: Span) -> _Key:
+    """Returns what a transfer and the waits of its two ends have in common."""
+    return source, target, span.which, span.microbatch, span.step
+
+
 def name_of(collective: Span) -> str:
     """Returns the name of a reduction, a parameter sync, or of what a wait for one is for."""
     return collective.label or f"number {collective.which}"
-
-
-class _Covered:
-    """Intervals in order: how much of a time do they cover?"""
-
-    def __init__(self, intervals: Iterable[tuple[float, float]]) -> None:
-        self._intervals = list(intervals)
-        self._ends = [end for _, end in self._intervals]
-        self._sums = [0.0, *accumulate(end - begin for begin, end in self._intervals)]
-
-    def seconds(self, begin: float, end: float) -> float:
-        return max(0.0, self._until(end) - self._until(begin))
-
-    def _until(self, time: float) -> float:
-        number = bisect_left(self._ends, time)
-        begin = self._intervals[number][0] if number < len(self._intervals) else time
-        return self._sums[number] + max(0.0, time - begin)
-
-
-def _computes(pieces: Sequence[Piece]) -> Iterator[tuple[float, float]]:
-    for begin, end, span in pieces:
-        if span is not None and span.kind in COMPUTE:
-            yield begin, end

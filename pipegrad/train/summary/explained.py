@@ -8,7 +8,7 @@ from rich.console import RenderableType
 
 from pipegrad.simulation.explain.breakdown import Breakdown, RankBreakdown
 from pipegrad.simulation.explain.explanation import Explanation
-from pipegrad.simulation.explain.words import in_percent, in_time
+from pipegrad.simulation.timeline import in_percent, in_time
 from pipegrad.train.tables import table
 
 _LEGEND = (

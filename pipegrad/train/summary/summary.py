@@ -13,7 +13,7 @@ import torch
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.observe.codec_costs import with_codecs
+from pipegrad.observe.measured_costs import with_codecs
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.wiring import collectives_in
 from pipegrad.plan.buckets import Bucket

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from pipegrad.schedules import Schedule
-from pipegrad.simulation.choose import rows_of
+from pipegrad.schedules.measured import rows_of
 from pipegrad.train.summary.spans import in_words
 from pipegrad.train.tables import table
 

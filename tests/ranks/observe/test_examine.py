@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from pipegrad import Work
 from pipegrad.comm import sync_points
-from pipegrad.observe import clocks, links
+from pipegrad.observe import links, recording
 from pipegrad.observe.doctor import examine
 from pipegrad.train.run.tracing import Tracing
 from tests.support.gradients.cases import outcome, rank
@@ -42,7 +42,7 @@ class Clock:
 
 @pytest.mark.ranks(3)
 def test_all_ranks_find_the_same_of_links_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clocks, "time", Clock())
+    monkeypatch.setattr(recording, "time", Clock())
     monkeypatch.setattr(links, "_REPEATS", 2)
     with sync_points.using(SlowLink()):
         found = examine(CPU)

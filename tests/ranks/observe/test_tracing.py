@@ -12,7 +12,7 @@ import torch.distributed as dist
 from click.testing import CliRunner, Result
 
 from pipegrad.cli import main
-from pipegrad.observe import stamps
+from pipegrad.observe import step_recorder
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.run.saving import Saving
 from tests.support.train.jobs import with_job
@@ -62,7 +62,7 @@ def test_what_follows_the_last_step_is_none(folder: Path, monkeypatch: pytest.Mo
         return finish(self, number)
 
     clock = SimpleNamespace(perf_counter=lambda: time.perf_counter() + ahead[0])
-    monkeypatch.setattr(stamps, "time", clock)
+    monkeypatch.setattr(step_recorder, "time", clock)
     monkeypatch.setattr(Saving, "finish", slow)
     train(f"train.save_every={STEPS}")
     assert ahead == [1000.0]

@@ -214,7 +214,7 @@ def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
 def test_a_wrong_start_is_refused_before_there_are_ranks(
     monkeypatch: pytest.MonkeyPatch, words: list[str], says: str
 ) -> None:
-    monkeypatch.setattr("pipegrad.commands.launch._run", None)
+    monkeypatch.setattr("pipegrad.commands.run_commands._run", None)
     result = CliRunner().invoke(main, ["launch", "small.toml", *words])
     assert result.exit_code in (1, 2)
     assert isinstance(result.exception, SystemExit)
@@ -236,7 +236,7 @@ def test_auto_starts_as_many_ranks_as_the_file_names(
         started.append((config.nproc_per_node, words))  # type: ignore[attr-defined]
         return 0
 
-    monkeypatch.setattr("pipegrad.commands.launch._run", run)
+    monkeypatch.setattr("pipegrad.commands.run_commands._run", run)
     options = [word for setting in settings for word in ("--set", setting)]
     result = CliRunner().invoke(main, ["launch", "small.toml", *options, "--traceback"])
     assert result.exit_code == 0, result.output

@@ -27,8 +27,8 @@ from pipegrad.comm.sync_points import sites
 from pipegrad.gradients import bucket
 from pipegrad.gradients.bucket_buffer import WRITTEN, FlatBuffer
 from pipegrad.observe import links
-from pipegrad.observe.clocks import read_clock
 from pipegrad.observe.links import measure_links
+from pipegrad.observe.recording import read_clock
 from pipegrad.pipeline import edges
 from pipegrad.pipeline.edges import Edges
 from pipegrad.pipeline.measure import measure_hops

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from pipegrad.observe.clocks import Reading
 from pipegrad.observe.doctor import Examination, RankFacts, _pairs, lateness, oddities
 from pipegrad.observe.links import Measured, network_of
+from pipegrad.observe.recording import Reading
 from pipegrad.simulation.costs import Costs, LinkCosts
 
 FACTS = RankFacts(

@@ -20,7 +20,7 @@ def events(tmp_path: Path, *timelines: Timeline) -> list[dict[str, Any]]:
     return found
 
 
-def test_a_rank_is_a_process_with_a_thread_for_each_lane(tmp_path: Path) -> None:
+def test_a_rank_is_a_process_with_a_thread_for_each_track(tmp_path: Path) -> None:
     names = {
         (event["pid"], event["tid"], event["name"]): event["args"]["name"]
         for event in events(tmp_path, SMALL, replace(SMALL, source="measured"))

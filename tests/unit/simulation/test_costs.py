@@ -1,14 +1,27 @@
-"""Costs: what files say, and what is refused."""
+"""Costs are read from JSON, and know the codecs of hops."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from pipegrad.errors import ScheduleError
-from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
+from pipegrad.observe.measured_costs import with_codecs
+from pipegrad.pipeline.codings import choice_of
+from pipegrad.schedules import build, lower
+from pipegrad.simulation.choose import times_of
+from pipegrad.simulation.costs import (
+    CodecCosts,
+    CollectiveCosts,
+    Costs,
+    LinkCosts,
+    Network,
+    StageCosts,
+)
+from pipegrad.simulation.simulator import simulate
 
 COSTS = Costs(
     (StageCosts(0.01, 0.02, outputs={"x": 2**20}), StageCosts(0.01, 0.02)),
@@ -60,3 +73,59 @@ def test_a_file_that_holds_no_costs_is_named(tmp_path: Path, text: str) -> None:
 def test_a_person_may_leave_out_what_is_zero() -> None:
     text = '{"stages": [{"forward_seconds": 1, "backward_seconds": 2}]}'
     assert Costs.from_json(json.loads(text)) == Costs((StageCosts(1, 2),))
+
+
+STAGE = StageCosts(forward_seconds=1.0, backward_seconds=2.0, outputs={"x": 1000})
+NETWORK = Network(
+    links=(LinkCosts(0, 1, bytes_per_second=1000), LinkCosts(1, 0, bytes_per_second=1000))
+)
+FORTH = CodecCosts((0, 1), "activations", "a", 0.25, 1e-4, 2e-4)
+BACK = CodecCosts((0, 1), "gradients", "b", 0.5, 3e-4, 4e-4)
+PROGRAM = lower(build("1f1b", num_ranks=2, num_microbatches=1))
+
+
+def seconds(*codecs: CodecCosts) -> float:
+    costs = Costs((STAGE, STAGE), NETWORK, codecs=codecs)
+    return simulate(PROGRAM, costs).step_seconds[0]
+
+
+def test_a_message_takes_its_own_bytes_and_the_time_of_its_ends() -> None:
+    assert seconds() == pytest.approx(6 + 2)
+    assert seconds(FORTH) == pytest.approx(6 + 0.1 + 0.25 + 0.2 + 1)
+    assert seconds(BACK) == pytest.approx(6 + 1 + 0.3 + 0.5 + 0.4)
+    assert seconds(FORTH, BACK) == pytest.approx(6 + 0.55 + 1.2)
+
+
+def test_the_times_of_hops_have_codecs_in_them_also_in_a_file() -> None:
+    assert seconds(CodecCosts((1, 2), "activations", share=0.1)) == seconds()  # of another hop
+    costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
+    assert times_of(costs).hop_seconds == pytest.approx(((0.55 + 1.2) / 2,))
+    assert Costs.from_json(costs.to_json()) == costs
+    assert "codecs" not in Costs((STAGE,)).to_json()
+
+
+def test_a_job_has_its_own_codecs_and_no_others() -> None:
+    measured = replace(FORTH, codec="int8")
+    costs = Costs((STAGE, STAGE), NETWORK, codecs=(measured, BACK))
+    assert not with_codecs(costs, choice_of(None), PROGRAM).codecs
+    forth, back = with_codecs(costs, choice_of("int8"), PROGRAM).codecs
+    assert forth == measured
+    assert (back.carries, back.codec) == ("gradients", "int8")
+    names = [each.codec for each in with_codecs(costs, choice_of("fp8"), PROGRAM).codecs]
+    assert names == ["fp8", "fp8"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"ranks": (1, 0)}, "the lower one first"),
+        ({"ranks": (1, 1)}, "the lower one first"),
+        ({"share": -1.0}, "share"),
+        ({"carries": "x"}, "carries"),
+        ({"encode_seconds_per_byte": float("nan")}, "encode_seconds_per_byte"),
+    ],
+)
+def test_codecs_that_cannot_be_are_refused(changes: dict[str, object], words: str) -> None:
+    data = {"ranks": (0, 1), "carries": "gradients", **changes}
+    with pytest.raises(ScheduleError, match=words):
+        Costs.from_json({"stages": [{}], "codecs": [data]})

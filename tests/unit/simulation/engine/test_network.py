@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pipegrad.simulation.costs import LinkCosts, Network
-from pipegrad.simulation.engine.events import Events
-from pipegrad.simulation.engine.network import FairNetwork, Flow, fair_rates
+from pipegrad.simulation.engine.flows import Events, FairNetwork, Flow, fair_rates
 
 RATE = 12.0
 

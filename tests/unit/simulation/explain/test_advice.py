@@ -12,10 +12,9 @@ from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
-from pipegrad.simulation.explain.advice import Advice, advise
-from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.explain.critical_path import critical_path
+from pipegrad.simulation.explain.explanation import Advice, advise, explain, what_ifs
 from pipegrad.simulation.explain.inferred import costs_of, program_of
-from pipegrad.simulation.explain.inferred_network import network_of
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Span, Timeline
@@ -151,9 +150,9 @@ def test_the_way_back_tells_the_time_of_a_way_on_which_nobody_waits() -> None:
         Span(1, "transfer", 20, 22, 0, 0, 0, 0, 1, "gradient of x of 0F0"),
         Span(0, "wait for receive", 20, 22, 0, 0, 0, 1, 1, "gradient of x of 0F0"),
     )
-    sizes, network = network_of(Lookup(Timeline("", "measured", 2, (0, 1), 1, spans, (22.0,))))
-    assert network.seconds(0, 1, sizes["x", 0]) == pytest.approx(2)
-    assert network.seconds(1, 0, sizes["x", 0]) == pytest.approx(2)
+    costs = costs_of(Lookup(Timeline("", "measured", 2, (0, 1), 1, spans, (22.0,))))
+    assert costs.hop_seconds(0, 1, "F") == pytest.approx(2)
+    assert costs.hop_seconds(1, 0, "B") == pytest.approx(2)
 
 
 def test_several_stages_on_a_rank() -> None:
@@ -311,3 +310,17 @@ def test_a_rank_without_stages_has_advice_too() -> None:
     program = lower(Schedule("gaps", 1, (0, 2), (first, (), second)))
     costs = Costs((StageCosts(0.01, 0.02),) * 2, Network(nic_bytes_per_second=125e6))
     assert by_change(advise(program, costs), "layers moved").gain > 0
+
+
+def test_a_rank_that_computes_faster_has_shorter_weight_gradients_too() -> None:
+    program = lower(build("zb-h1", num_ranks=2, num_microbatches=4))
+    own = StageCosts(1.0, 2.0, weight_seconds=0.5), StageCosts(3.0, 6.0, weight_seconds=1.5)
+    costs = Costs(own)
+    timeline = simulate(program, costs).timeline
+    assert timeline is not None
+    path = critical_path(Lookup(timeline), 0)
+    changes = {found.change: found.costs for found in what_ifs(program, costs, path)}
+    (evened,) = (own for change, own in changes.items() if change.startswith("layers moved"))
+    slow = evened.stages[1]
+    assert slow.weight_seconds / 1.5 == pytest.approx(slow.forward_seconds / 3.0)
+    assert 0.5 < slow.forward_seconds / 3.0 < 1.0

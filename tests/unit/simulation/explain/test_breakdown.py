@@ -94,11 +94,12 @@ def test_nothing_recorded_in_a_step_or_of_no_time() -> None:
 
 
 def test_a_wait_without_its_transfer() -> None:
-    """The action that made the value is known by its microbatch; the rest was its way."""
+    """Nothing is known of the way of the value."""
     spans = tuple(span for span in TWO_RANKS.spans if span.kind != "transfer")
     timeline = Timeline("partial", "measured", 2, (0, 1), 1, spans, (75.0,))
     receives = [own.receives for own in break_down(Lookup(timeline), 0).ranks]
-    assert receives == [(ReceiveWait(1, "1B0", 38, 4),), (ReceiveWait(0, "0F0", 14, 4),)]
+    waits = ReceiveWait(1, "gradient of x of 0F0", 38, 0), ReceiveWait(0, "x of 0F0", 14, 0)
+    assert receives == [(wait,) for wait in waits]
     # A wait that ends after its transfer.
     spans = (
         Span(0, "F", 0, 2, 0, 0, 0),

@@ -1,0 +1,295 @@
+"""`pipegrad trace`, `doctor`, `export` and the lists of plug-ins: look at what there is."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from pipegrad.commands.command_options import (
+    AS_JSON,
+    Drawing,
+    Number,
+    Progress,
+    Whole,
+    draws,
+    explained,
+    print_parts,
+    saving,
+    usage_errors,
+)
+from pipegrad.errors import ConfigError, PipegradError, ScheduleError
+from pipegrad.plugins.registry import CODECS, HANDLERS, REPORTERS, Registry
+from pipegrad.printable import printable
+
+if TYPE_CHECKING:
+    import torch
+    from rich.console import RenderableType
+
+    from pipegrad.observe.doctor import Examination
+    from pipegrad.simulation.timeline import Timeline
+
+_FILE = "timeline.json"
+
+
+@click.command()
+@click.argument("run", type=Path, metavar="RUN")
+@click.option("--step", type=Whole(min=0), help="Of the recorded ones; by default the median one.")
+@click.option(
+    "--against",
+    type=Path,
+    metavar="RUN",
+    help="Another run, or a timeline of pipegrad simulate --save: drawn beside it.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@draws
+def trace(
+    drawing: Drawing, run: Path, step: int | None, against: Path | None, *, as_json: bool
+) -> None:
+    """Print where a recorded step went: what each rank did, and what decided when it ended.
+
+    RUN is the folder of a run, or a timeline in JSON.
+    """
+    from pipegrad.simulation.explain.explanation import explain
+
+    with usage_errors():
+        timeline = _loaded(run)
+        Progress(len(timeline.stage_to_rank) * timeline.num_microbatches).at("explains a step")
+        explanation = explain(timeline, step=step)
+        if against and not drawing.is_wanted:
+            raise click.UsageError("--against is drawn: say where, as in --html FILE")
+        if drawing.is_wanted:
+            drawing.write([*([_loaded(against)] if against else []), timeline])
+    if as_json:
+        click.echo(json.dumps(explanation.to_json(), indent=2))
+        return
+    from pipegrad.train.summary.explained import rendered
+    from pipegrad.train.tables import make_console
+
+    print_parts(make_console(), [_head(timeline), *rendered(explanation)])
+
+
+def _loaded(run: Path) -> Timeline:
+    from pipegrad.simulation.timeline import Timeline
+
+    is_folder = os.path.isdir(run)  # noqa: PTH112 - Path's own raises, as for a name too long
+    path = run / _FILE if is_folder else run
+    if is_folder and not path.exists():
+        raise ScheduleError(
+            f"{run} has no {_FILE}: a run writes it when it has made all its steps, "
+            f"unless it has train.trace=false or PIPEGRAD_TRACE, which may name another folder"
+        )
+    return Timeline.load(path)
+
+
+def _head(timeline: Timeline) -> str:
+    stages = len(timeline.stage_to_rank)
+    return (
+        f"{timeline.name}: {timeline.num_ranks} ranks, {stages} stages, "
+        f"{timeline.num_microbatches} microbatches, {timeline.source}, "
+        f"{len(timeline.step_ends)} steps"
+    )
+
+
+@click.command()
+@click.option(
+    "--device", type=click.Choice(["auto", "cpu", "cuda"]), default="auto", show_default=True
+)
+@click.option(
+    "--timeout",
+    "timeout_seconds",
+    type=Number(min=1.0, max=3600.0),
+    default=30.0,
+    show_default=True,
+    help="Seconds to wait for the slowest rank, each time the ranks meet.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option(
+    "--save", type=Path, metavar="FILE", help="Save the network as costs, for `pipegrad simulate`."
+)
+def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | None) -> None:
+    """Measure the links between ranks, compare their versions, and say what is odd.
+
+    torchrun --nproc-per-node 4 -m pipegrad doctor
+    """
+    import torch.distributed as dist
+
+    from pipegrad.comm.agreement import once_a_machine
+    from pipegrad.observe.doctor import examine
+    from pipegrad.train.process.process import process_group
+
+    with usage_errors(), process_group(timeout_seconds):
+        try:
+            result = examine(_device(device), timeout_seconds=timeout_seconds)
+            if dist.get_rank() == 0:
+                _show(result, as_json=as_json)
+                if save:
+                    saving(save, result.costs.save)
+        except (PipegradError, RuntimeError) as error:
+            message = f"Error: {explained(error)}"
+            once_a_machine(lambda: click.echo(message, err=True))
+            raise SystemExit(1) from error
+
+
+def _device(name: str) -> torch.device:
+    import os
+
+    import torch
+
+    from pipegrad.train.process.process import automatic_kind
+
+    kind = automatic_kind() if name == "auto" else name
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.accelerator.set_device_index(device.index)
+    return device
+
+
+def _show(result: Examination, *, as_json: bool) -> None:
+    from pipegrad.train.tables import make_console
+
+    if as_json:
+        click.echo(json.dumps(result.to_json(), indent=2))
+        return
+    print_parts(make_console(), _parts(result))
+
+
+def _parts(result: Examination) -> Iterator[RenderableType]:
+    from pipegrad.train.tables import table
+
+    versions = list(dict.fromkeys(name for facts in result.ranks for name in facts.versions))
+    yield table(
+        ["rank", "host", "device", "backend", *versions, "cores", "threads", "clock", "late"],
+        (
+            [
+                facts.rank,
+                facts.host,
+                facts.device,
+                facts.backend,
+                *(facts.versions.get(name, "") for name in versions),
+                facts.cores,
+                facts.compute_threads,
+                f"{clock.offset * 1e3:+.3f} ms",
+                f"{late:.1f} s",
+            ]
+            for facts, clock, late in zip(
+                result.ranks, result.clocks, result.late_seconds, strict=True
+            )
+        ),
+    )
+    if result.links:
+        yield table(
+            ["from", "to", "latency", "alone", "both ways at once", "with all of its host"],
+            (
+                [
+                    link.costs.source,
+                    link.costs.target,
+                    f"{link.costs.latency_seconds * 1e6:,.0f} us",
+                    f"{link.costs.bytes_per_second / 1e6:,.0f} MB/s",
+                    f"{link.both_ways:.0%}",
+                    f"{link.busy:.0%}",
+                ]
+                for link in result.links
+            ),
+        )
+    if result.odd:
+        yield "odd:"
+        yield from (f"  {line}" for line in result.odd)
+    else:
+        yield "nothing is odd"
+
+
+_SUFFIXES = {"safetensors": ".safetensors", "torch": ".pt"}
+_FORMATS = {
+    "": "safetensors",
+    ".safetensors": "safetensors",
+    ".pt": "torch",
+    ".pth": "torch",
+    ".bin": "torch",
+}
+
+
+@click.command()
+@click.argument("checkpoint", type=Path)
+@click.option(
+    "--output", type=Path, metavar="FILE", help="By default the checkpoint's path with a suffix."
+)
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(list(_SUFFIXES)),
+    help="By default as the output's suffix says, else safetensors.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Of floating-point tensors; by default each its own.",
+)
+def export(
+    checkpoint: Path, output: Path | None, file_format: str | None, dtype: str | None
+) -> None:
+    """Write the state dict of the uncut model of CHECKPOINT into one file, without a GPU.
+
+    CHECKPOINT is the folder of a checkpoint, or of a run: then its newest checkpoint is taken.
+    """
+    import torch
+
+    from pipegrad.train.checkpoint.export import converted, write_file
+    from pipegrad.train.checkpoint.uncut import find_checkpoint, load
+
+    with usage_errors():
+        folder = find_checkpoint(checkpoint)
+        kind = file_format or _format_of(output)
+        path = output or folder.resolve().with_name(f"{folder.resolve().name}{_SUFFIXES[kind]}")
+        state = load(folder)
+        if dtype is not None:
+            state = converted(state, getattr(torch, dtype))
+        write_file(state, path, kind)
+    numel = sum({id(tensor): tensor.numel() for tensor in state.values()}.values())
+    wrote = f"wrote {path}: {len(state)} names, {numel:,} elements, from {folder}"
+    click.echo(printable(wrote))
+
+
+def _format_of(output: Path | None) -> str:
+    suffix = "" if output is None else output.suffix
+    if suffix not in _FORMATS:
+        raise ConfigError(
+            f"--output {output}: the suffix {suffix} names no format: choose one of "
+            f"{', '.join(filter(None, _FORMATS))}, or give --format"
+        )
+    return _FORMATS[suffix]
+
+
+# Lists of plug-ins.
+
+
+def _lister(name: str, group: str, what: str) -> click.Command:
+    @click.command(name, help=f"List the installed {what}; none is imported.")
+    @AS_JSON
+    def show(as_json: bool) -> None:
+        plugins = Registry(group, object)
+        entries = [asdict(plugin) | {"summary": plugin.summary} for plugin in plugins]
+        if as_json:
+            click.echo(json.dumps(entries, indent=2))
+            return
+        from pipegrad.train.tables import make_console, table
+
+        columns = ["name", "distribution", "version", "summary"]
+        cells = ([entry[column] for column in columns] for entry in entries)
+        print_parts(make_console(), [table(columns, cells)])
+
+    return show
+
+
+LISTS = (
+    _lister("codecs", CODECS, "edge codecs"),
+    _lister("handlers", HANDLERS, "gradient handlers"),
+    _lister("reporters", REPORTERS, "reporters of metrics"),
+    _lister("schedules", "pipegrad.schedules", "schedules"),
+)

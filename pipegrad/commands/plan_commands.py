@@ -1,0 +1,353 @@
+"""`pipegrad plan`, `schedule` and `simulate`: what ranks will do and what it takes, without any."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from pipegrad.commands.command_options import (
+    AS_JSON,
+    Drawing,
+    Number,
+    Progress,
+    Whole,
+    configured,
+    draws,
+    print_parts,
+    saving,
+    sized,
+    usage_errors,
+)
+from pipegrad.errors import reason
+from pipegrad.limits import check_size
+from pipegrad.printable import printable_lines
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from pipegrad.model.manifest import Manifest
+    from pipegrad.partition.cut_model import Cut
+    from pipegrad.schedules import Schedule, ScheduleGenerator
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.simulation.explain.explanation import Explanation
+    from pipegrad.simulation.simulator import Simulation
+    from pipegrad.train.config import Config
+    from pipegrad.train.job import Job
+
+_MOST_RANKS = 2**20  # a topology lists its ranks
+
+
+@click.command()
+@configured
+@click.option(
+    "--ranks",
+    type=Whole(1, _MOST_RANKS),
+    help="How many; by default as CONFIG says.",
+)
+@click.option("--rank", type=Whole(min=0), help="Print all that this rank does.")
+@click.option(
+    "--costs",
+    "costs_file",
+    type=Path,
+    metavar="FILE",
+    help="A file of costs: times and memory are then simulated with them.",
+)
+@click.option(
+    "--profile",
+    "profile_file",
+    type=Path,
+    metavar="FILE",
+    help="Measure the stages in this process, plan with their costs, and save them.",
+)
+@AS_JSON
+@draws
+def plan(
+    drawing: Drawing,
+    loaded: Callable[[], Config],
+    *,
+    ranks: int | None,
+    rank: int | None,
+    costs_file: Path | None,
+    profile_file: Path | None,
+    as_json: bool,
+) -> None:
+    """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
+    from pipegrad.simulation.auto import Auto
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.train.summary.summary import make_summary, predicted, rank_as_text, summarize_rank
+    from pipegrad.train.summary.text import rendered
+    from pipegrad.train.tables import make_console
+
+    with usage_errors():
+        costs = Costs.load(costs_file) if costs_file else None
+        config = loaded()
+        job, cut, manifest = _prepared(config, ranks, costs_file)
+        if profile_file:
+            costs = _profiled(job, costs, profile_file)
+            if isinstance(job.generator.plugin, Auto):  # it chooses with what was measured
+                job, cut, manifest = _prepared(config, ranks, profile_file)
+        if drawing.is_wanted:
+            drawing.write([predicted(job, manifest, costs)])
+        if rank is not None and as_json:
+            click.echo(json.dumps(summarize_rank(job, manifest, rank), indent=2))
+        elif rank is not None:
+            click.echo(printable_lines(rank_as_text(job, manifest, rank)))
+        elif as_json:
+            click.echo(json.dumps(make_summary(job, cut, manifest, costs), indent=2))
+        else:
+            summary = make_summary(job, cut, manifest, costs)
+            print_parts(make_console(), rendered(summary, job.schedule))
+
+
+def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
+    """Returns costs with measured stages, and saves them; the network is that of `costs`."""
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.train.profile import profile_job
+
+    result = replace(costs or Costs(()), stages=profile_job(job))
+    try:
+        result.save(path)
+    except OSError as error:
+        raise click.ClickException(f"--profile {path}: {reason(error)}") from error
+    return result
+
+
+def _prepared(config: Config, ranks: int | None, costs: Path | None) -> tuple[Job, Cut, Manifest]:
+    from pipegrad.train.job import Job
+
+    job = Job(config, ranks, costs)
+
+    def on(device: str) -> tuple[Job, Cut, Manifest]:
+        cut = job.cut(job.model(device))
+        return job, cut, job.manifest(cut)
+
+    try:
+        return on("meta")
+    # Without memory first: a plan of a large model fits anywhere. A factory that reads its own
+    # tensors fails on "meta", and needs real ones.
+    except Exception:  # noqa: BLE001 - any error of the factory
+        return on("cpu")
+
+
+@click.command()
+@click.argument("name")
+@sized
+@click.option(
+    "--format",
+    "file_format",
+    type=click.Choice(["text", "torch-csv"]),
+    default="text",
+    show_default=True,
+    help="torch-csv is what torch's _PipelineScheduleRuntime loads.",
+)
+def schedule(
+    name: str, ranks: int, microbatches: int, settings: Sequence[str], file_format: str
+) -> None:
+    """Print what each rank computes, in order, by the schedule NAME.
+
+    NAME is a name that `pipegrad schedules` lists, or module:attr.
+    """
+    from pipegrad.schedules import generate, registry
+    from pipegrad.schedules.torch_csv import for_torch
+    from pipegrad.train.config import parsed_setting
+
+    with usage_errors():
+        options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        generator = registry.resolve({**options, "name": name})
+        Progress(ranks * microbatches).at("makes the schedule")
+        made = generate(generator, num_ranks=ranks, num_microbatches=microbatches)
+        text = for_torch(made) if file_format == "torch-csv" else f"{made}\n"
+    click.echo(text, nl=False)
+
+
+# What these need takes time to import, as numbers of torch do: it is imported when a command runs.
+
+Command = TypeVar("Command", bound=Callable[..., None])
+_MIB = 2**20
+_MOST_STEPS = 10_000
+_MOST_SHOWN = 10  # steps that are printed
+
+
+def _amount(
+    option: str, default: float | None, text: str, *, above_zero: bool = False
+) -> Callable[[Command], Command]:
+    kind = Number(min=0, min_open=above_zero)
+    return click.option(option, type=kind, default=default, show_default=True, help=text)
+
+
+@click.command()
+@click.argument("schedule")
+@sized
+@click.option(
+    "--costs",
+    "costs_file",
+    type=Path,
+    metavar="FILE",
+    help="Costs as JSON, in the place of the amounts below.",
+)
+@_amount("--forward-ms", 10, "Forward of a microbatch, on all stages of a rank together.")
+@_amount("--backward-ms", 20, "Backward of a microbatch, likewise.")
+@_amount(
+    "--weight-ms", None, "The part of it that a split backward computes in W; by default half."
+)
+@_amount("--mib", 1, "What a stage sends to the next one, of each microbatch.")
+@_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
+@_amount("--latency-us", 50, "Time of an empty message.")
+@click.option(
+    "--steps", type=Whole(1, _MOST_STEPS), default=1, show_default=True, help="Steps in a row."
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@click.option("--save", type=Path, metavar="FILE", help="Save the timeline, as JSON.")
+@draws
+def simulate(
+    drawing: Drawing,
+    *,
+    schedule: str,
+    ranks: int,
+    microbatches: int,
+    settings: Sequence[str],
+    costs_file: Path | None,
+    steps: int,
+    as_json: bool,
+    save: Path | None,
+    weight_ms: float | None,
+    **amounts: float,
+) -> None:
+    """Print what a step of SCHEDULE takes, where it goes, and what would make it shorter.
+
+    SCHEDULE is a name that `pipegrad schedules` lists, or module:attr.
+    """
+    from pipegrad.schedules import lower
+    from pipegrad.simulation.choose import chain_of
+    from pipegrad.simulation.costs import Costs
+    from pipegrad.simulation.explain.explanation import explain
+    from pipegrad.simulation.simulator import simulate as simulated
+    from pipegrad.train.config import parsed_setting
+
+    def costs_of(made: Schedule) -> Costs:
+        return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
+
+    _refuse_both(costs_file)
+    with usage_errors():
+        options = {".".join(key): value for key, value in map(parsed_setting, settings)}
+        check_size(ranks, microbatches, steps)
+        progress = Progress(ranks * microbatches * steps)
+        progress.at("makes the schedule")
+        made, costs = _made({**options, "name": schedule}, ranks, microbatches, costs_of)
+        check_size(len(made.stage_to_rank), microbatches, steps)
+        # Costs of more stages than the schedule has are refused by the simulation.
+        own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
+        program = lower(made, links=chain_of(own))
+        progress.at("simulates it")
+        simulation = simulated(program, costs, num_steps=steps)
+        assert simulation.timeline is not None
+        progress.at("looks for what would make it shorter")
+        explanation = explain(simulation.timeline, program=program, costs=costs)
+        if save:
+            saving(save, simulation.timeline.save)
+        drawing.write([simulation.timeline])
+    if as_json:
+        seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
+        click.echo(json.dumps({**seconds, **explanation.to_json()}, indent=2))
+    else:
+        _show(made, simulation, costs, explanation)
+
+
+def _refuse_both(costs_file: Path | None) -> None:
+    """Refuses amounts beside a file that has them."""
+    context = click.get_current_context()
+    given = [
+        parameter.opts[0]
+        for parameter in context.command.params
+        if isinstance(parameter.type, Number)
+        and context.get_parameter_source(str(parameter.name)) is ParameterSource.COMMANDLINE
+    ]
+    if costs_file and given:
+        raise click.UsageError(
+            f"{given[0]} and --costs: {costs_file} has all costs; change it there"
+        )
+
+
+def _made(
+    options: Mapping[str, object],
+    ranks: int,
+    microbatches: int,
+    costs_of: Callable[[Schedule], Costs],
+) -> tuple[Schedule, Costs]:
+    """Returns the schedule and its costs; schedules that measure steps are given the costs."""
+    from pipegrad.schedules import generate, registry
+    from pipegrad.schedules.measured import MeasuredGenerator
+    from pipegrad.simulation.auto import Auto
+    from pipegrad.simulation.choose import times_of
+
+    def made_by(spec: ScheduleGenerator | Mapping[str, object] | str) -> Schedule:
+        return generate(registry.resolve(spec), num_ranks=ranks, num_microbatches=microbatches)
+
+    generator = registry.resolve(options).plugin
+    if isinstance(generator, MeasuredGenerator) and generator.wants_times:
+        plain = made_by("1f1b")
+        if isinstance(generator, Auto):
+            options = {**options, "costs": costs_of(plain)}
+        else:
+            generator = generator.planned(times_of(costs_of(plain)))
+            made = made_by(generator)
+            return made, costs_of(made)
+    made = made_by(options)
+    return made, costs_of(made)
+
+
+def _uniform(
+    schedule: Schedule,
+    weight_ms: float | None,
+    *,
+    forward_ms: float,
+    backward_ms: float,
+    mib: float,
+    gbit: float,
+    latency_us: float,
+) -> Costs:
+    """Returns costs of ranks that are all alike."""
+    from pipegrad.simulation.costs import Costs, Network, StageCosts
+
+    weight_ms = backward_ms / 2 if weight_ms is None else weight_ms
+    # Schedules with several stages on a rank can then be compared with others.
+    stages_per_rank = len(schedule.stage_to_rank) / schedule.num_ranks
+    stage = StageCosts(
+        forward_seconds=forward_ms / 1e3 / stages_per_rank,
+        backward_seconds=backward_ms / 1e3 / stages_per_rank,
+        weight_seconds=weight_ms / 1e3 / stages_per_rank,
+        outputs={"x": round(mib * _MIB)},
+    )
+    network = Network(nic_bytes_per_second=gbit * 1e9 / 8, latency_seconds=latency_us / 1e6)
+    return Costs((stage,) * len(schedule.stage_to_rank), network)
+
+
+def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
+    from pipegrad.simulation.timeline import in_time
+    from pipegrad.train.summary.explained import rendered
+    from pipegrad.train.tables import make_console
+
+    numbers = (
+        f"{schedule.num_ranks} ranks, {len(schedule.stage_to_rank)} stages, "
+        f"{schedule.num_microbatches} microbatches"
+    )
+    parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated"]
+    if len(simulation.step_seconds) > 1:
+        steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
+        more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""
+        parts.append(f"steps: {steps}{more}")
+    if any(stage.held_bytes or stage.activation_bytes for stage in costs.stages):
+        peak = max(simulation.peak_bytes)
+        rank = simulation.peak_bytes.index(peak)
+        parts.append(f"peak memory: {peak / _MIB:,.0f} MiB, on rank {rank}")
+    if costs.collectives:
+        parts.append(
+            "the reductions of the costs are left out: a schedule does not say whose they are"
+        )
+    print_parts(make_console(), [*parts, *rendered(explained)])

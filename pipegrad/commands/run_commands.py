@@ -1,0 +1,451 @@
+"""`pipegrad train` and `pipegrad launch`: trains, and starts the ranks of a machine that train.
+
+torch's elastic launcher starts, watches, restarts and ends the processes, as it does for torchrun.
+A rank that it starts is `pipegrad train`, and its process ends with its launcher.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import math
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import click
+
+from pipegrad.commands.command_options import (
+    Whole,
+    configured,
+    print_parts,
+    usage_errors,
+    wants_traceback,
+)
+from pipegrad.errors import ConfigError, StepError, in_words, reason
+from pipegrad.printable import printable
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+    from torch.distributed.launcher.api import LaunchConfig
+
+    from pipegrad.train.config import Config
+
+
+_INTERRUPTED = 130  # the exit code of a shell for SIGINT
+
+
+@click.command()
+@configured
+@click.option("--dry-run", is_flag=True, help="Set everything up, print the plan, and exit.")
+def train(loaded: Callable[[], Config], dry_run: bool) -> None:
+    """Train what CONFIG describes: alone, or on the ranks of torchrun.
+
+    torchrun --nproc-per-node 4 -m pipegrad train CONFIG
+    """
+    import torch.distributed as dist
+
+    from pipegrad.train.process.last_words import fail
+    from pipegrad.train.process.process import process_group
+    from pipegrad.train.reporters.report import Report
+    from pipegrad.train.run.run import run
+    from pipegrad.train.tables import make_console
+    from pipegrad.train.trainer import Trainer
+
+    with usage_errors(), process_group():
+        console = make_console(quiet=dist.get_rank() != 0)
+        code, trainer = 0, None
+        try:
+            trainer = Trainer(loaded)
+            print_parts(console, trainer.notes)
+            if dry_run:
+                print_parts(console, trainer.printed_summary())
+            else:
+                code = run(trainer, Report(console, trainer.job))
+        except KeyboardInterrupt:
+            has_folder = trainer is not None and trainer.folder is not None
+            where = "the run's folder has what was saved" if has_folder else "before the first step"
+            console.print(f"stopped; {where}")
+            sys.exit(_INTERRUPTED)
+        except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
+            sys.exit(fail(_in_place_of(error), trainer, shows_traceback=wants_traceback()))
+        except Exception as error:  # noqa: BLE001 - code of the user, too
+            sys.exit(fail(error, trainer, shows_traceback=wants_traceback()))
+        trainer.close()
+        if code:  # of a signal
+            sys.exit(code)
+
+
+def _in_place_of(error: SystemExit) -> StepError:
+    """Returns an error that stands for an exit, with its traceback."""
+    instead = StepError(
+        f"the run was ended by {in_words(error)}: no model, handler or plug-in may do that"
+    )
+    return instead.with_traceback(error.__traceback__)
+
+
+_LAUNCHER = "PIPEGRAD_LAUNCHER"  # the variable with the launcher's process
+_PR_SET_PDEATHSIG = 1  # of linux/prctl.h
+_ONE_MACHINE = "pipegrad"  # as a name of torch's registry of rendezvous
+_MOST_RANKS = 4096  # of a machine
+# A signal ends the ranks after they have saved. A second signal ends them at once.
+_SAVE_SECONDS = 600
+_JOIN_SECONDS = 600  # for the launchers of other machines
+_AT_ONCE_SECONDS = 10
+_STOPPED = {128 + number for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)}
+
+
+def _count(_context: click.Context, _option: click.Parameter, value: str) -> int | None:
+    """Returns a number of ranks; None for ``auto``."""
+    if value == "auto":
+        return None
+    if not value.isdecimal() or not 1 <= int(value) <= _MOST_RANKS:
+        raise click.BadParameter(f"{value!r}: expected auto, or a number from 1 to {_MOST_RANKS}")
+    return int(value)
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("config", type=Path)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[OPTIONS OF TRAIN]...")
+@click.option(
+    "-n",
+    "num_ranks",
+    callback=_count,
+    metavar="N",
+    default="auto",
+    show_default=True,
+    help="Ranks on this machine; auto: one a card, without cards as many as CONFIG names.",
+)
+@click.option(
+    "--max-restarts",
+    type=Whole(min=0),
+    default=0,
+    show_default=True,
+    help="How often all ranks are started again after one has failed.",
+)
+@click.option(
+    "--log-dir",
+    type=Path,
+    metavar="DIR",
+    help="Write what each rank prints into a file there, too.",
+)
+@click.option(
+    "--nodes", type=Whole(min=1), default=1, show_default=True, help="Number of machines."
+)
+@click.option(
+    "--rendezvous",
+    metavar="HOST:PORT",
+    help="Where the launchers of several machines meet: one of the machines, and a free port.",
+)
+def launch(
+    config: Path,
+    arguments: Sequence[str],
+    *,
+    num_ranks: int | None,
+    max_restarts: int,
+    log_dir: Path | None,
+    nodes: int,
+    rendezvous: str | None,
+) -> None:
+    """Start the ranks of this machine, and train what CONFIG describes.
+
+    pipegrad launch -n 4 CONFIG --set train.steps=10
+    """
+    words = [str(config), *arguments]
+    options = train.make_context("pipegrad train", list(words)).params
+    from pipegrad.train.config import load
+    from pipegrad.train.sizes import sizes_of
+
+    with usage_errors():
+        _check_rendezvous(nodes, rendezvous)
+        # A wrong configuration is refused before any rank is started.
+        loaded = load(
+            options["config"],
+            options["settings"],
+            handlers=options["handlers"],
+            schedule=options["schedule"],
+        )
+        num_ranks = num_ranks or _automatic(loaded, nodes)
+        if nodes == 1:  # other machines may have other numbers
+            sizes_of(loaded, num_ranks)
+        _set_environment(num_ranks, nodes)
+        traceback = ["--traceback"] if wants_traceback() else []
+        with _log_folder(log_dir) as folder:
+            config_of_torch = _launch_config(
+                num_ranks,
+                max_restarts=max_restarts,
+                logs=folder,
+                is_logged=log_dir is not None,
+                nodes=nodes,
+                rendezvous=rendezvous,
+            )
+            code = _run(config_of_torch, ["train", *words, *traceback], log_dir)
+    sys.exit(code)
+
+
+def _check_rendezvous(nodes: int, rendezvous: str | None) -> None:
+    if (nodes > 1) != (rendezvous is not None):
+        raise ConfigError(
+            f"--nodes {nodes} {'without' if rendezvous is None else 'with'} --rendezvous: several "
+            f"machines need both, and one machine needs neither"
+        )
+    host, _, port = (rendezvous or "localhost:0").rpartition(":")
+    if not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--rendezvous {rendezvous}: expected HOST:PORT, as in 10.0.0.1:29500")
+
+
+def _automatic(config: Config, nodes: int) -> int:
+    """Returns the number of cards of this machine; without cards what the configuration names."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return torch.accelerator.device_count()
+    parallel = config.parallel
+    sizes = [parallel.pipeline or 1, parallel.data or 1, *parallel.dimensions.values()]
+    return max(1, math.prod(sizes) // nodes)
+
+
+def _set_environment(num_ranks: int, nodes: int) -> None:
+    """Sets what ranks and launcher read of the environment, unless the user has set it."""
+    from pipegrad.comm.store import of_one_machine
+
+    # torch would take all cores on each rank.
+    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
+    if nodes == 1:
+        for name, value in of_one_machine().items():
+            os.environ.setdefault(name, value)
+    else:
+        # Else the ranks of a restart find addresses of those before in the launcher's store. On one
+        # machine they use other names; see `process_group`.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+
+
+@contextlib.contextmanager
+def _log_folder(log_dir: Path | None) -> Iterator[Path]:
+    """Gives the folder of the ranks' files; one that nobody asked for is removed at the end."""
+    if log_dir is None:
+        with tempfile.TemporaryDirectory(prefix="pipegrad-") as folder:
+            yield Path(folder)
+        return
+    try:
+        log_dir.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--log-dir {log_dir}: cannot be made: {reason(error)}") from error
+    yield log_dir
+
+
+def _launch_config(
+    num_ranks: int,
+    *,
+    max_restarts: int,
+    logs: Path,
+    is_logged: bool,
+    nodes: int,
+    rendezvous: str | None,
+) -> LaunchConfig:
+    """Returns what torch's launcher is told."""
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
+    from torch.distributed.launcher.api import LaunchConfig
+
+    _register_one_machine()
+    return LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=num_ranks,
+        run_id="pipegrad" if rendezvous else f"{datetime.now():%Y%m%d-%H%M%S}-{uuid4().hex[:8]}",
+        role="rank",
+        rdzv_backend=_ONE_MACHINE if nodes == 1 else "c10d",
+        rdzv_endpoint=rendezvous or "127.0.0.1:0",
+        rdzv_configs={"timeout": _JOIN_SECONDS},
+        # One machine needs no name service, which may take seconds to say that it knows no name.
+        local_addr="127.0.0.1" if nodes == 1 else None,
+        max_restarts=max_restarts,
+        logs_specs=DefaultLogsSpecs(str(logs), tee=Std.ALL if is_logged else Std.NONE),
+        log_line_prefix_template="[${rank}] ",
+        # Each of them is sent to all ranks, and then the launcher ends.
+        signals_to_handle="SIGTERM,SIGINT,SIGQUIT,SIGUSR1",
+    )
+
+
+@functools.cache  # torch takes a name once in a process
+def _register_one_machine() -> None:
+    """Makes a rendezvous known to torch's launcher that waits for nobody, and is not reachable.
+
+    torch's own listens on all interfaces, also for one machine, and unpickles what it finds in its
+    store.
+    """
+    from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public
+    from torch.distributed.elastic.rendezvous import (
+        RendezvousHandler,
+        RendezvousInfo,
+        RendezvousParameters,
+        RendezvousStoreInfo,
+        rendezvous_handler_registry,
+    )
+
+    from pipegrad.comm.store import LOOPBACK, loopback_store
+
+    class OneMachine(RendezvousHandler):
+        """The rendezvous of one launcher, which is alone."""
+
+        def __init__(self, parameters: RendezvousParameters) -> None:
+            self._run_id, self._store, self._round = parameters.run_id, loopback_store(), 0
+            self._is_closed = False
+
+        @property
+        def use_agent_store(self) -> bool:
+            return True
+
+        def get_backend(self) -> str:
+            return _ONE_MACHINE
+
+        def get_run_id(self) -> str:
+            return self._run_id
+
+        def next_rendezvous(self) -> RendezvousInfo:
+            self._round += 1  # ranks that start again find no keys of those before
+            store = PrefixStore(f"{_ONE_MACHINE}/launcher/{self._round}", self._store)
+            return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(LOOPBACK, self._store.port))
+
+        def is_closed(self) -> bool:
+            return self._is_closed
+
+        def set_closed(self) -> None:
+            self._is_closed = True
+
+        def num_nodes_waiting(self) -> int:
+            return 0
+
+        def shutdown(self) -> bool:
+            self._is_closed = True
+            return True
+
+    rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
+
+
+def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> int:
+    """Runs the ranks to their end; returns the exit code of the one that failed first."""
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous.api import RendezvousError
+    from torch.distributed.launcher.api import elastic_launch
+
+    os.environ[_LAUNCHER] = str(os.getpid())
+    # -P: otherwise files of the working directory stand in for pipegrad, torch and the library.
+    rank = ("-P", "-u", "-m", "pipegrad", *words)
+    try:
+        with _quiet(), _ended_with_terminal():
+            elastic_launch(config, sys.executable)(*rank)
+    except SignalException as error:
+        return 128 + error.sigval
+    except KeyboardInterrupt:  # before there were ranks
+        return 128 + signal.SIGINT
+    except ChildFailedError as error:
+        return _report(error.failures, log_dir)
+    except (RendezvousError, OSError, RuntimeError) as error:
+        raise ConfigError(f"the ranks cannot be started: {error.__cause__ or error}") from error
+    return 0
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps back what torch logs of ends and signals, unless --traceback wants all."""
+    logger = logging.getLogger("torch.distributed.elastic")
+    propagated, logger.propagate = logger.propagate, wants_traceback()
+    silent = logging.NullHandler()
+    logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        logger.propagate = propagated
+        logger.removeHandler(silent)
+
+
+@contextlib.contextmanager
+def _ended_with_terminal() -> Iterator[None]:
+    """Lets a closed terminal end the ranks as SIGTERM does; under nohup they go on."""
+    before = signal.getsignal(signal.SIGHUP)
+    if before is not signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int:
+    """Prints why the ranks failed; returns the exit code, as a shell has it."""
+    (rank, failure), *_ = _cause_first(failures)
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    # Ranks that a signal has stopped have said so themselves.
+    if failure.exitcode not in _STOPPED and not _has_said_all(failure):
+        click.echo(f"Error: {_cause(rank, failure, log_dir)}", err=True)
+    return code
+
+
+def _has_said_all(failure: ProcessFailure) -> bool:
+    """Whether the cause is the last line already; see `tell_launcher`."""
+    message: Any = failure.error_file_data.get("message")
+    return isinstance(message, dict) and message.get("extraInfo", {}).get("is_all") is True
+
+
+def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
+    """Returns failures by rank; the cause comes first."""
+    # torch ends all other ranks by SIGTERM after the first has failed, and by SIGKILL 30 seconds
+    # later. Times are in seconds, and other ranks fail at once when a rank was killed.
+    begin = min(failure.timestamp for failure in failures.values())
+
+    def order(failed: tuple[int, ProcessFailure]) -> tuple[bool, int, bool]:
+        _, failure = failed
+        was_ended = failure.exitcode == -signal.SIGTERM
+        late = (failure.timestamp - begin) // _AT_ONCE_SECONDS
+        return was_ended, late, failure.exitcode > 0
+
+    return sorted(failures.items(), key=order)
+
+
+def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
+    """Returns one line: the cause if a rank has told one; otherwise which rank failed first."""
+    message: Any = failure.error_file_data.get("message")
+    if isinstance(message, dict):
+        message = message.get("message")
+    if isinstance(message, str) and message != "<NONE>":
+        return printable(message.partition("\n")[0])
+    end = f"exit code {failure.exitcode}"
+    if failure.exitcode < 0:
+        end = f"killed by {failure.signal_name()}"
+    if failure.exitcode == -signal.SIGKILL:
+        return f"rank {rank} failed first ({end}): by somebody, or by the kernel for lack of memory"
+    where = f"in {log_dir}" if log_dir else "above"
+    return f"rank {rank} failed first ({end}): look at its output {where}"
+
+
+def begin_rank() -> None:
+    """Does what a rank of a launcher begins with; nothing in a process that none has started.
+
+    Each rank is in a session of its own, so that Ctrl-C reaches the launcher alone. A launcher that
+    is killed by SIGKILL cannot end its ranks. So the kernel does it, on Linux only.
+
+    Python does not import from the working directory (-P), which anybody may have written. What a
+    configuration names may be there, and is looked for there last.
+    """
+    # What this process starts is not the launcher's.
+    launcher = os.environ.pop(_LAUNCHER, None)
+    if launcher is None:
+        return
+    sys.path.append(os.getcwd())  # noqa: PTH109 - a text is what it takes
+    # SIGKILL: the launcher keeps the store by which ranks would agree on a last checkpoint.
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if str(os.getppid()) != launcher:  # it ended before
+            os.kill(os.getpid(), signal.SIGKILL)

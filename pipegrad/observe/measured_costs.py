@@ -1,0 +1,471 @@
+"""measure_costs: what a `Scheduler` really takes, as costs for `simulate`.
+
+costs = pipegrad.measure_costs(scheduler, x, target=y)
+print(simulate(scheduler.program, costs).step_seconds)
+
+Stages are measured one after the other, each alone. Then come the links of one pipeline, what no
+microbatch has (reductions, the optimizer, the host), and the codecs of hops.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import pairwise, product
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.errors import ScheduleError, StepError
+from pipegrad.gradients.main_params import MainParameter
+from pipegrad.gradients.named_optimizer import Optimizer, parts_in
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.model.wrappers import fsdp_modules
+from pipegrad.observe.links import Pair, host_name, measure_links, network_of
+from pipegrad.observe.stage_profile import StageAlone
+from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
+from pipegrad.pipeline.edges import Spec
+from pipegrad.pipeline.losses import loss_parts
+from pipegrad.pipeline.microbatch import Batch
+from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.pipeline.trees import flattened
+from pipegrad.plugins.codec import CARRIED, Carried
+from pipegrad.plugins.handler import ReductionStep
+from pipegrad.schedules import Program
+from pipegrad.simulation.costs import (
+    CodecCosts,
+    CollectiveCosts,
+    Costs,
+    HostCosts,
+    Network,
+    StageCosts,
+)
+from pipegrad.simulation.timeline import COMPUTE, Timeline
+
+
+def measure_costs(
+    scheduler: Scheduler,
+    *inputs: object,
+    target: object = None,
+    microbatches: Sequence[object] | None = None,
+    num_microbatches: int | None = None,
+    optimizer: Optimizer | None = None,
+    timeline: Timeline | None = None,
+    links: bool = True,
+    repeats: int = 5,
+    **named: object,
+) -> Costs:
+    """Returns what computing, sending, reducing and stepping take on the ranks of `scheduler`.
+
+    All ranks call it together, between steps, with a batch as for `Scheduler.step`. Its first
+    microbatch is measured. Stages run one after the other, each alone; a stage that takes what
+    other stages make gets random numbers of the right shapes. Nothing changes: parameters,
+    gradients, buffers, random numbers and the Scheduler are as before. While a stage is measured
+    it holds its gradients a second time.
+
+    Args:
+        scheduler: Whose stages.
+        *inputs: As in `Scheduler.step`.
+        target: As there.
+        microbatches: As there.
+        num_microbatches: As there.
+        optimizer: Of `scheduler.optimizer`; without it, its step takes no time and holds nothing.
+        timeline: Of a recording of these ranks, from which the times of the host are read; without
+            it, the host takes no time on top of computing.
+        links: Whether to measure the links; without it, messages take no time.
+        repeats: Of each pass; the median counts.
+        **named: As in `Scheduler.step`.
+
+    Raises:
+        PipegradError: On all ranks, if the batch does not fit, if stages are of FSDP2, or if a step
+            is not finished.
+        Exception: What a stage raises; on other ranks an AgreementError with its words.
+    """
+    topology = scheduler.topology
+    batch = Batch(inputs, named, target, None, microbatches, num_microbatches, False)
+    ranks = sorted(topology.ranks)
+    seconds = slow_seconds(scheduler.sync.device, AGREE_SECONDS)
+    met = partial(agree, ranks=ranks, timeout_seconds=seconds)
+    profile = _Profile(scheduler, batch, optimizer, repeats)
+    pipeline = topology.ranks_along(topology.pipeline)
+    met("measuring costs", profile.begin)
+    stages = list[StageCosts]()
+    for stage in range(topology.num_stages):
+        replies = met(f"measuring stage {stage}", partial(profile.stage, stage))
+        measured = {rank: r for rank, r in zip(ranks, replies, strict=True) if r is not None}
+        # Replicas may have batches of other sizes, so shapes are those of this rank's pipeline.
+        profile.specs |= next(specs for rank, (_, specs) in measured.items() if rank in pipeline)
+        # All replicas of a step wait for the slowest one.
+        every = (costs for costs, _ in measured.values())
+        stages.append(max(every, key=lambda c: c.forward_seconds + c.backward_seconds))
+    pairs = sorted({(c.source, c.target) for c in scheduler.program.channels}) if links else []
+
+    def around() -> tuple[Network, HostCosts] | None:
+        """Looks at the first pipeline; the others keep still, because they may share its NICs."""
+        if topology.rank not in topology.one_replica:
+            return None
+        host = HostCosts() if timeline is None else host_costs(timeline)
+        network = _network(scheduler, pairs, seconds) if pairs else Network()
+        return network, host
+
+    # Each link has a meeting of its own, and so have links that are used at once.
+    patience = seconds * (1 + 3 * len(pairs))
+    result = agree("links", around, ranks=ranks, timeout_seconds=patience)
+    network, host = next(each for each in result if each is not None)
+    codecs = agree("codecs", partial(measured_codecs, scheduler, profile.specs), ranks=ranks)
+    return Costs(tuple(stages), network, collective_costs(scheduler.sync), host, codecs[0])
+
+
+def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float) -> Network:
+    """Returns what explains the links of this rank's pipeline; all its ranks call it."""
+    topology = scheduler.topology
+    pipeline = topology.ranks_along(topology.pipeline)
+    hosts = agree("hosts", host_name, ranks=pipeline)
+    measured = measure_links(
+        scheduler.steps.edges,
+        rank=topology.coordinate(topology.pipeline),
+        ranks=pipeline,
+        pairs=pairs,
+        hosts=hosts,
+        device=scheduler.sync.device,
+        timeout_seconds=timeout_seconds,
+    )
+    return network_of(measured, hosts)
+
+
+class _Profile:
+    """Measures the stages of one rank.
+
+    Attributes:
+        specs: What values look like that the stages so far make, by link.
+    """
+
+    def __init__(
+        self, scheduler: Scheduler, batch: Batch, optimizer: Optimizer | None, repeats: int
+    ) -> None:
+        self._scheduler = scheduler
+        self._pipeline = scheduler.steps.pipeline
+        self._stages = {stage.index: stage for stage in self._pipeline.stages}
+        self._batch = batch
+        self._optimizer = optimizer
+        self._repeats = repeats
+        self._device = scheduler.sync.device
+        self.specs: dict[int, Spec] = {}
+
+    def begin(self) -> None:
+        """Takes the first microbatch.
+
+        Raises:
+            PipegradError: If it does not fit, or nothing can be measured now.
+        """
+        sync = self._scheduler.sync
+        sync.refuse_closed()
+        if sync.is_in_step:
+            raise StepError("measure_costs() inside of a step: call it between steps")
+        if self._repeats < 1:
+            raise ScheduleError(f"repeats is {self._repeats!r}, expected a number, at least 1")
+        modules = {index: stage.module for index, stage in self._stages.items()}
+        if any(fsdp_modules(modules).values()):
+            raise ScheduleError(
+                "stages of FSDP2 gather parameters and reduce gradients in each pass, so they "
+                "cannot run alone: record real steps with pipegrad.record()"
+            )
+        ready = self._batch.microbatches
+        number = self._batch.num_microbatches or self._scheduler.schedule.num_microbatches
+        number = number if ready is None else len(ready)
+        with torch.no_grad():  # nothing is cut off a graph of the caller's
+            batches = self._scheduler.steps.batches.apart()
+            parts, targets = batches.cut(self._batch, number, needs_target=True)
+        self._external = {name: _detached(column[0]) for name, column in parts.items()}
+        self._target = None if targets is None else _detached(targets[0])
+
+    def stage(self, stage: int) -> tuple[StageCosts, dict[int, Spec]] | None:
+        """Returns what a stage costs, and what its outputs look like; None on other ranks."""
+        if stage not in self._stages:
+            return None
+        wiring = self._pipeline.wiring
+        taken = wiring.taken[stage]
+        links = {
+            link: _random(self.specs[link], self._device) for link in taken if isinstance(link, int)
+        }
+        inputs = [links[x] if isinstance(x, int) else self._external[x] for x in taken]
+        alone = StageAlone(
+            self._stages[stage],
+            inputs,
+            list(links.values()),
+            target=self._target,
+            loss=self._loss if stage == len(wiring.taken) - 1 else None,
+            splits=self._scheduler.schedule.splits_backward,
+            device=self._device,
+        )
+        made = dict(zip(wiring.made[stage], alone.outputs(), strict=False))
+        outputs = {self._scheduler.program.links[i].name: x for i, x in made.items()}
+        sync = self._scheduler.sync
+        seconds, num_bytes = optimizer_costs(sync, self._optimizer, stage, self._repeats)
+        costs = replace(
+            alone.costs(outputs, self._repeats),
+            optimizer_seconds=seconds,
+            gradient_bytes=gradient_bytes(sync, stage),
+            optimizer_bytes=num_bytes,
+        )
+        return costs, {link: Spec.of(value) for link, value in made.items()}
+
+    def _loss(self, outputs: tuple[Tensor, ...]) -> Tensor:
+        assert self._pipeline.loss_fn is not None
+        returned = self._pipeline.loss_fn(*outputs, self._target)
+        return loss_parts(returned, is_weighted=self._pipeline.is_weighted)[0]
+
+
+def _random(spec: Spec, device: torch.device) -> Tensor:
+    """Returns a value that looks as `spec` says."""
+    if not (spec.dtype.is_floating_point or spec.dtype.is_complex):
+        return torch.zeros(spec.shape, dtype=spec.dtype, device=device)
+    # Numbers of its own: those of the caller stay as they are.
+    generator = torch.Generator(device).manual_seed(0)
+    real = torch.float32 if spec.dtype.is_floating_point else spec.dtype
+    value = torch.randn(spec.shape, dtype=real, device=device, generator=generator)
+    return value.to(spec.dtype).requires_grad_(spec.differentiable)
+
+
+def _detached(value: object) -> object:
+    leaves, rebuilt = flattened(value)
+    return rebuilt([leaf.detach() if isinstance(leaf, Tensor) else leaf for _, leaf in leaves])
+
+
+# What no microbatch has.
+
+
+def collective_costs(sync: GradientSync) -> dict[str, CollectiveCosts]:
+    """Returns what the reductions of this rank's pipeline send, by the names of the Program."""
+    pipeline = sync.topology.ranks_along(sync.topology.pipeline)
+    costs = dict[str, CollectiveCosts]()
+    for plan in sync.plans(pipeline).values():
+        buckets = {bucket.index: bucket for bucket in plan.buckets}
+        for launch in plan.launches:
+            bucket, number = buckets[launch.bucket], launch.step
+            step = bucket.route[number]
+            costs[bucket.name_of(number)] = CollectiveCosts(
+                num_bytes=bucket.nbytes(number, plan.rank),
+                num_ranks=len(step.ranks),
+                kind=_kind(step),
+                sync_bytes=bucket.parameter_nbytes(number, plan.rank)
+                if step.syncs_parameters
+                else 0,
+            )
+    return costs
+
+
+def _kind(step: ReductionStep) -> Literal["all-reduce", "reduce-scatter", "send"]:
+    # The two ranks of a pair send each other as much as in an all-reduce of two.
+    if step.placement.has_owner:
+        return "send"
+    return "reduce-scatter" if step.placement.scatters else "all-reduce"
+
+
+def gradient_bytes(sync: GradientSync, stage: int) -> int:
+    """Returns the bytes of a stage's gradients, with their buckets.
+
+    A bucket of several stages of this rank counts for the lowest of them.
+    """
+    local = set(sync.topology.local_stages)
+    in_buckets = {slot.key for bucket in sync.plan.buckets for slot in bucket.slots}
+    buckets = sum(
+        bucket.payload_numel * bucket.dtype.itemsize
+        for bucket in sync.plan.buckets
+        if min(local.intersection(bucket.holders)) == stage
+    )
+    others = sum(
+        sync.parameter(record).nbytes
+        for record in sync.records()
+        if record.requires_grad and record.stage == stage and record.key not in in_buckets
+    )
+    return buckets + others
+
+
+def optimizer_costs(
+    sync: GradientSync, optimizer: Optimizer | None, stage: int, repeats: int
+) -> tuple[float, int]:
+    """Returns the seconds of an optimizer's step of a stage, and the bytes of its state.
+
+    It is measured with a copy of the optimizer. Master copies count as state.
+
+    The copy has the groups of `optimizer`, not its state, and steps clones with gradients of zero.
+    If it is made of several, each of them has a copy.
+    A class that cannot be made of its groups alone is not measured; then its own state counts.
+
+    Raises:
+        ScheduleError: If the optimizer has no parameter of the stage.
+    """
+    own = [main for main in sync.main_parameters() if main.record.stage == stage]
+    masters = sum(main.tensor.nbytes for main in own if main.copied)
+    if optimizer is None or not own:
+        return 0.0, masters
+    parts = [(type(part), _copied_groups(part, own)) for part in parts_in(optimizer)]
+    if not any(groups for _, groups in parts):
+        raise ScheduleError(
+            f"the optimizer has none of the parameters that stage {stage} steps: give the one of "
+            f"scheduler.optimizer(), or leave it out"
+        )
+    kinds: list[tuple[Callable[[object], torch.optim.Optimizer], object]] = [*parts]
+    try:
+        twins = [kind(groups) for kind, groups in kinds if groups]
+    except TypeError:
+        state = [optimizer.state.get(main.tensor, {}) for main in own]
+        return 0.0, masters + _state_bytes(state)
+    seconds = [_step_seconds(twins, sync.device) for _ in range(repeats + 1)][1:]
+    states = (state for twin in twins for state in twin.state.values())
+    return statistics.median(seconds), masters + _state_bytes(states)
+
+
+def _state_bytes(states: Iterable[Mapping[str, object]]) -> int:
+    tensors = (value for state in states for value in state.values())
+    return sum(value.nbytes for value in tensors if isinstance(value, torch.Tensor))
+
+
+def _copied_groups(
+    optimizer: torch.optim.Optimizer, own: list[MainParameter]
+) -> list[dict[str, object]]:
+    """Returns the groups of some main parameters, of clones with gradients of zero."""
+    ids = {id(main.tensor) for main in own}
+    groups = list[dict[str, object]]()
+    for group in optimizer.param_groups:
+        clones = [p.detach().clone().requires_grad_() for p in group["params"] if id(p) in ids]
+        for clone in clones:
+            clone.grad = torch.zeros_like(clone)
+        options = {name: value for name, value in group.items() if name != "params"}
+        groups += [{**options, "params": clones}] if clones else []
+    return groups
+
+
+def _step_seconds(optimizers: Iterable[torch.optim.Optimizer], device: torch.device) -> float:
+    sync_points.finish_device(device)
+    began = time.perf_counter()
+    for optimizer in optimizers:
+        optimizer.step()
+    sync_points.finish_device(device)
+    return time.perf_counter() - began
+
+
+def host_costs(timeline: Timeline) -> HostCosts:
+    """Returns what hosts take on top of computing, of a measured timeline.
+
+    The host time right before a compute is that of an action: a mean. All other host time is that
+    of the step, on the rank that has least of it. Other ranks also wait in it for what no span
+    says, such as the loss of the last stage.
+    """
+    before, actions, rests = 0.0, 0, list[float]()
+    for rank in range(timeline.num_ranks):
+        spans = timeline.on_rank(rank)
+        host = sum(s.seconds for s in spans if s.kind == "host")
+        own = sum(
+            s.seconds for s, after in pairwise(spans) if s.kind == "host" and after.kind in COMPUTE
+        )
+        before += own
+        actions += sum(s.kind in COMPUTE for s in spans)
+        rests.append(host - own)
+    return HostCosts(
+        action_seconds=before / max(actions, 1),
+        step_seconds=max(0.0, min(rests, default=0.0)) / max(len(timeline.step_ends), 1),
+    )
+
+
+# What the codecs of hops cost.
+
+_ROW = 1024  # elements of a row of a value whose shape is not known
+_REPEATS = 3
+
+
+def measured_codecs(scheduler: Scheduler, specs: Mapping[int, Spec]) -> tuple[CodecCosts, ...]:
+    """Returns what the codecs of a Scheduler cost, timed on this rank alone.
+
+    Args:
+        scheduler: Whose codecs.
+        specs: What values look like, by link.
+    """
+    crossing = dict[tuple[Hop, Carried], list[Spec]]()
+    for link, kind, source, target in scheduler.program.channels:
+        carried: Carried = "activations" if kind == "F" else "gradients"
+        hop = min(source, target), max(source, target)
+        crossing.setdefault((hop, carried), []).append(specs[link])
+    result = list[CodecCosts]()
+    for (hop, carried), values in sorted(crossing.items()):
+        codec = scheduler.codecs.of(hop, carried)
+        if codec is not None and any(spec.nbytes > 0 for spec in values):
+            result.append(_measured(hop, carried, codec, values, scheduler.sync.device))
+    return tuple(result)
+
+
+def with_codecs(costs: Costs, choice: CodecChoice, program: Program) -> Costs:
+    """Returns costs with the codecs of a job, and with no others.
+
+    What the costs know of them stays. Of the others values are taken for float32 in rows of 1,024,
+    and encoding takes no time: nothing is measured.
+
+    Args:
+        costs: Of a job.
+        choice: Its codecs.
+        program: What its ranks do.
+    """
+    chosen = ((known, choice.of(known.ranks, known.carries)) for known in costs.codecs)
+    kept = [known for known, codec in chosen if codec is not None and codec.name == known.codec]
+    known = {(codec.ranks, codec.carries) for codec in kept}
+    crossed = {(min(c.source, c.target), max(c.source, c.target)) for c in program.channels}
+    added = list[CodecCosts]()
+    for hop, carried in product(sorted(crossed), CARRIED):
+        codec = choice.of(hop, carried)
+        if codec is not None and (hop, carried) not in known:
+            value_bytes = _ROW * _ROW * torch.float32.itemsize
+            share = min(1.0, codec.plugin.nbytes((_ROW, _ROW), torch.float32) / value_bytes)
+            added.append(CodecCosts(hop, carried, codec.name, share))
+    return replace(costs, codecs=(*kept, *added))
+
+
+def _measured(
+    hop: Hop, carried: Carried, codec: Codec, specs: Sequence[Spec], device: torch.device
+) -> CodecCosts:
+    """Returns what a codec makes of values that look like this, with random numbers.
+
+    Sync: the host waits for the device.
+    """
+    feedback = Feedback()
+    coding = Coding(codec, carried, feedback)
+    value_bytes = message_bytes = 0
+    encode = decode = 0.0
+    # Numbers of its own: those of the caller stay as they are.
+    generator = torch.Generator(device).manual_seed(0)
+    for number, spec in enumerate(specs):
+        wire = coding.on_wire(spec)
+        value_bytes += spec.nbytes
+        message_bytes += wire.nbytes
+        if wire is not spec:
+            drawn = torch.randn(spec.shape, dtype=torch.float32, device=device, generator=generator)
+            seconds = _seconds(coding, feedback, drawn.to(spec.dtype), spec, Position(number, 0))
+            encode, decode = encode + seconds[0], decode + seconds[1]
+    share = message_bytes / value_bytes
+    return CodecCosts(hop, carried, codec.name, share, encode / value_bytes, decode / value_bytes)
+
+
+def _seconds(
+    coding: Coding, feedback: Feedback, value: Tensor, spec: Spec, position: Position
+) -> tuple[float, float]:
+    """Returns the shortest of some times: a longer one shows a machine that was busy."""
+    decoded, stamps = torch.empty_like(value), list[tuple[float, float, float]]()
+    for _ in range(_REPEATS + 1):
+        sync_points.finish_device(value.device)
+        begin = time.perf_counter()
+        message = coding.encoded(value, spec, position)
+        sync_points.finish_device(value.device)
+        middle = time.perf_counter()
+        coding.decode(message, decoded)
+        sync_points.finish_device(value.device)
+        stamps.append((begin, middle, time.perf_counter()))
+        feedback.end(lambda: False)
+        feedback.settle()  # from now on an error is added, as in all steps but the first
+    stamps = stamps[1:]  # the first one makes memory, and kernels
+    return min(m - b for b, m, _ in stamps), min(e - m for _, m, e in stamps)

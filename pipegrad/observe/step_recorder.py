@@ -1,0 +1,392 @@
+"""Step recorder: what one rank does in its last training steps, in a ring of fixed size.
+
+Points in time are stamps, taken inside of a step and read after it. On a CPU a stamp is the host's
+clock. On a device the host runs ahead, so a stamp is an event on the current stream. Nothing in a
+step waits for an event: their times are read when the device is idle.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.activity import Key, Noted
+from pipegrad.errors import ScheduleError
+from pipegrad.schedules.program.program import Item, Op, Program
+from pipegrad.simulation.timeline import Span, SpanKind
+
+
+class Stamps(Protocol):
+    """Takes points in time, and reads them later."""
+
+    def now(self) -> Any:  # noqa: ANN401 - a number, or an event
+        """Returns a point in time, on the current stream if there are streams."""
+
+    def settle(self) -> None:
+        """Waits until all points in time have passed; call it outside of steps."""
+
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
+        """Returns the host's `time.perf_counter` at these points; call `settle` before."""
+
+    def recycle(self, stamps: Iterable[Any]) -> None:
+        """Takes back stamps that nobody will read."""
+
+
+class HostStamps:
+    """Stamps where the host computes: numbers. They have passed, and nobody takes them back."""
+
+    def __init__(self) -> None:
+        self.now = time.perf_counter
+
+    def settle(self) -> None: ...
+
+    def seconds(self, stamps: Sequence[float]) -> list[float]:
+        return list(stamps)
+
+    def recycle(self, stamps: Iterable[float]) -> None: ...
+
+
+class DeviceStamps:
+    """Stamps where a device computes: events on the current stream.
+
+    Args:
+        make_event: Returns a new event that measures time.
+        record: Records an event on the current stream.
+        synchronize: Waits for the device.
+    """
+
+    def __init__(
+        self,
+        make_event: Callable[[], Any],
+        record: Callable[[Any], object],
+        synchronize: Callable[[], object],
+    ) -> None:
+        self._make_event = make_event
+        self._record = record
+        self._synchronize = synchronize
+        self._free: list[Any] = []
+        self._last: tuple[Any, float] | None = None  # an event, and the host's clock at it
+
+    def now(self) -> Any:  # noqa: ANN401 - an event
+        try:
+            event = self._free.pop()
+        except IndexError:  # comm streams take from it, too
+            event = self._make_event()
+        self._record(event)
+        return event
+
+    def settle(self) -> None:
+        # The device is idle twice: before the event, so it is reached at once, and after it, so the
+        # host's clock is right to some microseconds.
+        self._synchronize()
+        event = self.now()
+        self._synchronize()
+        self._last = event, time.perf_counter()
+
+    def seconds(self, stamps: Sequence[Any]) -> list[float]:
+        assert self._last is not None
+        last, at = self._last
+        # An elapsed time is a float32 of milliseconds. So a stamp is read relative to one of its
+        # own step, and only that one relative to the end.
+        first = stamps[0] if stamps else last
+        base = at - first.elapsed_time(last) / 1e3
+        return [base + first.elapsed_time(stamp) / 1e3 for stamp in stamps]
+
+    def recycle(self, stamps: Iterable[Any]) -> None:
+        self._free += stamps
+
+
+def stamps_of(device: torch.device) -> Stamps:
+    """Returns what takes stamps where a rank computes."""
+    if device.type == "cpu":
+        return HostStamps()
+    return DeviceStamps(
+        partial(sync_points.timing_event, device),
+        partial(sync_points.record_time, device=device),
+        partial(sync_points.finish_device, device),
+    )
+
+
+# An item that does not wait takes this long on a busy host. A shorter wait is host time.
+_LEAST_WAIT_SECONDS = 20e-6
+_MOST_NOTES = 10_000  # of a step; a loop may step another optimizer without end
+_KINDS: dict[Op, SpanKind] = {
+    Op.SEND: "transfer",
+    Op.WAIT_RECEIVE: "wait for receive",
+    Op.RELEASE: "wait for send",
+    Op.FIRST_USE: "wait for parameters",
+}
+_RECORDED = (Op.COMPUTE, *_KINDS)
+
+
+@dataclass
+class _Step:
+    """What was recorded of a step.
+
+    Attributes:
+        number: Counts the Scheduler's steps of all kinds, alike on all ranks.
+        timed: What it runs, and which of its items are timed.
+        began: A stamp.
+        stamps: The begin of its items, and the ends of those that are timed; as far as it went.
+        notes: Kind, key, begin and end of what parts of the rank have noted.
+    """
+
+    number: int
+    timed: _Timed
+    began: Any
+    stamps: list[Any] = field(default_factory=list)
+    notes: deque[tuple[SpanKind, Key, Any, Any]] = field(
+        default_factory=lambda: deque(maxlen=_MOST_NOTES)
+    )
+
+
+class _Timed(NamedTuple):
+    """Which items of a Program are timed on a rank.
+
+    Attributes:
+        program: The Program.
+        flags: For each item whether the time of its end is taken.
+        items: The items that are recorded, and where the stamp of their end is; that of their begin
+            is right before it.
+    """
+
+    program: Program
+    flags: list[bool]
+    items: list[tuple[Item, int]]
+
+    @classmethod
+    def of(cls, program: Program, rank: int) -> _Timed:
+        """Returns those of a rank: a time is taken where something recorded begins or ends."""
+        called = list(program.called(rank))
+        is_recorded = [item.op in _RECORDED for item in called]
+        flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
+        ends = accumulate(map(int, flags))
+        items = [
+            (item, end_at)
+            for item, end_at, recorded in zip(called, ends, is_recorded, strict=True)
+            if recorded
+        ]
+        return cls(program, flags, items)
+
+
+class Recorded(NamedTuple):
+    """What one rank has recorded, in seconds of its own clock.
+
+    Attributes:
+        rank: The pipeline rank.
+        steps: Number and begin of each step.
+        end: When the last step has ended.
+        spans: What it did, and what ran beside it. Their `step` is a number of `steps`.
+        sent: Its messages; each begins when it was sent, and its end is not known here.
+        arrived: Its waits for messages, short ones too; each ends when the message was there.
+    """
+
+    rank: int
+    steps: tuple[tuple[int, float], ...]
+    end: float
+    spans: tuple[Span, ...]
+    sent: tuple[Span, ...]
+    arrived: tuple[Span, ...]
+
+
+class StepRecorder:
+    """Records the training steps of one rank; the `Recorder` of a `Tape`.
+
+    A step costs a stamp where a compute, a wait or a send begins or ends, and a few for the rest.
+    Nothing waits for a device.
+
+    Args:
+        rank: The pipeline rank.
+        stamps: Takes points in time.
+        steps: How many of the last steps are kept.
+        names: The name of a reduction, by bucket and step of its route.
+    """
+
+    def __init__(
+        self, rank: int, stamps: Stamps, *, steps: int, names: dict[tuple[int, int], str]
+    ) -> None:
+        self._rank = rank
+        self._stamps = stamps
+        self._names = names
+        self._steps: deque[_Step] = deque(maxlen=steps)
+        self._timed: dict[int, _Timed] = {}  # by the id of a Program, which it holds
+        self._ended: Any = None
+        self._stepping = list[Any]()  # when optimizers began that have not ended
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._begin_optimizer),
+            register_optimizer_step_post_hook(self._end_optimizer),
+        ]
+
+    # What a Tape calls.
+
+    def now(self) -> object:
+        return self._stamps.now()
+
+    def note(self, kind: Noted | SpanKind, key: Key, began: object) -> None:
+        if self._steps:
+            self._steps[-1].notes.append((kind, key, began, self._stamps.now()))
+
+    def begin_step(self, number: int, program: object) -> None:
+        assert isinstance(program, Program)
+        if len(self._steps) == self._steps.maxlen:
+            oldest = self._steps[0]
+            self._stamps.recycle(oldest.stamps)
+            self._stamps.recycle(stamp for _, _, *both in list(oldest.notes) for stamp in both)
+        self._stepping.clear()
+        if id(program) not in self._timed:
+            self._timed[id(program)] = _Timed.of(program, self._rank)
+        self._steps.append(_Step(number, self._timed[id(program)], self._stamps.now()))
+
+    def items(self) -> tuple[Sequence[bool], Callable[[object], object]]:
+        step = self._steps[-1]
+        return step.timed.flags, step.stamps.append
+
+    # Optimizers.
+
+    def _begin_optimizer(self, *_: object) -> None:
+        self._stepping.append(self._stamps.now())
+
+    def _end_optimizer(self, *_: object) -> None:
+        if self._stepping:  # it may have begun before the recording
+            began = self._stepping.pop()
+            if not self._stepping:  # one optimizer may step others
+                self.note("optimizer", "", began)
+
+    # Afterwards.
+
+    @property
+    def program(self) -> Program | None:
+        """The Program of the last step that was recorded."""
+        return self._steps[-1].timed.program if self._steps else None
+
+    def stop(self) -> None:
+        """Ends the last step, and takes no further notes of optimizers."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self._ended is None:
+            self._ended = self._stamps.now()
+
+    def read(self) -> Recorded:
+        """Returns what was recorded so far; call it between steps.
+
+        Sync: waits for the device.
+
+        Raises:
+            ScheduleError: If no training step was recorded.
+        """
+        ended = self._stamps.now() if self._ended is None else self._ended
+        self._stamps.settle()
+        if not self._steps:
+            raise ScheduleError(
+                "no training step was recorded: call scheduler.step() inside of record()"
+            )
+        begins = [self._seconds(step.began) for step in self._steps]
+        spans, sent, arrived = list[Span](), list[Span](), list[Span]()
+        for step in self._steps:
+            self._read_items(step, spans, sent, arrived)
+        for step in self._steps:
+            spans += self._read_notes(step, begins)
+        numbers = [step.number for step in self._steps]
+        return Recorded(
+            self._rank,
+            tuple(zip(numbers, begins, strict=True)),
+            self._seconds(ended),
+            tuple(spans),
+            tuple(sent),
+            tuple(arrived),
+        )
+
+    def _seconds(self, stamp: object) -> float:
+        return self._stamps.seconds([stamp])[0]
+
+    def _read_items(
+        self, step: _Step, spans: list[Span], sent: list[Span], arrived: list[Span]
+    ) -> None:
+        """Reads the items of a step that it has reached."""
+        seconds = self._stamps.seconds(step.stamps)
+        for item, end_at in step.timed.items:
+            if end_at >= len(seconds):
+                return
+            span = self._span(step, item, seconds[end_at - 1], seconds[end_at])
+            if item.op is Op.SEND:
+                sent.append(span)
+                continue
+            if item.op is Op.WAIT_RECEIVE:
+                arrived.append(span)
+            if item.op is Op.COMPUTE or span.seconds >= _LEAST_WAIT_SECONDS:
+                spans.append(span)
+
+    def _span(self, step: _Step, item: Item, begin: float, end: float) -> Span:
+        program, rank, number = step.timed.program, self._rank, step.number
+        if item.op is Op.COMPUTE:
+            stage, kind, microbatch = program.action(item)
+            return Span(rank, kind, begin, end, number, stage, microbatch)
+        if item.op is Op.FIRST_USE:
+            which = _only([i for i, c in enumerate(program.collectives) if item.which in c.readers])
+            label = f"parameters of stage {item.which}"
+            waits = _KINDS[item.op]
+            return Span(rank, waits, begin, end, number, item.which, which=which, label=label)
+        link, _, source, target = program.channels[item.which]
+        return Span(
+            rank,
+            _KINDS[item.op],
+            begin,
+            end,
+            number,
+            program.links[link].producer,
+            item.microbatch,
+            source if rank == target else target,
+            item.which,
+            program.transfer(item.which, item.microbatch),
+        )
+
+    def _read_notes(self, step: _Step, begins: Sequence[float]) -> list[Span]:
+        """Returns what parts of the rank have noted in a step, and what began before it."""
+        spans = list[Span]()
+        number_of = {c.name: i for i, c in enumerate(step.timed.program.collectives)}
+        # A copy, in one call: a comm stream may note something meanwhile.
+        for kind, key, *both in list(step.notes):
+            begin, end = self._stamps.seconds(both)
+            label = key if isinstance(key, str) else self._names[key]
+            # A parameter sync may begin in one step and end in the next one.
+            at = max(bisect_right(begins, begin) - 1, 0)
+            spans.append(
+                Span(
+                    self._rank,
+                    kind,
+                    max(begin, begins[0]),
+                    end,
+                    self._steps[at].number,
+                    which=number_of.get(label, -1),
+                    label=label,
+                )
+            )
+        return [_with_reason(span, spans) for span in spans]
+
+
+def _with_reason(span: Span, noted: Sequence[Span]) -> Span:
+    """Returns a wait for reductions with the one that ended last in it; others as they are."""
+    ended = [s for s in noted if s.kind == "reduction" and span.begin < s.end <= span.end]
+    if span.kind != "wait for reduction" or not ended:
+        return span
+    last = max(ended, key=attrgetter("end"))
+    return span._replace(which=last.which, label=last.label)
+
+
+def _only(result: Sequence[int]) -> int:
+    return result[0] if len(result) == 1 else -1

@@ -1,0 +1,296 @@
+"""Transport: the messages and collectives of a simulation, and what they wait for."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from functools import partial
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+from pipegrad.schedules.program.program import MICROBATCH_BITS, MICROBATCH_MASK, Op, Program
+from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
+from pipegrad.simulation.engine.ledger import Recording
+from pipegrad.simulation.timeline import SpanKind
+
+Key = tuple[int, int]  # a step, and a transfer as items encode it
+
+
+class Messages:
+    """A message begins when it is sent, its receive is posted, and its edge is free.
+
+    An edge is an ordered pair of ranks. It is one connection, so its messages go one by one. Skips
+    have another one; see [Note: skips] in `program`.
+
+    Attributes:
+        crossings: For each channel what a value costs that crosses it.
+        arrived: What has arrived.
+        delivered: What has arrived, and was not freed by the sender yet.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        *,
+        events: Events,
+        network: FairNetwork,
+        recording: Recording,
+    ) -> None:
+        self._program = program
+        self._costs = costs.network
+        self._events = events
+        self._network = network
+        self._recording = recording
+        self.crossings = [costs.crossing(program.links[c.link], c) for c in program.channels]
+        # When a receive was posted and not sent, or the other way round. It may lie ahead of the
+        # event in which it was noted, because hosts take time for messages.
+        self._posted = dict[Key, float]()
+        self._sent = dict[Key, float]()
+        self.arrived = set[Key]()
+        self.delivered = set[Key]()
+        # By source, target, and whether it is the connection of skips.
+        self._queues = defaultdict[tuple[int, int, bool], deque[tuple[Key, float]]](deque)
+
+    def post(self, now: float, step: int, transfer: int) -> None:
+        """The receiver is ready."""
+        key = step, transfer
+        if key in self._sent:
+            self._enqueue(max(now, self._sent.pop(key)), key)
+        else:
+            self._posted[key] = now
+
+    def send(self, now: float, step: int, transfer: int) -> None:
+        """The sender is ready."""
+        key = step, transfer
+        if key in self._posted:
+            self._enqueue(max(now, self._posted.pop(key)), key)
+        else:
+            self._sent[key] = now
+
+    def _enqueue(self, ready: float, key: Key) -> None:
+        queue = self._queue(key[1] >> MICROBATCH_BITS)
+        queue.append((key, ready))
+        if len(queue) == 1:
+            self._events.at(ready, self._begin, key)
+
+    def _queue(self, number: int) -> deque[tuple[Key, float]]:
+        """Returns what is on the way on the connection of a channel, and waits for it."""
+        channel = self._program.channels[number]
+        return self._queues[channel.source, channel.target, channel in self._program.skips]
+
+    def _begin(self, now: float, key: Key) -> None:
+        number = key[1] >> MICROBATCH_BITS
+        _, _, source, target = self._program.channels[number]
+        then = partial(self._leave, key=key, begin=now)
+        self._network.begin(now, source, target, self.crossings[number].num_bytes, then)
+
+    def _leave(self, now: float, key: Key, begin: float) -> None:
+        """Its last byte has left; it arrives after the latency of its link."""
+        step, transfer = key
+        number, microbatch = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
+        _, _, source, target = self._program.channels[number]
+        queue = self._queue(number)
+        queue.popleft()
+        if queue:
+            following, ready = queue[0]
+            self._events.at(max(now, ready), self._begin, following)
+        there = now + self._costs.link(source, target).latency_seconds
+        self._recording.transfer(
+            source, "transfer", begin, there, step, channel=number, microbatch=microbatch
+        )
+        if there > now:
+            self._events.at(there, self._arrive, key)
+        else:
+            self._arrive(now, key)
+
+    def _arrive(self, now: float, key: Key) -> None:
+        self.arrived.add(key)
+        self.delivered.add(key)
+        self._events.wake(now, ("receive", *key))
+        self._events.wake(now, ("send", *key))
+
+
+# How often a ring of n ranks is gone round: n-1 messages one after the other, (n-1)/n of the bytes.
+_RINGS = {"all-reduce": 2, "reduce-scatter": 1}
+Flow = tuple[int, int, float]  # from a rank, to a rank, and how many bytes
+
+
+class Job(NamedTuple):
+    """A reduction of a step, or the parameter sync that belongs to it."""
+
+    step: int
+    number: int
+    is_sync: bool
+
+    @property
+    def event(self) -> Event:
+        """What ranks wait for."""
+        return "sync" if self.is_sync else "reduction", self.step, self.number
+
+
+class Collectives:
+    """Comm streams: each runs its jobs one by one, and a job needs all its ranks.
+
+    A reduction over the replicas of one pipeline rank leaves and enters that rank's NIC. The other
+    replicas do the same at the same time, so one pipeline stands for all.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        costs: Costs,
+        *,
+        events: Events,
+        network: FairNetwork,
+        recording: Recording,
+    ) -> None:
+        self._program = program
+        self._costs = costs
+        self._events = events
+        self._network = network
+        self._recording = recording
+        self._queues = defaultdict[tuple[int, int], deque[Job]](deque)  # by rank and comm stream
+        self._waiting = defaultdict[Job, int](int)  # how many of its ranks have come to it
+        self._rounds = dict[Job, deque[list[Flow]]]()  # still to come
+        self._flows = dict[Job, int]()  # of the present round, still on their way
+        self._done = set[Job]()
+        ranks = range(len(program.items))
+        self.launches = [_launches(program, rank, costs) for rank in ranks]
+        self._own = [[n for own in table.values() for n, _ in own] for table in self.launches]
+        self._readers = defaultdict[int, list[int]](list)  # stage -> syncs that write to it
+        for number, collective in enumerate(program.collectives):
+            for stage in collective.readers:
+                self._readers[stage].append(number)
+
+    def come(self, now: float, job: Job, rank: int) -> None:
+        """A rank comes to a job: its gradients are complete, or its optimizer has ended."""
+        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        queue.append(job)
+        if len(queue) == 1:
+            self._reach(now, job, rank)
+
+    def unfinished(self, step: int, rank: int) -> Job | None:
+        """Returns a reduction of a rank that has not ended."""
+        jobs = (Job(step, number, is_sync=False) for number in self._own[rank])
+        return next((job for job in jobs if job not in self._done), None)
+
+    def unsynced(self, step: int, stage: int) -> Job | None:
+        """Returns a parameter sync that a stage still waits for, in its first use of a step."""
+        if self._program.forward_only:  # no step before it has an optimizer
+            return None
+        jobs = (Job(step - 1, number, is_sync=True) for number in self._readers.get(stage, ()))
+        return next((job for job in jobs if step > 0 and job not in self._done), None)
+
+    def _reach(self, now: float, job: Job, rank: int) -> None:
+        """The job is the next of a rank's comm stream; with the last that it needs, it begins."""
+        if job in self._done:  # a rank that only receives comes to it late
+            self._leave(now, job, rank)
+        elif rank in self._needed(job):
+            self._waiting[job] += 1
+            if self._waiting[job] == len(self._needed(job)):
+                del self._waiting[job]
+                self._begin(now, job)
+
+    def _needed(self, job: Job) -> tuple[int, ...]:
+        """Returns the ranks without which a job cannot begin."""
+        collective = self._program.collectives[job.number]
+        # The owner posts its receive when a step begins, before its own gradient is complete.
+        is_sent = self._costs.collective(collective).kind == "send" and not job.is_sync
+        return (collective.ranks[1:] if is_sent else ()) or collective.ranks
+
+    def _leave(self, now: float, job: Job, rank: int) -> None:
+        """Ends a job on the comm stream of a rank, which goes on with the next one."""
+        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        if queue and queue[0] == job:
+            queue.popleft()
+            if queue:
+                self._reach(now, queue[0], rank)
+
+    def _begin(self, now: float, job: Job) -> None:
+        costs = self._costs.collective(self._program.collectives[job.number])
+        fixed = costs.sync_seconds if job.is_sync else costs.seconds
+        rounds = deque[list[Flow]]() if fixed > 0 else self._rounds_of(job)
+        if not rounds:
+            self._events.at(now + fixed, self._end, job, now)
+            return
+        self._rounds[job] = rounds
+        self._begin_round(now, job, now)
+
+    def _begin_round(self, now: float, job: Job, begin: float) -> None:
+        if not self._rounds[job]:
+            del self._rounds[job]
+            self._end(now, job, begin)
+            return
+        flows = self._rounds[job].popleft()
+        self._flows[job] = len(flows)
+        for source, target, num_bytes in flows:
+            then = partial(self._end_flow, job=job, flows=flows, begin=begin)
+            self._network.begin(now, source, target, num_bytes, then)
+
+    def _end_flow(self, now: float, job: Job, flows: list[Flow], begin: float) -> None:
+        self._flows[job] -= 1
+        if self._flows[job] == 0:
+            del self._flows[job]
+            there = now + self._latency(job, flows)
+            self._events.at(there, self._begin_round, job, begin)
+
+    def _end(self, now: float, job: Job, begin: float) -> None:
+        collective = self._program.collectives[job.number]
+        self._done.add(job)
+        kind: SpanKind = "parameter sync" if job.is_sync else "reduction"
+        for rank in collective.ranks:
+            self._recording.collective(rank, kind, begin, now, step=job.step, number=job.number)
+        for rank in collective.ranks:
+            self._leave(now, job, rank)
+        self._events.wake(now, job.event)
+
+    def _rounds_of(self, job: Job) -> deque[list[Flow]]:
+        """Returns what is sent: flows of one round are on their way at once.
+
+        What is sent to an owner goes from rank to rank, from the last one to the first, and its
+        parameters go back the same way. All else goes round in a ring.
+        """
+        collective = self._program.collectives[job.number]
+        costs, ranks = self._costs.collective(collective), collective.ranks
+        num_bytes = float(costs.sync_bytes if job.is_sync else costs.num_bytes)
+        if costs.kind == "send" and len(ranks) > 1:
+            chain = ranks if job.is_sync else ranks[::-1]
+            rounds = [[(*ends, num_bytes)] for ends in pairwise(chain)]
+        else:
+            share = (costs.num_ranks - 1) / costs.num_ranks
+            around = share * num_bytes * (1 if job.is_sync else _RINGS.get(costs.kind, 0))
+            rounds = [[(a, b, around) for a, b in zip(ranks, (*ranks[1:], ranks[0]), strict=True)]]
+        return deque(flows for flows in rounds if flows[0][2] > 0)
+
+    def _latency(self, job: Job, flows: list[Flow]) -> float:
+        """Returns the latency of a round: that of its slowest link, for each message in a row."""
+        costs = self._costs.collective(self._program.collectives[job.number])
+        network = self._costs.network
+        slowest = max(
+            network.latency_seconds if a == b else network.link(a, b).latency_seconds
+            for a, b, _ in flows
+        )
+        if costs.kind == "send" or job.is_sync:
+            return slowest
+        return slowest * max(1, _RINGS[costs.kind] * (costs.num_ranks - 1))
+
+
+def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple[int, float]]]:
+    """Returns what leaves inside of an action: by its position the collectives, and when.
+
+    When: the share of the action that has passed. It is that of the bytes up to and with a bucket.
+    """
+    table, position = dict[int, list[int]](), 0
+    for index, item in enumerate(program.decoded(rank)):
+        if item.op is Op.COMPUTE:
+            position = index
+        elif item.op is Op.LAUNCH:
+            table.setdefault(position, []).append(item.which)
+    result = dict[int, list[tuple[int, float]]]()
+    for position, numbers in table.items():
+        sizes = [costs.collective(program.collectives[number]).num_bytes for number in numbers]
+        total = sum(sizes)
+        shares = (done / total if total else 1.0 for done in accumulate(sizes))
+        result[position] = list(zip(numbers, shares, strict=True))
+    return result

@@ -1,0 +1,64 @@
+"""draws: the options of every command that has timelines."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner, Result
+
+from pipegrad.commands.command_options import Drawing, draws
+from tests.support.picture.timelines import SMALL
+
+
+@click.command()
+@click.option("--ranks", type=int, default=2)
+@draws
+def command(drawing: Drawing, ranks: int) -> None:
+    """Draw something."""
+    click.echo(f"{ranks} ranks, wanted: {drawing.is_wanted}")
+    drawing.write([SMALL])
+
+
+def invoked(*arguments: str | Path) -> Result:
+    return CliRunner().invoke(command, list(map(str, arguments)))
+
+
+def test_what_is_named_is_written(tmp_path: Path) -> None:
+    assert invoked("--ranks", "3").stdout == "3 ranks, wanted: False\n"
+    page, trace = tmp_path / "page.html", tmp_path / "trace.json"
+    result = invoked("--html", page, "--perfetto", trace)
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "2 ranks, wanted: True\n"
+    assert result.stderr == f"wrote {page}\nwrote {trace}\n"
+    assert page.read_text().startswith("<!doctype html>")
+    assert json.loads(trace.read_text())["traceEvents"]
+
+
+def test_figures_are_written_by_one_function(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    written: list[Path] = []
+    monkeypatch.setattr("pipegrad.picture.write_figure", lambda _, path: written.append(path))
+    invoked("--svg", tmp_path / "a.svg", "--png", tmp_path / "a.png")
+    assert written == [tmp_path / "a.svg", tmp_path / "a.png"]
+
+
+@pytest.mark.parametrize("file", ["", "no/page.html"])
+def test_a_file_that_cannot_be_written_is_one_line(file: str, tmp_path: Path) -> None:
+    result = invoked("--html", tmp_path / file)
+    assert result.exit_code != 0
+    assert "Traceback" not in result.output
+    assert str(tmp_path) in result.output
+
+
+def test_a_missing_library_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def missing(*_: object) -> None:
+        raise ImportError("a figure needs the library matplotlib")
+
+    monkeypatch.setattr("pipegrad.picture.write_figure", missing)
+    result = invoked("--svg", tmp_path / "a.svg")
+    assert result.exit_code == 1
+    assert "a figure needs the library matplotlib" in result.stderr

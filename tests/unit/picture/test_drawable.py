@@ -1,0 +1,135 @@
+"""What a picture refuses, its tracks and colours, and its sentences."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pipegrad.errors import ScheduleError
+from pipegrad.picture import write_figure, write_html, write_perfetto
+from pipegrad.picture.drawable import PALETTE, Track, sentences, titles, tracks
+from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span
+from tests.support.picture.timelines import SMALL, SPANS, simulated
+
+WRONG: dict[str, Any] = {"num_ranks": 2.0}
+
+
+def changed(**values: Any) -> tuple[Span, ...]:
+    return (SPANS[0]._replace(**values), *SPANS[1:])
+
+
+@pytest.mark.parametrize("write", [write_html, write_figure, write_perfetto])
+@pytest.mark.parametrize(
+    ("timelines", "words"),
+    [
+        ([], "one or two timelines, found 0"),
+        ([SMALL] * 3, "one or two timelines, found 3"),
+        (SMALL, "a list of one or two"),
+        (None, "a list of one or two"),
+        (["a"], "a list of one or two"),
+        ([replace(SMALL, spans=())], "has no spans"),
+        ([replace(SMALL, spans=changed(rank=2))], "span 0 is on rank 2 of 2"),
+        ([replace(SMALL, spans=changed(kind="nap"))], "span 0 is a 'nap'"),
+        ([replace(SMALL, spans=changed(end=float("nan")))], "span 0 goes from 0.0 to nan"),
+        ([replace(SMALL, spans=changed(end=float("inf")))], "to inf"),
+        ([replace(SMALL, spans=changed(begin=1.0))], "from 1.0 to 0.003"),
+        ([replace(SMALL, spans=changed(begin="now"))], "cannot be drawn"),
+        ([replace(SMALL, spans=changed(stage=0.5))], "no integer"),
+        ([replace(SMALL, spans=changed(microbatch=2**40))], "no integer of 32 bits"),
+        ([replace(SMALL, spans=changed(label=None))], "the label None, expected a text"),
+        ([replace(SMALL, **WRONG)], r"it has 2\.0 ranks"),
+        ([replace(SMALL, memory=(SMALL.memory[0], (MemoryPoint(0.0, -1),)))], "below 0"),
+        ([replace(SMALL, step_ends=(2.0, 1.0))], "ascending"),
+        ([replace(SMALL, memory=SMALL.memory[:1])], "the memory of 1 ranks of 2"),
+    ],
+)
+def test_what_cannot_be_drawn_is_refused_in_one_line(
+    write: Any, timelines: Any, words: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "picture.svg"
+    with pytest.raises(ScheduleError, match=words) as error:
+        write(timelines, path)
+    assert "\n" not in str(error.value)
+    assert not path.exists()
+
+
+def test_a_prediction_says_how_long_it_takes_and_is_compared_with_the_run() -> None:
+    said = ["by hand (predicted): 16.0 ms, 44 % of it compute."]  # 14 of 2 x 16 ms
+    assert sentences([SMALL]) == [said, said]
+    measured = replace(SMALL, source="measured", step_ends=(0.020,))
+    last = "The predicted step is 4.00 ms (20 %) shorter than measured."
+    assert sentences([SMALL, measured])[0][-1] == last
+    assert sentences([measured, SMALL])[0][-1] == last
+    # Timelines of one name are numbered.
+    assert titles([SMALL, SMALL]) == ["by hand (predicted)", "by hand (predicted) (2)"]
+    assert titles([replace(SMALL, name="")]) == ["predicted"]
+
+
+def test_two_schedules_are_compared_step_by_step() -> None:
+    first = replace(SMALL, name="a", step_ends=(0.010, 0.020))
+    second = replace(SMALL, name="b", step_ends=(0.013, 0.023))
+    assert [about[-1] for about in sentences([first, second])] == [
+        "A step of b (predicted) is 1.50 ms (15 %) longer than one of a (predicted).",
+        "A step of b (predicted) is 3.00 ms (30 %) longer than one of a (predicted).",
+        "A step of b (predicted) is as long as one of a (predicted).",
+    ]
+    # Steps that only one timeline has are not compared.
+    assert len(sentences([simulated(steps=2), SMALL])[2]) == 1
+
+
+def test_every_kind_has_a_paint_and_no_two_look_alike() -> None:
+    assert set(PALETTE) == set(KINDS)
+    looks = [(paint.fill, paint.is_hatched, paint.is_mirrored) for paint in PALETTE.values()]
+    assert len(set(looks)) == len(looks)
+    assert {kind for kind, paint in PALETTE.items() if paint.is_hatched} == set(WAITS)
+
+
+def luminance(colour: str) -> float:
+    parts = [int(colour[at : at + 2], 16) / 255 for at in (1, 3, 5)]
+    linear = [p / 12.92 if p <= 0.03928 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WAITS])
+def test_text_can_be_read_on_its_colour(kind: Any) -> None:
+    light, dark = sorted((luminance(PALETTE[kind].fill), luminance(PALETTE[kind].text)))[::-1]
+    assert (light + 0.05) / (dark + 0.05) >= 3.8  # white on vermillion; 3 is asked of large text
+
+
+def test_a_rank_has_a_track_of_its_own_and_one_of_what_runs_beside() -> None:
+    assert list(tracks(SMALL)) == [
+        Track(0, False, [0, 6, 7]),
+        Track(0, True, [1]),
+        Track(1, False, [2, 3, 4, 9, 10]),
+        Track(1, True, [8]),
+        Track(1, True, [5]),
+    ]
+
+
+def test_a_rank_that_did_nothing_has_an_empty_track() -> None:
+    assert list(tracks(replace(SMALL, num_ranks=3)))[-1] == Track(2, False, [])
+
+
+def test_spans_that_touch_share_a_track_also_if_numbers_are_rounded() -> None:
+    spans = (Span(0, "F", 0.0, 0.1 + 0.2), Span(0, "B", 0.3, 0.4))
+    assert list(tracks(replace(SMALL, num_ranks=1, spans=spans))) == [Track(0, False, [0, 1])]
+
+
+def test_own_spans_of_a_rank_that_overlap_are_all_shown() -> None:
+    spans = (Span(0, "F", 0.0, 0.2), Span(0, "host", 0.1, 0.3), Span(0, "B", 0.2, 0.4))
+    found = [track.spans for track in tracks(replace(SMALL, num_ranks=1, spans=spans))]
+    assert found == [[0, 2], [1]]
+
+
+def test_no_track_has_spans_that_overlap_and_none_is_lost() -> None:
+    timeline = simulated("zbv")
+    found = list(tracks(timeline))
+    assert sorted(n for track in found for n in track.spans) == list(range(len(timeline.spans)))
+    for track in found:
+        own = [timeline.spans[number] for number in track.spans]
+        assert {span.rank for span in own} <= {track.rank}
+        assert all(a.end <= b.begin + 1e-9 for a, b in pairwise(own))
