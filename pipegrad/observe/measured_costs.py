@@ -466,6 +466,6 @@ def _seconds(
         sync_points.finish_device(value.device)
         stamps.append((begin, middle, time.perf_counter()))
         feedback.end(lambda: False)
-        feedback.settle()  # from now on an error is added, as in all steps but the first
+        feedback.decide()  # from now on an error is added, as in all steps but the first
     stamps = stamps[1:]  # the first one makes memory, and kernels
     return min(m - b for b, m, _ in stamps), min(e - m for _, m, e in stamps)
