@@ -34,14 +34,12 @@ from pipegrad.partition.structural.calls import Call, Flow
 from pipegrad.partition.structural.flow import flow_of
 from pipegrad.partition.structural.parts import parts_of, returned_tensors
 from pipegrad.partition.structural.stage_module import StageModule
-from pipegrad.partition.traced.model import TracedModel
-from pipegrad.partition.traced.stage import TracedStage
 from pipegrad.partition.weights.pretrained import meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-WAYS = ("structural", "traced", "sequential")
+WAYS = ("structural", "sequential")
 
 
 class Cutter:
@@ -72,12 +70,11 @@ class Cutter:
                 has in flight; or a number for each layer.
             boundaries: Index or name of the first layer of stages 1, 2, ..., in place of `by`.
                 `Cut.layers` has the names.
-            how: ``"structural"`` runs the model's own code on each stage, for any shapes.
-                ``"traced"`` cuts the graph that ``torch.export`` makes of `example`; each
-                microbatch must have its shapes. ``"sequential"`` cuts an ``nn.Sequential``. By
-                default sequential for those, and structural for all others.
-            example: Keyword arguments of the model's forward, for a small batch; for
-                ``"traced"`` a microbatch. Models of transformers need none, but for ``"traced"``.
+            how: ``"structural"`` runs the model's own code on each stage. ``"sequential"`` cuts an
+                ``nn.Sequential`` into its layers. By default sequential for those, and structural
+                for all others.
+            example: Keyword arguments of the model's forward, for a small batch. Models of
+                transformers need none.
 
         Raises:
             TopologyError: If the model cannot be cut so.
@@ -90,8 +87,7 @@ class Cutter:
         _check_types(num_stages=num_stages, by=by, boundaries=boundaries, example=example)
         if way == "sequential":
             return _sequential(model, num_stages, by, boundaries)
-        make = _traced if way == "traced" else _structural
-        return make(model, num_stages, by, boundaries, example)
+        return _structural(model, num_stages, by, boundaries, example)
 
     def from_pretrained(
         self,
@@ -171,7 +167,7 @@ def _check_model(model: object) -> None:
     """Refuses what is no uncut model."""
     if not isinstance(model, nn.Module):
         raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
-    if isinstance(model, StageModule | TracedStage):
+    if isinstance(model, StageModule):
         raise TopologyError("the model is a stage of a cut already: cut the uncut model")
     if hasattr(model, "_orig_mod") or wrapper_of(model):
         raise TopologyError(
@@ -249,36 +245,6 @@ def _weighed(
     blocks = list(_blocks(flow.calls, modules))
     layers = [_layer(flow.calls[a:b], modules) for a, b in blocks]
     return flow, _agreed(layers) if by == "measured" else layers, blocks
-
-
-def _traced(
-    model: nn.Module,
-    num_stages: int,
-    by: str | Sequence[float],
-    boundaries: Sequence[int | str] | None,
-    example: Mapping[str, object] | None,
-) -> Cut:
-    if example is None:
-        raise TopologyError(
-            "how='traced' needs example={...}, the keyword arguments of the model's forward for "
-            "one microbatch, with labels if it computes its own loss: all microbatches must have "
-            "these shapes"
-        )
-    modules = layers_of(model, num_stages)
-    graph = TracedModel(model, Conventions(model).arguments(example), [*modules])
-    calls = [name for name in graph.calls if has_state(modules[name.partition("#")[0]])]
-    layers = [Layer(name, _sizes(modules[name.partition("#")[0]])) for name in calls]
-    if isinstance(by, str) and by != "parameters":
-        _, found, _ = _weighed(model, modules, example, by)
-        weighed = {layer.name: layer for layer in found}
-        layers = [weighed.get(layer.name, layer) for layer in layers]
-    starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
-    parts = graph.parts([graph.calls.index(calls[start]) for start in starts])
-    last = parts[-1]
-    outputs = tuple(name for name in last.outputs if name != LOSS)
-    outputs = ("logits",) if "logits" in outputs else outputs
-    parts[-1] = replace(last, outputs=outputs)
-    return Cut(model, parts, layers, starts, how="traced", by=_words(by, boundaries))
 
 
 def _words(by: object, boundaries: object) -> str:

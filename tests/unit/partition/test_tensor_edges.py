@@ -1,4 +1,4 @@
-"""Where tensors go that are unread, tied, or drawn: the edges of a cut."""
+"""Tensors that are drawn, and tensors of several names: the edges of a cut."""
 
 from __future__ import annotations
 
@@ -7,37 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError
-from pipegrad.partition.traced.model import TracedModel
 from pipegrad.partition.weights.initial_values import _SeedByName
 from pipegrad.partition.weights.pretrained import first_names
 from tests.unit.partition import test_structural as structural
-from tests.unit.partition.test_traced import WIDTH, Chain, Unused, compare, only_x, x
-
-
-class Tied(nn.Module):
-    """The head has the embedding's weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        out: Tensor = self.head(self.embed(tokens))
-        return out
-
-
-class Remembering(Chain):
-    """Writes a value of its own into a buffer of the same shape."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("last", torch.zeros(WIDTH))
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.at(0, x)
-        self.get_buffer("last").copy_(h.detach().mean(0))
-        return self.at(3, self.at(2, self.at(1, h)))
 
 
 class Drawing(structural.Chain):
@@ -49,21 +21,6 @@ class Drawing(structural.Chain):
         for layer in self.layers:
             h = layer(h)
         return self.head(h) + noise  # type: ignore[no-any-return]
-
-
-def test_a_tensor_that_no_operator_reads_is_where_its_module_runs() -> None:
-    batch = {"tree": {"bias": (x(), None)}, "x": x(), "flag": True}
-    parts = TracedModel(Unused(), batch, ["layers.0", "layers.1"]).parts([1])
-    assert "layers.1.extra" in parts[1].module.state_dict()
-
-
-def test_a_stage_holds_a_tied_tensor_by_the_name_that_its_own_modules_use() -> None:
-    parts = TracedModel(Tied(), {"tokens": torch.arange(4)}, ["embed", "head"]).parts([1])
-    assert [list(part.module.state_dict()) for part in parts] == [["embed.weight"], ["head.weight"]]
-
-
-def test_a_buffer_has_what_the_forward_copies_into_it() -> None:
-    compare(Remembering(), only_x(), "0123", [2])
 
 
 def test_random_numbers_that_a_stage_and_the_returned_value_need_are_refused() -> None:
