@@ -114,6 +114,7 @@ class Flow:
         calls: The calls of its layers, in order.
         returned: What it returns, with `Returned` in the place of tensors.
         written: Outputs of layers into which code outside of layers writes, in place.
+        writes_inputs: Whether it writes into what it is given, in place.
         is_heard: Whether hooks hand on what a layer computes.
         sample: Name -> shape of the tensors of the sample.
     """
@@ -121,6 +122,7 @@ class Flow:
     calls: tuple[Call, ...]
     returned: object
     written: frozenset[Source]
+    writes_inputs: bool
     is_heard: bool
     sample: dict[str, tuple[int, ...]]
 

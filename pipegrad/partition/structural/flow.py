@@ -152,6 +152,7 @@ def _run(
         for name in layers:
             recorded_layer(recorder, name, copied.get_submodule(name))
         before = dict(copied.named_buffers())
+        recorder.given(inputs)
         try:
             with recorder:
                 returned = copied(**inputs)
@@ -162,7 +163,14 @@ def _run(
         untouched()
     _install_hooks(model, copied)
     seen, written = recorder.seen(returned), frozenset(recorder.written)
-    return Flow(recorder.cleared(), seen, written, recorder.is_heard, shapes_of(sample))
+    return Flow(
+        recorder.cleared(),
+        seen,
+        written,
+        recorder.writes_inputs,
+        recorder.is_heard,
+        shapes_of(sample),
+    )
 
 
 def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:

@@ -63,7 +63,14 @@ def parts_of(
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
         run = Run(
-            calls, first, end, needs[stage], sent, written=flow.written, is_heard=flow.is_heard
+            calls,
+            first,
+            end,
+            needs[stage],
+            sent,
+            written=flow.written,
+            writes_inputs=flow.writes_inputs,
+            is_heard=flow.is_heard,
         )
         own = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
         here = {

@@ -85,6 +85,8 @@ class Recorder(TorchDispatchMode):
         # so no id and no key of a storage is used again.
         self._by_storage: dict[int, list[Tensor]] = {}
         self.written = set[Source]()
+        self._inputs = set[int]()  # storages of what the model was given
+        self.writes_inputs = False
         self._num_draws = 0
         # What code decided by the values of tensors: everything behind it depends on these.
         self._decided = _Origin()
@@ -220,6 +222,10 @@ class Recorder(TorchDispatchMode):
             self._write(tensor, _Origin(writers=frozenset({name})))
         return structure.unflatten(leaves)
 
+    def given(self, inputs: Mapping[str, object]) -> None:
+        """Takes what the model is called with."""
+        self._inputs = _keys(inputs)
+
     def cleared(self) -> tuple[Call, ...]:
         """Returns the calls, with what code behind them took out of their containers again."""
         calls = list[Call]()
@@ -318,6 +324,7 @@ class Recorder(TorchDispatchMode):
         key = storage_key(tensor.untyped_storage())
         if key in self._buffers:
             raise TopologyError(_writes(self._buffers[key]))
+        self.writes_inputs |= key in self._inputs
         self._set(tensor, self._origins.get(id(tensor), _Origin()) | origin)
         for other in self._by_storage[key]:
             self._origins[id(other)] = self._origins[id(other)] | origin

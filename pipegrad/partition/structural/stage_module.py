@@ -58,6 +58,7 @@ class Run:
         outputs: What it sends.
         written: Outputs of layers into which code outside of layers writes. That code runs on each
             stage, so each has memory of its own for them.
+        writes_inputs: Whether that code writes into what the model is given.
         is_heard: Whether hooks on stand-ins run.
 
     Attributes:
@@ -74,6 +75,7 @@ class Run:
         outputs: Sequence[Source],
         *,
         written: Collection[Source],
+        writes_inputs: bool,
         is_heard: bool,
     ) -> None:
         self._calls = calls
@@ -85,6 +87,7 @@ class Run:
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
+        self.writes_inputs = writes_inputs
         self._is_heard = is_heard
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
         self.own: Sequence[nn.Module] = ()
@@ -361,6 +364,11 @@ class StageModule(nn.Module):
             **batch: The arguments of the uncut model's forward, the same on every stage.
         """
         run: Run = vars(self)["_pipegrad_run"]
+        if run.writes_inputs:
+            # All stages of a rank are given the same tensors, and a recomputed forward, too.
+            leaves, structure = tree_flatten(batch)
+            copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}
+            batch = structure.unflatten([copies.get(id(x), x) for x in leaves])
         with run.forward(edges):
             try:
                 returned = super().forward(**batch)
