@@ -7,8 +7,9 @@ result = scheduler.step(input_ids=ids, attention_mask=mask, labels=labels)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,17 +21,18 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
-from pipegrad.partition.conventions import Conventions, sample_of
+from pipegrad.partition.conventions import LOSS, Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
-from pipegrad.partition.cut_stage import LOSS
-from pipegrad.partition.layers import has_state, layers_of
-from pipegrad.partition.sequential import (
+from pipegrad.partition.layers import (
+    Part,
+    has_state,
     is_sequential,
+    layers_of,
     only_layers,
     sequential_layers,
     sequential_parts,
 )
-from pipegrad.partition.structural.calls import Call, Flow
+from pipegrad.partition.structural.calls import Call
 from pipegrad.partition.structural.flow import flow_of
 from pipegrad.partition.structural.parts import parts_of, returned_tensors
 from pipegrad.partition.structural.stage_module import StageModule
@@ -86,8 +88,16 @@ class Cutter:
         _check_model(model)
         _check_types(num_stages=num_stages, by=by, boundaries=boundaries, example=example)
         if way == "sequential":
-            return _sequential(model, num_stages, by, boundaries)
-        return _structural(model, num_stages, by, boundaries, example)
+            plain = only_layers(model)
+            named = sequential_layers(plain, num_stages)
+            layers = [Layer(name, _sizes(layer)) for name, layer in named]
+            starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
+            parts = sequential_parts(plain, named, starts)
+        else:
+            layers, starts, parts = _structural(model, num_stages, by, boundaries, example)
+        reason = "numbers" if not isinstance(by, str) else by
+        reason = "boundaries" if boundaries is not None else reason
+        return Cut(model, parts, layers, starts, how=way, by=reason)
 
     def from_pretrained(
         self,
@@ -117,9 +127,9 @@ class Cutter:
         Raises:
             PipegradError: If the directory, its configuration or the cut is wrong.
         """
-        model = meta_model(directory, kind=kind, dtype=dtype)
-        source = Source(device, seed, Path(directory))
-        return self._from_meta(model, num_stages, source, options)
+        result = self(meta_model(directory, kind=kind, dtype=dtype), num_stages, **options)
+        result.source = Source(device, seed, Path(directory))
+        return result
 
     def from_config(
         self,
@@ -149,14 +159,8 @@ class Cutter:
         Raises:
             PipegradError: If the configuration or the cut is wrong.
         """
-        model = meta_model(config, kind=kind, dtype=dtype)
-        return self._from_meta(model, num_stages, Source(device, seed, None), options)
-
-    def _from_meta(
-        self, model: nn.Module, num_stages: int, source: Source, options: dict[str, Any]
-    ) -> Cut:
-        result = self(model, num_stages, **options)
-        result.source = source
+        result = self(meta_model(config, kind=kind, dtype=dtype), num_stages, **options)
+        result.source = Source(device, seed, None)
         return result
 
 
@@ -195,77 +199,41 @@ def _check_types(**arguments: object) -> None:
         )
 
 
-def _sequential(
-    model: nn.Module,
-    num_stages: int,
-    by: str | Sequence[float],
-    boundaries: Sequence[int | str] | None,
-) -> Cut:
-    plain = only_layers(model)
-    named = sequential_layers(plain, num_stages)
-    layers = [Layer(name, _sizes(layer)) for name, layer in named]
-    starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
-    parts = sequential_parts(plain, named, starts)
-    return Cut(model, parts, layers, starts, how="sequential", by=_words(by, boundaries))
-
-
 def _structural(
     model: nn.Module,
     num_stages: int,
     by: str | Sequence[float],
     boundaries: Sequence[int | str] | None,
     example: Mapping[str, object] | None,
-) -> Cut:
+) -> tuple[list[Layer], list[int], list[Part]]:
+    """Returns where stages may begin, where they do, and the stages of a model that was run."""
     conventions = Conventions(model)
     sample = conventions.arguments(sample_of(model) if example is None else example)
     modules = layers_of(model, num_stages)
-    flow, layers, blocks = _weighed(model, modules, sample, by)
+    flow = flow_of(model, modules, sample, timed=by == "measured")
+    # A dropout between layers belongs to the layer before it: no stage begins with it.
+    begins = [i for i, call in enumerate(flow.calls) if has_state(modules[call.layer])]
+    begins[:1] = [0] * bool(begins)
+    edges = pairwise([*begins, len(flow.calls)])
+    layers = [_layer(flow.calls[a:b], modules) for a, b in edges]
+    if by == "measured":
+        layers = _agreed(layers)
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
+
     returned = returned_tensors(flow.returned)
-    returned = {name: value for name, value in returned.items() if name != LOSS}
-    # The model's own loss may add them.
+    # The model's own loss may add what has a name such as aux_loss.
     losses = {name: value for name, value in returned.items() if name.endswith(f"_{LOSS}")}
     if "logits" in returned:
         returned = {"logits": returned["logits"]}
+    returned.pop(LOSS, None)
     if not returned:
         raise TopologyError(f"{type(model).__name__} returns no tensor")
-    begins = [blocks[start][0] for start in starts]
-    parts = parts_of(model, modules, flow, begins, returned, losses=losses)
-    return Cut(model, parts, layers, starts, how="structural", by=_words(by, boundaries))
-
-
-def _weighed(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    sample: Mapping[str, object],
-    by: str | Sequence[float],
-) -> tuple[Flow, list[Layer], list[tuple[int, int]]]:
-    """Returns what a model does, where stages may begin, and the calls of each such layer."""
-    flow = flow_of(model, modules, sample, timed=by == "measured")
-    blocks = list(_blocks(flow.calls, modules))
-    layers = [_layer(flow.calls[a:b], modules) for a, b in blocks]
-    return flow, _agreed(layers) if by == "measured" else layers, blocks
-
-
-def _words(by: object, boundaries: object) -> str:
-    if boundaries is not None:
-        return "boundaries"
-    return by if isinstance(by, str) else "numbers"
-
-
-def _blocks(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, int]]:
-    """Yields where stages may begin, and the call behind the last one up to the next such place.
-
-    A dropout between layers belongs to the layer before it.
-    """
-    begins = [i for i, call in enumerate(calls) if has_state(modules[call.layer])]
-    if not begins:
-        return
-    begins[0] = 0
-    yield from zip(begins, [*begins[1:], len(calls)], strict=True)
+    parts = parts_of(model, modules, flow, [begins[i] for i in starts], returned, losses=losses)
+    return layers, starts, parts
 
 
 def _layer(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Layer:
+    """Returns a place where a stage may begin, with the calls up to the next one."""
     first = next(call for call in calls if has_state(modules[call.layer]))
     return Layer(
         first.name,

@@ -22,7 +22,7 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.model.merge import make_manifest
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
-from pipegrad.partition.sequential import only_layers
+from pipegrad.partition.layers import only_layers
 from pipegrad.pipeline.coding.choice import CodecChoice, choice_of
 from pipegrad.pipeline.loss import TOKEN_MEAN
 from pipegrad.plan.check import refuse_bare_replicas

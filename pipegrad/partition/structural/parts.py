@@ -14,7 +14,7 @@ from torch import nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.interop.private import tree_flatten
-from pipegrad.partition.part import Part
+from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.calls import Call, Flow, Returned, Source
 from pipegrad.partition.structural.changes import find
 from pipegrad.partition.structural.shallow import as_kind, linked, shallow
