@@ -63,7 +63,7 @@ def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     saved = family.model()
     saved.save_pretrained(tmp_path)
     weights = Weights(tmp_path)
-    stored = {name: weights.read(name) for name in weights.names}
+    stored = {name: weights.read(name) for name in weights.files}
     stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
     write_shard(tmp_path / SINGLE, stored)
 
@@ -107,7 +107,7 @@ def test_old_names_are_read(tmp_path: Path) -> None:
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
             "LayerNorm.bias", "LayerNorm.beta"
         ): (weights.read(name))
-        for name in weights.names
+        for name in weights.files
     }
     write_shard(tmp_path / SINGLE, stored)
     model = meta_model(tmp_path)
@@ -359,7 +359,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_read(
     write_config(tmp_path, **changes)
     if not changes:
         weights = Weights(tmp_path)
-        stored = {n: weights.read(n) for n in weights.names if "experts.2.w1" not in n}
+        stored = {n: weights.read(n) for n in weights.files if "experts.2.w1" not in n}
         write_shard(tmp_path / SINGLE, stored)
     model = meta_model(tmp_path)
     with pytest.raises(WeightsError, match=words):
