@@ -15,16 +15,15 @@ from torch import nn
 from pipegrad.errors import TopologyError
 from pipegrad.interop.private import tree_flatten
 from pipegrad.partition.layers import Part
-from pipegrad.partition.structural.calls import Call, Flow, Returned, Source
-from pipegrad.partition.structural.changes import find
-from pipegrad.partition.structural.shallow import as_kind, linked, shallow
+from pipegrad.partition.structural.calls import Call, Flow, Origin, Source, find
+from pipegrad.partition.structural.shallow import as_kind, linked, shallow, without_memory
 from pipegrad.partition.structural.stage_module import (
     Run,
     StageModule,
     own_layer,
     without_end_hooks,
 )
-from pipegrad.partition.structural.stand_ins import filled, other_layer, without_memory
+from pipegrad.partition.structural.stand_ins import filled, other_layer
 
 
 def parts_of(
@@ -32,9 +31,9 @@ def parts_of(
     layers: Mapping[str, nn.Module],
     flow: Flow,
     starts: Sequence[int],
-    returned: Mapping[str, Returned],
+    returned: Mapping[str, Origin],
     *,
-    losses: Mapping[str, Returned],
+    losses: Mapping[str, Origin],
 ) -> list[Part]:
     """Returns the stages of a model.
 
@@ -62,16 +61,7 @@ def parts_of(
     for stage, (first, end) in enumerate(pairwise(edges)):
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
-        run = Run(
-            calls,
-            first,
-            end,
-            needs[stage],
-            sent,
-            written=flow.written,
-            writes_inputs=flow.writes_inputs,
-            is_heard=flow.is_heard,
-        )
+        run = Run(flow, first, end, needs[stage], sent)
         own = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
         here = {
             id(layer): own_layer(layer, name, described[name], run)
@@ -93,7 +83,7 @@ def parts_of(
         if end < len(calls):
             without_end_hooks(module)
         outside = frozenset[str]().union(
-            *(call.parameters for call in calls[first:end]),
+            *(call.origin.parameters for call in calls[first:end]),
             *(part.parameters for part in returned.values() if end == len(calls)),
         )
         _refuse_buffers(model, own, layers, outside)
@@ -120,24 +110,24 @@ def _described(layer: nn.Module, name: str, calls: Sequence[Call]) -> nn.Module:
     return result
 
 
-def returned_tensors(returned: object) -> dict[str, Returned]:
+def returned_tensors(returned: object) -> dict[str, Origin]:
     """Returns the tensors among what a model returns, by name; see `Flow.returned`."""
-    if isinstance(returned, Returned):
+    if isinstance(returned, Origin):
         return {"output": returned}
     if isinstance(returned, Mapping):
-        return {name: value for name, value in returned.items() if isinstance(value, Returned)}
-    leaves = tree_flatten(returned, lambda x: isinstance(x, Returned))[0]
-    found = [leaf for leaf in leaves if isinstance(leaf, Returned)]
+        return {name: value for name, value in returned.items() if isinstance(value, Origin)}
+    leaves = tree_flatten(returned, lambda x: isinstance(x, Origin))[0]
+    found = [leaf for leaf in leaves if isinstance(leaf, Origin)]
     return {f"output{number}": leaf for number, leaf in enumerate(found)}
 
 
 def _needs(
-    calls: Sequence[Call], returned: Mapping[str, Returned], first: int, end: int
+    calls: Sequence[Call], returned: Mapping[str, Origin], first: int, end: int
 ) -> list[Source]:
     """Returns what the calls from `first` to `end` need of earlier stages, in order."""
-    found = {source for call in calls[first:end] for source in call.needs}
+    found = {source for call in calls[first:end] for source in call.origin.sources}
     if end == len(calls):
-        found |= {source for part in returned.values() for source in part.needs}
+        found |= {source for part in returned.values() for source in part.sources}
     return sorted(source for source in found if source.call < first)
 
 
@@ -163,14 +153,14 @@ def _uncalled(
 
 
 def _check_draws(
-    calls: Sequence[Call], returned: Mapping[str, Returned], edges: Sequence[int]
+    calls: Sequence[Call], returned: Mapping[str, Origin], edges: Sequence[int]
 ) -> None:
     """Refuses random numbers, drawn outside of layers, that two stages would draw for one value."""
     users: dict[int, set[int]] = {}
     last = len(edges) - 2
     for stage, (first, end) in enumerate(pairwise(edges)):
         for call in calls[first:end]:
-            for draw in call.draws:
+            for draw in call.origin.draws:
                 users.setdefault(draw, set()).add(stage)
     for part in returned.values():
         for draw in part.draws:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError, in_words
@@ -129,6 +130,22 @@ def isolated(
             f"{type(module).__name__} holds what cannot be copied: {in_words(error)}. Set such "
             f"attributes behind the cut"
         ) from error
+
+
+def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:
+    """Returns a copy of a model on the meta device.
+
+    Args:
+        model: The model, or a layer.
+        shared: Containers that the copy holds, too.
+    """
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        copied = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+
+    return isolated(model, on_meta, shared)
 
 
 def as_kind(

@@ -11,11 +11,12 @@ layer stands a module without parameters, which computes nothing:
 The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
 before its first layer, such as the making of masks, but nothing behind its last one.
 """
+# ruff: noqa: ANN401 - layers take and return anything
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -27,9 +28,12 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import tree_flatten
-from pipegrad.partition.structural.calls import Call, Output, Source
-from pipegrad.partition.structural.changes import (
-    Reading,
+from pipegrad.partition.structural.calls import (
+    Call,
+    Flow,
+    Output,
+    Source,
+    Watch,
     apply,
     contents_of,
     find,
@@ -51,46 +55,34 @@ class Run:
     """The forward of one stage, while it runs.
 
     Args:
-        calls: The calls of all layers of the model.
+        flow: What the model does.
         first: The first call of the stage.
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
-        written: Outputs of layers into which code outside of layers writes. That code runs on each
-            stage, so each has memory of its own for them.
-        writes_inputs: Whether that code writes into what the model is given.
-        is_heard: Whether hooks on stand-ins run.
 
     Attributes:
+        flow: The argument.
         first: The argument.
         own: The layers of the stage.
     """
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        flow: Flow,
         first: int,
         end: int,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
-        *,
-        written: Collection[Source],
-        writes_inputs: bool,
-        is_heard: bool,
     ) -> None:
-        self._calls = calls
-        self.first, self._end = first, end
-        self._inputs = tuple(inputs)
-        self._outputs = tuple(outputs)
-        self._written = written
+        self.flow, self.first, self._end = flow, first, end
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self.own: Sequence[nn.Module] = ()
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
-        self.writes_inputs = writes_inputs
-        self._is_heard = is_heard
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
-        self.own: Sequence[nn.Module] = ()
 
     @property
     def is_running(self) -> bool:
@@ -100,7 +92,7 @@ class Run:
     @property
     def is_last(self) -> bool:
         """Whether the stage is the last one."""
-        return self._end == len(self._calls)
+        return self._end == len(self.flow.calls)
 
     @contextmanager
     def forward(self, edges: Sequence[Tensor]) -> Iterator[None]:
@@ -111,7 +103,7 @@ class Run:
                 than it was cut for.
         """
         if len(edges) != len(self._inputs):
-            names = [self._calls[source.call].name_of(source.leaf) for source in self._inputs]
+            names = [self.flow.calls[source.call].name_of(source.leaf) for source in self._inputs]
             raise StepError(f"the stage takes {names}, and was given {len(edges)} values")
         self._number = 0
         self._values = dict(zip(self._inputs, edges, strict=True))
@@ -135,8 +127,8 @@ class Run:
         if self._number is None or self._inside:
             return None
         number = self._number
-        if number >= self._end or self._calls[number].layer != layer:
-            expected = self._calls[number].layer if number < self._end else "no further layer"
+        if number >= self._end or self.flow.calls[number].layer != layer:
+            expected = self.flow.calls[number].layer if number < self._end else "no further layer"
             raise StepError(
                 f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
                 f"pipeline needs the same layers in the same order in each step. Switch off what "
@@ -145,13 +137,13 @@ class Run:
         self._number += 1
         return number
 
-    def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the stage."""
-        known = self._calls[number]
+        known = self.flow.calls[number]
         wanted = [source for source in self._outputs if source.call == number]
         at = known.structure.num_leaves
         reads = any(source.leaf >= at for source in wanted)
-        reading = Reading(known.changes if reads else (), layer, args, kwargs)
+        reading = Watch(layer, args, kwargs, known.changes if reads else ())
         if known.cleared and not self.is_last:  # the stage ends before the code that clears them
             roots = roots_of(layer, args, kwargs)
             boxes = [find(roots, known.changes[number].path) for number in known.cleared]
@@ -202,11 +194,11 @@ class Run:
         number: int,
         standing: nn.Module,
         described: nn.Module,
-        args: Any,  # noqa: ANN401
-        kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         """Returns what stands for the outputs of a layer of another stage, and does its changes."""
-        call = self._calls[number]
+        call = self.flow.calls[number]
         if call.is_like_first and args and _is_float(args[0]):
             inputs = args[:1]  # to flatten all takes longer than the rest of this function
         else:
@@ -214,7 +206,7 @@ class Run:
         leaves = list[object]()
 
         def more(number_of: int, *, is_heard: bool = False) -> None:
-            def computed(leaf: int) -> Any:  # noqa: ANN401
+            def computed(leaf: int) -> Any:
                 return self._leaf_of(number, leaf, described, args, kwargs)
 
             for leaf in range(len(leaves), len(leaves) + number_of):
@@ -228,7 +220,7 @@ class Run:
         begins = list[int]()
         # All shapes come first: a change may be of what the next shape is computed of.
         for change, structure in zip(call.changes, call.structures, strict=True):
-            if change.is_heard and not self._is_heard:
+            if change.is_heard and not self.flow.is_heard:
                 break  # these stand behind all others
             begins.append(len(leaves))
             more(structure.num_leaves, is_heard=change.is_heard)
@@ -256,7 +248,7 @@ class Run:
         is_heard: bool,
     ) -> object:
         """Returns what stands for an output, behind the outputs `before` it."""
-        output = self._calls[source.call].outputs[source.leaf]
+        output = self.flow.calls[source.call].outputs[source.leaf]
         if (received := self._values.get(source)) is not None:
             return self._own_memory(source, received)
         if output.same is not None:
@@ -267,23 +259,23 @@ class Run:
             return computed(source.leaf) if is_size else output.value
         if output.like is not None and output.like.leaf < len(inputs):
             tensor = inputs[output.like.leaf]
-            shape = (*tensor.shape[: output.like.kept], *output.like.more)
+            shape = (*tensor.shape[: output.like.dims], *output.like.more)
         else:
             shape = computed(source.leaf)
         return self._own_memory(source, self._filled(shape, output, inputs))
 
     def _own_memory(self, source: Source, value: Tensor) -> Tensor:
         """Returns a value into which code may write, if the model does so."""
-        return value.clone() if source in self._written else value
+        return value.clone() if source in self.flow.written else value
 
     def _leaf_of(
         self,
         number: int,
         leaf: int,
         described: nn.Module,
-        args: Any,  # noqa: ANN401
-        kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401 - a shape, or what is no tensor
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
         """Returns the shape of an output that no input tells, or a number; once for each shape.
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
@@ -293,7 +285,7 @@ class Run:
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = leaf_of(self._calls[number], described, args, kwargs, leaf)
+            self._shapes[key] = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
@@ -343,7 +335,7 @@ def without_end_hooks(module: nn.Module) -> None:
 class OwnLayer(nn.Module):
     """A layer of the stage."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, layer, described = vars(self)["_pipegrad_run"]
         number = run.enter(layer)
         if number is None:
@@ -356,7 +348,7 @@ class OwnLayer(nn.Module):
 class StageModule(nn.Module):
     """The uncut model on one stage."""
 
-    def forward(self, *edges: Tensor, **batch: object) -> Any:  # noqa: ANN401 - as the model
+    def forward(self, *edges: Tensor, **batch: object) -> Any:
         """Returns what the stage sends; on the last stage what the model returns.
 
         Args:
@@ -364,7 +356,7 @@ class StageModule(nn.Module):
             **batch: The arguments of the uncut model's forward, the same on every stage.
         """
         run: Run = vars(self)["_pipegrad_run"]
-        if run.writes_inputs:
+        if run.flow.writes_inputs:
             # All stages of a rank are given the same tensors, and a recomputed forward, too.
             leaves, structure = tree_flatten(batch)
             copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}

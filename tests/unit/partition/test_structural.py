@@ -17,8 +17,7 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import has_state, is_weighty, layers_of
 from pipegrad.partition.structural.calls import Source
 from pipegrad.partition.structural.flow import flow_of
-from pipegrad.partition.structural.shallow import shallow, twin
-from pipegrad.partition.structural.stand_ins import without_memory
+from pipegrad.partition.structural.shallow import shallow, twin, without_memory
 from tests.support.partition.families import FAMILIES
 
 WIDTH = 4
@@ -346,7 +345,7 @@ def test_the_flow_says_which_outputs_each_call_needs() -> None:
         *(f"layers.{i}" for i in range(3)),
         "head",
     ]
-    assert [sorted(call.needs) for call in flow.calls] == [
+    assert [sorted(call.origin.sources) for call in flow.calls] == [
         [],
         [Source(0, 0)],
         [Source(1, 0)],
