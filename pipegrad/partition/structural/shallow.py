@@ -14,47 +14,47 @@ from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import tree_flatten
 
 
-def shallow(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
+def shallow(
+    module: nn.Module, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Module] | None = None
+) -> nn.Module:
     """Returns a copy of a model that holds other modules in the place of some.
 
     Modules without a replaced one inside are the model's own. All tensors are the model's own, and
     stand in tables of the copy where a replaced module is inside.
 
     Args:
-        model: The model.
+        module: The model, or a module of it.
         replaced: A module's id -> what stands in its place.
+        copies: Those of other modules of the model, by id.
 
     Raises:
         TopologyError: If a module that must be copied calls the code of another object.
     """
-    return _copied(model, replaced, {}, "")
-
-
-def _copied(
-    module: nn.Module, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module], name: str
-) -> nn.Module:
+    copies = {} if copies is None else copies
     if id(module) in replaced:
         return replaced[id(module)]
-    if id(module) in made:
-        return made[id(module)]
+    if id(module) in copies:
+        return copies[id(module)]
     if not any(id(part) in replaced or _holds(part, replaced) for part in module.modules()):
         return module
     if "forward" in vars(module) or hasattr(module, "_orig_mod"):
         raise TopologyError(
-            f"the forward of {name or 'the model'!r} was exchanged, as torch.compile and "
+            f"the forward of a {type(module).__name__} was exchanged, as torch.compile and "
             f"accelerate do: cut the model first, and compile or wrap its stages"
         )
-    result = made[id(module)] = twin(module)
-    vars(result).update({key: _held(x, replaced, made) for key, x in vars(module).items()})
+    result = copies[id(module)] = twin(module)
     vars(result)["_parameters"] = dict(module._parameters)
     vars(result)["_buffers"] = dict(module._buffers)
-    vars(result)["_modules"] = {
-        child_name: None
-        if child is None
-        else _copied(child, replaced, made, f"{name}.{child_name}" if name else child_name)
-        for child_name, child in module._modules.items()
-    }
+    relink(result, replaced, copies)
     return result
+
+
+def relink(
+    module: nn.Module, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Module] | None = None
+) -> None:
+    """Puts what stands in the place of other modules into the attributes of a twin."""
+    copies = {} if copies is None else copies
+    vars(module).update({key: _held(x, replaced, copies) for key, x in vars(module).items()})
 
 
 def _holds(module: nn.Module, replaced: Mapping[int, nn.Module]) -> bool:
@@ -73,30 +73,17 @@ def _listed(value: object) -> Iterator[nn.Module]:
                 yield from _listed(x)
 
 
-def _held(value: Any, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module]) -> Any:  # noqa: ANN401
+def _held(value: Any, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Module]) -> Any:  # noqa: ANN401
     """Returns an attribute in which modules may be listed, with what stands in their place."""
     if isinstance(value, nn.Module):
-        return _copied(value, replaced, made, "")
+        return shallow(value, replaced, copies)
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values() if isinstance(value, dict) else value)
-    mapped = [_held(x, replaced, made) for x in items]
+    mapped = [_held(x, replaced, copies) for x in items]
     if all(x is y for x, y in zip(mapped, items, strict=True)):
         return value
     return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
-
-
-def linked(module: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
-    """Puts what stands in the place of other modules into the lists of a twin."""
-    made = dict[int, nn.Module]()
-    vars(module).update(
-        {k: _held(x, replaced, made) for k, x in vars(module).items() if k != "_modules"}
-    )
-    if any(_holds(part, replaced) for child in module.children() for part in child.modules()):
-        vars(module)["_modules"] = {
-            name: child and _copied(child, replaced, made, name)
-            for name, child in module._modules.items()
-        }
 
 
 def twin(module: nn.Module) -> nn.Module:

@@ -15,7 +15,6 @@ before its first layer, such as the making of masks, but nothing behind its last
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -40,7 +39,6 @@ from pipegrad.partition.structural.calls import (
     restore,
     roots_of,
 )
-from pipegrad.partition.structural.shallow import as_kind, twin
 from pipegrad.partition.structural.stand_ins import filled, leaf_of
 
 _MOST_SHAPES = 4096  # that a stage remembers
@@ -171,9 +169,9 @@ class Run:
         """Returns the leaves of what a layer changed."""
         leaves = list[Any]()
         for change, structure, value in zip(call.changes, call.structures, values, strict=True):
-            found, spec = tree_flatten(value)
+            changed, spec = tree_flatten(value)
             if spec == structure:
-                leaves += found
+                leaves += changed
                 continue
             if layer.training:
                 raise StepError(
@@ -190,53 +188,47 @@ class Run:
         return leaves
 
     def other(
-        self,
-        number: int,
-        standing: nn.Module,
-        described: nn.Module,
-        args: Any,
-        kwargs: Any,
+        self, number: int, standing: nn.Module, described: nn.Module, args: Any, kwargs: Any
     ) -> Any:
         """Returns what stands for the outputs of a layer of another stage, and does its changes."""
         call = self.flow.calls[number]
-        if call.is_like_first and args and _is_float(args[0]):
+        # What hooks hear stands behind all other changes.
+        changes = [
+            (change, structure)
+            for change, structure in zip(call.changes, call.structures, strict=True)
+            if self.flow.is_heard or not change.is_heard
+        ]
+        is_float = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if call.is_like_first and is_float:
             inputs = args[:1]  # to flatten all takes longer than the rest of this function
         else:
             inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        leaves = list[object]()
-
-        def more(number_of: int, *, is_heard: bool = False) -> None:
-            def computed(leaf: int) -> Any:
-                return self._leaf_of(number, leaf, described, args, kwargs)
-
-            for leaf in range(len(leaves), len(leaves) + number_of):
-                source = Source(number, leaf)
-                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
-
-        more(call.structure.num_leaves)
-        result = call.structure.unflatten(leaves)
-        roots = roots_of(standing, args, kwargs) if call.changes else {}
-        is_own = isinstance(standing, OwnLayer)
-        begins = list[int]()
+        computed = partial(self._leaf_of, number, described, args, kwargs)
+        leaves = list[Any]()
         # All shapes come first: a change may be of what the next shape is computed of.
-        for change, structure in zip(call.changes, call.structures, strict=True):
-            if change.is_heard and not self.flow.is_heard:
-                break  # these stand behind all others
-            begins.append(len(leaves))
-            more(structure.num_leaves, is_heard=change.is_heard)
-        for change, structure, at in zip(call.changes, call.structures, begins, strict=False):
-            own = leaves[at : at + structure.num_leaves]
-            if is_own and change.is_inside and not self._has(number, own, at):
+        for change, structure in ((None, call.structure), *changes):
+            for _ in range(structure.num_leaves):
+                source, is_heard = (
+                    Source(number, len(leaves)),
+                    change is not None and change.is_heard,
+                )
+                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
+        at = call.structure.num_leaves
+        result = call.structure.unflatten(leaves[:at])
+        roots = roots_of(standing, args, kwargs) if changes else {}
+        is_own = isinstance(standing, OwnLayer)
+        for change, structure in changes:
+            tensors = [
+                i for i in range(at, at + structure.num_leaves) if isinstance(leaves[i], Tensor)
+            ]
+            values, at = leaves[at : at + structure.num_leaves], at + structure.num_leaves
+            is_received = all(Source(number, i) in self._values for i in tensors)
+            if is_own and change.is_inside and not is_received:
                 continue  # what the layer remembers on this stage
-            back = apply(change, structure.unflatten(own), find(roots, change.path))
+            back = apply(change, structure.unflatten(values), find(roots, change.path))
             if change.is_inside and not is_own:
                 self._undo.append(back)
         return result
-
-    def _has(self, number: int, leaves: Sequence[object], at: int) -> bool:
-        """Whether the stage received all tensors among some leaves, the first of which is `at`."""
-        numbers = [i for i, leaf in enumerate(leaves, at) if isinstance(leaf, Tensor)]
-        return all(Source(number, i) in self._values for i in numbers)
 
     def _leaf(
         self,
@@ -268,14 +260,7 @@ class Run:
         """Returns a value into which code may write, if the model does so."""
         return value.clone() if source in self.flow.written else value
 
-    def _leaf_of(
-        self,
-        number: int,
-        leaf: int,
-        described: nn.Module,
-        args: Any,
-        kwargs: Any,
-    ) -> Any:
+    def _leaf_of(self, number: int, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:
         """Returns the shape of an output that no input tells, or a number; once for each shape.
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
@@ -326,12 +311,6 @@ class Run:
         )
 
 
-def without_end_hooks(module: nn.Module) -> None:
-    """Takes the hooks from a stage before the last one that see what the model returns."""
-    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        vars(module)[name] = OrderedDict[int, Any]()
-
-
 class OwnLayer(nn.Module):
     """A layer of the stage."""
 
@@ -369,24 +348,6 @@ class StageModule(nn.Module):
         if not run.is_last:
             raise StepError("the model ended before the last layer of the stage: see layerdrop")
         return returned
-
-
-def own_layer(layer: nn.Module, name: str, described: nn.Module, run: Run) -> nn.Module:
-    """Returns a layer that counts its calls. It has the tensors of `layer`, in the same tables.
-
-    Args:
-        layer: The layer.
-        name: Of the layer.
-        described: As `other_layer`.
-        run: Of the stage.
-    """
-    result = as_kind(twin(layer), OwnLayer)
-    vars(result)["_pipegrad_run"] = run, name, described
-    return result
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _kind_of(leaf: object) -> object:
