@@ -157,16 +157,16 @@ def _best_start(
     best: dict[int, tuple[tuple[float, float], list[int]]], stage: int, end: int, cost: Cost
 ) -> tuple[tuple[float, float], list[int]]:
     """Returns the best cost of the first `end` layers with one more stage, and its starts."""
-    found = None
+    lightest = None
     for start in range(min(end - 1, max(best)), stage - 1, -1):
         weight = cost(stage, start, end)
-        if found is not None and weight > found[0][0]:
+        if lightest is not None and weight > lightest[0][0]:
             break  # a stage of more layers is no lighter
         (heaviest, squares), starts = best[start]
         candidate = (max(heaviest, weight), squares + weight**2), [*starts, start]
-        found = candidate if found is None else min(found, candidate)
-    assert found is not None
-    return found
+        lightest = candidate if lightest is None else min(lightest, candidate)
+    assert lightest is not None
+    return lightest
 
 
 def _unique(layers: Sequence[Layer], which: int) -> Callable[[int, int], int]:
@@ -260,18 +260,18 @@ def recut(
         each = _scaled(each, edges, stage_seconds)
 
     cost = _cost_of(each, num_stages, memory_limit_bytes)
-    found = balanced(len(each), num_stages, cost)
-    if not _fits(found, len(each), cost):
+    after = balanced(len(each), num_stages, cost)
+    if not _fits(after, len(each), cost):
         raise TopologyError(
             f"no cut of {len(each)} layers into {num_stages} stages fits into "
             f"{memory_limit_bytes} bytes a stage: take more stages, or recompute activations"
         )
     fixed = costs or Costs(())
     seconds_before = _simulated(each, before, schedule, fixed)
-    seconds = _simulated(each, found, schedule, fixed)
+    seconds = _simulated(each, after, schedule, fixed)
     if seconds >= seconds_before and _fits(before, len(each), cost):
-        found, seconds = list(before), seconds_before
-    return Recut(names, before, tuple(found), seconds_before, seconds)
+        after, seconds = list(before), seconds_before
+    return Recut(names, before, tuple(after), seconds_before, seconds)
 
 
 def costs_of_layers(layers: Sequence[Layer]) -> dict[str, StageCosts]:
@@ -332,8 +332,7 @@ def _scaled(
         )
     scaled = list[StageCosts]()
     for (begin, end), seconds in zip(pairwise(edges), stage_seconds, strict=True):
-        own = layers[begin:end]
-        known = sum(layer.forward_seconds + layer.backward_seconds for layer in own)
+        known = sum(x.forward_seconds + x.backward_seconds for x in layers[begin:end])
         factor = seconds / known if known else 0.0
         scaled += (
             replace(
@@ -342,7 +341,7 @@ def _scaled(
                 backward_seconds=factor * layer.backward_seconds,
                 weight_seconds=factor * layer.weight_seconds,
             )
-            for layer in own
+            for layer in layers[begin:end]
         )
     return scaled
 

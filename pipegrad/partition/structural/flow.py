@@ -159,7 +159,7 @@ def _real(tensor: Tensor) -> Tensor:
 def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
     """Returns a fake tensor like `tensor`, on the CPU if that has no memory.
 
-    It has `dtype`, if that is given and the tensor is of floating point.
+    It has `dtype`, if there is one and the tensor is of floating point.
     """
     copied: Tensor = torch.empty_strided(
         tensor.shape,
@@ -201,15 +201,15 @@ def _install_hooks(model: nn.Module, copied: nn.Module) -> None:
     Otherwise each stage would install them in layers that it shares with the model, and the model,
     or its next cut, once more.
     """
-    parts = [(part, model.get_submodule(name)) for name, part in copied.named_modules()]
-    if all(part._forward_hooks.keys() <= own._forward_hooks.keys() for part, own in parts):
+    pairs = [(model.get_submodule(name), part) for name, part in copied.named_modules()]
+    if all(part._forward_hooks.keys() <= old._forward_hooks.keys() for old, part in pairs):
         return
-    for part, own in parts:
+    for old, part in pairs:
         for table in ("_forward_hooks", "_forward_hooks_with_kwargs"):
             for key, hook in vars(part)[table].items():
-                vars(own)[table].setdefault(key, hook)
-        new = vars(part).keys() - vars(own).keys()
-        vars(own).update({name: True for name in new if vars(part)[name] is True})
+                vars(old)[table].setdefault(key, hook)
+        new = vars(part).keys() - vars(old).keys()
+        vars(old).update({name: True for name in new if vars(part)[name] is True})
 
 
 @contextlib.contextmanager

@@ -95,12 +95,12 @@ def _stage_module(
         for part in layers[name].modules():
             replaced.pop(id(part), None)
     # A layer of the stage has its tensors in the same tables as in the model.
-    run.own = [as_kind(twin(layer), OwnLayer) for name, layer in layers.items() if name in here]
+    run.layers = [as_kind(twin(layer), OwnLayer) for name, layer in layers.items() if name in here]
     names = [name for name in layers if name in here]
-    for name, layer in zip(names, run.own, strict=True):
+    for name, layer in zip(names, run.layers, strict=True):
         vars(layer)["_pipegrad_run"] = run, name, described[name]
         replaced[id(layers[name])] = layer
-    for layer in run.own:
+    for layer in run.layers:
         relink(layer, replaced)
     module = as_kind(shallow(model, replaced), StageModule)
     vars(module)["_pipegrad_run"] = run
@@ -142,16 +142,16 @@ def _uncalled(
     other one is on the first stage.
     """
     called = {call.layer for call in calls}
-    own = {call.layer for call in calls[slice(*edges[stage])]}
-    held = {id(p) for name in own for p in layers[name].parameters()}
+    here = {call.layer for call in calls[slice(*edges[stage])]}
+    held = {id(p) for name in here for p in layers[name].parameters()}
     everywhere = {id(p) for name in called for p in layers[name].parameters()}
-    found = set[str]()
+    uncalled = set[str]()
     for name in layers.keys() - called:
         parameters = {id(p) for p in layers[name].parameters()}
         is_alias = bool(parameters) and parameters <= everywhere
         if (is_alias and parameters <= held) or (not is_alias and stage == 0):
-            found.add(name)
-    return found
+            uncalled.add(name)
+    return uncalled
 
 
 def _check_draws(calls: Sequence[Call], edges: Edges, origins: Sequence[Origin]) -> None:

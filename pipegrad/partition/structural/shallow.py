@@ -136,22 +136,22 @@ def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module
 
 
 def as_kind(
-    module: nn.Module, kind: type[nn.Module], own: type[nn.Module] | None = None
+    module: nn.Module, kind: type[nn.Module], other: type[nn.Module] | None = None
 ) -> nn.Module:
     """Makes a module one of two classes, and returns it.
 
     Args:
         module: The module.
         kind: The class whose methods count first.
-        own: The other class; that of the module if None.
+        other: The other class; that of the module if None.
     """
     both: Any = _both  # mypy: modules' classes have no hash
-    module.__class__ = both(kind, own or type(module))
+    module.__class__ = both(kind, other or type(module))
     return module
 
 
 @cache
-def _both(kind: Any, own: Any) -> Any:  # noqa: ANN401
+def _both(kind: Any, other: Any) -> Any:  # noqa: ANN401
     # It looks like the module's own class, to those who print it or ask for its name.
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (kind, own), names)
+    names = {"__module__": other.__module__, "__qualname__": other.__qualname__}
+    return type(other.__name__, (kind, other), names)

@@ -62,7 +62,7 @@ class Run:
     Attributes:
         flow: The argument.
         first: The argument.
-        own: The layers of the stage.
+        layers: Those of the stage.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Run:
     ) -> None:
         self.flow, self.first, self._end = flow, first, end
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self.own: Sequence[nn.Module] = ()
+        self.layers: Sequence[nn.Module] = ()
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
@@ -289,7 +289,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        held = (tensor for layer in self.own for tensor in layer.parameters())
+        held = (tensor for layer in self.layers for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:

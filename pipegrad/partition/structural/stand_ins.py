@@ -34,9 +34,9 @@ class _Table:
         self._name = name
 
     def __get__(self, part: Any, kind: object = None) -> Any:
-        own = vars(part)[self._name]
+        table = vars(part)[self._name]  # has what code outside of layers uses on this stage
         stand_in = vars(part).get("_pipegrad_part")
-        return stand_in.table(self._name) | own if stand_in and stand_in.run.is_running else own
+        return stand_in.table(self._name) | table if stand_in and stand_in.run.is_running else table
 
     def __set__(self, part: Any, value: object) -> None:
         vars(part)[self._name] = value

@@ -166,8 +166,8 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
         name = printable(str(path))
         raise WeightsError(f"there is no file {name}, but its index lists it") from error
     except Exception as error:  # a SafetensorError, or an OSError
-        name, found = printable(str(path)), printable(str(error))
-        raise WeightsError(f"{name} is not a whole safetensors file: {found}") from error
+        name, why = printable(str(path)), printable(str(error))
+        raise WeightsError(f"{name} is not a whole safetensors file: {why}") from error
 
 
 def _indexed(index: Path) -> dict[str, Path]:

@@ -272,8 +272,8 @@ def _architecture(transformers: Any, config: PreTrainedConfig, where: str) -> An
 
 def _first_dtype(folder: Path) -> torch.dtype | None:
     weights = Weights(folder)
-    found = (weights.spec(name).dtype for name in weights.files)
-    return next((_FLOATS[dtype] for dtype in found if dtype in _FLOATS), None)
+    dtypes = (weights.spec(name).dtype for name in weights.files)
+    return next((_FLOATS[dtype] for dtype in dtypes if dtype in _FLOATS), None)
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
@@ -367,8 +367,8 @@ class StoredTensors:
         self._model = model
         self._state = model.state_dict()
         self._aliases = defaultdict[str, list[str]](list)
-        for name, kept in first.items():
-            self._aliases[kept].append(name)
+        for name, first_name in first.items():
+            self._aliases[first_name].append(name)
         self._entries = self._find_entries()
 
     def has(self, name: str) -> bool:
@@ -381,30 +381,27 @@ class StoredTensors:
         Raises:
             WeightsError: If a tensor has another shape, or if a tied one was saved with two values.
         """
-        stored = {name: self._stored(name) for name in names}
-        by_stored = {alias: name for name, (alias, *_) in stored.items()}
-        for alias, name in by_stored.items():  # all shapes, before any values
-            self._check_shape(alias, name)
-        done = set[str]()
+        stored = {  # the names under which each was saved, the best first
+            name: sorted(
+                (alias for alias in self._aliases[name] if alias in self._entries),
+                key=lambda alias, name=name: alias != name,  # type: ignore[misc]
+            )
+            for name in names
+        }
+        by_alias = {alias: name for name, (alias, *_) in stored.items()}
+        for alias, name in by_alias.items():  # all shapes, before any values
+            self._check_shapes(self._entries[alias], name)
         # Files are read in the order of the model, so each is opened once or twice.
-        for entry in self._entries.values():
-            if entry.name in done:
+        for entry in {entry.name: entry for entry in self._entries.values()}.values():
+            if by_alias.keys().isdisjoint(self._results(entry)):
                 continue
-            done.add(entry.name)
-            wanted = [r for r in self._results(entry) if r in by_stored]
-            for alias, value in self._convert(entry).items() if wanted else ():
-                if alias in by_stored:
-                    yield by_stored[alias], self._checked(by_stored[alias], value, stored)
+            for alias, value in self._convert(entry).items():
+                if alias in by_alias:
+                    name = by_alias[alias]
+                    self._check_copies(name, value, stored[name][1:])
+                    yield name, value
 
-    def _stored(self, name: str) -> list[str]:
-        """Returns the names under which a tensor was saved, the best first."""
-        return sorted(
-            (alias for alias in self._aliases[name] if alias in self._entries),
-            key=lambda alias: alias != name,
-        )
-
-    def _check_shape(self, alias: str, name: str) -> None:
-        entry = self._entries[alias]
+    def _check_shapes(self, entry: _Entry, name: str) -> None:
         for _, source in entry.sources:
             shape = self._weights.spec(source).shape
             if entry.converter is None and shape != tuple(self._state[name].shape):
@@ -413,18 +410,13 @@ class StoredTensors:
                     f"model has {tuple(self._state[name].shape)}; is config.json of this model?"
                 )
 
-    def _checked(
-        self, name: str, value: torch.Tensor, stored: Mapping[str, list[str]]
-    ) -> torch.Tensor:
-        """Returns a value, if all copies of a tied tensor that were saved are the same."""
-        for other in stored[name][1:]:
-            copies = self._convert(self._entries[other])
-            if not torch.equal(copies[other], value):
+    def _check_copies(self, name: str, value: torch.Tensor, others: Collection[str]) -> None:
+        for other in others:
+            if not torch.equal(self._convert(self._entries[other])[other], value):
                 raise WeightsError(
                     f"{self._weights.directory} has different values for {name} and {other}, which "
                     f"are tied in the model; set tie_word_embeddings to false in config.json"
                 )
-        return value
 
     def _convert(self, entry: _Entry) -> dict[str, torch.Tensor]:
         """Reads what an entry needs, and returns the tensors of the model that it makes."""
@@ -434,13 +426,13 @@ class StoredTensors:
         for pattern, source in entry.sources:
             converter.add_tensor(entry.name, source, pattern, self._weights.read(source))
         try:
-            made = converter.convert(entry.name, model=self._model, config=self._model.config)
+            tensors = converter.convert(entry.name, model=self._model, config=self._model.config)
         except Exception as error:  # whatever an operation says
             raise WeightsError(
                 f"{self._weights.directory}: {listed(s for _, s in entry.sources)} cannot be "
                 f"converted to {entry.name}: {error}"
             ) from error
-        return {name: v[0] if isinstance(v, list) else v for name, v in made.items()}
+        return {name: v[0] if isinstance(v, list) else v for name, v in tensors.items()}
 
     def _results(self, entry: _Entry) -> list[str]:
         if entry.converter is None:
