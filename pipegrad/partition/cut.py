@@ -86,7 +86,7 @@ class Cutter:
         if way not in WAYS:
             raise TopologyError(f"how is {how!r}, expected one of {list(WAYS)}")
         _check_model(model)
-        _check_types(num_stages=num_stages, by=by, boundaries=boundaries, example=example)
+        _check_types(num_stages, by, boundaries, example)
         if way == "sequential":
             plain = only_layers(model)
             named = sequential_layers(plain, num_stages)
@@ -180,12 +180,9 @@ def _check_model(model: object) -> None:
         )
 
 
-def _check_types(**arguments: object) -> None:
-    """Refuses arguments of other types, by what each of them is."""
-    number, by = arguments["num_stages"], arguments["by"]
-    boundaries, example = arguments["boundaries"], arguments["example"]
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TopologyError(f"num_stages is {number!r}, expected an integer")
+def _check_types(num_stages: object, by: object, boundaries: object, example: object) -> None:
+    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
+        raise TopologyError(f"num_stages is {num_stages!r}, expected an integer")
     if not isinstance(by, str | Sequence):
         raise TopologyError(f"by is {by!r}, expected a name, or a number for each layer")
     if boundaries is not None and (
@@ -211,7 +208,8 @@ def _structural(
     sample = conventions.arguments(sample_of(model) if example is None else example)
     modules = layers_of(model, num_stages)
     flow = flow_of(model, modules, sample, timed=by == "measured")
-    # A dropout between layers belongs to the layer before it: no stage begins with it.
+    # A dropout between layers belongs to the layer before it: no stage begins with it. What is
+    # called before the first layer that has a state is on the first stage.
     begins = [i for i, call in enumerate(flow.calls) if has_state(modules[call.layer])]
     begins[:1] = [0] * bool(begins)
     edges = pairwise([*begins, len(flow.calls)])

@@ -55,8 +55,7 @@ class _Running:
         layer: Its name.
         reads: What it reads was computed from.
         inputs: What it was given, by storage. It runs on clones of that.
-        fresh: Storages that it made.
-        known: Storages of what else it has read.
+        known: Storages that it made, and those of what else it has read.
         overwritten: Those of `inputs` into which it wrote.
         flops: What it has computed.
     """
@@ -64,7 +63,6 @@ class _Running:
     layer: str
     reads: Origin
     inputs: dict[int, Tensor] = field(default_factory=dict)
-    fresh: set[int] = field(default_factory=set)
     known: set[int] = field(default_factory=set)
     overwritten: set[int] = field(default_factory=set)
     flops: int = 0
@@ -192,7 +190,9 @@ class ModelRecorder(TorchDispatchMode):
             if (unread := running.inputs.get(_key(tensor))) is not None:
                 running.reads |= self._origin_of(unread)
         _refuse_overwritten(running.reads)
-        number, before, first = len(self._calls), self._times.get(name, 0), _first(every)
+        number, before = len(self._calls), self._times.get(name, 0)
+        # Where each tensor stands first, by id.
+        first = {id(x): i for i, x in reversed([*enumerate(every)]) if isinstance(x, Tensor)}
         self._times[name] = before + 1
         self._calls.append(
             Call(
@@ -310,14 +310,14 @@ class ModelRecorder(TorchDispatchMode):
             key = _key(tensor)
             if key in running.inputs:
                 running.reads |= self._origin_of(running.inputs[key])
-            elif not (key in running.fresh or key in running.known or key in self._named):
+            elif key not in running.known and key not in self._named:
                 running.reads |= self._origin_of(tensor)
                 running.known |= {key} - {0}
 
     def _computed(self, running: _Running, inputs: object, result: object, written: object) -> None:
         """Records into which memory an operator inside of a layer wrote, but for a constant."""
         before = _keys(inputs)
-        running.fresh |= _keys(result) - before
+        running.known |= _keys(result) - before
         running.overwritten |= _keys(written) & running.inputs.keys()
         if not any(k in running.inputs or k in self._named or k in self._makers for k in before):
             return
@@ -457,15 +457,6 @@ def _key(tensor: Tensor) -> int:
 
 def _keys(values: object) -> set[int]:
     return {_key(tensor) for tensor in _tensors(values)} - {0}
-
-
-def _first(leaves: Sequence[object]) -> dict[int, int]:
-    """Returns where each tensor stands first, by id."""
-    first: dict[int, int] = {}
-    for number, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            first.setdefault(id(leaf), number)
-    return first
 
 
 def _refuse_hidden(layer: str, verb: str, values: object) -> None:

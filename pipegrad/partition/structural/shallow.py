@@ -54,7 +54,11 @@ def relink(
 ) -> None:
     """Puts what stands in the place of other modules into the attributes of a twin."""
     copies = {} if copies is None else copies
-    vars(module).update({key: _held(x, replaced, copies) for key, x in vars(module).items()})
+    attributes = {key: _held(x, replaced, copies) for key, x in vars(module).items()}
+    attributes["_modules"] = {
+        name: child and shallow(child, replaced, copies) for name, child in module._modules.items()
+    }
+    vars(module).update(attributes)
 
 
 def _holds(module: nn.Module, replaced: Mapping[int, nn.Module]) -> bool:

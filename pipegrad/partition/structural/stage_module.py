@@ -46,7 +46,10 @@ CPU = torch.device("cpu")
 
 
 class _StageEndedError(BaseException):
-    """Leaves the model's forward behind the last layer of a stage; no error of the model."""
+    """Leaves the model's forward behind the last layer of a stage.
+
+    It is no Exception: code of a model may catch all of these, and would go on.
+    """
 
 
 class Run:

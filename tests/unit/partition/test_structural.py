@@ -308,6 +308,11 @@ def test_what_cannot_be_cut_is_refused(
         cut(kind(), len(boundaries) + 1, boundaries=boundaries)
 
 
+def test_there_are_two_ways_of_cutting() -> None:
+    with pytest.raises(TopologyError, match=r"how is 'traced', expected one of \['structural', 's"):
+        cut_of(Chain(), 2, how="traced", example=SAMPLE)
+
+
 def test_random_numbers_of_one_stage_are_drawn_there() -> None:
     model = Noisy()
     parts = cut(model, 2, boundaries=["layers.1"])
