@@ -39,13 +39,6 @@ class Source:
     seed: int | None
     directory: Path | None
 
-    def load(self, uncut: Any, stages: Sequence[nn.Module]) -> None:  # noqa: ANN401
-        """Gives stages their values; all ranks call it."""
-        if self.directory is not None:
-            load_stages(self.directory, uncut, stages, device=self.device, seed=self.seed)
-        elif self.seed is not None:
-            start_stages(uncut, stages, seed=self.seed, device=self.device)
-
 
 class Cut:
     """A model in stages. Stages share the uncut model's tensors, and have its names.
@@ -177,8 +170,15 @@ class Cut:
             WeightsError: If values are missing or cannot be read; on all ranks.
         """
         self._held = tuple(sorted(stages))
-        if self.source is not None:
-            self.source.load(self._uncut, [self.modules[stage] for stage in self._held])
+        modules, source = [self.modules[stage] for stage in self._held], self.source
+        if source is None:
+            return
+        if source.directory is not None:
+            load_stages(
+                source.directory, self._uncut, modules, device=source.device, seed=source.seed
+            )
+        elif source.seed is not None:
+            start_stages(self._uncut, modules, seed=source.seed, device=source.device)
 
     def save_pretrained(
         self, directory: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES

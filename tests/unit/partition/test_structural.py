@@ -130,6 +130,14 @@ class Noisy(Chain):
         return x
 
 
+class Drawing(Chain):
+    """What it returns needs random numbers that a layer of another stage needs, too."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Any:
+        noise = torch.rand((), dtype=torch.float64)
+        return self.head(self.between(self.embed(tokens) * noise, tokens, scale)) + noise
+
+
 class Choosing(Chain):
     """Values decide which code runs."""
 
@@ -296,13 +304,14 @@ def test_shapes_that_no_input_tells_are_computed_once_for_each_shape() -> None:
     ("kind", "boundaries", "message"),
     [
         (Noisy, [3], "draws random numbers outside of its layers"),
+        (Drawing, ["layers.1"], "draws random numbers outside of its layers"),
         (Deep, [3], r"uses layers\.0\.0\.bias, which is inside of a layer of another stage"),
         (Chain, [1, 2, 3, 4, 5], "has 5 layers that a stage can begin with, fewer than 6 stages"),
         (lambda: torch.compile(Chain(), backend="eager"), [3], "cut the model first, and compile"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
-    kind: Callable[[], nn.Module], boundaries: list[int], message: str
+    kind: Callable[[], nn.Module], boundaries: list[int | str], message: str
 ) -> None:
     with pytest.raises(TopologyError, match=message):
         cut(kind(), len(boundaries) + 1, boundaries=boundaries)
