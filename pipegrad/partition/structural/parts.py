@@ -67,7 +67,8 @@ def parts_of(
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
         here = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
-        run = Run(flow, first, end, needs[stage], sent)
+        held = [layer for name, layer in layers.items() if name in here]
+        run = Run(flow, first, end, inputs=needs[stage], outputs=sent, layers=held)
         module = _stage_module(model, layers, described, here, run)
         _place_parameters(model, module, here, layers, origins[stage].parameters)
         outputs = names_of(sent) if not run.is_last else tuple(returned)
@@ -94,13 +95,12 @@ def _stage_module(
     for name in here:  # what is inside of them stays, also if other layers hold it
         for part in layers[name].modules():
             replaced.pop(id(part), None)
-    # A layer of the stage has its tensors in the same tables as in the model.
-    run.layers = [as_kind(twin(layer), OwnLayer) for name, layer in layers.items() if name in here]
-    names = [name for name in layers if name in here]
-    for name, layer in zip(names, run.layers, strict=True):
+    # A twin has its tensors in the same tables as the layer of the model.
+    twins = {n: as_kind(twin(layer), OwnLayer) for n, layer in layers.items() if n in here}
+    for name, layer in twins.items():
         vars(layer)["_pipegrad_run"] = run, name, described[name]
         replaced[id(layers[name])] = layer
-    for layer in run.layers:
+    for layer in twins.values():
         relink(layer, replaced)
     module = as_kind(shallow(model, replaced), StageModule)
     vars(module)["_pipegrad_run"] = run

@@ -54,7 +54,8 @@ def relink(
 ) -> None:
     """Puts what stands in the place of other modules into the attributes of a twin."""
     copies = {} if copies is None else copies
-    attributes = {key: _held(x, replaced, copies) for key, x in vars(module).items()}
+    others = {key: x for key, x in vars(module).items() if key != "_modules"}
+    attributes = {key: _held(x, replaced, copies) for key, x in others.items()}
     attributes["_modules"] = {
         name: child and shallow(child, replaced, copies) for name, child in module._modules.items()
     }

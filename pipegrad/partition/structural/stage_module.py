@@ -61,11 +61,11 @@ class Run:
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
+        layers: Those of the stage, in the uncut model. Their tensors say where the stage is.
 
     Attributes:
         flow: The argument.
         first: The argument.
-        layers: Those of the stage.
     """
 
     def __init__(
@@ -73,12 +73,14 @@ class Run:
         flow: Flow,
         first: int,
         end: int,
+        *,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
+        layers: Sequence[nn.Module],
     ) -> None:
         self.flow, self.first, self._end = flow, first, end
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self.layers: Sequence[nn.Module] = ()
+        self._layers = tuple(layers)
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
@@ -292,7 +294,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        held = (tensor for layer in self.layers for tensor in layer.parameters())
+        held = (tensor for layer in self._layers for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:
