@@ -7,8 +7,9 @@ result = scheduler.step(input_ids=ids, attention_mask=mask, labels=labels)
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,28 +21,27 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
-from pipegrad.partition.conventions import Conventions, sample_of
+from pipegrad.partition.conventions import LOSS, Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
-from pipegrad.partition.cut_stage import LOSS
-from pipegrad.partition.layers import has_state, layers_of
-from pipegrad.partition.sequential import (
+from pipegrad.partition.layers import (
+    Part,
+    has_state,
     is_sequential,
+    layers_of,
     only_layers,
     sequential_layers,
     sequential_parts,
 )
-from pipegrad.partition.structural.calls import Call, Flow
+from pipegrad.partition.structural.calls import Call
 from pipegrad.partition.structural.flow import flow_of
 from pipegrad.partition.structural.parts import parts_of, returned_tensors
 from pipegrad.partition.structural.stage_module import StageModule
-from pipegrad.partition.traced.model import TracedModel
-from pipegrad.partition.traced.stage import TracedStage
 from pipegrad.partition.weights.pretrained import meta_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-WAYS = ("structural", "traced", "sequential")
+WAYS = ("structural", "sequential")
 
 
 class Cutter:
@@ -72,12 +72,11 @@ class Cutter:
                 has in flight; or a number for each layer.
             boundaries: Index or name of the first layer of stages 1, 2, ..., in place of `by`.
                 `Cut.layers` has the names.
-            how: ``"structural"`` runs the model's own code on each stage, for any shapes.
-                ``"traced"`` cuts the graph that ``torch.export`` makes of `example`; each
-                microbatch must have its shapes. ``"sequential"`` cuts an ``nn.Sequential``. By
-                default sequential for those, and structural for all others.
-            example: Keyword arguments of the model's forward, for a small batch; for
-                ``"traced"`` a microbatch. Models of transformers need none, but for ``"traced"``.
+            how: ``"structural"`` runs the model's own code on each stage. ``"sequential"`` cuts an
+                ``nn.Sequential`` into its layers. By default sequential for those, and structural
+                for all others.
+            example: Keyword arguments of the model's forward, for a small batch. Models of
+                transformers need none.
 
         Raises:
             TopologyError: If the model cannot be cut so.
@@ -87,11 +86,18 @@ class Cutter:
         if way not in WAYS:
             raise TopologyError(f"how is {how!r}, expected one of {list(WAYS)}")
         _check_model(model)
-        _check_types(num_stages=num_stages, by=by, boundaries=boundaries, example=example)
+        _check_types(num_stages, by, boundaries, example)
         if way == "sequential":
-            return _sequential(model, num_stages, by, boundaries)
-        make = _traced if way == "traced" else _structural
-        return make(model, num_stages, by, boundaries, example)
+            plain = only_layers(model)
+            named = sequential_layers(plain, num_stages)
+            layers = [Layer(name, _sizes(layer)) for name, layer in named]
+            starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
+            parts = sequential_parts(plain, named, starts)
+        else:
+            layers, starts, parts = _structural(model, num_stages, by, boundaries, example)
+        reason = "numbers" if not isinstance(by, str) else by
+        reason = "boundaries" if boundaries is not None else reason
+        return Cut(model, parts, layers, starts, how=way, by=reason)
 
     def from_pretrained(
         self,
@@ -121,9 +127,9 @@ class Cutter:
         Raises:
             PipegradError: If the directory, its configuration or the cut is wrong.
         """
-        model = meta_model(directory, kind=kind, dtype=dtype)
-        source = Source(device, seed, Path(directory))
-        return self._from_meta(model, num_stages, source, options)
+        result = self(meta_model(directory, kind=kind, dtype=dtype), num_stages, **options)
+        result.source = Source(device, seed, Path(directory))
+        return result
 
     def from_config(
         self,
@@ -153,14 +159,8 @@ class Cutter:
         Raises:
             PipegradError: If the configuration or the cut is wrong.
         """
-        model = meta_model(config, kind=kind, dtype=dtype)
-        return self._from_meta(model, num_stages, Source(device, seed, None), options)
-
-    def _from_meta(
-        self, model: nn.Module, num_stages: int, source: Source, options: dict[str, Any]
-    ) -> Cut:
-        result = self(model, num_stages, **options)
-        result.source = source
+        result = self(meta_model(config, kind=kind, dtype=dtype), num_stages, **options)
+        result.source = Source(device, seed, None)
         return result
 
 
@@ -171,7 +171,7 @@ def _check_model(model: object) -> None:
     """Refuses what is no uncut model."""
     if not isinstance(model, nn.Module):
         raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
-    if isinstance(model, StageModule | TracedStage):
+    if isinstance(model, StageModule):
         raise TopologyError("the model is a stage of a cut already: cut the uncut model")
     if hasattr(model, "_orig_mod") or wrapper_of(model):
         raise TopologyError(
@@ -180,12 +180,9 @@ def _check_model(model: object) -> None:
         )
 
 
-def _check_types(**arguments: object) -> None:
-    """Refuses arguments of other types, by what each of them is."""
-    number, by = arguments["num_stages"], arguments["by"]
-    boundaries, example = arguments["boundaries"], arguments["example"]
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TopologyError(f"num_stages is {number!r}, expected an integer")
+def _check_types(num_stages: object, by: object, boundaries: object, example: object) -> None:
+    if not isinstance(num_stages, int) or isinstance(num_stages, bool):
+        raise TopologyError(f"num_stages is {num_stages!r}, expected an integer")
     if not isinstance(by, str | Sequence):
         raise TopologyError(f"by is {by!r}, expected a name, or a number for each layer")
     if boundaries is not None and (
@@ -199,107 +196,42 @@ def _check_types(**arguments: object) -> None:
         )
 
 
-def _sequential(
-    model: nn.Module,
-    num_stages: int,
-    by: str | Sequence[float],
-    boundaries: Sequence[int | str] | None,
-) -> Cut:
-    plain = only_layers(model)
-    named = sequential_layers(plain, num_stages)
-    layers = [Layer(name, _sizes(layer)) for name, layer in named]
-    starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
-    parts = sequential_parts(plain, named, starts)
-    return Cut(model, parts, layers, starts, how="sequential", by=_words(by, boundaries))
-
-
 def _structural(
     model: nn.Module,
     num_stages: int,
     by: str | Sequence[float],
     boundaries: Sequence[int | str] | None,
     example: Mapping[str, object] | None,
-) -> Cut:
+) -> tuple[list[Layer], list[int], list[Part]]:
+    """Returns where stages may begin, where they do, and the stages of a model that was run."""
     conventions = Conventions(model)
     sample = conventions.arguments(sample_of(model) if example is None else example)
     modules = layers_of(model, num_stages)
-    flow, layers, blocks = _weighed(model, modules, sample, by)
+    flow = flow_of(model, modules, sample, timed=by == "measured")
+    # A dropout between layers belongs to the layer before it: no stage begins with it. What is
+    # called before the first layer that has a state is on the first stage.
+    begins = [i for i, call in enumerate(flow.calls) if has_state(modules[call.layer])]
+    begins[:1] = [0] * bool(begins)
+    edges = pairwise([*begins, len(flow.calls)])
+    layers = [_layer(flow.calls[a:b], modules) for a, b in edges]
+    if by == "measured":
+        layers = _agreed(layers)
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
+
     returned = returned_tensors(flow.returned)
-    returned = {name: value for name, value in returned.items() if name != LOSS}
-    # The model's own loss may add them.
+    # The model's own loss may add what has a name such as aux_loss.
     losses = {name: value for name, value in returned.items() if name.endswith(f"_{LOSS}")}
     if "logits" in returned:
         returned = {"logits": returned["logits"]}
+    returned.pop(LOSS, None)
     if not returned:
         raise TopologyError(f"{type(model).__name__} returns no tensor")
-    begins = [blocks[start][0] for start in starts]
-    parts = parts_of(model, modules, flow, begins, returned, losses=losses)
-    return Cut(model, parts, layers, starts, how="structural", by=_words(by, boundaries))
-
-
-def _weighed(
-    model: nn.Module,
-    modules: Mapping[str, nn.Module],
-    sample: Mapping[str, object],
-    by: str | Sequence[float],
-) -> tuple[Flow, list[Layer], list[tuple[int, int]]]:
-    """Returns what a model does, where stages may begin, and the calls of each such layer."""
-    flow = flow_of(model, modules, sample, timed=by == "measured")
-    blocks = list(_blocks(flow.calls, modules))
-    layers = [_layer(flow.calls[a:b], modules) for a, b in blocks]
-    return flow, _agreed(layers) if by == "measured" else layers, blocks
-
-
-def _traced(
-    model: nn.Module,
-    num_stages: int,
-    by: str | Sequence[float],
-    boundaries: Sequence[int | str] | None,
-    example: Mapping[str, object] | None,
-) -> Cut:
-    if example is None:
-        raise TopologyError(
-            "how='traced' needs example={...}, the keyword arguments of the model's forward for "
-            "one microbatch, with labels if it computes its own loss: all microbatches must have "
-            "these shapes"
-        )
-    modules = layers_of(model, num_stages)
-    graph = TracedModel(model, Conventions(model).arguments(example), [*modules])
-    calls = [name for name in graph.calls if has_state(modules[name.partition("#")[0]])]
-    layers = [Layer(name, _sizes(modules[name.partition("#")[0]])) for name in calls]
-    if isinstance(by, str) and by != "parameters":
-        _, found, _ = _weighed(model, modules, example, by)
-        weighed = {layer.name: layer for layer in found}
-        layers = [weighed.get(layer.name, layer) for layer in layers]
-    starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
-    parts = graph.parts([graph.calls.index(calls[start]) for start in starts])
-    last = parts[-1]
-    outputs = tuple(name for name in last.outputs if name != LOSS)
-    outputs = ("logits",) if "logits" in outputs else outputs
-    parts[-1] = replace(last, outputs=outputs)
-    return Cut(model, parts, layers, starts, how="traced", by=_words(by, boundaries))
-
-
-def _words(by: object, boundaries: object) -> str:
-    if boundaries is not None:
-        return "boundaries"
-    return by if isinstance(by, str) else "numbers"
-
-
-def _blocks(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Iterator[tuple[int, int]]:
-    """Yields where stages may begin, and the call behind the last one up to the next such place.
-
-    A dropout between layers belongs to the layer before it.
-    """
-    begins = [i for i, call in enumerate(calls) if has_state(modules[call.layer])]
-    if not begins:
-        return
-    begins[0] = 0
-    yield from zip(begins, [*begins[1:], len(calls)], strict=True)
+    parts = parts_of(model, modules, flow, [begins[i] for i in starts], returned, losses=losses)
+    return layers, starts, parts
 
 
 def _layer(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Layer:
+    """Returns a place where a stage may begin, with the calls up to the next one."""
     first = next(call for call in calls if has_state(modules[call.layer]))
     return Layer(
         first.name,

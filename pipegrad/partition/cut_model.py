@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +13,10 @@ from torch import nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.model.ties import find_tied
-from pipegrad.partition.boundaries import Layer
-from pipegrad.partition.conventions import Conventions, inner_model
-from pipegrad.partition.cut_stage import CutStage, OwnLoss
-from pipegrad.partition.part import Part
-from pipegrad.partition.recut import Recut, costs_of_layers, recut
-from pipegrad.partition.report import report
-from pipegrad.partition.structural.stand_ins import without_memory
+from pipegrad.partition.boundaries import Layer, Recut, costs_of_layers, recut
+from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
+from pipegrad.partition.layers import Part
+from pipegrad.partition.structural.shallow import without_memory
 from pipegrad.partition.weights.adapter import described, has_adapter
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
@@ -40,13 +38,6 @@ class Source:
     device: str | torch.device
     seed: int | None
     directory: Path | None
-
-    def load(self, uncut: Any, stages: Sequence[nn.Module]) -> None:  # noqa: ANN401
-        """Gives stages their values; all ranks call it."""
-        if self.directory is not None:
-            load_stages(self.directory, uncut, stages, device=self.device, seed=self.seed)
-        elif self.seed is not None:
-            start_stages(uncut, stages, seed=self.seed, device=self.device)
 
 
 class Cut:
@@ -110,7 +101,28 @@ class Cut:
 
     def report(self) -> str:
         """Returns why the model is cut where it is: a table with a line for each stage."""
-        return report(self._parts, self.layers, self.boundaries, how=self.how, by=self._by)
+        edges = list(pairwise([0, *self.boundaries, len(self.layers)]))
+        times = [sum(layer.time for layer in self.layers[a:b]) for a, b in edges]
+        saved = [sum(layer.saved_bytes for layer in self.layers[a:b]) for a, b in edges]
+        rows = [("stage", "layers", "parameters", "MiB", "time", "activations", "receives")]
+        for stage, ((first, end), part) in enumerate(zip(edges, self._parts, strict=True)):
+            layers = self.layers[first:end]
+            held = {k: v for layer in layers for k, v in layer.parameters.items()}
+            rows.append(
+                (
+                    f"{stage}",
+                    " to ".join(dict.fromkeys((layers[0].name, layers[-1].name))),
+                    f"{sum(numel for _, numel in held.values()):,}",
+                    f"{sum(nbytes for nbytes, _ in held.values()) / 2**20:,.1f}",
+                    f"{times[stage] / sum(times):.0%}" if any(times) else "unknown",
+                    f"{saved[stage] / 2**20:,.2f} MiB" if any(saved) else "unknown",
+                    ", ".join(part.inputs) or "nothing",
+                )
+            )
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)) for row in rows]
+        title = f"{self.num_stages} stages, {self.how}, cut by {self._by}"
+        return "\n".join([title, *map(str.rstrip, lines)])
 
     def recut(
         self,
@@ -158,8 +170,15 @@ class Cut:
             WeightsError: If values are missing or cannot be read; on all ranks.
         """
         self._held = tuple(sorted(stages))
-        if self.source is not None:
-            self.source.load(self._uncut, [self.modules[stage] for stage in self._held])
+        modules, source = [self.modules[stage] for stage in self._held], self.source
+        if source is None:
+            return
+        if source.directory is not None:
+            load_stages(
+                source.directory, self._uncut, modules, device=source.device, seed=source.seed
+            )
+        elif source.seed is not None:
+            start_stages(self._uncut, modules, seed=source.seed, device=source.device)
 
     def save_pretrained(
         self, directory: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES
@@ -194,11 +213,8 @@ class Cut:
         )
 
     def __repr__(self) -> str:
-        return f"Cut({self.num_stages} stages, {self.how}, begin with {self._begins})"
-
-    @property
-    def _begins(self) -> list[str]:
-        return [self.layers[start].name for start in (0, *self.boundaries)]
+        begins = [self.layers[start].name for start in (0, *self.boundaries)]
+        return f"Cut({self.num_stages} stages, {self.how}, begin with {begins})"
 
     def layers_of(self, stage: int) -> list[str]:
         """Returns the names of a stage's layers."""
@@ -215,21 +231,21 @@ class Cut:
             own_loss: Whether the last stage also returns the model's own loss.
             recompute: As `Stage`.
         """
-        return [self._stage(i, own_loss=own_loss, recompute=recompute) for i in indices]
-
-    def _stage(self, index: int, *, own_loss: bool, recompute: bool) -> Stage:
-        part, module = self._parts[index], self.modules[index]
         if self.how == "sequential":
-            return Stage(module, index, recompute=recompute)
-        is_last = index == self.num_stages - 1
-        return CutStage(
-            Part(module, part.inputs, part.outputs),
-            index,
-            self._conventions,
-            is_last=is_last,
-            labels=self.labels if own_loss and is_last else (),
-            recompute=recompute,
-        )
+            return [Stage(self.modules[i], i, recompute=recompute) for i in indices]
+        last = self.num_stages - 1
+        return [
+            CutStage(
+                # The user may have exchanged the module, as torch.compile does.
+                replace(self._parts[i], module=self.modules[i]),
+                i,
+                self._conventions,
+                is_last=i == last,
+                labels=self.labels if own_loss and i == last else (),
+                recompute=recompute,
+            )
+            for i in indices
+        ]
 
 
 def _ties_of(model: nn.Module, parts: Sequence[Part]) -> list[list[str]]:

@@ -5,12 +5,16 @@ is one that transformers must not split. What is inside of a layer does not coun
 any module with parameters, with buffers that are saved, or with dropout is a layer: embeddings,
 norms, heads. All other code of the model is glue, and runs on every stage that needs its results.
 Glue must not hold what a checkpoint has, and must not draw random numbers for several stages.
+
+An ``nn.Sequential`` has no glue. So its layers are known without a run, and a stage is again an
+``nn.Sequential``, of some of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import count
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count, groupby, pairwise
 
 from torch import nn
 
@@ -26,6 +30,22 @@ _DROPOUTS = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+
+
+@dataclass(frozen=True)
+class Part:
+    """A stage of a cut: a module and the names of its ends.
+
+    Attributes:
+        module: Takes the values of `inputs` by position and what a step is given by name.
+        inputs: Names of values that earlier stages make.
+        outputs: Names of values that later stages take. Of the last stage: names of what the model
+            returns.
+    """
+
+    module: nn.Module
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
 
 
 def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
@@ -45,8 +65,7 @@ def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
     )
     layers: dict[str, nn.Module] = {}
     for depth in count(1):
-        before, layers = layers, {}
-        _Collector(unsplittable, layers).collect(model, "", depth)
+        before, layers = layers, dict(_layers_in(model, "", depth, unsplittable, set()))
         if sum(map(has_state, layers.values())) >= num_stages:
             break
         if before.keys() == layers.keys():
@@ -58,43 +77,31 @@ def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:
     return layers
 
 
-class _Collector:
-    """Collects the layers of a model."""
+def _layers_in(
+    module: nn.Module, name: str, depth: int, unsplittable: Collection[str], seen: set[int]
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers inside of a module of this name that is no layer itself.
 
-    def __init__(self, unsplittable: Collection[str], layers: dict[str, nn.Module]) -> None:
-        self._unsplittable = unsplittable
-        self._layers = layers
-        self._seen = set[int]()
-
-    def collect(self, module: nn.Module, name: str, depth: int) -> None:
-        """Adds the layers inside of a module, which is not a layer itself.
-
-        Args:
-            module: The module.
-            name: Of the module; "" of the model.
-            depth: How many lists deep layers are.
-        """
-        for child_name, child in module.named_children():
-            path = f"{name}.{child_name}" if name else child_name
-            if id(child) in self._seen:
-                continue
-            self._seen.add(id(child))
-            has_forward = not isinstance(child, _WITHOUT_FORWARD)
-            is_member = isinstance(module, _LISTS)
-            is_named = type(child).__name__ in self._unsplittable
-            is_whole = depth <= 1 and has_forward and (is_member or is_named)
-            is_open = not has_forward or _holds_layers(child, self._unsplittable)
-            if is_open and not is_whole:
-                self.collect(child, path, depth - (is_member and has_forward))
-            elif is_whole or is_weighty(child):
-                self._layers[path] = child
-
-
-def _holds_layers(module: nn.Module, unsplittable: Collection[str]) -> bool:
-    return any(
-        (isinstance(part, _LISTS) and len(part)) or type(part).__name__ in unsplittable
-        for part in module.modules()
-    )
+    Layers are `depth` lists deep. A module that was `seen` counts under its first name alone.
+    """
+    for child_name, child in module.named_children():
+        path = f"{name}.{child_name}" if name else child_name
+        if id(child) in seen:
+            continue
+        seen.add(id(child))
+        has_forward = not isinstance(child, _WITHOUT_FORWARD)
+        is_member = isinstance(module, _LISTS)
+        is_named = type(child).__name__ in unsplittable
+        is_whole = depth <= 1 and has_forward and (is_member or is_named)
+        holds_layers = any(
+            (isinstance(part, _LISTS) and len(part)) or type(part).__name__ in unsplittable
+            for part in child.modules()
+        )
+        if not is_whole and (holds_layers or not has_forward):
+            inner = depth - (is_member and has_forward)
+            yield from _layers_in(child, path, inner, unsplittable, seen)
+        elif is_whole or is_weighty(child):
+            yield path, child
 
 
 def is_weighty(module: nn.Module) -> bool:
@@ -105,3 +112,76 @@ def is_weighty(module: nn.Module) -> bool:
 def has_state(module: nn.Module) -> bool:
     """Whether a module has parameters, or buffers that are saved."""
     return bool([*module.parameters(), *module.state_dict()])
+
+
+def is_sequential(model: object) -> bool:
+    """Whether a model is an nn.Sequential with its own forward."""
+    return isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+
+
+def only_layers(model: object) -> nn.Sequential:
+    """Returns `model` if it is no more than its layers in order. Stages would lose the rest.
+
+    Raises:
+        TopologyError: If it is anything else.
+    """
+    if not isinstance(model, nn.Sequential) or not is_sequential(model):
+        raise TopologyError(
+            f"only an nn.Sequential, with its own forward, can be cut into its layers, found "
+            f"{type(model).__name__}: return the model's layers in order, each taking what the "
+            f"one before returns"
+        )
+    if names := _own_tensors(model):
+        raise TopologyError(
+            f"the model holds {names} beside its layers, which belong to no stage: put them into a "
+            f"layer"
+        )
+    return model
+
+
+def sequential_layers(model: nn.Sequential, num_stages: int) -> list[tuple[str, nn.Module]]:
+    """Returns the layers of a model, by name and in order.
+
+    A layer may be there twice. If there are fewer than stages, those of Sequentials inside count.
+    """
+    named = _members(model)
+    while len(named) < num_stages:
+        deeper = list[tuple[str, nn.Module]]()
+        for name, layer in named:
+            is_open = is_sequential(layer) and _members(layer) and not _own_tensors(layer)
+            inside = [(f"{name}.{inner}", part) for inner, part in _members(layer)]
+            deeper += inside if is_open else [(name, layer)]
+        if len(deeper) == len(named):
+            break
+        named = deeper
+    return named
+
+
+def sequential_parts(
+    model: nn.Sequential, named: Sequence[tuple[str, nn.Module]], starts: Sequence[int]
+) -> list[Part]:
+    """Returns the stages of a model. Nothing is copied: stages share its layers."""
+    modules = [_nested(named[a:b], model) for a, b in pairwise([0, *starts, len(named)])]
+    return [Part(module, ("x",), ("x",)) for module in modules]
+
+
+def _members(layer: nn.Module) -> list[tuple[str, nn.Module]]:
+    # Layers are not taken as model[a:b], which would call the constructor of a subclass.
+    return [(name, part) for name, part in layer._modules.items() if part is not None]
+
+
+def _own_tensors(module: nn.Module) -> list[str]:
+    """Returns the names of what a module holds itself, and not in a layer."""
+    parameters = module.named_parameters(recurse=False)
+    return [name for name, _ in (*parameters, *module.named_buffers(recurse=False))]
+
+
+def _nested(named: Sequence[tuple[str, nn.Module]], model: nn.Module) -> nn.Sequential:
+    """Returns layers under their names; those of a Sequential inside stay inside of one."""
+    result = nn.Sequential()
+    result.training = model.training  # layers keep their own modes
+    for head, group in groupby(named, lambda pair: pair[0].partition(".")[0]):
+        inside = [(name.partition(".")[2], layer) for name, layer in group]
+        name, layer = inside[0]
+        result.add_module(head, _nested(inside, model.get_submodule(head)) if name else layer)
+    return result

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import ConfigError
+from pipegrad.partition.conventions import BATCH
 from pipegrad.partition.cut_model import Cut
-from pipegrad.partition.cut_stage import BATCH
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.data.feed import Feed

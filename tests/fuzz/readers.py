@@ -219,7 +219,7 @@ def weights(name: str, content: bytes, folder: Path) -> None:
         written(shard(), folder, "1.safetensors")
     found = Weights(folder)
     try:
-        for tensor in found.names:
+        for tensor in found.files:
             spec = found.spec(tensor)
             assert tuple(found.read(tensor).shape) == spec.shape
     finally:

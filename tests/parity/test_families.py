@@ -1,6 +1,6 @@
 """Families of transformers models, cut and trained, against one process that has the uncut model.
 
-Each family is cut in each way, most into four stages, some into two and into eight. What is read of
+Each family is cut into four stages, some also into two and into eight. What is read of
 a model takes most of the time, on each rank: there are no more ranks, and no more layers, than a
 case needs. All families with all schedules on 2 and on 4 ranks are left to `everything()`.
 """
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 import pipegrad
-from pipegrad.errors import TopologyError
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
 from tests.support.pairwise import everything
 from tests.support.partition.families import FAMILIES, ROWS, TOKENS
@@ -30,14 +29,11 @@ from tests.support.rounding import ADAM_EPS, rounding
 pytest.importorskip("transformers")
 
 STEPS = 3
-SECONDS = 400.0  # the first case of a world imports what traces, in each rank
+SECONDS = 400.0  # the first case of a world imports transformers, in each rank
 # Losses and norms of transformers compute in float32, whatever the dtype of the model.
 MOST = 1e-6
 MICROBATCH = 2  # rows
-WAYS = ("structural", "traced")
 SCHEDULES = {"1f1b": 1, "eager-1f1b": 1, "interleaved-1f1b": 2, "zb-h1": 1, "zbv": 2}  # stages
-# Which experts a token goes to depends on its values, and so would the graph.
-REFUSED = {("Mixtral, expert by expert", "traced"): "cannot trace MixtralForCausalLM"}
 # These compute nothing in float32.
 EXACT = ("BERT", "BART", "Whisper", "ViT")
 MOST_EXACT = rounding(ROWS * TOKENS, dtype=torch.float64)
@@ -55,8 +51,6 @@ FOUR_RANKS = {
     "BART": "eager-1f1b",
     "Whisper": "zb-h1",
 }
-# Traced into two stages, on two ranks; elsewhere both are on one rank.
-TWO_TRACED = {"GPT-2": "1f1b", "BERT": "eager-1f1b", "T5": "zb-h1"}
 
 
 @dataclass(frozen=True)
@@ -64,14 +58,13 @@ class Case:
     """A way to train a family; ranks that a pipeline does not need are replicas."""
 
     family: str
-    how: str
     schedule: str
     pipeline: int
     num_ranks: int
     num_layers: int = 4
 
     def __str__(self) -> str:
-        return f"{self.family}, {self.how}, {self.schedule}, {self.pipeline} ranks"
+        return f"{self.family}, {self.schedule}, {self.pipeline} ranks"
 
 
 def cases() -> Iterator[Case]:
@@ -80,18 +73,15 @@ def cases() -> Iterator[Case]:
     for at, family in enumerate(FAMILIES):
         schedule = FOUR_RANKS.get(family, loops[at % 2])
         pipeline = 4 // SCHEDULES[schedule]
-        yield Case(family, "structural", schedule, pipeline, pipeline)
-        schedule = TWO_TRACED.get(family, loops[(at + 1) % 2])
-        pipeline = 2 // SCHEDULES[schedule]
-        yield Case(family, "traced", schedule, pipeline, pipeline)
+        yield Case(family, schedule, pipeline, pipeline)
         for pipeline, schedule in zip((2, 4), VARIOUS.get(family, ()), strict=False):
-            yield Case(family, "structural", schedule, pipeline, num_ranks=4, num_layers=6)
+            yield Case(family, schedule, pipeline, num_ranks=4, num_layers=6)
         if everything():
-            for schedule, how, pipeline in itertools.product(names, WAYS, (2, 4)):
-                yield Case(family, how, schedule, pipeline, num_ranks=4, num_layers=6)
+            for schedule, pipeline in itertools.product(names, (2, 4)):
+                yield Case(family, schedule, pipeline, num_ranks=4, num_layers=6)
 
 
-CASES = [case for case in dict.fromkeys(cases()) if (case.family, case.how) not in REFUSED]
+CASES = [*dict.fromkeys(cases())]
 SMOKE = next(case for case in CASES if case.family == "T5")
 
 
@@ -124,10 +114,8 @@ def worst(found: Mapping[str, Tensor | None], true: Mapping[str, Tensor | None])
 @pytest.mark.parametrize("case", on_ranks(CASES, SMOKE, seconds=SECONDS))
 def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: Case) -> None:
     at, number = topology(case.pipeline), ROWS // MICROBATCH
-    example = {n: x[:MICROBATCH] for n, x in batch(case.family, 0).items()}
-    options: Any = {"how": case.how} | ({"example": example} if case.how == "traced" else {})
     model = FAMILIES[case.family].with_layers(case.num_layers).build()
-    parts = pipegrad.cut(model, case.pipeline * SCHEDULES[case.schedule], **options)
+    parts = pipegrad.cut(model, case.pipeline * SCHEDULES[case.schedule])
     scheduler = pipegrad.Scheduler(
         parts, at, schedule=case.schedule, num_microbatches=number // at.size("dp")
     )
@@ -155,10 +143,3 @@ def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: 
     # Everything is held somewhere, also what is frozen, such as Whisper's positions.
     assert set().union(*gathered({*held})) == {*true.parameters}
     bits(seen.parameters, parts.tied)
-
-
-@pytest.mark.parametrize(("family", "how"), REFUSED)
-def test_what_cannot_be_is_refused_in_words(family: str, how: str) -> None:
-    example = {name: value[:MICROBATCH] for name, value in batch(family, 0).items()}
-    with pytest.raises(TopologyError, match=REFUSED[family, how]):
-        pipegrad.cut(FAMILIES[family].build(), 2, how=how, example=example)

@@ -1,36 +1,34 @@
 """Flow: which layers a model calls, in which order, and which values go from layer to layer.
 
 [Note: flow] The model runs once, on a sample. Outside of layers, every operator of torch is seen,
-and for each of its results it is noted from which outputs of layers it was computed. So when a
+and each of its results is recorded with the outputs of layers that it was computed from. So when a
 layer is called, its inputs say which outputs of which earlier calls it needs, however far away
 these are. The code between layers need not be understood: each stage runs it again.
 
 The tensors of the sample, and the model's parameters and buffers, are fake. Fake tensors have a
 shape, a dtype and a device, but no memory. So the run costs no memory, changes no buffer, draws no
 random number, and works for a model on the meta device. If the model's code needs values of
-tensors, it runs on the real ones, under a random state and with buffers that are put back. All
-other attributes are those of a copy of the model, so no cache of the model keeps what the run made.
+tensors, it runs on its parameters and on copies of all other tensors, and the random state is put
+back. Attributes are those of a copy of the model, so no cache of the model keeps what the run made.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
+from itertools import chain
+from types import CellType, FunctionType
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError, in_words
-from pipegrad.interop.private import (
-    FakeTensorMode,
-    quiet_fake_tensors,
-    tree_flatten,
-)
-from pipegrad.partition.structural.calls import Flow
-from pipegrad.partition.structural.changes import Watch, enclosed, find, roots_of
-from pipegrad.partition.structural.recorder import Recorder, recorded_layer, shapes_of
+from pipegrad.interop.private import FakeTensorMode, quiet_fake_tensors, tree_flatten
+from pipegrad.partition.structural.calls import Flow, Watch, find, roots_of
+from pipegrad.partition.structural.model_recorder import ModelRecorder
 from pipegrad.partition.structural.shallow import isolated
 from pipegrad.partition.structural.stand_ins import EXPERTS
 
@@ -53,7 +51,7 @@ def flow_of(
     Raises:
         TopologyError: If the model fails, or if layers without memory are to be measured.
     """
-    is_meta = any(tensor.is_meta for tensor in _state(model).values())
+    is_meta = any(tensor.is_meta for tensor in chain(model.parameters(), model.buffers()))
     if timed and is_meta:
         raise TopologyError(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
@@ -70,7 +68,11 @@ def flow_of(
             raise
         except Exception as error:  # noqa: BLE001 - the first one is raised below
             failures.append(error)
-    raise TopologyError(_failed(model, sample, failures[0])) from failures[0]
+    raise TopologyError(
+        f"{type(model).__name__} fails on a sample of {_shapes_of(sample)}: "
+        f"{in_words(failures[0])}. Give example={{...}}, the keyword arguments of its forward for "
+        f"a small batch"
+    ) from failures[0]
 
 
 def _in_both_modes(
@@ -95,28 +97,14 @@ def _in_both_modes(
     if _handed(trained) != _handed(flow):
         return trained  # what layers hand on in training alone, such as balance losses
     calls = [
-        replace(call, draws=other.draws)
+        replace(call, origin=replace(call.origin, draws=other.origin.draws))
         for call, other in zip(flow.calls, trained.calls, strict=True)
     ]
     return replace(flow, calls=tuple(calls))
 
 
 def _handed(flow: Flow) -> list[object]:
-    return [(call.changes, len(call.outputs), call.needs) for call in flow.calls]
-
-
-def _failed(model: nn.Module, sample: Mapping[str, object], error: Exception) -> str:
-    return (
-        f"{type(model).__name__} fails on a sample of {shapes_of(sample)}: {in_words(error)}. Give "
-        f"example={{...}}, the keyword arguments of its forward for a small batch"
-    )
-
-
-def _state(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        **dict(model.named_parameters(remove_duplicate=False)),
-        **dict(model.named_buffers(remove_duplicate=False)),
-    }
+    return [(call.changes, len(call.outputs), call.origin.sources) for call in flow.calls]
 
 
 def _run(
@@ -129,58 +117,82 @@ def _run(
     timed: bool = False,
     is_training: bool = False,
 ) -> Flow:
+    tensor_of = cache(partial(_fake, dtype=dtype) if fake else _real)
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if fake:
             stack.enter_context(quiet_fake_tensors())
             stack.enter_context(FakeTensorMode())
         else:
-            stack.enter_context(_unchanged(model))
-        made: dict[int, Tensor] = {}
-        shared = enclosed(model)
+            stack.enter_context(torch.random.fork_rng())
+        shared = _enclosed(model)
         untouched = stack.enter_context(_untouched(model, shared))
-        copied = isolated(
-            model, (lambda x: _fake(x, made, dtype)) if fake else (lambda x: x), shared
-        )
+        copied = isolated(model, tensor_of, shared)
         if is_training:
             copied.train()
-        inputs = {
-            name: _fake(x, made, dtype) if fake and isinstance(x, Tensor) else x
-            for name, x in sample.items()
-        }
-        recorder = Recorder(copied, timed=timed)
-        for name in layers:
-            recorded_layer(recorder, name, copied.get_submodule(name))
-        before = dict(copied.named_buffers())
+        inputs = {n: tensor_of(x) if isinstance(x, Tensor) else x for n, x in sample.items()}
+        recorder = ModelRecorder(copied, [*layers], inputs, timed=timed)
         try:
             with recorder:
                 returned = copied(**inputs)
         except Exception:
             untouched()  # what may be why
             raise
-        recorder.refuse_new_buffers(before, copied)
+        recorder.refuse_new_buffers()
         untouched()
     _install_hooks(model, copied)
-    seen, written = recorder.seen(returned), frozenset(recorder.written)
-    return Flow(recorder.cleared(), seen, written, recorder.is_heard, shapes_of(sample))
+    return Flow(
+        returned=recorder.seen(returned),
+        calls=recorder.calls(),
+        written=frozenset(recorder.written),
+        writes_inputs=recorder.writes_inputs,
+        is_heard=recorder.is_heard,
+        sample=_shapes_of(sample),
+    )
 
 
-def _fake(tensor: Tensor, made: dict[int, Tensor], dtype: torch.dtype | None) -> Tensor:
-    """Returns a fake tensor like `tensor`, on the CPU if that has no memory; the same one again.
+def _real(tensor: Tensor) -> Tensor:
+    """Returns a tensor for a run on real ones, which may write into buffers and inputs."""
+    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
 
-    It has `dtype`, if that is given and the tensor is of floating point.
+
+def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """Returns a fake tensor like `tensor`, on the CPU if that has no memory.
+
+    It has `dtype`, if there is one and the tensor is of floating point.
     """
-    if id(tensor) not in made:
-        copied: Tensor = torch.empty_strided(
-            tensor.shape,
-            tensor.stride(),
-            dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
-            device="cpu" if tensor.is_meta else tensor.device,
-        )
-        if isinstance(tensor, nn.Parameter):
-            copied = nn.Parameter(copied, tensor.requires_grad)
-        made[id(tensor)] = copied
-    return made[id(tensor)]
+    copied: Tensor = torch.empty_strided(
+        tensor.shape,
+        tensor.stride(),
+        dtype=dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype,
+        device="cpu" if tensor.is_meta else tensor.device,
+    )
+    return (
+        nn.Parameter(copied, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else copied
+    )
+
+
+def _shapes_of(sample: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(x.shape) for name, x in sample.items() if isinstance(x, Tensor)}
+
+
+def _enclosed(model: nn.Module) -> list[object]:
+    """Returns the containers that functions of a model hold, such as hooks, beside the model."""
+
+    def content(cell: CellType) -> object:
+        try:
+            return cell.cell_contents
+        except ValueError:  # nothing yet
+            return None
+
+    functions = (
+        function
+        for part in model.modules()
+        for function in (*vars(part).values(), *part._forward_hooks.values())
+        if isinstance(function, FunctionType)
+    )
+    contents = (content(cell) for function in functions for cell in function.__closure__ or ())
+    return [x for x in contents if isinstance(x, list | dict | set | deque)]
 
 
 def _install_hooks(model: nn.Module, copied: nn.Module) -> None:
@@ -189,15 +201,15 @@ def _install_hooks(model: nn.Module, copied: nn.Module) -> None:
     Otherwise each stage would install them in layers that it shares with the model, and the model,
     or its next cut, once more.
     """
-    parts = [(part, model.get_submodule(name)) for name, part in copied.named_modules()]
-    if all(part._forward_hooks.keys() <= own._forward_hooks.keys() for part, own in parts):
+    pairs = [(model.get_submodule(name), part) for name, part in copied.named_modules()]
+    if all(part._forward_hooks.keys() <= old._forward_hooks.keys() for old, part in pairs):
         return
-    for part, own in parts:
+    for old, part in pairs:
         for table in ("_forward_hooks", "_forward_hooks_with_kwargs"):
             for key, hook in vars(part)[table].items():
-                vars(own)[table].setdefault(key, hook)
-        new = vars(part).keys() - vars(own).keys()
-        vars(own).update({name: True for name in new if vars(part)[name] is True})
+                vars(old)[table].setdefault(key, hook)
+        new = vars(part).keys() - vars(old).keys()
+        vars(old).update({name: True for name in new if vars(part)[name] is True})
 
 
 @contextlib.contextmanager
@@ -223,15 +235,3 @@ def _untouched(model: nn.Module, shared: Sequence[object]) -> Iterator[Callable[
         yield refuse
     finally:
         watch.restore()
-
-
-@contextlib.contextmanager
-def _unchanged(model: nn.Module) -> Iterator[None]:
-    """Puts buffers and random states back."""
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        with torch.random.fork_rng():
-            yield
-    finally:
-        for buffer, before in buffers:
-            buffer.copy_(before)

@@ -7,53 +7,59 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import tree_flatten
 
 
-def shallow(model: nn.Module, replaced: Mapping[int, nn.Module]) -> nn.Module:
+def shallow(
+    module: nn.Module, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Module] | None = None
+) -> nn.Module:
     """Returns a copy of a model that holds other modules in the place of some.
 
     Modules without a replaced one inside are the model's own. All tensors are the model's own, and
     stand in tables of the copy where a replaced module is inside.
 
     Args:
-        model: The model.
+        module: The model, or a module of it.
         replaced: A module's id -> what stands in its place.
+        copies: Those of other modules of the model, by id.
 
     Raises:
         TopologyError: If a module that must be copied calls the code of another object.
     """
-    return _copied(model, replaced, {}, "")
-
-
-def _copied(
-    module: nn.Module, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module], name: str
-) -> nn.Module:
+    copies = {} if copies is None else copies
     if id(module) in replaced:
         return replaced[id(module)]
-    if id(module) in made:
-        return made[id(module)]
+    if id(module) in copies:
+        return copies[id(module)]
     if not any(id(part) in replaced or _holds(part, replaced) for part in module.modules()):
         return module
     if "forward" in vars(module) or hasattr(module, "_orig_mod"):
         raise TopologyError(
-            f"the forward of {name or 'the model'!r} was exchanged, as torch.compile and "
+            f"the forward of a {type(module).__name__} was exchanged, as torch.compile and "
             f"accelerate do: cut the model first, and compile or wrap its stages"
         )
-    result = made[id(module)] = twin(module)
-    vars(result).update({key: _held(x, replaced, made) for key, x in vars(module).items()})
+    result = copies[id(module)] = twin(module)
     vars(result)["_parameters"] = dict(module._parameters)
     vars(result)["_buffers"] = dict(module._buffers)
-    vars(result)["_modules"] = {
-        child_name: None
-        if child is None
-        else _copied(child, replaced, made, f"{name}.{child_name}" if name else child_name)
-        for child_name, child in module._modules.items()
-    }
+    relink(result, replaced, copies)
     return result
+
+
+def relink(
+    module: nn.Module, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Module] | None = None
+) -> None:
+    """Puts what stands in the place of other modules into the attributes of a twin."""
+    copies = {} if copies is None else copies
+    others = {key: x for key, x in vars(module).items() if key != "_modules"}
+    attributes = {key: _held(x, replaced, copies) for key, x in others.items()}
+    attributes["_modules"] = {
+        name: child and shallow(child, replaced, copies) for name, child in module._modules.items()
+    }
+    vars(module).update(attributes)
 
 
 def _holds(module: nn.Module, replaced: Mapping[int, nn.Module]) -> bool:
@@ -72,30 +78,17 @@ def _listed(value: object) -> Iterator[nn.Module]:
                 yield from _listed(x)
 
 
-def _held(value: Any, replaced: Mapping[int, nn.Module], made: dict[int, nn.Module]) -> Any:  # noqa: ANN401
+def _held(value: Any, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Module]) -> Any:  # noqa: ANN401
     """Returns an attribute in which modules may be listed, with what stands in their place."""
     if isinstance(value, nn.Module):
-        return _copied(value, replaced, made, "")
+        return shallow(value, replaced, copies)
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values() if isinstance(value, dict) else value)
-    mapped = [_held(x, replaced, made) for x in items]
+    mapped = [_held(x, replaced, copies) for x in items]
     if all(x is y for x, y in zip(mapped, items, strict=True)):
         return value
     return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
-
-
-def linked(module: nn.Module, replaced: Mapping[int, nn.Module]) -> None:
-    """Puts what stands in the place of other modules into the lists of a twin."""
-    made = dict[int, nn.Module]()
-    vars(module).update(
-        {k: _held(x, replaced, made) for k, x in vars(module).items() if k != "_modules"}
-    )
-    if any(_holds(part, replaced) for child in module.children() for part in child.modules()):
-        vars(module)["_modules"] = {
-            name: child and _copied(child, replaced, made, name)
-            for name, child in module._modules.items()
-        }
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -131,23 +124,39 @@ def isolated(
         ) from error
 
 
+def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:
+    """Returns a copy of a model on the meta device.
+
+    Args:
+        model: The model, or a layer.
+        shared: Containers that the copy holds, too.
+    """
+
+    def on_meta(tensor: Tensor) -> Tensor:
+        copied = torch.empty_like(tensor, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        return nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
+
+    return isolated(model, on_meta, shared)
+
+
 def as_kind(
-    module: nn.Module, kind: type[nn.Module], own: type[nn.Module] | None = None
+    module: nn.Module, kind: type[nn.Module], other: type[nn.Module] | None = None
 ) -> nn.Module:
     """Makes a module one of two classes, and returns it.
 
     Args:
         module: The module.
         kind: The class whose methods count first.
-        own: The other class; that of the module if None.
+        other: The other class; that of the module if None.
     """
     both: Any = _both  # mypy: modules' classes have no hash
-    module.__class__ = both(kind, own or type(module))
+    module.__class__ = both(kind, other or type(module))
     return module
 
 
 @cache
-def _both(kind: Any, own: Any) -> Any:  # noqa: ANN401
+def _both(kind: Any, other: Any) -> Any:  # noqa: ANN401
     # It looks like the module's own class, to those who print it or ask for its name.
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__}
-    return type(own.__name__, (kind, own), names)
+    names = {"__module__": other.__module__, "__qualname__": other.__qualname__}
+    return type(other.__name__, (kind, other), names)

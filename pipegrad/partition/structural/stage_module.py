@@ -11,11 +11,11 @@ layer stands a module without parameters, which computes nothing:
 The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
 before its first layer, such as the making of masks, but nothing behind its last one.
 """
+# ruff: noqa: ANN401 - layers take and return anything
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -27,16 +27,18 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import tree_flatten
-from pipegrad.partition.structural.calls import Call, Output, Source
-from pipegrad.partition.structural.changes import (
-    Reading,
+from pipegrad.partition.structural.calls import (
+    Call,
+    Flow,
+    Output,
+    Source,
+    Watch,
     apply,
     contents_of,
     find,
     restore,
     roots_of,
 )
-from pipegrad.partition.structural.shallow import as_kind, twin
 from pipegrad.partition.structural.stand_ins import filled, leaf_of
 
 _MOST_SHAPES = 4096  # that a stage remembers
@@ -44,50 +46,46 @@ CPU = torch.device("cpu")
 
 
 class _StageEndedError(BaseException):
-    """Leaves the model's forward behind the last layer of a stage; no error of the model."""
+    """Leaves the model's forward behind the last layer of a stage.
+
+    It is no Exception: code of a model may catch all of these, and would go on.
+    """
 
 
 class Run:
     """The forward of one stage, while it runs.
 
     Args:
-        calls: The calls of all layers of the model.
+        flow: What the model does.
         first: The first call of the stage.
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
-        written: Outputs of layers into which code outside of layers writes. That code runs on each
-            stage, so each has memory of its own for them.
-        is_heard: Whether hooks on stand-ins run.
+        layers: Those of the stage, in the uncut model. Their tensors say where the stage is.
 
     Attributes:
+        flow: The argument.
         first: The argument.
-        own: The layers of the stage.
     """
 
     def __init__(
         self,
-        calls: Sequence[Call],
+        flow: Flow,
         first: int,
         end: int,
+        *,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
-        *,
-        written: Collection[Source],
-        is_heard: bool,
+        layers: Sequence[nn.Module],
     ) -> None:
-        self._calls = calls
-        self.first, self._end = first, end
-        self._inputs = tuple(inputs)
-        self._outputs = tuple(outputs)
-        self._written = written
+        self.flow, self.first, self._end = flow, first, end
+        self._inputs, self._outputs = tuple(inputs), tuple(outputs)
+        self._layers = tuple(layers)
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
-        self._is_heard = is_heard
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
-        self.own: Sequence[nn.Module] = ()
 
     @property
     def is_running(self) -> bool:
@@ -97,7 +95,7 @@ class Run:
     @property
     def is_last(self) -> bool:
         """Whether the stage is the last one."""
-        return self._end == len(self._calls)
+        return self._end == len(self.flow.calls)
 
     @contextmanager
     def forward(self, edges: Sequence[Tensor]) -> Iterator[None]:
@@ -108,7 +106,7 @@ class Run:
                 than it was cut for.
         """
         if len(edges) != len(self._inputs):
-            names = [self._calls[source.call].name_of(source.leaf) for source in self._inputs]
+            names = [self.flow.calls[source.call].name_of(source.leaf) for source in self._inputs]
             raise StepError(f"the stage takes {names}, and was given {len(edges)} values")
         self._number = 0
         self._values = dict(zip(self._inputs, edges, strict=True))
@@ -132,8 +130,8 @@ class Run:
         if self._number is None or self._inside:
             return None
         number = self._number
-        if number >= self._end or self._calls[number].layer != layer:
-            expected = self._calls[number].layer if number < self._end else "no further layer"
+        if number >= self._end or self.flow.calls[number].layer != layer:
+            expected = self.flow.calls[number].layer if number < self._end else "no further layer"
             raise StepError(
                 f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
                 f"pipeline needs the same layers in the same order in each step. Switch off what "
@@ -142,13 +140,13 @@ class Run:
         self._number += 1
         return number
 
-    def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:  # noqa: ANN401
+    def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the stage."""
-        known = self._calls[number]
+        known = self.flow.calls[number]
         wanted = [source for source in self._outputs if source.call == number]
         at = known.structure.num_leaves
         reads = any(source.leaf >= at for source in wanted)
-        reading = Reading(known.changes if reads else (), layer, args, kwargs)
+        reading = Watch(layer, args, kwargs, known.changes if reads else ())
         if known.cleared and not self.is_last:  # the stage ends before the code that clears them
             roots = roots_of(layer, args, kwargs)
             boxes = [find(roots, known.changes[number].path) for number in known.cleared]
@@ -176,9 +174,9 @@ class Run:
         """Returns the leaves of what a layer changed."""
         leaves = list[Any]()
         for change, structure, value in zip(call.changes, call.structures, values, strict=True):
-            found, spec = tree_flatten(value)
+            changed, spec = tree_flatten(value)
             if spec == structure:
-                leaves += found
+                leaves += changed
                 continue
             if layer.training:
                 raise StepError(
@@ -195,53 +193,47 @@ class Run:
         return leaves
 
     def other(
-        self,
-        number: int,
-        standing: nn.Module,
-        described: nn.Module,
-        args: Any,  # noqa: ANN401
-        kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401
+        self, number: int, standing: nn.Module, described: nn.Module, args: Any, kwargs: Any
+    ) -> Any:
         """Returns what stands for the outputs of a layer of another stage, and does its changes."""
-        call = self._calls[number]
-        if call.is_like_first and args and _is_float(args[0]):
+        call = self.flow.calls[number]
+        # What hooks hear stands behind all other changes.
+        changes = [
+            (change, structure)
+            for change, structure in zip(call.changes, call.structures, strict=True)
+            if self.flow.is_heard or not change.is_heard
+        ]
+        is_float = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
+        if call.is_like_first and is_float:
             inputs = args[:1]  # to flatten all takes longer than the rest of this function
         else:
             inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
-        leaves = list[object]()
-
-        def more(number_of: int, *, is_heard: bool = False) -> None:
-            def computed(leaf: int) -> Any:  # noqa: ANN401
-                return self._leaf_of(number, leaf, described, args, kwargs)
-
-            for leaf in range(len(leaves), len(leaves) + number_of):
-                source = Source(number, leaf)
-                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
-
-        more(call.structure.num_leaves)
-        result = call.structure.unflatten(leaves)
-        roots = roots_of(standing, args, kwargs) if call.changes else {}
-        is_own = isinstance(standing, OwnLayer)
-        begins = list[int]()
+        computed = partial(self._leaf_of, number, described, args, kwargs)
+        leaves = list[Any]()
         # All shapes come first: a change may be of what the next shape is computed of.
-        for change, structure in zip(call.changes, call.structures, strict=True):
-            if change.is_heard and not self._is_heard:
-                break  # these stand behind all others
-            begins.append(len(leaves))
-            more(structure.num_leaves, is_heard=change.is_heard)
-        for change, structure, at in zip(call.changes, call.structures, begins, strict=False):
-            own = leaves[at : at + structure.num_leaves]
-            if is_own and change.is_inside and not self._has(number, own, at):
+        for change, structure in ((None, call.structure), *changes):
+            for _ in range(structure.num_leaves):
+                source, is_heard = (
+                    Source(number, len(leaves)),
+                    change is not None and change.is_heard,
+                )
+                leaves.append(self._leaf(source, inputs, leaves, computed, is_heard=is_heard))
+        at = call.structure.num_leaves
+        result = call.structure.unflatten(leaves[:at])
+        roots = roots_of(standing, args, kwargs) if changes else {}
+        is_own = isinstance(standing, OwnLayer)
+        for change, structure in changes:
+            tensors = [
+                i for i in range(at, at + structure.num_leaves) if isinstance(leaves[i], Tensor)
+            ]
+            values, at = leaves[at : at + structure.num_leaves], at + structure.num_leaves
+            is_received = all(Source(number, i) in self._values for i in tensors)
+            if is_own and change.is_inside and not is_received:
                 continue  # what the layer remembers on this stage
-            back = apply(change, structure.unflatten(own), find(roots, change.path))
+            back = apply(change, structure.unflatten(values), find(roots, change.path))
             if change.is_inside and not is_own:
                 self._undo.append(back)
         return result
-
-    def _has(self, number: int, leaves: Sequence[object], at: int) -> bool:
-        """Whether the stage received all tensors among some leaves, the first of which is `at`."""
-        numbers = [i for i, leaf in enumerate(leaves, at) if isinstance(leaf, Tensor)]
-        return all(Source(number, i) in self._values for i in numbers)
 
     def _leaf(
         self,
@@ -253,7 +245,7 @@ class Run:
         is_heard: bool,
     ) -> object:
         """Returns what stands for an output, behind the outputs `before` it."""
-        output = self._calls[source.call].outputs[source.leaf]
+        output = self.flow.calls[source.call].outputs[source.leaf]
         if (received := self._values.get(source)) is not None:
             return self._own_memory(source, received)
         if output.same is not None:
@@ -264,23 +256,16 @@ class Run:
             return computed(source.leaf) if is_size else output.value
         if output.like is not None and output.like.leaf < len(inputs):
             tensor = inputs[output.like.leaf]
-            shape = (*tensor.shape[: output.like.kept], *output.like.more)
+            shape = (*tensor.shape[: output.like.dims], *output.like.more)
         else:
             shape = computed(source.leaf)
         return self._own_memory(source, self._filled(shape, output, inputs))
 
     def _own_memory(self, source: Source, value: Tensor) -> Tensor:
         """Returns a value into which code may write, if the model does so."""
-        return value.clone() if source in self._written else value
+        return value.clone() if source in self.flow.written else value
 
-    def _leaf_of(
-        self,
-        number: int,
-        leaf: int,
-        described: nn.Module,
-        args: Any,  # noqa: ANN401
-        kwargs: Any,  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401 - a shape, or what is no tensor
+    def _leaf_of(self, number: int, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:
         """Returns the shape of an output that no input tells, or a number; once for each shape.
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
@@ -290,7 +275,7 @@ class Run:
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = leaf_of(self._calls[number], described, args, kwargs, leaf)
+            self._shapes[key] = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
@@ -309,7 +294,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        held = (tensor for layer in self.own for tensor in layer.parameters())
+        held = (tensor for layer in self._layers for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:
@@ -331,16 +316,10 @@ class Run:
         )
 
 
-def without_end_hooks(module: nn.Module) -> None:
-    """Takes the hooks from a stage before the last one that see what the model returns."""
-    for name in ("_forward_hooks", "_backward_hooks", "_backward_pre_hooks"):
-        vars(module)[name] = OrderedDict[int, Any]()
-
-
 class OwnLayer(nn.Module):
     """A layer of the stage."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         run, layer, described = vars(self)["_pipegrad_run"]
         number = run.enter(layer)
         if number is None:
@@ -353,7 +332,7 @@ class OwnLayer(nn.Module):
 class StageModule(nn.Module):
     """The uncut model on one stage."""
 
-    def forward(self, *edges: Tensor, **batch: object) -> Any:  # noqa: ANN401 - as the model
+    def forward(self, *edges: Tensor, **batch: object) -> Any:
         """Returns what the stage sends; on the last stage what the model returns.
 
         Args:
@@ -361,6 +340,11 @@ class StageModule(nn.Module):
             **batch: The arguments of the uncut model's forward, the same on every stage.
         """
         run: Run = vars(self)["_pipegrad_run"]
+        if run.flow.writes_inputs:
+            # All stages of a rank are given the same tensors, and a recomputed forward, too.
+            leaves, structure = tree_flatten(batch)
+            copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}
+            batch = structure.unflatten([copies.get(id(x), x) for x in leaves])
         with run.forward(edges):
             try:
                 returned = super().forward(**batch)
@@ -369,24 +353,6 @@ class StageModule(nn.Module):
         if not run.is_last:
             raise StepError("the model ended before the last layer of the stage: see layerdrop")
         return returned
-
-
-def own_layer(layer: nn.Module, name: str, described: nn.Module, run: Run) -> nn.Module:
-    """Returns a layer that counts its calls. It has the tensors of `layer`, in the same tables.
-
-    Args:
-        layer: The layer.
-        name: Of the layer.
-        described: As `other_layer`.
-        run: Of the stage.
-    """
-    result = as_kind(twin(layer), OwnLayer)
-    vars(result)["_pipegrad_run"] = run, name, described
-    return result
-
-
-def _is_float(value: object) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _kind_of(leaf: object) -> object:

@@ -4,11 +4,12 @@ While the stage runs, a stand-in has the modules, parameters and buffers of its 
 the right dtype and on the device of the stage, but filled with nan and without memory. Outside of a
 forward it has none: an optimizer or a checkpoint of the stage does not see them.
 """
+# ruff: noqa: ANN401 - code may ask for anything
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,15 +17,14 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.interop.private import fake_tensors, tree_flatten
-from pipegrad.partition.structural.calls import Call
-from pipegrad.partition.structural.changes import Reading, Watch, contents_of, put, restore
-from pipegrad.partition.structural.shallow import as_kind, isolated
-
-# The grouped products of experts know fake tensors of this dtype alone.
-EXPERTS = torch.bfloat16
+from pipegrad.partition.structural.calls import Call, Replaced, Watch
+from pipegrad.partition.structural.shallow import as_kind
 
 if TYPE_CHECKING:
     from pipegrad.partition.structural.stage_module import Run
+
+# The grouped products of experts know fake tensors of this dtype alone.
+EXPERTS = torch.bfloat16
 
 
 class _Table:
@@ -33,32 +33,37 @@ class _Table:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, part: Any, kind: object = None) -> Any:  # noqa: ANN401 - as a module's
-        own = vars(part)[self._name]
+    def __get__(self, part: Any, kind: object = None) -> Any:
+        table = vars(part)[self._name]  # has what code outside of layers uses on this stage
         stand_in = vars(part).get("_pipegrad_part")
-        return stand_in.table(self._name) | own if stand_in and stand_in.run.is_running else own
+        return stand_in.table(self._name) | table if stand_in and stand_in.run.is_running else table
 
-    def __set__(self, part: Any, value: object) -> None:  # noqa: ANN401
+    def __set__(self, part: Any, value: object) -> None:
         vars(part)[self._name] = value
 
 
+@dataclass(eq=False)
 class _Part:
-    """A module of a layer that is elsewhere."""
+    """A module of a layer that is elsewhere.
 
-    def __init__(
-        self,
-        run: Run,
-        layer: str,
-        described: nn.Module,
-        *,
-        lost: Collection[str],
-        dtypes: dict[torch.dtype, torch.dtype],
-    ) -> None:
-        self.run, self.layer, self.described = run, layer, described
-        self.lost = lost
-        self.children = dict[str, nn.Module | None]()
-        self._dtypes = dtypes
-        self._filled = dict[object, Any]()
+    Attributes:
+        run: Of the stage.
+        layer: Name of the layer.
+        described: The module, on the meta device.
+        lost: Names of attributes that the layer changes, but not to tensors.
+        dtypes: Those at the cut -> those behind conversions of the stage; of the whole layer.
+        children: What stands for the modules inside.
+        parts: Of the layer itself: what stands for all of its modules.
+    """
+
+    run: Run
+    layer: str
+    described: nn.Module
+    lost: Collection[str]
+    dtypes: dict[torch.dtype, torch.dtype]
+    children: dict[str, nn.Module | None] = field(default_factory=dict)
+    parts: Sequence[nn.Module] = ()
+    _filled: dict[object, Any] = field(default_factory=dict)
 
     def table(self, name: str) -> dict[str, Any]:
         """Returns a table of the module."""
@@ -69,7 +74,7 @@ class _Part:
 
     def tensor(self, described: Tensor) -> Tensor:
         """Returns what stands for a tensor of the module."""
-        dtype = self._dtypes.get(described.dtype, described.dtype)
+        dtype = self.dtypes.get(described.dtype, described.dtype)
         key = id(described), dtype, self.run.device
         if key not in self._filled:
             value = filled(described.shape, dtype, self.run.device)
@@ -86,14 +91,14 @@ class OtherLayer(nn.Module):
     _buffers: Any = _Table()
     _modules: Any = _Table()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401 - whatever the layer takes
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         part: _Part = vars(self)["_pipegrad_part"]
-        number = part.run.enter(part.layer) if "_pipegrad_all" in vars(self) else None
+        number = part.run.enter(part.layer) if part.parts else None
         if number is None:
             raise part.run.refused_inside(part.layer)
         return part.run.other(number, self, part.described, args, kwargs)
 
-    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 - whatever the layer has
+    def __getattr__(self, name: str) -> Any:
         part: _Part = vars(self)["_pipegrad_part"]
         if name in vars(self)["_parameters"]:  # code outside of layers uses it on this stage
             return vars(self)["_parameters"][name]
@@ -109,13 +114,13 @@ class OtherLayer(nn.Module):
 
     def train(self, mode: bool = True) -> OtherLayer:
         """Sets the mode of all modules of the layer."""
-        for part in vars(self)["_pipegrad_all"]:
+        for part in vars(self)["_pipegrad_part"].parts:
             vars(part)["training"] = mode
         return self
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OtherLayer:
-        """Notes which dtypes the layer has behind a conversion of the stage."""
-        dtypes = vars(self)["_pipegrad_dtypes"]
+        """Converts no tensor: it has none. Those that it shows later have the new dtypes."""
+        dtypes = vars(self)["_pipegrad_part"].dtypes
         for first, dtype in dtypes.items():
             dtypes[first] = fn(torch.empty((), dtype=dtype)).dtype
         return self
@@ -141,38 +146,18 @@ def other_layer(
     dtypes = {tensor.dtype: tensor.dtype for tensor in tensors}
     originals, parts = dict(layer.named_modules()), dict[int, nn.Module]()
     for path, module in described.named_modules():
-        part = parts[id(module)] = as_kind(nn.Module(), OtherLayer, type(module))
+        stand_in = parts[id(module)] = as_kind(nn.Module(), OtherLayer, type(module))
         missing = {attribute for at, attribute in lost if at == path}
-        vars(part)["_pipegrad_part"] = _Part(run, name, module, lost=missing, dtypes=dtypes)
-        vars(part)["training"] = module.training
+        vars(stand_in)["_pipegrad_part"] = _Part(run, name, module, missing, dtypes)
+        vars(stand_in)["training"] = module.training
         for hooks in ("_forward_hooks", "_forward_hooks_with_kwargs"):
-            vars(part)[hooks] = vars(originals[path])[hooks].copy()
+            vars(stand_in)[hooks] = vars(originals[path])[hooks].copy()
     for module in described.modules():
         vars(parts[id(module)])["_pipegrad_part"].children.update(
-            {
-                key: None if child is None else parts[id(child)]
-                for key, child in module._modules.items()
-            }
+            {key: child and parts[id(child)] for key, child in module._modules.items()}
         )
-    vars(parts[id(described)]).update(_pipegrad_all=[*parts.values()], _pipegrad_dtypes=dtypes)
-    paths = described.named_modules()
-    return {id(originals[path]): parts[id(module)] for path, module in paths}
-
-
-def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:
-    """Returns a copy of a model on the meta device.
-
-    Args:
-        model: The model, or a layer.
-        shared: Containers that the copy holds, too.
-    """
-
-    def on_meta(tensor: Tensor) -> Tensor:
-        copied = torch.empty_like(tensor, device="meta")
-        is_parameter = isinstance(tensor, nn.Parameter)
-        return nn.Parameter(copied, tensor.requires_grad) if is_parameter else copied
-
-    return isolated(model, on_meta, shared)
+    vars(parts[id(described)])["_pipegrad_part"].parts = [*parts.values()]
+    return {id(originals[path]): parts[id(part)] for path, part in described.named_modules()}
 
 
 def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -181,7 +166,7 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
-def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:  # noqa: ANN401
+def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:
     """Returns a leaf of what a layer returns or changes, and of a tensor the shape.
 
     Nothing is computed, unless the layer's code needs values of tensors: then of zeros. A number
@@ -213,45 +198,26 @@ def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int)
 def _leaf(
     call: Call,
     described: nn.Module,
-    args: Any,  # noqa: ANN401
-    kwargs: Any,  # noqa: ANN401
+    args: Any,
+    kwargs: Any,
     leaf: int,
     *,
     dtype: torch.dtype | None,
-) -> Any:  # noqa: ANN401
+) -> Any:
     def zeros(x: Tensor) -> Tensor:
         return torch.zeros(x.shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype)
 
     state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
     tensors = {name: zeros(x) for name, x in state.items()}
-    made: dict[int, Any] = {}
-    args, kwargs = _copied(args, zeros, made), _copied(kwargs, zeros, made)
-    watch, reading = Watch(described, args, kwargs), Reading(call.changes, described, args, kwargs)
+    everything, others = Watch(described, args, kwargs), Replaced(zeros)
     try:
-        with reading.listening():
+        args, kwargs = others.of(args), others.of(kwargs)
+        known = Watch(described, args, kwargs, call.changes)
+        with known.listening():
             returned = torch.func.functional_call(described, tensors, args, kwargs)
         leaves = tree_flatten(returned)[0]
-        for values in reading.values():
+        for values in known.values():
             leaves += tree_flatten(values)[0]
     finally:
-        watch.restore()
+        everything.restore()
     return leaves[leaf]
-
-
-def _copied(value: Any, zeros: Callable[[Tensor], Tensor], made: dict[int, Any]) -> Any:  # noqa: ANN401
-    """Returns a value with zeros in the place of tensors, in containers of its own."""
-    if isinstance(value, Tensor):
-        return zeros(value)
-    contents = None if isinstance(value, nn.Module) else contents_of(value)
-    if contents is None or id(value) in made:
-        return made.get(id(value), value)
-    if isinstance(value, tuple):
-        items = [_copied(x, zeros, made) for x in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    copied = made[id(value)] = copy.copy(value)
-    if isinstance(value, set):
-        restore(copied, [_copied(x, zeros, made) for x in contents])
-        return copied
-    for key, x in contents.items() if isinstance(contents, dict) else enumerate(contents):
-        put(copied, key, _copied(x, zeros, made))
-    return copied

@@ -7,7 +7,7 @@ is in which file. A tensor is read when it is asked for, and nothing else is rea
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -39,6 +39,9 @@ class Weights:
         directory: It has ``model.safetensors``, or ``model.safetensors.index.json`` and the files
             that the index lists.
 
+    Attributes:
+        files: The file that has a tensor, by the tensor's name.
+
     Raises:
         ConfigError: If the library safetensors is missing.
         WeightsError: If the directory is missing or has no such files.
@@ -49,16 +52,7 @@ class Weights:
         # One file is open at a time: an open file is mapped, and its pages count as memory of the
         # process until it is closed.
         self._open_file: tuple[Path, Any] | None = None
-        self._files = self._find_files()
-
-    @property
-    def names(self) -> list[str]:
-        """The names of all tensors."""
-        return list(self._files)
-
-    def path(self, name: str) -> Path:
-        """Returns the file that has a tensor."""
-        return self._files[name]
+        self.files = self._find_files()
 
     def spec(self, name: str) -> Spec:
         """Returns shape and dtype of a tensor; its values are not read.
@@ -66,10 +60,7 @@ class Weights:
         Raises:
             WeightsError: If its file is missing, damaged, or has no such tensor.
         """
-        try:
-            entry = self._file(name).get_slice(name)
-        except Exception as error:  # safetensors raises nothing more precise
-            raise self._lacks(name, error) from error
+        entry = self._asked(name, lambda file: file.get_slice(name))
         return Spec(tuple(entry.get_shape()), str(entry.get_dtype()))
 
     def read(self, name: str) -> torch.Tensor:
@@ -78,30 +69,27 @@ class Weights:
         Raises:
             WeightsError: If its file is missing, damaged, or has no such tensor.
         """
-        try:
-            # A copy: the tensor of safetensors lies in the mapped file.
-            return torch.clone(self._file(name).get_tensor(name))
-        except WeightsError:
-            raise
-        except Exception as error:  # safetensors raises nothing more precise
-            raise self._lacks(name, error) from error
+        # A copy: the tensor of safetensors lies in the mapped file.
+        copied: torch.Tensor = self._asked(name, lambda file: torch.clone(file.get_tensor(name)))
+        return copied
 
     def close(self) -> None:
         """Closes the file that was read last."""
         self._open_file = None
 
-    def _file(self, name: str) -> Any:  # noqa: ANN401 - the library has no types
-        path = self._files[name]
-        if self._open_file is None or self._open_file[0] != path:
-            self._open_file = None  # closed before the next file is opened
-            self._open_file = path, _opened(path)
-        return self._open_file[1]
-
-    def _lacks(self, name: str, error: Exception) -> WeightsError:
-        if isinstance(error, WeightsError):
-            return error
-        found = f"{self._files[name]} has no tensor {name}, or it is damaged: {error}"
-        return WeightsError(printable(found))
+    def _asked(self, name: str, ask: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - no types
+        """Returns what the file that has a tensor answers."""
+        path = self.files[name]
+        try:
+            if self._open_file is None or self._open_file[0] != path:
+                self._open_file = None  # closed before the next file is opened
+                self._open_file = path, _opened(path)
+            return ask(self._open_file[1])
+        except WeightsError:
+            raise
+        except Exception as error:  # safetensors raises nothing more precise
+            what = f"{path} has no tensor {name}, or it is damaged: {error}"
+            raise WeightsError(printable(what)) from error
 
     def _find_files(self) -> dict[str, Path]:
         """Returns the file of each tensor."""
@@ -178,8 +166,8 @@ def _opened(path: Path) -> Any:  # noqa: ANN401 - the library has no types
         name = printable(str(path))
         raise WeightsError(f"there is no file {name}, but its index lists it") from error
     except Exception as error:  # a SafetensorError, or an OSError
-        name, found = printable(str(path)), printable(str(error))
-        raise WeightsError(f"{name} is not a whole safetensors file: {found}") from error
+        name, why = printable(str(path)), printable(str(error))
+        raise WeightsError(f"{name} is not a whole safetensors file: {why}") from error
 
 
 def _indexed(index: Path) -> dict[str, Path]:

@@ -2,7 +2,10 @@
 
 All ranks make the uncut model on the meta device, where it needs no memory. Then each rank reads
 its stages from safetensors files, or starts them from a seed. Names are those of the uncut model.
-Private names of transformers are used in this file, in `initial_values` only.
+
+[Note: other names] Weights may have other names and layouts than the model. transformers 5 holds,
+for example, the experts of a layer in one tensor, and saves them one by one. Its own table says how
+weights are converted, and its own operators do it, a tensor at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ import copy
 import hashlib
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +28,6 @@ from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.model.ties import plain_name
 from pipegrad.partition.weights.files import Weights, extra, listed
 from pipegrad.partition.weights.initial_values import initial_values
-from pipegrad.partition.weights.stored import StoredTensors
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -173,11 +176,6 @@ def _patience(device: str | torch.device) -> float:
     return slow_seconds(torch.device(device), AGREE_SECONDS)
 
 
-def _described(source: object) -> str:
-    is_path = isinstance(source, str | Path)
-    return str(source) if is_path else f"a {type(source).__name__}"
-
-
 def _digest(model: PreTrainedModel) -> str:
     text = f"{type(model).__name__} {model.dtype} {model.config.to_json_string(use_diff=False)}"
     return f"{type(model).__name__} {hashlib.sha256(text.encode()).hexdigest()[:12]}"
@@ -187,8 +185,8 @@ def _made(
     source: str | Path | PreTrainedConfig, kind: type | None, dtype: torch.dtype | None
 ) -> PreTrainedModel:
     transformers: Any = extra("transformers")
-    where = _described(source)
     path = Path(source) if isinstance(source, str | Path) else None
+    where = str(source) if path is not None else f"a {type(source).__name__}"
     config: Any = copy.deepcopy(source) if path is None else _config(transformers, path)
     if not isinstance(config, transformers.PreTrainedConfig):
         raise ConfigError(f"{where} is no directory, config.json or configuration of transformers")
@@ -274,8 +272,8 @@ def _architecture(transformers: Any, config: PreTrainedConfig, where: str) -> An
 
 def _first_dtype(folder: Path) -> torch.dtype | None:
     weights = Weights(folder)
-    found = (weights.spec(name).dtype for name in weights.names)
-    return next((_FLOATS[dtype] for dtype in found if dtype in _FLOATS), None)
+    dtypes = (weights.spec(name).dtype for name in weights.files)
+    return next((_FLOATS[dtype] for dtype in dtypes if dtype in _FLOATS), None)
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:  # noqa: ANN401
@@ -338,3 +336,129 @@ def _put(
         new = nn.Parameter(new, requires_grad=old.requires_grad)
     for module, attribute in places:
         setattr(module, attribute, new)
+
+
+@dataclass
+class _Entry:
+    """Tensors of a directory that become one or several tensors of a model.
+
+    Attributes:
+        name: The name of the first tensor of the model.
+        converter: What makes them; None if one tensor is taken as it is.
+        sources: The names in the directory, each with the pattern of the converter that it fits.
+    """
+
+    name: str
+    converter: Any
+    sources: list[tuple[str | None, str]] = field(default_factory=list)
+
+
+class StoredTensors:
+    """The tensors of a model that weights have; see [Note: other names].
+
+    Args:
+        weights: Of a directory.
+        model: The uncut model of transformers; its tensors may be on the meta device.
+        first: For each name the one name of its tensor; a tied tensor has several names.
+    """
+
+    def __init__(self, weights: Weights, model: Any, first: Mapping[str, str]) -> None:  # noqa: ANN401
+        self._weights = weights
+        self._model = model
+        self._state = model.state_dict()
+        self._aliases = defaultdict[str, list[str]](list)
+        for name, first_name in first.items():
+            self._aliases[first_name].append(name)
+        self._entries = self._find_entries()
+
+    def has(self, name: str) -> bool:
+        """Whether the weights have a tensor of the model, under any of its names."""
+        return any(alias in self._entries for alias in self._aliases[name])
+
+    def values(self, names: Collection[str]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yields tensors of the model by name, as they are in the weights: any dtype.
+
+        Raises:
+            WeightsError: If a tensor has another shape, or if a tied one was saved with two values.
+        """
+        stored = {  # the names under which each was saved, the best first
+            name: sorted(
+                (alias for alias in self._aliases[name] if alias in self._entries),
+                key=lambda alias, name=name: alias != name,  # type: ignore[misc]
+            )
+            for name in names
+        }
+        by_alias = {alias: name for name, (alias, *_) in stored.items()}
+        for alias, name in by_alias.items():  # all shapes, before any values
+            self._check_shapes(self._entries[alias], name)
+        # Files are read in the order of the model, so each is opened once or twice.
+        for entry in {entry.name: entry for entry in self._entries.values()}.values():
+            if by_alias.keys().isdisjoint(self._results(entry)):
+                continue
+            for alias, value in self._convert(entry).items():
+                if alias in by_alias:
+                    name = by_alias[alias]
+                    self._check_copies(name, value, stored[name][1:])
+                    yield name, value
+
+    def _check_shapes(self, entry: _Entry, name: str) -> None:
+        for _, source in entry.sources:
+            shape = self._weights.spec(source).shape
+            if entry.converter is None and shape != tuple(self._state[name].shape):
+                raise WeightsError(
+                    f"{self._weights.files[source]}: {source} has shape {shape}, and {name} of the "
+                    f"model has {tuple(self._state[name].shape)}; is config.json of this model?"
+                )
+
+    def _check_copies(self, name: str, value: torch.Tensor, others: Collection[str]) -> None:
+        for other in others:
+            if not torch.equal(self._convert(self._entries[other])[other], value):
+                raise WeightsError(
+                    f"{self._weights.directory} has different values for {name} and {other}, which "
+                    f"are tied in the model; set tie_word_embeddings to false in config.json"
+                )
+
+    def _convert(self, entry: _Entry) -> dict[str, torch.Tensor]:
+        """Reads what an entry needs, and returns the tensors of the model that it makes."""
+        if entry.converter is None:
+            return {entry.name: self._weights.read(entry.sources[0][1])}
+        converter = copy.deepcopy(entry.converter)
+        for pattern, source in entry.sources:
+            converter.add_tensor(entry.name, source, pattern, self._weights.read(source))
+        try:
+            tensors = converter.convert(entry.name, model=self._model, config=self._model.config)
+        except Exception as error:  # whatever an operation says
+            raise WeightsError(
+                f"{self._weights.directory}: {listed(s for _, s in entry.sources)} cannot be "
+                f"converted to {entry.name}: {error}"
+            ) from error
+        return {name: v[0] if isinstance(v, list) else v for name, v in tensors.items()}
+
+    def _results(self, entry: _Entry) -> list[str]:
+        if entry.converter is None:
+            return [entry.name]
+        first, *others = entry.converter.target_patterns
+        return [entry.name, *(entry.name.replace(first, other, 1) for other in others)]
+
+    def _find_entries(self) -> dict[str, _Entry]:
+        """Returns what makes each tensor of the model, as transformers' own loading finds it."""
+        loading: Any = extra("transformers.core_model_loading")
+        mapping: Any = extra("transformers.conversion_mapping")
+        transforms = mapping.get_model_conversion_mapping(self._model)
+        renamings = [t for t in transforms if isinstance(t, loading.WeightRenaming)]
+        converters = [t for t in transforms if isinstance(t, loading.WeightConverter)]
+        by_pattern = {pattern: c for c in converters for pattern in c.source_patterns}
+        prefix = self._model.base_model_prefix
+        entries = dict[str, _Entry]()
+        for source in sorted(self._weights.files, key=loading.dot_natural_key):
+            name, pattern = loading.rename_source_key(
+                source, renamings, converters, prefix, self._state
+            )
+            if name not in self._state and source in self._state:
+                name, pattern = source, None
+            if name not in self._state:
+                continue
+            converter = None if pattern is None else by_pattern[pattern]
+            entry = entries.setdefault(name, _Entry(name, converter))
+            entry.sources.append((pattern, source))
+        return {result: entry for entry in entries.values() for result in self._results(entry)}

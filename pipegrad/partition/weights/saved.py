@@ -13,7 +13,7 @@ import json
 import re
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad import run_files
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, slow_seconds
 from pipegrad.errors import WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
@@ -103,22 +103,20 @@ def save_stages(
     first = first_names(model, tied)
     # Of the uncut model; see [Note: what peft saves].
     needed = adapter_sources(model).names if has_adapter(model) else None
-    state_of = partial(_state, first=first, needed=needed)
 
-    def prepare() -> dict[int, list[str]]:
+    def prepare() -> tuple[dict[int, dict[str, torch.Tensor]], dict[int, list[str]]]:
         if max_shard_bytes < 1:
             raise WeightsError(f"max_shard_bytes is {max_shard_bytes}, expected at least 1")
         if rank == 0:
             _make_empty(part)
             _write_generation_config(part, model)
-        return {index: sorted(state_of(stage)) for index, stage in stages.items()}
+        states = {index: _state(stage, first, needed) for index, stage in sorted(stages.items())}
+        return states, {index: sorted(state) for index, state in states.items()}
 
     try:
-        held = agree("save the stages", prepare, timeout_seconds=patience)
-        write = _Writing(part, model, state_of, _Holders(held), max_shard_bytes)
-        for index, stage in sorted(stages.items()):
-            write.stage(index, stage, rank)
-        written = agree("write the stages", write.result, timeout_seconds=patience)
+        states, names = agree_keeping("save the stages", prepare, timeout_seconds=patience)
+        write = partial(_write_stages, part, model, states, names, max_shard_bytes)
+        written = agree("write the stages", write, timeout_seconds=patience)
         shards = sorted(chain(*written), key=lambda shard: (shard.stage, shard.number))
         finish = partial(_place, part, model, first, shards) if rank == 0 else _nothing
         agree("finish the directory", finish, timeout_seconds=patience)
@@ -127,103 +125,99 @@ def save_stages(
             shutil.rmtree(part, ignore_errors=True)
 
 
-class _Holders:
-    """Which ranks hold which stages, and which stage writes a tensor that several stages hold.
+def _write_stages(
+    part: Path,
+    model: Any,  # noqa: ANN401 - a PreTrainedModel
+    states: Mapping[int, Mapping[str, torch.Tensor]],
+    names_of: Sequence[Mapping[int, Sequence[str]]],
+    max_shard_bytes: int,
+) -> list[_Shard]:
+    """Writes into the folder `part` what this rank has to write, and returns its files.
 
     Args:
-        held: For each rank, the names of each stage. A tied tensor has one name.
+        part: The folder.
+        model: The uncut model.
+        states: The tensors of each stage of this rank.
+        names_of: For each rank, the names of each stage. A tied tensor has one name.
+        max_shard_bytes: As `save_stages`.
     """
+    # The first stage that holds a tensor, and the first rank of that stage, write it.
+    writers = {
+        name: (stage, rank)
+        for stage, rank in sorted(
+            ((stage, rank) for rank, by_stage in enumerate(names_of) for stage in by_stage),
+            reverse=True,  # the first ones last, so they stay
+        )
+        for name in names_of[rank][stage]
+    }
+    own_rank = dist.get_rank() if dist.is_initialized() else 0
+    shards, failure = list[_Shard](), None
+    for stage, state in states.items():
+        names = [name for name in names_of[own_rank][stage] if writers[name][0] == stage]
+        layers = _gathered_layers(state, names)
+        try:
+            if names and writers[names[0]][1] == own_rank:
+                shards += _write_stage(part, model, stage, layers, max_shard_bytes)
+        except Exception as error:  # noqa: BLE001 - it is raised below
+            failure = failure or error
+        # Gathering is a collective of all ranks that hold the stage. So a rank that writes nothing,
+        # or could not write, goes through all layers, and fails when all are done.
+        for _ in layers:
+            pass
+    if failure is not None:
+        raise failure
+    return shards
 
-    def __init__(self, held: Sequence[Mapping[int, Sequence[str]]]) -> None:
-        self._held = held
-        pairs = ((i, name) for by_stage in held for i, names in by_stage.items() for name in names)
-        self._stages = dict[str, int]()
-        for index, name in sorted(pairs, reverse=True):  # the first stage last, so it stays
-            self._stages[name] = index
 
-    def writer(self, stage: int) -> int:
-        """Returns the rank that writes a stage: the first one that holds it."""
-        return min(rank for rank, by_stage in enumerate(self._held) if stage in by_stage)
+def _gathered_layers(
+    state: Mapping[str, torch.Tensor], names: Iterable[str]
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Yields the tensors of each layer, in the order of the model. All ranks of a mesh call it."""
+    by_layer = defaultdict[str, list[str]](list)
+    for name in names:
+        layer = _LAYER.match(name)
+        by_layer[layer[1] if layer else name].append(name)
+    order: Any = extra("transformers.core_model_loading").dot_natural_key
+    for layer_name in sorted(by_layer, key=order):
+        tensors = {name: state[name] for name in by_layer[layer_name]}
+        yield {n: t.full_tensor() if is_dtensor(t) else t for n, t in tensors.items()}
 
-    def names(self, stage: int, rank: int) -> list[str]:
-        """Returns the names of the tensors that this stage writes, the same on all its ranks."""
-        return [name for name in self._held[rank][stage] if self._stages[name] == stage]
 
+def _write_stage(
+    part: Path,
+    model: Any,  # noqa: ANN401 - a PreTrainedModel
+    stage: int,
+    layers: Iterable[Mapping[str, torch.Tensor]],
+    max_shard_bytes: int,
+) -> list[_Shard]:
+    """Writes the layers of a stage into the folder `part`, and returns its files."""
+    shards, pending = list[_Shard](), dict[str, torch.Tensor]()
 
-class _Writing:
-    """The shards that this rank writes into the folder `part`."""
-
-    def __init__(
-        self,
-        part: Path,
-        model: Any,  # noqa: ANN401 - a PreTrainedModel
-        state_of: Callable[[nn.Module], dict[str, torch.Tensor]],
-        holders: _Holders,
-        max_shard_bytes: int,
-    ) -> None:
-        self._part = part
-        self._model = model
-        self._state_of = state_of
-        self._holders = holders
-        self._max_shard_bytes = max_shard_bytes
-        self._shards = list[_Shard]()
-        self._failure: Exception | None = None
-
-    def stage(self, index: int, module: nn.Module, rank: int) -> None:
-        """Writes a stage, or helps another rank to gather it."""
-        state = self._state_of(module)
-        is_writer = self._holders.writer(index) == rank
-        pending = dict[str, torch.Tensor]()
-        for names in _layers(self._holders.names(index, rank)):
-            # Gathering is a collective of all ranks that hold the stage. So a rank that could not
-            # write goes on, and fails when all are done.
-            layer = {name: _whole(state[name]) for name in names}
-            if is_writer and self._failure is None:
-                try:
-                    pending = self._add(index, pending, layer)
-                except Exception as error:  # noqa: BLE001 - `result` raises it
-                    self._failure = error
-        if pending and self._failure is None:
-            try:
-                self._flush(index, pending)
-            except WeightsError as error:
-                self._failure = error
-
-    def result(self) -> list[_Shard]:
-        """Returns the shards that were written.
-
-        Raises:
-            Exception: If one of them could not be written.
-        """
-        if self._failure is not None:
-            raise self._failure
-        return self._shards
-
-    def _add(
-        self, index: int, pending: dict[str, torch.Tensor], layer: dict[str, torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Returns what is not yet written: with this layer, or this layer alone."""
-        tensors = {name: t.detach().cpu().contiguous() for name, t in layer.items()}
-        if not has_adapter(self._model):
-            loading: Any = extra("transformers.core_model_loading")
-            tensors = loading.revert_weight_conversion(self._model, tensors)
-        if pending and _num_bytes(pending) + _num_bytes(tensors) > self._max_shard_bytes:
-            self._flush(index, pending)
-            pending = {}
-        return pending | {name: tensor.contiguous() for name, tensor in tensors.items()}
-
-    def _flush(self, index: int, tensors: dict[str, torch.Tensor]) -> None:
-        floats = (t.dtype for t in tensors.values() if t.is_floating_point())
+    def write() -> None:
+        floats = (t.dtype for t in pending.values() if t.is_floating_point())
         shard = _Shard(
-            stage=index,
-            number=sum(shard.stage == index for shard in self._shards),
-            names=tuple(tensors),
-            num_bytes=_num_bytes(tensors),
-            numel=sum(tensor.numel() for tensor in tensors.values()),
+            stage=stage,
+            number=len(shards),
+            names=tuple(pending),
+            num_bytes=_num_bytes(pending),
+            numel=sum(tensor.numel() for tensor in pending.values()),
             dtype=next((str(dtype).removeprefix("torch.") for dtype in floats), None),
         )
-        write_shard(self._part / shard.file, tensors)
-        self._shards.append(shard)
+        write_shard(part / shard.file, pending)
+        shards.append(shard)
+        pending.clear()
+
+    for layer in layers:
+        tensors = {name: t.detach().cpu().contiguous() for name, t in layer.items()}
+        if not has_adapter(model):
+            loading: Any = extra("transformers.core_model_loading")
+            tensors = loading.revert_weight_conversion(model, tensors)
+        if pending and _num_bytes(pending) + _num_bytes(tensors) > max_shard_bytes:
+            write()
+        pending |= {name: tensor.contiguous() for name, tensor in tensors.items()}
+    if pending:
+        write()
+    return shards
 
 
 def _nothing() -> None:
@@ -261,24 +255,8 @@ def _state(
     return {first.get(name, name): tensor for name, tensor in reversed(state.items())}
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor, gathered if it is a DTensor: then all ranks of its mesh must call."""
-    return tensor.full_tensor() if is_dtensor(tensor) else tensor
-
-
 def _num_bytes(tensors: Mapping[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _layers(names: Iterable[str]) -> Iterator[list[str]]:
-    """Yields the names of each layer, in the order of the model."""
-    by_layer = defaultdict[str, list[str]](list)
-    for name in names:
-        layer = _LAYER.match(name)
-        by_layer[layer[1] if layer else name].append(name)
-    order: Any = extra("transformers.core_model_loading").dot_natural_key
-    for layer_name in sorted(by_layer, key=order):
-        yield by_layer[layer_name]
 
 
 def _make_empty(part: Path) -> None:

@@ -16,7 +16,7 @@ import pipegrad
 from pipegrad.errors import PipegradError, StepError, TopologyError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import layers_of
-from pipegrad.partition.structural.changes import Watch
+from pipegrad.partition.structural.calls import Watch
 from pipegrad.partition.structural.flow import flow_of
 from tests.support.partition.hand_cut import FAMILIES
 from tests.unit.partition.test_structural import TOKENS, WIDTH, cut, linear, run

@@ -16,7 +16,13 @@ from torch import nn
 
 from pipegrad.errors import ConfigError, WeightsError
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
-from pipegrad.partition.weights.pretrained import load_stages, meta_model, start_stages
+from pipegrad.partition.weights.initial_values import _SeedByName
+from pipegrad.partition.weights.pretrained import (
+    first_names,
+    load_stages,
+    meta_model,
+    start_stages,
+)
 from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
 
@@ -63,7 +69,7 @@ def test_a_tied_tensor_is_found_under_any_of_its_names(tmp_path: Path) -> None:
     saved = family.model()
     saved.save_pretrained(tmp_path)
     weights = Weights(tmp_path)
-    stored = {name: weights.read(name) for name in weights.names}
+    stored = {name: weights.read(name) for name in weights.files}
     stored["lm_head.weight"] = stored.pop("model.embed_tokens.weight")
     write_shard(tmp_path / SINGLE, stored)
 
@@ -107,7 +113,7 @@ def test_old_names_are_read(tmp_path: Path) -> None:
         name.replace("LayerNorm.weight", "LayerNorm.gamma").replace(
             "LayerNorm.bias", "LayerNorm.beta"
         ): (weights.read(name))
-        for name in weights.names
+        for name in weights.files
     }
     write_shard(tmp_path / SINGLE, stored)
     model = meta_model(tmp_path)
@@ -359,7 +365,7 @@ def test_weights_of_another_model_are_refused_before_anything_is_read(
     write_config(tmp_path, **changes)
     if not changes:
         weights = Weights(tmp_path)
-        stored = {n: weights.read(n) for n in weights.names if "experts.2.w1" not in n}
+        stored = {n: weights.read(n) for n in weights.files if "experts.2.w1" not in n}
         write_shard(tmp_path / SINGLE, stored)
     model = meta_model(tmp_path)
     with pytest.raises(WeightsError, match=words):
@@ -413,3 +419,21 @@ def test_the_host_has_memory_for_a_stage_and_a_file(tmp_path: Path) -> None:
     assert held > 0.2 * sum(sizes)
     # 10 MB: what Python and transformers import and keep while they load.
     assert more < held + max(sizes) + 10e6
+
+
+def test_each_draw_of_a_module_has_numbers_of_its_own_and_the_same_again() -> None:
+    def draws() -> list[torch.Tensor]:
+        with torch.random.fork_rng(devices=[]), _SeedByName(1, nn.Linear(2, 2)):
+            return [torch.rand(3), torch.rand(3)]
+
+    first, second = draws()
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.stack(draws()), torch.stack([first, second]))
+
+
+def test_a_buffer_of_two_modules_is_saved_under_its_first_name() -> None:
+    model = nn.ModuleDict({"a": nn.Module(), "b": nn.Module()})
+    table = torch.ones(2)
+    for module in model.values():
+        module.register_buffer("table", table)
+    assert first_names(model) == {"a.table": "a.table", "b.table": "a.table"}

@@ -12,8 +12,7 @@ from torch import nn
 import pipegrad
 from pipegrad import schedules
 from pipegrad.errors import TopologyError
-from pipegrad.partition.boundaries import Layer
-from pipegrad.partition.recut import costs_of_layers, recut
+from pipegrad.partition.boundaries import Layer, costs_of_layers, recut
 from pipegrad.schedules import Schedule
 from pipegrad.simulation.costs import StageCosts
 

@@ -59,7 +59,7 @@ def check(true: nn.Module, num_stages: int, boundaries: Sequence[str] | None = N
     model: Any = copy.deepcopy(true)
     x = torch.randn(5, WIDTH, dtype=torch.float64)
     cut = pipegrad.cut(model, num_stages, boundaries=boundaries, example={"x": x[:2]})
-    expected, found = true(x), chained(cut, x)
+    expected, found = true(x.clone()), chained(cut, x.clone())
     bound = rounding(16, dtype=torch.float64)
     assert torch.equal(found, expected)
     expected.sum().backward()
@@ -102,6 +102,42 @@ def test_code_behind_a_decision_has_the_values_that_it_was_made_by(
 ) -> None:
     """A stage without the first layer decided by nan: it took the other branch."""
     check(Glue(between), num_stages)
+
+
+def unet(model: Any, x: Tensor) -> Tensor:
+    skips = [x]
+    for block in model.blocks[:2]:
+        skips.append(torch.tanh(block(skips[-1])))
+    hidden = model.first(skips.pop())
+    for block in model.blocks[2:]:
+        hidden = torch.tanh(block(hidden)) + skips.pop()
+    return model.last(hidden)  # type: ignore[no-any-return]
+
+
+def without_gradients(model: Any, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        for block in model.blocks[:2]:
+            x = block(x)
+    return model.last(model.blocks[3](model.blocks[2](model.first(x))))  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("between", [unet, without_gradients])
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_skips_of_any_length_and_regions_without_gradients(between: Any, num_stages: int) -> None:
+    check(Glue(between), num_stages)
+
+
+def overwritten_input(model: Any, x: Tensor) -> Tensor:
+    x += 1.0
+    hidden = through(model, model.first(x * 0.5))
+    x[0] = 2.0
+    return model.last(hidden + x)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_code_between_layers_may_write_into_what_the_model_is_given(num_stages: int) -> None:
+    """Stages of one rank have one batch: each of them added 1 to it."""
+    check(Glue(overwritten_input), num_stages)
 
 
 def written(model: Any, x: Tensor) -> Tensor:

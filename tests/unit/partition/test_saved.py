@@ -26,7 +26,7 @@ CONFIGS = ["config.json", "generation_config.json"]
 
 def stored(folder: Path) -> dict[str, torch.Tensor]:
     weights = Weights(folder)
-    return {name: weights.read(name) for name in weights.names}
+    return {name: weights.read(name) for name in weights.files}
 
 
 def files(folder: Path) -> list[str]:

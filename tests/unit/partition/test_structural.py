@@ -17,8 +17,7 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import has_state, is_weighty, layers_of
 from pipegrad.partition.structural.calls import Source
 from pipegrad.partition.structural.flow import flow_of
-from pipegrad.partition.structural.shallow import shallow, twin
-from pipegrad.partition.structural.stand_ins import without_memory
+from pipegrad.partition.structural.shallow import shallow, twin, without_memory
 from tests.support.partition.families import FAMILIES
 
 WIDTH = 4
@@ -129,6 +128,14 @@ class Noisy(Chain):
         for layer in self.layers:
             x = layer(x) + noise
         return x
+
+
+class Drawing(Chain):
+    """What it returns needs random numbers that a layer of another stage needs, too."""
+
+    def forward(self, tokens: Tensor, scale: float = 1.0) -> Any:
+        noise = torch.rand((), dtype=torch.float64)
+        return self.head(self.between(self.embed(tokens) * noise, tokens, scale)) + noise
 
 
 class Choosing(Chain):
@@ -297,16 +304,22 @@ def test_shapes_that_no_input_tells_are_computed_once_for_each_shape() -> None:
     ("kind", "boundaries", "message"),
     [
         (Noisy, [3], "draws random numbers outside of its layers"),
+        (Drawing, ["layers.1"], "draws random numbers outside of its layers"),
         (Deep, [3], r"uses layers\.0\.0\.bias, which is inside of a layer of another stage"),
         (Chain, [1, 2, 3, 4, 5], "has 5 layers that a stage can begin with, fewer than 6 stages"),
         (lambda: torch.compile(Chain(), backend="eager"), [3], "cut the model first, and compile"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
-    kind: Callable[[], nn.Module], boundaries: list[int], message: str
+    kind: Callable[[], nn.Module], boundaries: list[int | str], message: str
 ) -> None:
     with pytest.raises(TopologyError, match=message):
         cut(kind(), len(boundaries) + 1, boundaries=boundaries)
+
+
+def test_there_are_two_ways_of_cutting() -> None:
+    with pytest.raises(TopologyError, match=r"how is 'traced', expected one of \['structural', 's"):
+        cut_of(Chain(), 2, how="traced", example=SAMPLE)
 
 
 def test_random_numbers_of_one_stage_are_drawn_there() -> None:
@@ -346,7 +359,7 @@ def test_the_flow_says_which_outputs_each_call_needs() -> None:
         *(f"layers.{i}" for i in range(3)),
         "head",
     ]
-    assert [sorted(call.needs) for call in flow.calls] == [
+    assert [sorted(call.origin.sources) for call in flow.calls] == [
         [],
         [Source(0, 0)],
         [Source(1, 0)],

@@ -33,16 +33,16 @@ def folder(tmp_path: Path) -> Path:
 
 def test_several_files_are_read_by_name(folder: Path) -> None:
     weights = Weights(folder)
-    assert sorted(weights.names) == sorted(TENSORS)
+    assert sorted(weights.files) == sorted(TENSORS)
     for name in [*TENSORS, *TENSORS]:
         assert torch.equal(weights.read(name), TENSORS[name])
         assert weights.read(name).dtype == TENSORS[name].dtype
         assert weights.spec(name).shape == tuple(TENSORS[name].shape)
-        assert weights.path(name) == folder / FILES[name]
+        assert weights.files[name] == folder / FILES[name]
     assert weights.spec("b.weight").dtype == "BF16"
     # As in transformers a single file counts more than an index.
     write_shard(folder / SINGLE, {"other": torch.ones(1)})
-    assert Weights(folder).names == ["other"]
+    assert [*Weights(folder).files] == ["other"]
     assert listed("cab") == "a, b, c"
     assert listed("fedcba") == "a, b, c, d and 2 more"
 

@@ -1,0 +1,522 @@
+"""ModelRecorder: sees every operator of a run of the model, and every call of a layer.
+
+What it records, and why, is in [Note: flow] in `flow`.
+"""
+# ruff: noqa: ANN401 - layers and operators take and return values of any type
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from pipegrad.errors import TopologyError
+from pipegrad.interop.private import TorchDispatchMode, storage_key, tree_flatten, weak_storage
+from pipegrad.partition.structural.calls import (
+    Call,
+    Change,
+    Like,
+    Origin,
+    Output,
+    Replaced,
+    Source,
+    Watch,
+    contents_of,
+    find,
+    roots_of,
+)
+from pipegrad.partition.structural.shallow import as_kind
+from pipegrad.pipeline.stage import fields_of
+
+_REPEATS = 3  # of a layer that is measured; the shortest time counts
+
+Changes = Sequence[tuple[Change, list[Any]]]  # with the new values
+
+
+class RecordedLayer(nn.Module):
+    """A layer whose calls are recorded."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        recorder = vars(self)["_recorder"]
+        return recorder.call(vars(self)["_layer_name"], self, super().__call__, args, kwargs)
+
+
+@dataclass
+class _Running:
+    """The layer that runs now.
+
+    Attributes:
+        layer: Its name.
+        reads: What it reads was computed from.
+        inputs: What it was given, by storage. It runs on clones of that.
+        known: Storages that it made, and those of what else it has read.
+        overwritten: Those of `inputs` into which it wrote.
+        flops: What it has computed.
+    """
+
+    layer: str
+    reads: Origin
+    inputs: dict[int, Tensor] = field(default_factory=dict)
+    known: set[int] = field(default_factory=set)
+    overwritten: set[int] = field(default_factory=set)
+    flops: int = 0
+
+
+class ModelRecorder(TorchDispatchMode):
+    """Sees every operator, and every call of a layer.
+
+    Args:
+        model: The model, which nobody else uses.
+        layers: Names of its layers.
+        inputs: What it will be called with.
+        timed: Whether to measure layers.
+
+    Attributes:
+        written: As in `Flow`.
+        writes_inputs: As in `Flow`.
+        is_heard: As in `Flow`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[str],
+        inputs: Mapping[str, object],
+        *,
+        timed: bool,
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        for name in layers:
+            layer = as_kind(model.get_submodule(name), RecordedLayer)
+            vars(layer).update(_recorder=self, _layer_name=name)
+        self._model = model
+        self._buffers = dict(model.named_buffers())
+        self._buffer_names = {_key(buffer): name for name, buffer in self._buffers.items()}
+        named = {**dict(model.named_parameters()), **self._buffers}
+        self._names = {id(tensor): name for name, tensor in named.items()}
+        self._named = _keys([*named.values()])
+        self._inputs = _keys(inputs)
+        self._timed = timed
+        self._calls: list[Call] = []
+        self._changes: list[tuple[nn.Module, Changes]] = []  # of each call
+        self._times: dict[str, int] = {}  # how often each layer was called
+        self._running: _Running | None = None
+        self._is_quiet = False  # what runs is the recorder's own
+        self._origins: dict[int, Origin] = {}  # by id of a tensor
+        self._sources: dict[int, Source] = {}  # by id of a tensor that a layer returned
+        # By storage: a write into a view changes all tensors of its memory. They are kept alive,
+        # so no id and no key of a storage is used again.
+        self._by_storage: dict[int, list[Tensor]] = {}
+        # By storage: the layer that made it of what it was given or holds, or wrote into it.
+        # No key is used again as long as there is a weak reference.
+        self._makers: dict[int, tuple[str, object]] = {}
+        # What code decided by the values of tensors: everything behind it depends on these.
+        self._decided = Origin()
+        self._num_draws = 0
+        self._heard = set[int]()  # by id: what hooks heard
+        self.written = set[Source]()
+        self.writes_inputs = False
+        self.is_heard = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: object, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._is_quiet:
+            return func(*args, **kwargs)
+        running = self._running
+        if running is not None:
+            self._read(running, (args, kwargs))
+        result = func(*args, **kwargs)
+        written = [
+            value
+            for argument, value in zip(func._schema.arguments, args, strict=False)
+            if argument.alias_info is not None and argument.alias_info.is_write
+        ]
+        if running is not None:
+            if count := flop_registry.get(func._overloadpacket):
+                running.flops += count(*args, **kwargs, out_val=result)
+            self._computed(running, (args, kwargs), result, written)
+            return result
+        origin = self._origin_of((args, kwargs))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._num_draws += 1
+            origin |= Origin(draws=frozenset({self._num_draws}))
+        if torch.Tag.data_dependent_output in func.tags and not _tensors(result):
+            self._decided |= origin
+        for tensor in _tensors(result):
+            self._set(tensor, origin)
+        for tensor in _tensors(written):
+            self._write(tensor, origin)
+        return result
+
+    def call(
+        self,
+        name: str,
+        layer: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> Any:
+        """Runs a layer, and records it."""
+        if self._running is not None:
+            return function(*args, **kwargs)  # a layer inside of a layer
+        origin = self._origin_of(_direct((args, *kwargs.values()))) | self._decided
+        _refuse_overwritten(origin)
+        inputs, seconds, running = _tensors((args, kwargs)), 0.0, _Running(name, origin)
+        self._running = running
+        try:
+            with _saved(layer) as saved:
+                returned, changes = self._run(running, layer, function, args, kwargs)
+            flops = running.flops
+            overwritten = [running.inputs[key] for key in running.overwritten]
+            if self._timed:
+                with self._quietly():
+                    seconds = min(_seconds(layer, function, args, kwargs) for _ in range(_REPEATS))
+        finally:
+            self._running = None
+        leaves, structure = tree_flatten(returned)
+        _refuse_hidden(name, "returns", leaves)
+        followed, lost = _followed(name, changes)
+        handed = [tree_flatten(values) for _, values in followed]
+        every = [*leaves, *(leaf for more, _ in handed for leaf in more)]
+        for tensor in _tensors(every):  # what is handed on unread
+            if (unread := running.inputs.get(_key(tensor))) is not None:
+                running.reads |= self._origin_of(unread)
+        _refuse_overwritten(running.reads)
+        number, before = len(self._calls), self._times.get(name, 0)
+        # Where each tensor stands first, by id.
+        first = {id(x): i for i, x in reversed([*enumerate(every)]) if isinstance(x, Tensor)}
+        self._times[name] = before + 1
+        self._calls.append(
+            Call(
+                name=f"{name}#{before}" if before else name,
+                layer=name,
+                origin=running.reads,
+                outputs=tuple(
+                    _output(layer, leaf, i, first, inputs) for i, leaf in enumerate(every)
+                ),
+                structure=structure,
+                changes=tuple(change for change, _ in followed),
+                structures=tuple(spec for _, spec in handed),
+                cleared=frozenset(),  # see `calls`
+                lost=lost,
+                flops=flops,
+                saved_bytes=sum(saved.values()),
+                seconds=seconds,
+            )
+        )
+        self._changes.append((layer, followed))
+        for (change, _), (more, _) in zip(followed, handed, strict=True):
+            for tensor in _tensors(more):
+                self._hand(tensor, Source(number, first[id(tensor)]), is_heard=change.is_heard)
+        # Code behind the layer gets tensors of its own: a layer may return what it was given.
+        with self._quietly():
+            others = {id(x): x.detach() for x in _tensors(leaves)}
+        for leaf in _tensors(leaves):
+            self._hand(others[id(leaf)], Source(number, first[id(leaf)]))
+        for tensor in overwritten:
+            self._write(tensor, Origin(writers=frozenset({name})))
+        return structure.unflatten([others.get(id(leaf), leaf) for leaf in leaves])
+
+    def _run(
+        self,
+        running: _Running,
+        layer: nn.Module,
+        function: Callable[..., Any],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
+    ) -> tuple[object, Changes]:
+        """Runs a layer on clones, in a graph. Returns what it returns, and what it changes."""
+
+        def clone(tensor: Tensor) -> Tensor:
+            copied = _copy(tensor)
+            if key := _key(copied):
+                running.inputs[key] = tensor
+            return copied
+
+        clones = Replaced(clone)
+        with self._quietly():
+            args, kwargs = clones.of(args), clones.of(kwargs)
+        watch = Watch(layer, args, kwargs)
+        with watch.listening(), torch.enable_grad():
+            returned = function(*args, **kwargs)
+        changes = watch.changes()
+        clones.put_back()
+        return returned, changes
+
+    def calls(self) -> tuple[Call, ...]:
+        """Returns the calls, with what code behind them took out of their containers again."""
+        calls = list[Call]()
+        for call, (layer, changes) in zip(self._calls, self._changes, strict=True):
+            roots = roots_of(layer, (), {})
+            cleared = set[int]()
+            for number, (change, values) in enumerate(changes):
+                if change.is_inside and len(change.path) > 2:
+                    contents = contents_of(find(roots, change.path)) or ()
+                    there = contents.values() if isinstance(contents, dict) else contents
+                    if {id(x) for x in values}.isdisjoint(id(x) for x in there):
+                        cleared.add(number)
+            calls.append(replace(call, cleared=frozenset(cleared)))
+        return tuple(calls)
+
+    def seen(self, returned: object) -> object:
+        """Returns what a model returned, with an `Origin` in the place of each tensor."""
+        leaves, structure = tree_flatten(returned)
+        _refuse_overwritten(self._origin_of(leaves))
+        return structure.unflatten(
+            [
+                self._origin_of(leaf) | self._decided if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
+        )
+
+    def refuse_new_buffers(self) -> None:
+        """Refuses code outside of layers that put other tensors in the place of buffers.
+
+        A buffer that is not saved may be made anew, if it does not depend on layers: a cache.
+        """
+        saved = self._model.state_dict(keep_vars=True)
+        for name, buffer in self._model.named_buffers():
+            origin = self._origins.get(id(buffer))
+            if buffer is self._buffers.get(name) or id(buffer) in self._sources:
+                continue  # or of a layer
+            if origin and (name in saved or origin.sources):
+                raise TopologyError(_writes(name))
+
+    def _origin_of(self, values: object) -> Origin:
+        origin = Origin()
+        for tensor in _tensors(values):
+            name = self._names.get(id(tensor))
+            if name:
+                origin |= Origin(parameters=frozenset({name}))
+            known = self._origins.get(id(tensor))
+            if known is None and (maker := self._makers.get(_key(tensor))) and not name:
+                reader = self._running.layer if self._running else ""
+                raise TopologyError(_leaked(maker[0], reader))
+            origin |= known or Origin()
+            self.is_heard |= id(tensor) in self._heard
+        return origin
+
+    def _read(self, running: _Running, values: object) -> None:
+        """Records what an operator inside of a layer reads, however the layer came by it."""
+        for tensor in _tensors(values):
+            key = _key(tensor)
+            if key in running.inputs:
+                running.reads |= self._origin_of(running.inputs[key])
+            elif key not in running.known and key not in self._named:
+                running.reads |= self._origin_of(tensor)
+                running.known |= {key} - {0}
+
+    def _computed(self, running: _Running, inputs: object, result: object, written: object) -> None:
+        """Records into which memory an operator inside of a layer wrote, but for a constant."""
+        before = _keys(inputs)
+        running.known |= _keys(result) - before
+        running.overwritten |= _keys(written) & running.inputs.keys()
+        if not any(k in running.inputs or k in self._named or k in self._makers for k in before):
+            return
+        for tensor in _tensors((result, written)):
+            key = _key(tensor)
+            if key and key not in running.inputs and key not in self._named:
+                self._makers[key] = running.layer, weak_storage(tensor.untyped_storage())
+
+    def _hand(self, tensor: Tensor, source: Source, *, is_heard: bool = False) -> None:
+        """Records that a layer hands a tensor on."""
+        self._sources[id(tensor)] = source
+        self._set(tensor, Origin(frozenset({source})))
+        if is_heard:
+            self._heard.add(id(tensor))
+
+    @contextmanager
+    def _quietly(self) -> Iterator[None]:
+        self._is_quiet = True
+        try:
+            yield
+        finally:
+            self._is_quiet = False
+
+    def _set(self, tensor: Tensor, origin: Origin) -> None:
+        self._origins[id(tensor)] = origin
+        self._by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
+
+    def _write(self, tensor: Tensor, origin: Origin) -> None:
+        """Records that a tensor outside of layers was written into."""
+        key = storage_key(tensor.untyped_storage())
+        if key in self._buffer_names:
+            raise TopologyError(_writes(self._buffer_names[key]))
+        self.writes_inputs |= key in self._inputs
+        self._set(tensor, self._origins.get(id(tensor), Origin()) | origin)
+        for other in self._by_storage[key]:
+            self._origins[id(other)] = self._origins[id(other)] | origin
+            if id(other) in self._sources:
+                self.written.add(self._sources[id(other)])
+
+
+@contextmanager
+def _saved(layer: nn.Module) -> Iterator[dict[int, int]]:
+    """Yields the bytes of each storage that autograd keeps for a backward of what runs inside.
+
+    Parameters of the layer do not count.
+    """
+    saved, alive = dict[int, int](), list[object]()
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        saved[storage_key(storage)] = storage.nbytes()
+        alive.append(storage)  # its key is not used again
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        yield saved
+    for key in _keys([*layer.parameters()]):
+        saved.pop(key, None)
+
+
+def _seconds(
+    layer: nn.Module,
+    function: Callable[..., Any],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
+) -> float:
+    """Returns how long a layer's forward and backward take. No gradient, no change is kept."""
+    watch, clones = Watch(layer, args, kwargs), Replaced(_copy)
+    args, kwargs = clones.of((args, kwargs))
+    began = time.perf_counter()
+    with torch.enable_grad():
+        outputs = [x for x in _tensors(function(*args, **kwargs)) if x.requires_grad]
+        wanted = [x for x in (*_tensors((args, kwargs)), *layer.parameters()) if x.requires_grad]
+        results: list[Tensor | None] = [*outputs]
+        if outputs:
+            ones = [torch.ones_like(output) for output in outputs]
+            results += torch.autograd.grad(outputs, wanted, ones, allow_unused=True)
+    for tensor in [x for x in results if x is not None][-1:]:
+        tensor.flatten()[:1].tolist()  # the host waits for the device
+    seconds = time.perf_counter() - began
+    watch.restore()
+    return seconds
+
+
+def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[str, str]]]:
+    """Returns what a layer changes that can be done elsewhere, and which attributes it loses.
+
+    An attribute that is no tensor, such as a counter, is the layer's own affair. It depends on
+    what was before.
+    """
+    followed, lost = list[tuple[Change, list[Any]]](), set[tuple[str, str]]()
+    for change, values in changes:
+        if change.is_heard:
+            leaves, structure = tree_flatten(values)
+            is_plain = [isinstance(x, Tensor | nn.Module) or not contents_of(x) for x in leaves]
+            plain = [x if is_known else None for x, is_known in zip(leaves, is_plain, strict=True)]
+            followed.append((change, structure.unflatten(plain)))
+        elif not change.is_inside:
+            _refuse_hidden(layer, "hands on", values)
+            followed.append((change, values))
+        elif _tensors(values):
+            followed.append((change, values))
+        else:
+            attributes = change.path[2:3] or (*change.keys, *change.gone)
+            lost |= {(change.path[1], name) for name in attributes}
+    return followed, frozenset(lost)
+
+
+@torch.enable_grad()
+def _copy(tensor: Tensor) -> Tensor:
+    """Returns a tensor in a graph and in memory of its own.
+
+    It is no leaf of the graph, because a layer may write into it.
+    """
+    has_gradient = tensor.is_floating_point() or tensor.is_complex()
+    return tensor.detach().requires_grad_(has_gradient).clone()
+
+
+def _tensors(values: object) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _direct(values: tuple[object, ...]) -> list[Tensor]:
+    """Returns the tensors that a layer is given itself; of those in containers it may read none."""
+    return [
+        x
+        for value in values
+        for x in (_direct(value) if isinstance(value, tuple) else [value])
+        if isinstance(x, Tensor)
+    ]
+
+
+def _key(tensor: Tensor) -> int:
+    """Returns that of a tensor's storage; 0 of one that has none, such as a sparse one."""
+    return storage_key(tensor.untyped_storage()) if tensor.layout is torch.strided else 0
+
+
+def _keys(values: object) -> set[int]:
+    return {_key(tensor) for tensor in _tensors(values)} - {0}
+
+
+def _refuse_hidden(layer: str, verb: str, values: object) -> None:
+    """Refuses tensors inside of objects in which torch does not look for tensors."""
+    for leaf in tree_flatten(values)[0]:
+        inside = fields_of(leaf) or getattr(leaf, "__dict__", None) or {}
+        if not isinstance(leaf, Tensor | nn.Module) and _tensors([*inside.values()]):
+            raise TopologyError(
+                f"layer {layer!r} {verb} a {type(leaf).__name__}, and torch does not see the "
+                f"tensors inside: take a tuple or a dict, or register a dataclass with "
+                f"torch.export.register_dataclass"
+            )
+
+
+def _refuse_overwritten(origin: Origin) -> None:
+    """Refuses values that a layer has changed in place, behind that layer."""
+    if origin.writers:
+        raise TopologyError(
+            f"layers {sorted(origin.writers)} change a tensor in place that they are given, and "
+            f"code behind them uses it: stages would have different values of it. Use what the "
+            f"layers return"
+        )
+
+
+def _leaked(maker: str, reader: str) -> str:
+    who = f"layer {reader!r}" if reader else "code outside of layers"
+    return (
+        f"layer {maker!r} hands a tensor to {who} by a way that no stage can follow, such as a "
+        f"global variable or memory that it writes into: return it, append it to a list that the "
+        f"layer is given, or set it as an attribute of the layer"
+    )
+
+
+def _writes(buffer: str) -> str:
+    return (
+        f"code outside of layers writes into buffer {buffer!r}: every stage runs this code, and "
+        f"stages would have different values of it. Put the buffer and the code into a module of "
+        f"its own, which is then a layer"
+    )
+
+
+def _output(
+    layer: nn.Module, leaf: object, number: int, first: Mapping[int, int], inputs: Sequence[Tensor]
+) -> Output:
+    if not isinstance(leaf, Tensor):
+        return Output(value=leaf)
+    same = first[id(leaf)] if first[id(leaf)] < number else None
+    if not leaf.dim() and inputs:
+        return Output(shape=leaf.shape, dtype=leaf.dtype, like=Like(0, 0, ()), same=same)
+    # Most layers keep the shape, an embedding adds a dimension, and a Linear changes the last one.
+    # Others may change it too, such as a convolution, but not to the same size in each batch.
+    lengths = {length for tensor in inputs for length in tensor.shape}
+    candidates = [
+        Like(number, dims, tuple(leaf.shape[dims:]))
+        for lost in ((0, 1) if isinstance(layer, nn.Linear) else (0,))
+        for number, tensor in enumerate(inputs)
+        for dims in [tensor.dim() - lost]
+        if dims > 0 and tensor.shape[:dims] == leaf.shape[:dims] and leaf.dim() - dims <= 1
+        # What is new is a constant only if the sample has no such length.
+        if lengths.isdisjoint(leaf.shape[dims:])
+    ]
+    like = min(candidates, key=lambda one: len(one.more), default=None)
+    return Output(shape=leaf.shape, dtype=leaf.dtype, like=like, same=same)

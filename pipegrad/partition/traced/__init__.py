@@ -1,1 +1,0 @@
-"""How is the graph of torch.export cut into stages?"""
