@@ -45,8 +45,7 @@ def export(
     """
     import torch
 
-    from pipegrad.train.checkpoint.export import converted, write_file
-    from pipegrad.train.checkpoint.uncut import find_checkpoint, load
+    from pipegrad.train.checkpoint.uncut import converted, find_checkpoint, load, write_file
 
     with usage_errors():
         folder = find_checkpoint(checkpoint)

@@ -212,11 +212,3 @@ def arguments_of(operator: object) -> list[tuple[str, bool]]:
     schema = getattr(operator, "_schema", None)
     arguments: Any = schema.arguments if schema else ()
     return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]
-
-
-def class_of_storage() -> type:
-    """Returns the class that says where a checkpoint has stored a tensor."""
-    # It imports DTensor, which most users of this file do not need.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo

@@ -31,11 +31,11 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.common_state import CommonState
-from pipegrad.train.checkpoint.random_states import RandomStates
+from pipegrad.train.checkpoint.packed import CommonState, RandomStates
 from pipegrad.train.checkpoint.resume import resume
+from pipegrad.train.checkpoint.saving import Saving
 from pipegrad.train.checkpoint.shards import find_shards
+from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
@@ -48,7 +48,6 @@ from pipegrad.train.optimizer import (
     group_of,
     make_learning_rate,
     make_optimizer,
-    state_numels,
 )
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process.last_words import show_in
@@ -58,7 +57,6 @@ from pipegrad.train.run.launch import names_of_launch
 from pipegrad.train.run.lock import RunLock
 from pipegrad.train.run.origin import Origin, locked_origin
 from pipegrad.train.run.run_folder import continue_run_folder, make_run_folder, refuse_unseen
-from pipegrad.train.run.saving import Saving
 from pipegrad.train.run.tracing import Tracing
 from pipegrad.train.run.update import Update
 from pipegrad.train.stages import build_stages
@@ -376,9 +374,7 @@ class Trainer:
             random_states=RandomStates(self._topology, config.train.seed, self._device),
             shards=self._shards,
         )
-        self.saving = Saving(
-            config, self._state, self._device, self._run, state_numel=max(state_numels(config))
-        )
+        self.saving = Saving(config, self._state, self._device, self._run)
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""

@@ -25,7 +25,7 @@ def run(trainer: Trainer, report: Report) -> int:
     """
     is_first_rank = dist.get_rank() == 0
     folder = _make_folder(trainer, report)
-    trainer.saving.begin_run(folder, trainer.first_step, report.note)
+    trainer.saving.begin_run(folder, report.note)
     with (
         trainer.signals,
         trainer.tracing,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ConfigError, reason
-from pipegrad.train.checkpoint.folders import put_aside, remove_unfinished
+from pipegrad.train.checkpoint.storage import put_aside, remove_unfinished
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.run.manifest import MANIFEST, read_manifest
 

@@ -20,8 +20,8 @@ from pipegrad.testing.ordering import cuda_trace
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
 from pipegrad.testing.ordering.replay import Recording
 from pipegrad.testing.ordering.trace import Memories, spans
-from pipegrad.train.checkpoint.writer.staging import WRITTEN as STEP_WRITTEN
-from pipegrad.train.checkpoint.writer.staging import Staging
+from pipegrad.train.checkpoint.saving import WRITTEN as STEP_WRITTEN
+from pipegrad.train.checkpoint.saving import Staging
 from tests.support.ordering.producers import CPU
 
 # The races that others have shipped, on our primitives. Each is a function of a checker that takes

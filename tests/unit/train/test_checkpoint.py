@@ -18,11 +18,10 @@ from pipegrad.gradients.names import Locations
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
-from pipegrad.train.checkpoint.checksums import DamageError
-from pipegrad.train.checkpoint.common_state import CommonState
-from pipegrad.train.checkpoint.layout import check_locations
-from pipegrad.train.checkpoint.packed import pack
+from pipegrad.train.checkpoint.packed import CommonState, pack
 from pipegrad.train.checkpoint.shards import Shard, boxes_of, fitted
+from pipegrad.train.checkpoint.storage import DamageError
+from pipegrad.train.checkpoint.training_state import check_locations
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import make_learning_rate
 from pipegrad.train.run.update import Update
