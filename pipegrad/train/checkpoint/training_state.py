@@ -162,8 +162,7 @@ class TrainingState:
             ConfigError: If it is.
         """
         saved = contents.tensors
-        check_locations(config, set(saved), keys)
-        _check_names(config, set(saved), keys)
+        check_keys(config, set(saved), keys)
         for key, tensor in self._parts(self.tensors()).items():
             if saved[key].size != tensor.shape:
                 config.refuse(
@@ -173,34 +172,21 @@ class TrainingState:
                 )
         self._check_state(config, saved)
         names_of: dict[str, set[str]] = {}
-        for key in saved:
-            name = self._owner(key) if key.startswith("optimizer.") else None
-            if name is not None:
-                names_of.setdefault(name, set()).add(_state_name(key))
-        for name, names in names_of.items():
-            parameter, part = self._parameters[name], self._part_that_steps(name)
-            if parameter.ndim != 2 or not parameter.requires_grad or part is None:
-                continue
-            if names != own_names[part]:
-                config.refuse(
-                    KEYS_OF_PARTS[part],
-                    f"it keeps {sorted(own_names[part])} of {name!r}, but the optimizer of the "
-                    f"checkpoint kept {sorted(names)}: choose the same",
-                )
-
-    def _part_that_steps(self, name: str) -> int | None:
-        """Returns the index of the optimizer's part that steps a matrix; None if not known here.
-
-        If the optimizer is made of several, only the rank that steps a matrix knows which has it.
-        """
-        parts, main = parts_in(self._optimizer), self._main_parameters.get(name)
-        if len(parts) == 1:
-            return 0
-        for index, part in enumerate(parts):
-            tensors = (tensor for group in part.param_groups for tensor in group["params"])
-            if main is not None and any(tensor is main.tensor for tensor in tensors):
-                return index
-        return None
+        for stem in self._saved_state(saved):
+            if stem.startswith("optimizer."):
+                names_of.setdefault(str(self._owner(stem)), set()).add(_state_name(stem))
+        for part, optimizer in enumerate(parts_in(self._optimizer)):
+            steps = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            for name, names in names_of.items():
+                main = self._main_parameters[name]
+                if id(main.tensor) not in steps or len(main.record.shape) != 2:
+                    continue
+                if names != own_names[part]:
+                    config.refuse(
+                        KEYS_OF_PARTS[part],
+                        f"it keeps {sorted(own_names[part])} of {name!r}, but the optimizer of the "
+                        f"checkpoint kept {sorted(names)}: choose the same",
+                    )
 
     def _check_state(self, config: Config, tensors: Mapping[str, TensorStorageMetadata]) -> None:
         """Refuses state of the optimizer that does not fit what this rank steps."""
@@ -355,54 +341,32 @@ def parted(key: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (key, "")
 
 
-def check_locations(config: Config, saved: set[str], own: set[str]) -> None:
-    """Refuses a checkpoint in which a parameter or buffer of this run has other locations.
+def check_keys(config: Config, saved: set[str], own: set[str]) -> None:
+    """Refuses a checkpoint with other parameters or buffers than the model, or in other locations.
 
     Args:
         config: The configuration.
-        saved: All keys of the checkpoint.
+        saved: All keys of the checkpoint. Those of the optimizer are none of its business.
         own: The keys of all ranks of this run.
 
     Raises:
-        ConfigError: If locations differ. Names a key and both sets of locations.
+        ConfigError: If keys differ.
     """
-    saved_at, own_at = _locations_of(saved), _locations_of(own)
-    for stem in sorted(own_at.keys() & saved_at.keys()):
-        if saved_at[stem] != own_at[stem]:
-            config.refuse(
-                "train.resume",
-                f"{stem.partition('.')[2]!r} is there in the places "
-                f"{_in_words(saved_at[stem])}, and here in {_in_words(own_at[stem])}: "
-                f"choose the parallel.dimensions, the parallel.data, the parallel.shards and the "
-                f"handlers of the run that wrote it",
-            )
-
-
-def _locations_of(keys: set[str]) -> dict[str, set[str]]:
-    """Returns keys without locations -> their locations."""
-    locations: dict[str, set[str]] = {}
-    for key in keys:
-        stem, location = parted(key)
-        locations.setdefault(stem, set()).add(location)
-    return locations
-
-
-def _in_words(locations: set[str]) -> str:
-    return " ".join(location or "(everywhere the same)" for location in sorted(locations))
-
-
-def _check_names(config: Config, saved: set[str], own: set[str]) -> None:
-    """Refuses a checkpoint with more or fewer parameters or buffers than the model.
-
-    Raises:
-        ConfigError: If names differ.
-    """
-    # Only names of the model are compared. Keys of the optimizer are checked with its own message.
-    in_model = {key for key in saved if key.startswith("model.")}
+    saved = {key for key in saved if key.startswith("model.")}
+    extra, missing = saved - own, own - saved
+    apart = _stems(extra | missing) & _stems(saved) & _stems(own)
     complaints = []
-    if extra := in_model - own:
+    if apart:
+        there, here = (_locations(keys, min(apart)) for keys in (saved, own))
+        config.refuse(
+            "train.resume",
+            f"{min(apart).partition('.')[2]!r} is there in the locations {there}, and here in "
+            f"{here}: choose the parallel.dimensions, the parallel.data, the parallel.shards and "
+            f"the handlers of the run that wrote it",
+        )
+    if extra:
         complaints.append(f"the checkpoint holds {_listed(extra)}, which the model does not have")
-    if missing := own - in_model:
+    if missing:
         complaints.append(f"the model has {_listed(missing)}, which the checkpoint does not hold")
     if complaints:
         config.refuse(
@@ -410,6 +374,16 @@ def _check_names(config: Config, saved: set[str], own: set[str]) -> None:
             f"it is of another model: {'; '.join(complaints)}: choose the [model] of the run that "
             f"wrote it",
         )
+
+
+def _stems(keys: set[str]) -> set[str]:
+    return {parted(key)[0] for key in keys}
+
+
+def _locations(keys: set[str], stem: str) -> str:
+    """Returns in words where a tensor of a checkpoint or a run lies."""
+    locations = sorted(location for key, location in map(parted, keys) if key == stem)
+    return " ".join(location or "(everywhere the same)" for location in locations)
 
 
 def _listed(keys: set[str]) -> str:

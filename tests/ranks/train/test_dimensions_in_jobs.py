@@ -225,7 +225,7 @@ TP, TP_APART, EP_APART, ADAFACTOR = (
 )
 REFUSED = [
     (TP_APART, "dimensions.tp=4", "[tp=0] [tp=1] [tp=2] [tp=3]: choose the parallel.dimensions"),
-    (TP_APART, "dimensions.tp=1", "places [tp=0] [tp=1], and here in (everywhere the same)"),
+    (TP_APART, "dimensions.tp=1", "locations [tp=0] [tp=1], and here in (everywhere the same)"),
     (EP_APART, "dimensions.ep=4 pipeline=1", "[ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]"),
     (TP_APART, "shards={'*.up.weight'=0}", "[tp=0] [tp=1], and here in (everywhere the same)"),
     (TP, "shards={}", "choose the parallel.dimensions, the parallel.data, the parallel.shards"),
