@@ -44,7 +44,7 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
 
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.observe.doctor import examine
-    from pipegrad.train.process.process import process_group
+    from pipegrad.train.process import process_group
 
     try:
         with process_group(timeout_seconds):
@@ -67,7 +67,7 @@ def _device(name: str) -> torch.device:
 
     import torch
 
-    from pipegrad.train.process.process import automatic_kind
+    from pipegrad.train.process import automatic_kind
 
     kind = automatic_kind() if name == "auto" else name
     if kind == "cpu":

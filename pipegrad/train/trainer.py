@@ -50,9 +50,8 @@ from pipegrad.train.optimizer import (
     make_optimizer,
 )
 from pipegrad.train.preflight import try_out_optimizer
-from pipegrad.train.process.last_words import show_in
-from pipegrad.train.process.process import choose_algorithms, device_of_rank
-from pipegrad.train.process.signals import Signals
+from pipegrad.train.process import choose_algorithms, device_of_rank
+from pipegrad.train.process_end import Signals, show_in
 from pipegrad.train.run.launch import names_of_launch
 from pipegrad.train.run.lock import RunLock
 from pipegrad.train.run.origin import Origin, locked_origin

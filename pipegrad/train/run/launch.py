@@ -16,7 +16,7 @@ from collections.abc import Mapping
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.processes import process_state
-from pipegrad.train.process.start import LAUNCH
+from pipegrad.train.process import LAUNCH
 
 
 def names_of_launch() -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch.distributed as dist
 
 from pipegrad.errors import DriftError, PipegradError, in_words
-from pipegrad.train.process.signals import exit_code
+from pipegrad.train.process_end import exit_code
 from pipegrad.train.reporters.report import Report, manifest_of
 from pipegrad.train.run.manifest import with_launch
 from pipegrad.train.trainer import Trainer

@@ -30,7 +30,7 @@ from pipegrad.train.checkpoint.storage import (
 from pipegrad.train.checkpoint.uncut import write_file
 from pipegrad.train.config import Config
 from pipegrad.train.models.transformers_model import _copy_tokenizer
-from pipegrad.train.process.last_words import _write_text
+from pipegrad.train.process_end import _write_text
 from pipegrad.train.reporters.jsonl import JsonLines
 from pipegrad.train.run.lock import RunLock
 from pipegrad.train.run.manifest import read_manifest

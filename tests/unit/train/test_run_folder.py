@@ -24,7 +24,7 @@ from pipegrad.train.checkpoint.storage import (
     unfinished,
 )
 from pipegrad.train.config import Config
-from pipegrad.train.process.start import LAUNCH
+from pipegrad.train.process import LAUNCH
 from pipegrad.train.run.launch import launch_of, process
 from pipegrad.train.run.lock import HeldError, RunLock
 from pipegrad.train.run.manifest import with_launch
