@@ -8,9 +8,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 
 import torch
-import torch.distributed as dist
-
-from pipegrad.comm.activity import Activity
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,3 @@ def peak_memory_bytes(device: torch.device) -> int:
             return int(torch.accelerator.max_memory_allocated(device))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
-
-
-def every_rank(values: list[float], device: torch.device) -> list[list[float]]:
-    """Returns the values of every rank, on every rank."""
-    # float64, so that counts of bytes are exact. Each rank fills its own row, and the sum of these
-    # matrices has all rows.
-    all_values = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
-    all_values[dist.get_rank()] = torch.tensor(values, dtype=torch.float64, device=device)
-    with Activity("the metrics of a step", range(dist.get_world_size())):
-        dist.all_reduce(all_values)
-    return [[float(x) for x in of_rank] for of_rank in all_values.tolist()]

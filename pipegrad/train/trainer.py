@@ -40,24 +40,27 @@ from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
 from pipegrad.train.data.sources import make_feed, read_texts
-from pipegrad.train.evaluation import Evaluation
+from pipegrad.train.evaluation import Evaluation, Tracing, every_rank
 from pipegrad.train.job import Job
-from pipegrad.train.metrics import StepMetrics, every_rank, peak_memory_bytes
+from pipegrad.train.metrics import StepMetrics, peak_memory_bytes
 from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import (
+    Update,
     group_of,
     make_learning_rate,
     make_optimizer,
 )
+from pipegrad.train.origin import Origin, locked_origin
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.process_end import Signals, show_in
-from pipegrad.train.run.launch import names_of_launch
-from pipegrad.train.run.lock import RunLock
-from pipegrad.train.run.origin import Origin, locked_origin
-from pipegrad.train.run.run_folder import continue_run_folder, make_run_folder, refuse_unseen
-from pipegrad.train.run.tracing import Tracing
-from pipegrad.train.run.update import Update
+from pipegrad.train.run_folder import (
+    RunLock,
+    continue_run_folder,
+    make_run_folder,
+    names_of_launch,
+    refuse_unseen,
+)
 from pipegrad.train.stages import build_stages
 from pipegrad.train.summary.summary import make_summary
 from pipegrad.train.summary.text import rendered

@@ -34,8 +34,7 @@ from pipegrad.train.checkpoint.packed import pack, unpack_entry
 from pipegrad.train.checkpoint.storage import CHECKSUMS, CheckpointWriter, read_contents
 from pipegrad.train.checkpoint.storage import INDEX as CHECKPOINT
 from pipegrad.train.config import Config, load, parsed_setting
-from pipegrad.train.run.manifest import MANIFEST, is_of_output, read_manifest
-from pipegrad.train.run.run_folder import METRICS, cut_rows
+from pipegrad.train.run_folder import MANIFEST, METRICS, cut_rows, is_of_output, read_manifest
 from tests.support.picture.timelines import SMALL
 from tests.support.train.jobs import SMALL as JOB
 

@@ -32,7 +32,7 @@ from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.storage import DamageError
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
-from pipegrad.train.run.update import Update
+from pipegrad.train.optimizer import Update
 
 COMMON = "common"  # the key of common state
 HANDLERS = "handlers."  # of keys of handler state; the rank follows

@@ -23,8 +23,7 @@ from pipegrad.train.checkpoint.shards import Shard, boxes_of, fitted
 from pipegrad.train.checkpoint.storage import DamageError
 from pipegrad.train.checkpoint.training_state import check_keys
 from pipegrad.train.config import Config
-from pipegrad.train.optimizer import make_learning_rate
-from pipegrad.train.run.update import Update
+from pipegrad.train.optimizer import Update, make_learning_rate
 from pipegrad.train.schema import Model, Optimizer, Parallel
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.expert_parallel import ExpertParallel

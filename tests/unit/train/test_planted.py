@@ -30,12 +30,10 @@ from pipegrad.train.checkpoint.storage import (
 from pipegrad.train.checkpoint.uncut import write_file
 from pipegrad.train.config import Config
 from pipegrad.train.models.transformers_model import _copy_tokenizer
+from pipegrad.train.origin import Origin, find_origin
 from pipegrad.train.process_end import _write_text
 from pipegrad.train.reporters.jsonl import JsonLines
-from pipegrad.train.run.lock import RunLock
-from pipegrad.train.run.manifest import read_manifest
-from pipegrad.train.run.origin import Origin, find_origin
-from pipegrad.train.run.run_folder import continue_run_folder, cut_rows
+from pipegrad.train.run_folder import RunLock, continue_run_folder, cut_rows, read_manifest
 from pipegrad.train.schema import Model, Train
 from tests.support.picture.timelines import SMALL
 

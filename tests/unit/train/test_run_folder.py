@@ -24,12 +24,18 @@ from pipegrad.train.checkpoint.storage import (
     unfinished,
 )
 from pipegrad.train.config import Config
+from pipegrad.train.origin import Origin, find_origin, locked_origin
 from pipegrad.train.process import LAUNCH
-from pipegrad.train.run.launch import launch_of, process
-from pipegrad.train.run.lock import HeldError, RunLock
-from pipegrad.train.run.manifest import with_launch
-from pipegrad.train.run.origin import Origin, find_origin, locked_origin
-from pipegrad.train.run.run_folder import continue_run_folder, cut_rows, make_run_folder
+from pipegrad.train.run_folder import (
+    HeldError,
+    RunLock,
+    continue_run_folder,
+    cut_rows,
+    launch_of,
+    make_run_folder,
+    process,
+    with_launch,
+)
 from pipegrad.train.schema import Model, Train
 from pipegrad.train.sizes import sizes_of
 
@@ -264,7 +270,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> Non
 HOLDING = """
 import os, sys, time
 from pathlib import Path
-from pipegrad.train.run.lock import RunLock
+from pipegrad.train.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 os.fork()
 os.write(1, b"held\\n")

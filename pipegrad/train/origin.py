@@ -25,8 +25,7 @@ from pathlib import Path
 from pipegrad import run_files
 from pipegrad.train.checkpoint.storage import INDEX, checkpoints, step_of
 from pipegrad.train.config import Config, path_of
-from pipegrad.train.run.lock import RunLock
-from pipegrad.train.run.manifest import MANIFEST, is_of_launch, is_of_output, read_manifest
+from pipegrad.train.run_folder import MANIFEST, RunLock, is_of_launch, is_of_output, read_manifest
 
 AUTO = "auto"
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from pipegrad.errors import DriftError, PipegradError, in_words
 from pipegrad.train.process_end import exit_code
 from pipegrad.train.reporters.report import Report, manifest_of
-from pipegrad.train.run.manifest import with_launch
+from pipegrad.train.run_folder import with_launch
 from pipegrad.train.trainer import Trainer
 
 
