@@ -27,10 +27,10 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
-    from pipegrad.train import run
     from pipegrad.train.process import process_group
     from pipegrad.train.process_end import fail
     from pipegrad.train.reporters.report import Report
+    from pipegrad.train.run import run
     from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 
