@@ -62,8 +62,8 @@ def plan(
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
     from pipegrad.simulation.auto import Auto
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.summary.summary import make_summary, predicted, rank_as_text, summarize_rank
-    from pipegrad.train.summary.text import rendered
+    from pipegrad.train.rendering import rendered_summary
+    from pipegrad.train.summary import make_summary, predicted, rank_as_text, summarize_rank
     from pipegrad.train.tables import make_console
 
     with usage_errors():
@@ -84,7 +84,7 @@ def plan(
             click.echo(json.dumps(make_summary(job, cut, manifest, costs), indent=2))
         else:
             summary = make_summary(job, cut, manifest, costs)
-            print_parts(make_console(), rendered(summary, job.schedule))
+            print_parts(make_console(), rendered_summary(summary, job.schedule))
 
 
 def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:

@@ -194,7 +194,7 @@ def _uniform(
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
     from pipegrad.simulation.explain.words import in_time
-    from pipegrad.train.summary.explained import rendered
+    from pipegrad.train.rendering import rendered_explanation
     from pipegrad.train.tables import make_console
 
     numbers = (
@@ -214,4 +214,4 @@ def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: E
         parts.append(
             "the reductions of the costs are left out: a schedule does not say whose they are"
         )
-    print_parts(make_console(), [*parts, *rendered(explained)])
+    print_parts(make_console(), [*parts, *rendered_explanation(explained)])

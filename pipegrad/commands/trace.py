@@ -50,10 +50,10 @@ def trace(
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return
-    from pipegrad.train.summary.explained import rendered
+    from pipegrad.train.rendering import rendered_explanation
     from pipegrad.train.tables import make_console
 
-    print_parts(make_console(), [_head(timeline), *rendered(explanation)])
+    print_parts(make_console(), [_head(timeline), *rendered_explanation(explanation)])
 
 
 def _loaded(run: Path) -> Timeline:

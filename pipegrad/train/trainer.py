@@ -54,6 +54,7 @@ from pipegrad.train.origin import Origin, locked_origin
 from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.process_end import Signals, show_in
+from pipegrad.train.rendering import rendered_summary
 from pipegrad.train.run_folder import (
     RunLock,
     continue_run_folder,
@@ -62,8 +63,7 @@ from pipegrad.train.run_folder import (
     refuse_unseen,
 )
 from pipegrad.train.stages import build_stages
-from pipegrad.train.summary.summary import make_summary
-from pipegrad.train.summary.text import rendered
+from pipegrad.train.summary import make_summary
 
 _RUN_KEYS = (
     "train.seed",
@@ -266,7 +266,7 @@ class Trainer:
 
     def printed_summary(self) -> Iterable[RenderableType]:
         """Returns the summary as parts that rich prints; nothing on other ranks than 0."""
-        return rendered(self.summary, self.job.schedule) if self.summary else ()
+        return rendered_summary(self.summary, self.job.schedule) if self.summary else ()
 
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""

@@ -24,8 +24,8 @@ from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.rendering import rendered_breakdown
 from pipegrad.train.run_folder import MANIFEST
-from pipegrad.train.summary.explained import rendered_breakdown
 from pipegrad.train.tables import table
 
 _KEPT_STEPS = 1000
