@@ -90,7 +90,7 @@ def plan(
 def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     """Returns costs with measured stages, and saves them; the network is that of `costs`."""
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.profile import profile_job
+    from pipegrad.train.preflight import profile_job
 
     found = replace(costs or Costs(()), stages=profile_job(job))
     try:
