@@ -29,8 +29,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
 
     from pipegrad.train.process import process_group
     from pipegrad.train.process_end import fail
-    from pipegrad.train.reporters.report import Report
-    from pipegrad.train.run import run
+    from pipegrad.train.run import Report, run
     from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 

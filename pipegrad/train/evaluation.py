@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 import os
-from contextlib import ExitStack
+import resource
+import sys
+from contextlib import ExitStack, suppress
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -140,6 +142,15 @@ def every_rank(values: list[float], device: torch.device) -> list[list[float]]:
     with Activity("the metrics of a step", range(dist.get_world_size())):
         dist.all_reduce(all_values)
     return [[float(x) for x in of_rank] for of_rank in all_values.tolist()]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most bytes that this process has taken so far, of a device or on CPU."""
+    if device.type != "cpu":
+        with suppress(RuntimeError):  # not every accelerator counts
+            return int(torch.accelerator.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
 
 
 class Tracing:

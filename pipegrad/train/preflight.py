@@ -1,7 +1,7 @@
 """Preflight: runs stages, optimizer and learning rate once, before the first step.
 
 Many errors of a model or an optimizer appear only when it runs. Here they are errors of the
-configuration, on all ranks alike, before any training. `profile_job` runs the stages for their times.
+configuration, on all ranks alike, before any training. `profile_job` runs stages for their times.
 """
 
 from __future__ import annotations

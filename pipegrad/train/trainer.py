@@ -40,9 +40,8 @@ from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
 from pipegrad.train.data.sources import make_feed, read_texts
-from pipegrad.train.evaluation import Evaluation, Tracing, every_rank
+from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
 from pipegrad.train.job import Job
-from pipegrad.train.metrics import StepMetrics, peak_memory_bytes
 from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import (
     Update,
@@ -55,6 +54,7 @@ from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.process_end import Signals, show_in
 from pipegrad.train.rendering import rendered_summary
+from pipegrad.train.reporters import StepMetrics
 from pipegrad.train.run_folder import (
     RunLock,
     continue_run_folder,

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipegrad.errors import PipegradError
 from pipegrad.train.checkpoint.storage import CheckpointWriter, checkpoints
-from pipegrad.train.reporters.report import Report
-from pipegrad.train.run import run
+from pipegrad.train.run import Report, run
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 from tests.support.train import restarts

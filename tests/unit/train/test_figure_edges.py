@@ -8,7 +8,7 @@ import torch
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Span, Timeline
-from pipegrad.train.metrics import peak_memory_bytes
+from pipegrad.train.evaluation import peak_memory_bytes
 from pipegrad.train.rendering import rendered_breakdown
 
 
