@@ -42,7 +42,7 @@ from pipegrad.train.data.dataset import dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.optimizer import kinds
-from pipegrad.train.reporters import Reporter, reporters
+from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 from pipegrad.train.sizes import sizes_of
 

@@ -27,7 +27,7 @@ from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.process_end import exit_code
 from pipegrad.train.rendering import rendered_breakdown
-from pipegrad.train.reporters import StepMetrics
+from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import MANIFEST, with_launch
 from pipegrad.train.tables import table
 from pipegrad.train.trainer import Trainer

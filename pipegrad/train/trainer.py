@@ -54,7 +54,7 @@ from pipegrad.train.preflight import try_out_optimizer
 from pipegrad.train.process import choose_algorithms, device_of_rank
 from pipegrad.train.process_end import Signals, show_in
 from pipegrad.train.rendering import rendered_summary
-from pipegrad.train.reporters import StepMetrics
+from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import (
     RunLock,
     continue_run_folder,

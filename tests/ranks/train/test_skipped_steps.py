@@ -14,7 +14,7 @@ from torch.nn import functional
 from pipegrad.errors import DriftError, StepError
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
-from pipegrad.train.reporters import StepMetrics
+from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding

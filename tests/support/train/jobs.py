@@ -18,7 +18,7 @@ from torch import Tensor
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
-from pipegrad.train.reporters import StepMetrics
+from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 

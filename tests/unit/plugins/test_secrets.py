@@ -12,7 +12,7 @@ from pipegrad.errors import ConfigError, PluginOptionError
 from pipegrad.plugins.secrets import REDACTED, redacted
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
-from pipegrad.train.reporters import reporters
+from pipegrad.train.reporters.reporter import reporters
 from pipegrad.train.reporters.terminal import Terminal
 from pipegrad.train.run import manifest_of
 from pipegrad.train.schema import Model, Named, Train

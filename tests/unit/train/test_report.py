@@ -19,7 +19,7 @@ from rich.console import Console
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
-from pipegrad.train.reporters import Reporter, StepMetrics, reporters
+from pipegrad.train.reporters.reporter import Reporter, StepMetrics, reporters
 from pipegrad.train.run import Report
 from pipegrad.train.schema import Model, Named, Train
 
