@@ -25,10 +25,12 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
-from pipegrad.errors import PipegradError
+from pipegrad.errors import PipegradError, in_words
 from pipegrad.limits import MOST_JSON_BYTES, MOST_JSON_CONTAINERS
 
 _TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
+_FULL = {errno.ENOSPC, errno.EDQUOT}
+_TRIED_BYTES = 2**20
 _NO_LINK = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 _KINDS = {
     stat.S_IFLNK: "a symbolic link",
@@ -276,6 +278,38 @@ def is_own(folder: Path) -> bool:
         owners = {folder.stat().st_uid, folder.lstat().st_uid}
         return owners <= {0, os.geteuid()} or owners == {_owner_of_new(folder)}
     return False
+
+
+def why_not_written(folder: Path, error: BaseException) -> str:
+    """Returns in words why a file cannot be written into a folder; if the disk is full, advice.
+
+    Call it before what was written there is removed.
+    """
+    cause: BaseException | None = error
+    while cause is not None and getattr(cause, "errno", None) is None:
+        cause = cause.__cause__
+    # torch and safetensors write by themselves, and say only that it has failed. So a write of
+    # Python's own finds out why.
+    cause = cause or _tried(folder)
+    words = in_words(error) if cause is None else str(getattr(cause, "strerror", None) or cause)
+    room = ""
+    with suppress(OSError):
+        room = f"; {shutil.disk_usage(folder).free:,} bytes are free there"
+    if getattr(cause, "errno", None) in _FULL:
+        return f"the disk is full ({words}{room}): make room"
+    return f"{words}{room}"
+
+
+def _tried(folder: Path) -> OSError | None:
+    """Returns why a new file cannot be written into a folder; None if it can."""
+    try:
+        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
+            left = _TRIED_BYTES
+            while left:
+                left -= file.write(bytes(left))
+    except OSError as error:
+        return error
+    return None
 
 
 def _temporary(path: Path) -> Path:

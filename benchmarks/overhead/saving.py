@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.writer.saver import Status
+from pipegrad.train.checkpoint.saving import Status
 from pipegrad.train.config import load
 from pipegrad.train.trainer import Trainer
 
@@ -59,7 +59,7 @@ def measured(folder: str, steps: int) -> Measured:
     os.chdir(folder)
     sys.path.insert(0, str(Path(__file__).parent))
     trainer = Trainer(partial(load, Path("job.toml"), []))
-    trainer.saving.begin_run(Path(folder), 1, print)
+    trainer.saving.begin_run(Path(folder), print)
     number, plain, saving = 0, list[Seconds](), list[Seconds]()
     copies, saves = list[float](), list[float]()
 
@@ -81,7 +81,7 @@ def measured(folder: str, steps: int) -> Measured:
         # All ranks see the same status after the same step, so they make the same steps.
         while True:
             saving.append(step())
-            if not trainer.saving.is_busy:
+            if trainer.saving.status is Status.IDLE:
                 break  # the save has ended somewhere in this step
         saves.append(time.perf_counter() - began)
     assert trainer.saving.status is Status.IDLE

@@ -47,7 +47,7 @@ _RECORDS = {
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),
     "train.data.tokens": ("TokenFile",),
-    "train.run.origin": ("Origin",),
+    "train.origin": ("Origin",),
 }
 _MODULES = {f"{m}.{name}": (m, name) for m, names in _RECORDS.items() for name in names}
 _DTYPES = {

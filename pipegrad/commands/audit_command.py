@@ -91,7 +91,7 @@ def _in_torchrun(run: Run, timeout_seconds: float, files: Mapping[str, Path | No
     import torch.distributed as dist
 
     from pipegrad.comm.agreement import once_a_machine
-    from pipegrad.train.process.process import process_group
+    from pipegrad.train.process import process_group
 
     with process_group(timeout_seconds):
         try:

@@ -68,10 +68,10 @@ def trace(
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return
-    from pipegrad.train.summary.explained import rendered
+    from pipegrad.train.rendering import rendered_explanation
     from pipegrad.train.tables import make_console
 
-    print_parts(make_console(), [_head(timeline), *rendered(explanation)])
+    print_parts(make_console(), [_head(timeline), *rendered_explanation(explanation)])
 
 
 def _loaded(run: Path) -> Timeline:
@@ -121,7 +121,7 @@ def doctor(*, device: str, timeout_seconds: float, as_json: bool, save: Path | N
 
     from pipegrad.comm.agreement import once_a_machine
     from pipegrad.observe.doctor import examine
-    from pipegrad.train.process.process import process_group
+    from pipegrad.train.process import process_group
 
     with usage_errors(), process_group(timeout_seconds):
         try:
@@ -141,7 +141,7 @@ def _device(name: str) -> torch.device:
 
     import torch
 
-    from pipegrad.train.process.process import automatic_kind
+    from pipegrad.train.process import automatic_kind
 
     kind = automatic_kind() if name == "auto" else name
     if kind == "cpu":
@@ -240,8 +240,7 @@ def export(
     """
     import torch
 
-    from pipegrad.train.checkpoint.export import converted, write_file
-    from pipegrad.train.checkpoint.uncut import find_checkpoint, load
+    from pipegrad.train.checkpoint.uncut import converted, find_checkpoint, load, write_file
 
     with usage_errors():
         folder = find_checkpoint(checkpoint)

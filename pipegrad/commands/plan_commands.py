@@ -80,8 +80,8 @@ def plan(
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
     from pipegrad.simulation.auto import Auto
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.summary.summary import make_summary, predicted, rank_as_text, summarize_rank
-    from pipegrad.train.summary.text import rendered
+    from pipegrad.train.rendering import rendered_summary
+    from pipegrad.train.summary import make_summary, predicted, rank_as_text, summarize_rank
     from pipegrad.train.tables import make_console
 
     with usage_errors():
@@ -102,13 +102,13 @@ def plan(
             click.echo(json.dumps(make_summary(job, cut, manifest, costs), indent=2))
         else:
             summary = make_summary(job, cut, manifest, costs)
-            print_parts(make_console(), rendered(summary, job.schedule))
+            print_parts(make_console(), rendered_summary(summary, job.schedule))
 
 
 def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     """Returns costs with measured stages, and saves them; the network is that of `costs`."""
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.profile import profile_job
+    from pipegrad.train.preflight import profile_job
 
     result = replace(costs or Costs(()), stages=profile_job(job))
     try:
@@ -330,7 +330,7 @@ def _uniform(
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
     from pipegrad.simulation.timeline import in_time
-    from pipegrad.train.summary.explained import rendered
+    from pipegrad.train.rendering import rendered_explanation
     from pipegrad.train.tables import make_console
 
     numbers = (
@@ -350,4 +350,4 @@ def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: E
         parts.append(
             "the reductions of the costs are left out: a schedule does not say whose they are"
         )
-    print_parts(make_console(), [*parts, *rendered(explained)])
+    print_parts(make_console(), [*parts, *rendered_explanation(explained)])

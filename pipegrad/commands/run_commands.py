@@ -53,10 +53,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
-    from pipegrad.train.process.last_words import fail
-    from pipegrad.train.process.process import process_group
-    from pipegrad.train.reporters.report import Report
-    from pipegrad.train.run.run import run
+    from pipegrad.train.process import process_group
+    from pipegrad.train.process_end import fail
+    from pipegrad.train.run import Report, run
     from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 
@@ -75,10 +74,11 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             where = "the run's folder has what was saved" if has_folder else "before the first step"
             console.print(f"stopped; {where}")
             sys.exit(_INTERRUPTED)
-        except SystemExit as error:  # raised by a model or plug-in; pipegrad's own are not in `try`
-            sys.exit(fail(_in_place_of(error), trainer, shows_traceback=wants_traceback()))
-        except Exception as error:  # noqa: BLE001 - code of the user, too
-            sys.exit(fail(error, trainer, shows_traceback=wants_traceback()))
+        # A model or plug-in raises SystemExit; pipegrad's own are not in `try`.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user, too
+            failure = _in_place_of(error) if isinstance(error, SystemExit) else error
+            folder = None if trainer is None else trainer.folder
+            sys.exit(fail(failure, folder, shows_traceback=wants_traceback()))
         trainer.close()
         if code:  # of a signal
             sys.exit(code)

@@ -205,11 +205,3 @@ def fake_tensors() -> Iterator[None]:
 
     with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
         yield
-
-
-def class_of_storage() -> type:
-    """Returns the class that says where a checkpoint has stored a tensor."""
-    # It imports DTensor, which most users of this file do not need.
-    from torch.distributed.checkpoint.filesystem import _StorageInfo
-
-    return _StorageInfo

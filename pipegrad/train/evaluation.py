@@ -1,22 +1,34 @@
-"""Evaluation: what a run measures and shows between its steps, through the pipeline."""
+"""Evaluation: what a run measures beside its steps: held-out loss, samples, and a timeline."""
 
 from __future__ import annotations
 
 import math
+import os
+import resource
+import sys
+from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pipegrad.comm.activity import Activity
+from pipegrad.comm.agreement import agree, same
+from pipegrad.errors import ConfigError, reason
+from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
 from pipegrad.train.data.feed import Feed, placed
 from pipegrad.train.data.sources import named_inputs, takes_inputs
 from pipegrad.train.data.tokenizer import Tokenizer
-from pipegrad.train.metrics import every_rank
+
+TRACE_VARIABLE, TIMELINE = "PIPEGRAD_TRACE", "timeline.json"
 
 
 class Evaluation:
@@ -119,3 +131,90 @@ class Evaluation:
         if not temperature:
             return int(logits.argmax())
         return int(torch.multinomial((logits / temperature).softmax(0), 1, generator=generator))
+
+
+def every_rank(values: list[float], device: torch.device) -> list[list[float]]:
+    """Returns the values of every rank, on every rank."""
+    # float64, so that counts of bytes are exact. Each rank fills its own row, and the sum of these
+    # matrices has all rows.
+    all_values = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
+    all_values[dist.get_rank()] = torch.tensor(values, dtype=torch.float64, device=device)
+    with Activity("the metrics of a step", range(dist.get_world_size())):
+        dist.all_reduce(all_values)
+    return [[float(x) for x in of_rank] for of_rank in all_values.tolist()]
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """Returns the most bytes that this process has taken so far, of a device or on CPU."""
+    if device.type != "cpu":
+        with suppress(RuntimeError):  # not every accelerator counts
+            return int(torch.accelerator.max_memory_allocated(device))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts KiB
+
+
+class Tracing:
+    """Records the steps that a run makes inside of ``with tracing``. All ranks make and enter it.
+
+    ``train.trace`` decides, unless the variable ``PIPEGRAD_TRACE`` is set: 0 records nothing, 1
+    records into the run's own folder, and all else is another folder. All ranks must have the same.
+
+    Raises:
+        AgreementError: If the variable differs between ranks.
+        ConfigError: If its folder cannot be made; on all ranks.
+    """
+
+    def __init__(self, config: Config, scheduler: Scheduler) -> None:
+        value = os.environ.get(TRACE_VARIABLE, "")
+        self._folder = None if value in ("", "0", "1") else Path(value)
+        same(
+            TRACE_VARIABLE,
+            dict(enumerate(agree(TRACE_VARIABLE, partial(_checked, value, self._folder)))),
+        )
+        self._is_wanted = value != "0" if value else config.train.trace
+        self._scheduler = scheduler
+        self._open = ExitStack()
+        self._recording: Recording | None = None
+
+    def __enter__(self) -> Self:
+        if self._is_wanted:
+            self._recording = self._open.enter_context(record(self._scheduler))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Ends the recording on this rank, after the last step."""
+        self._open.close()
+
+    def timeline(self) -> Timeline | None:
+        """Returns what the first pipeline recorded; None on other ranks, or if nothing was.
+
+        All ranks of the first pipeline must call it.
+
+        Raises:
+            PipegradError: If clocks or recordings cannot be read; on all its ranks.
+        """
+        topology = self._scheduler.topology
+        if topology.rank not in topology.one_replica:
+            return None
+        return None if self._recording is None else self._recording.timeline()
+
+    def save(self, timeline: Timeline, folder: Path) -> Path:
+        """Writes a timeline into a folder, or into that of the variable; returns the file."""
+        path = (self._folder or folder) / TIMELINE
+        timeline.save(path)
+        return path
+
+
+def _checked(value: str, folder: Path | None) -> str:
+    """Returns the variable. Rank 0 makes its folder, before a run of hours and not after it."""
+    if folder is not None and dist.get_rank() == 0:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{TRACE_VARIABLE} is {value!r}, a folder that cannot be made: {reason(error)}"
+            ) from error
+    return value

@@ -1,7 +1,7 @@
 """Preflight: runs stages, optimizer and learning rate once, before the first step.
 
 Many errors of a model or an optimizer appear only when it runs. Here they are errors of the
-configuration, on all ranks alike, before any training.
+configuration, on all ranks alike, before any training. `profile_job` runs stages for their times.
 """
 
 from __future__ import annotations
@@ -20,14 +20,17 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, in_words
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.losses import TOKEN_MEAN, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
+from pipegrad.simulation.costs import StageCosts
 from pipegrad.train.config import Config
 from pipegrad.train.data.pairs import Inputs
 from pipegrad.train.data.sources import named_inputs
-from pipegrad.train.data.tokenizer import Tokenizer
+from pipegrad.train.data.tokenizer import Tokenizer, tokenizer_of
+from pipegrad.train.job import Job
 from pipegrad.train.optimizer import make_first_step, make_learning_rate, probe_optimizer
 
 RANDOM = "the next random number"  # sorts behind names of parameters
@@ -276,3 +279,35 @@ def try_out_optimizer(config: Config, device: torch.device) -> list[set[str]]:
     if not all(map(math.isfinite, rates)):
         config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
     return state_names
+
+
+def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
+    """Returns what one microbatch costs on each stage, measured in this process alone.
+
+    Args:
+        job: A job that trains on text; its model fits into this process.
+        repeats: Of each pass; the median counts.
+
+    Raises:
+        ConfigError: If its stages can only be made, or fed, by their ranks.
+        Exception: What a stage raises.
+    """
+    config, advice = job.config, "call pipegrad.measure_costs in a loop of your own"
+    if config.model.is_transformers:
+        config.refuse("model", f"its stages are loaded by their ranks, not here: {advice}")
+    if job.dataset is not None:
+        config.refuse("data.dataset", f"its batches are made by the ranks, not here: {advice}")
+    rows = config.data.batch_size // (job.num_shares * config.parallel.microbatches)
+    tokens = sample_of(config, tokenizer_of(config)).target.repeat(rows, 1)
+    num_stages = len(job.schedule.stage_to_rank)
+    stages = job.cut(job.model("cpu")).stages(range(num_stages), recompute=config.train.recompute)
+    (name,) = stages[0].inputs
+    return profile_stages(
+        stages,
+        {name: tokens},
+        target=tokens,
+        loss_fn=job.loss,
+        splits=job.schedule.splits_backward,
+        is_weighted=config.train.loss_reduction == TOKEN_MEAN,
+        repeats=repeats,
+    )

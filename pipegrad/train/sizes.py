@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from typing import NamedTuple
 
-from pipegrad.train.checkpoint.writer.kept import check_kept
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data
 
@@ -37,7 +36,7 @@ def sizes_of(config: Config, num_ranks: int | None = None) -> Sizes:
         ConfigError: If keys contradict each other or the number of ranks.
     """
     check_data(config)
-    check_kept(config)
+    _check_saves(config)
     parallel = config.parallel
     inside = math.prod(parallel.dimensions.values())
     num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside
@@ -51,6 +50,23 @@ def sizes_of(config: Config, num_ranks: int | None = None) -> Sizes:
             f"choose a multiple of {share}",
         )
     return Sizes(num_ranks, pipeline, data, num_shares)
+
+
+def _check_saves(config: Config) -> None:
+    """Refuses keys of ``[train]`` about checkpoints that have no effect."""
+    train = config.train
+    if not train.save:
+        for name in ("save_every", "keep_last", "keep_every"):
+            if name in train.model_fields_set and getattr(train, name) is not None:
+                config.refuse(f"train.{name}", "has no effect: train.save = false saves nothing")
+    if train.keep_every is not None and train.save_every is None:
+        config.refuse("train.keep_every", "has no effect without train.save_every")
+    if train.keep_every is not None and train.keep_every % (train.save_every or 1):
+        config.refuse(
+            "train.keep_every",
+            f"should be a multiple of train.save_every, {train.save_every}: no checkpoint is "
+            f"written after other steps",
+        )
 
 
 # Sizes are checked in an order: the most specific message comes first. So one rank of a larger job

@@ -31,39 +31,39 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.common_state import CommonState
-from pipegrad.train.checkpoint.random_states import RandomStates
+from pipegrad.train.checkpoint.packed import CommonState, RandomStates
 from pipegrad.train.checkpoint.resume import resume
+from pipegrad.train.checkpoint.saving import Saving
 from pipegrad.train.checkpoint.shards import find_shards
+from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
 from pipegrad.train.data.sources import make_feed, read_texts
-from pipegrad.train.evaluation import Evaluation
+from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
 from pipegrad.train.job import Job
-from pipegrad.train.metrics import StepMetrics, every_rank, peak_memory_bytes
 from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import (
+    Update,
     group_of,
     make_learning_rate,
     make_optimizer,
-    state_numels,
 )
+from pipegrad.train.origin import Origin, locked_origin
 from pipegrad.train.preflight import try_out_optimizer
-from pipegrad.train.process.last_words import show_in
-from pipegrad.train.process.process import choose_algorithms, device_of_rank
-from pipegrad.train.process.signals import Signals
-from pipegrad.train.run.launch import names_of_launch
-from pipegrad.train.run.lock import RunLock
-from pipegrad.train.run.origin import Origin, locked_origin
-from pipegrad.train.run.run_folder import continue_run_folder, make_run_folder, refuse_unseen
-from pipegrad.train.run.saving import Saving
-from pipegrad.train.run.tracing import Tracing
-from pipegrad.train.run.update import Update
+from pipegrad.train.process import choose_algorithms, device_of_rank
+from pipegrad.train.process_end import Signals, show_in
+from pipegrad.train.rendering import rendered_summary
+from pipegrad.train.reporters.reporter import StepMetrics
+from pipegrad.train.run_folder import (
+    RunLock,
+    continue_run_folder,
+    make_run_folder,
+    names_of_launch,
+    refuse_unseen,
+)
 from pipegrad.train.stages import build_stages
-from pipegrad.train.summary.summary import make_summary
-from pipegrad.train.summary.text import rendered
+from pipegrad.train.summary import make_summary
 
 _RUN_KEYS = (
     "train.seed",
@@ -266,7 +266,7 @@ class Trainer:
 
     def printed_summary(self) -> Iterable[RenderableType]:
         """Returns the summary as parts that rich prints; nothing on other ranks than 0."""
-        return rendered(self.summary, self.job.schedule) if self.summary else ()
+        return rendered_summary(self.summary, self.job.schedule) if self.summary else ()
 
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""
@@ -376,9 +376,7 @@ class Trainer:
             random_states=RandomStates(self._topology, config.train.seed, self._device),
             shards=self._shards,
         )
-        self.saving = Saving(
-            config, self._state, self._device, self._run, state_numel=max(state_numels(config))
-        )
+        self.saving = Saving(config, self._state, self._device, self._run)
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from pipegrad.train.checkpoint.checksums import METADATA, DamageError, damaged, read_checksums
+from pipegrad.train.checkpoint.storage import INDEX, DamageError, damaged, read_contents
 from tests.faults.cell import LAYOUTS, STEPS, Cell
 from tests.faults.expected import Expected, expected
 from tests.faults.job import RUN, START_SECONDS, STEP_SECONDS, write_job
@@ -178,13 +178,13 @@ def _checkpoints(run: Path) -> dict[str, bool | None]:
 
 
 def _is_whole(folder: Path) -> bool | None:
-    if not (folder / METADATA).exists():
+    if not (folder / INDEX).exists():
         return None
     try:
-        checksums = read_checksums(folder)
-    except (DamageError, FileNotFoundError):
+        contents = read_contents(folder)
+    except DamageError:
         return False
-    return not damaged(folder, checksums.pieces)
+    return not damaged(folder, contents.checksums.items())
 
 
 def _loss(run: Path) -> float | None:

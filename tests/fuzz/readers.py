@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.comm import plain
@@ -31,12 +30,11 @@ from pipegrad.simulation.costs import Costs, Network, StageCosts
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.checkpoint.checksums import CHECKSUMS, METADATA, read_checksums, sealed
-from pipegrad.train.checkpoint.metadata import read_pickled_metadata
 from pipegrad.train.checkpoint.packed import pack, unpack_entry
+from pipegrad.train.checkpoint.storage import CHECKSUMS, CheckpointWriter, read_contents
+from pipegrad.train.checkpoint.storage import INDEX as CHECKPOINT
 from pipegrad.train.config import Config, load, parsed_setting
-from pipegrad.train.run.manifest import MANIFEST, is_of_output, read_manifest
-from pipegrad.train.run.run_folder import METRICS, cut_rows
+from pipegrad.train.run_folder import MANIFEST, METRICS, cut_rows, is_of_output, read_manifest
 from tests.support.picture.timelines import SMALL
 from tests.support.train.jobs import SMALL as JOB
 
@@ -177,28 +175,29 @@ def checkpoint() -> dict[str, bytes]:
 
     with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # there is one process
-        state = {"model.w": torch.arange(4.0), "step": torch.tensor(3)}
-        save(state, storage_writer=FileSystemWriter(name), no_dist=True)
-        return {path.name: path.read_bytes() for path in Path(name).iterdir()}
+        state, folder = {"model.w": torch.arange(4.0), "step": torch.tensor(3)}, Path(name) / "it"
+        save(state, storage_writer=CheckpointWriter(folder, {"tied": "{}"}), no_dist=True)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def metadata(content: bytes, folder: Path) -> None:
-    found = read_pickled_metadata(written(content, folder, METADATA))
-    for info in found.storage_data.values():
-        assert "/" not in str(info.relative_path)
+def index_of_checkpoint(content: bytes, folder: Path) -> None:
+    """Its checksum is right, whatever it says."""
+    expected = {**json.loads(checkpoint()[CHECKSUMS]), CHECKPOINT: zlib.crc32(content)}
+    written(as_bytes(expected), folder, CHECKSUMS)
+    contents = read_contents(written(content, folder, CHECKPOINT).parent)
+    for piece in contents.metadata.storage_data.values():
+        assert "/" not in str(piece.relative_path)
+    assert all(isinstance(value, str) for value in contents.run.values())
 
 
 def checksums(content: bytes, folder: Path) -> None:
-    written(checkpoint()[METADATA], folder, METADATA)
-    found = read_checksums(Path(written(content, folder, CHECKSUMS).parent))
-    assert isinstance(found.run, dict)
+    written(checkpoint()[CHECKPOINT], folder, CHECKPOINT)
+    contents = read_contents(written(content, folder, CHECKSUMS).parent)
+    assert all(isinstance(value, int) for value in contents.checksums.values())
 
 
-def _checksums(**changed: object) -> bytes:
-    crc = zlib.crc32(checkpoint()[METADATA])
-    piece = {"file": "__0_0.distcp", "offset": 0, "length": 4, "key": "model.w", "crc32": 1}
-    own = {"pipegrad": "0.1.0", "run": {"tied": "{}"}, "metadata": crc, "pieces": [piece]}
-    return as_bytes(sealed(own | changed))
+def _index(**changed: object) -> bytes:
+    return as_bytes(json.loads(checkpoint()[CHECKPOINT]) | changed)
 
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
@@ -367,15 +366,16 @@ READERS: dict[str, Reader] = {
         ),
     ),
     "packed entry": Reader(packed, (pack({"a": torch.arange(4), "b": "text"}).numpy().tobytes(),)),
-    "metadata of a checkpoint": Reader(
-        metadata,
-        (checkpoint()[METADATA],),
-        (b"", b".", b"\x80\x02N.", b"cposix\nsystem\n(S'x'\ntR."),
+    "index of a checkpoint": Reader(
+        index_of_checkpoint,
+        (checkpoint()[CHECKPOINT],),
+        (*JSON, _index(run=[]), _index(tensors={"model.w": {}}), _index(tensors=[])),
+        form="json",
     ),
     "checksums": Reader(
         checksums,
-        (_checksums(),),
-        (*JSON, _checksums(run=[]), _checksums(pieces={})),
+        (checkpoint()[CHECKSUMS],),
+        (*JSON, as_bytes({CHECKPOINT: []}), as_bytes({"__0_0.distcp": 1})),
         form="json",
     ),
     "index of weights": Reader(

@@ -1,6 +1,6 @@
 """How is a training saved, and continued in another cut?
 
-`checkpoint` saves and loads. `layout` names locations in the mesh, `chunks` are the parts of flat
-tensors, and `handler_state` has the bytes of handlers. `validate` and `checksums` refuse a wrong or
-damaged checkpoint before the first step. `resume` continues a run.
+`training_state` says what a rank writes and reads, `packed` has what is no tensor of the model, and
+`shards` the pieces of whole tensors. `saving` writes beside the steps. `storage` knows the files,
+verifies them and reads them. `resume` continues a run, and `uncut` makes a model of a checkpoint.
 """

@@ -5,20 +5,28 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import PlanError
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.train.checkpoint.checkpoint import TrainingState
-from pipegrad.train.checkpoint.checksums import Checksums, DamageError, ReadError
-from pipegrad.train.checkpoint.folders import step_of
-from pipegrad.train.checkpoint.validate import damage_of, read_metadata, verify
-from pipegrad.train.checkpoint.writer.saver import failure_message
+from pipegrad.train.checkpoint.storage import (
+    Contents,
+    DamageError,
+    ReadError,
+    damage_of,
+    damaged,
+    failure_message,
+    read_contents,
+    step_of,
+)
+from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.config import Config, path_of
 
+T = TypeVar("T")
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces
 
 
@@ -65,13 +73,13 @@ def resume(
     """
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
-    folder, metadata, checksums, notes = _first_whole(config, folders)
-    damaged = tuple(folders[: folders.index(folder)])
-    keys = {key for own in agree("what is held", state.keys) for key in own}
-    agree("the checkpoint", lambda: state.check(config, metadata, state_names, keys))
-    notes += _differences(checksums, run)
+    folder, contents, notes = _first_whole(config, folders)
+    newer = tuple(folders[: folders.index(folder)])
+    keys = {key for own in agree("the model", lambda: list(state.tensors())) for key in own}
+    agree("the checkpoint", lambda: state.check(config, contents, state_names, keys))
+    notes += _differences(contents.run, run)
     try:
-        num_steps = state.load(folder, metadata)
+        num_steps = state.load(folder, contents)
         notes += state.restore(num_steps)
     except CheckpointException as error:
         complaint = f"{_named(config, folder)}cannot be read: {failure_message(error)}"
@@ -86,18 +94,15 @@ def resume(
             f"the folder the name checkpoint-{num_steps} again",
         )
     notes += _resume_handlers(config, state, scheduler)
-    return Resumed(num_steps, folder, tuple(notes), damaged)
+    return Resumed(num_steps, folder, tuple(notes), newer)
 
 
-def _first_whole(
-    config: Config, folders: Sequence[Path]
-) -> tuple[Path, Metadata, Checksums, list[str]]:
+def _first_whole(config: Config, folders: Sequence[Path]) -> tuple[Path, Contents, list[str]]:
     """Returns the first checkpoint that is whole, what it has, and notes on those before it."""
     notes = list[str]()
     for folder, before in zip(folders, [*folders[1:], None], strict=True):
-        read: list[tuple[Metadata, Checksums]] = []
         try:
-            complaint = _damage(folder, read)
+            contents, complaint = _verified(folder)
         except ReadError as error:
             config.refuse(
                 "train.resume",
@@ -105,8 +110,8 @@ def _first_whole(
                 f"the file readable, or name another checkpoint",
                 cause=error,
             )
-        if not complaint:
-            return folder, *read[0], notes
+        if contents is not None:
+            return folder, contents, notes
         if not config.train.fallback or before is None:
             more = "" if before is None else "; or set train.fallback = true"
             config.refuse("train.resume", f"{_named(config, folder)}{complaint}{more}")
@@ -114,49 +119,49 @@ def _first_whole(
     raise AssertionError("there is a checkpoint to read")
 
 
-def _damage(folder: Path, read: list[tuple[Metadata, Checksums]]) -> str:
-    """Verifies a checkpoint on all ranks; returns the damage, the same on all ranks, or "".
-
-    Args:
-        folder: The checkpoint.
-        read: Takes its metadata and checksums.
+def _verified(folder: Path) -> tuple[Contents | None, str]:
+    """Returns what a checkpoint has, or None and its damage, the same on all ranks.
 
     Raises:
         ReadError: If a rank cannot read it; on all ranks.
     """
 
-    def complaint() -> list[str]:
+    def read() -> tuple[Contents | None, list[str]]:
         try:
-            read.append(read_metadata(folder))
+            return read_contents(folder), []
         except DamageError as error:
-            return [str(error)]
-        return []
+            return None, [str(error)]
 
     # One rank alone may find the damage, as on another machine.
-    if complaints := _of_all_ranks("the checkpoint", complaint):
-        return complaints[0]
-    checksums = read[0][1]
-    messages = _of_all_ranks("the checksums", lambda: verify(folder, checksums))
-    return damage_of(messages) if messages else ""
+    contents, complaints = _of_all_ranks("the checkpoint", read)
+    if contents is None or complaints:
+        return None, complaints[0]
+    # All ranks together read each file once.
+    mine = list(contents.checksums.items())[dist.get_rank() :: dist.get_world_size()]
+    _, messages = _of_all_ranks("the checksums", lambda: (None, damaged(folder, mine)))
+    return (None, damage_of(messages)) if messages else (contents, "")
 
 
-def _of_all_ranks(what: str, check: Callable[[], list[str]]) -> list[str]:
-    """Returns the messages of all ranks about a checkpoint, each once.
+def _of_all_ranks(
+    what: str, check: Callable[[], tuple[T | None, list[str]]]
+) -> tuple[T | None, list[str]]:
+    """Returns what this rank keeps, and the messages of all ranks, each once.
 
     Raises:
         ReadError: If a rank cannot read it; on all ranks.
     """
 
-    def caught() -> tuple[list[str], str]:
+    def caught() -> tuple[T | None, tuple[list[str], str]]:
         try:
-            return check(), ""
+            own, messages = check()
         except ReadError as error:
-            return [], str(error)
+            return None, ([], str(error))
+        return own, (messages, "")
 
-    replies = agree(what, caught, timeout_seconds=_VERIFY_SECONDS)
+    own, replies = agree_keeping(what, caught, timeout_seconds=_VERIFY_SECONDS)
     if unreadable := [message for _, message in replies if message]:
         raise ReadError(unreadable[0])
-    return sorted({message for messages, _ in replies for message in messages})
+    return own, sorted({message for messages, _ in replies for message in messages})
 
 
 def _named(config: Config, folder: Path) -> str:
@@ -164,9 +169,8 @@ def _named(config: Config, folder: Path) -> str:
     return "" if folder == path_of(config.train.resume or "") else f"{folder}: "
 
 
-def _differences(checksums: Checksums, run: Mapping[str, str]) -> list[str]:
+def _differences(saved: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
     """Returns notes on differences between this run and the one that wrote a checkpoint."""
-    saved = checksums.run
     changed = [
         f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"
         for key in sorted(saved.keys() | run.keys())
@@ -187,10 +191,10 @@ def _resume_handlers(config: Config, state: TrainingState, scheduler: Scheduler)
     """
     # Error feedback of some ranks alone would be wrong. So if one rank cannot read its own, all
     # ranks start without.
-    replies = agree("what handlers kept", state.unpack_handler_state)
+    kept, replies = agree_keeping("what handlers kept", state.handler_state)
     reasons = [reason for reason in replies if reason]
     try:
-        scheduler.load_state_dict({} if reasons else state.handler_state)
+        scheduler.load_state_dict({} if reasons else kept)
     except PlanError as error:
         reasons = [str(error)]
     if reasons and scheduler.sync.plan.independent_axes:

@@ -1,39 +1,46 @@
 """Uncut: the state dict of the uncut model, from a checkpoint of any cut, in one process.
 
+`load` returns it, and `write_file` writes it into one file, which appears under its name when it is
+whole.
+
 [Note: tied names] A checkpoint has a tied weight once, under the name of its lowest holder. The
-values of the run in ``checksums.json`` have the other names. `load` returns all names, and tied
+values of the run in ``checkpoint.json`` have the other names. `load` returns all names, and tied
 names share one tensor, as in ``nn.Module.state_dict``.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
 from pipegrad import run_files
-from pipegrad.errors import WeightsError, in_words
+from pipegrad.errors import PipegradError, WeightsError
 from pipegrad.model.manifest import Manifest
-from pipegrad.partition.weights.files import listed
-from pipegrad.train.checkpoint.checksums import (
-    METADATA,
+from pipegrad.partition.weights.files import extra, listed
+from pipegrad.train.checkpoint.storage import (
+    INDEX,
     STEP,
-    Checksums,
+    CheckpointReader,
+    Contents,
     DamageError,
     ReadError,
+    checkpoints,
     damaged,
+    failure_message,
+    read_contents,
+    step_of,
 )
-from pipegrad.train.checkpoint.folders import checkpoints, step_of
-from pipegrad.train.checkpoint.layout import parted
-from pipegrad.train.checkpoint.metadata import CheckpointReader
-from pipegrad.train.checkpoint.validate import read_metadata
+from pipegrad.train.checkpoint.training_state import parted
 
+Write = Callable[[Mapping[str, Tensor], Path], None]
 _TIED = "tied"  # among the values of the run
 _MODEL = "model."
 
@@ -67,10 +74,10 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
             there in shards that ``parallel.shards`` did not declare.
     """
     folder = find_checkpoint(Path(checkpoint))
-    metadata, checksums = _read(folder)
-    tensors = _whole(folder, _tensors(folder, metadata))
+    contents = _verified(folder)
+    tensors = _whole(folder, _tensors(folder, contents))
     try:
-        for name, others in json.loads(checksums.run.get(_TIED, "{}")).items():
+        for name, others in json.loads(contents.run.get(_TIED, "{}")).items():
             tensors |= dict.fromkeys(map(str, others), tensors[name])
     except (AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
         raise WeightsError(f"{folder} is damaged: it does not say which names are tied") from error
@@ -84,10 +91,10 @@ def find_checkpoint(path: Path) -> Path:
         WeightsError: If there is none.
     """
     try:
-        if (path / METADATA).exists():
+        if (path / INDEX).exists():
             return path
         next(path.iterdir(), None)  # raises if it is no folder
-        whole = [folder for folder in checkpoints(path) if (folder / METADATA).exists()]
+        whole = [folder for folder in checkpoints(path) if (folder / INDEX).exists()]
         for folder in whole[:1]:
             run_files.refuse_planted(folder)
     except run_files.PlantedError as error:
@@ -100,53 +107,45 @@ def find_checkpoint(path: Path) -> Path:
         ) from error
     if not whole:
         raise WeightsError(
-            f"{path} is neither a whole checkpoint (it has no {METADATA}) nor the folder of a run "
+            f"{path} is neither a whole checkpoint (it has no {INDEX}) nor the folder of a run "
             f"with checkpoints (it has no checkpoint-N that is whole)"
         )
     return whole[0]
 
 
-def _read(folder: Path) -> tuple[Metadata, Checksums]:
-    """Returns metadata and checksums, after the bytes of the model were verified."""
+def _verified(folder: Path) -> Contents:
+    """Returns what a checkpoint has, after its bytes were verified."""
     try:
-        metadata, checksums = read_metadata(folder)
-        messages = damaged(folder, [p for p in checksums.pieces if _is_read(p.key)])
+        contents = read_contents(folder)
+        messages = damaged(folder, contents.checksums.items())
     except DamageError as error:
         raise WeightsError(f"{folder} {error}") from error
     except ReadError as error:
         raise WeightsError(str(error)) from error
     if messages:
         raise WeightsError(f"{folder} is damaged: {messages[0]}: export another checkpoint")
-    return metadata, checksums
+    return contents
 
 
-def _tensors(folder: Path, metadata: Metadata) -> dict[str, Tensor]:
+def _tensors(folder: Path, contents: Contents) -> dict[str, Tensor]:
     """Returns parameters and buffers by their keys in the checkpoint."""
-    saved = {
-        key: value
-        for key, value in metadata.state_dict_metadata.items()
-        if _is_read(key) and isinstance(value, TensorStorageMetadata)
-    }
-    if saved.keys() <= {STEP}:
+    keys = [key for key in contents.tensors if key == STEP or key.startswith(_MODEL)]
+    if {STEP}.issuperset(keys):
         raise WeightsError(f"{folder} has no model: no key begins with {_MODEL!r}")
     try:
-        state = {k: torch.empty(v.size, dtype=v.properties.dtype) for k, v in saved.items()}
+        state = {key: contents.empty(key) for key in keys}
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # it says that there is one process
-            read_into(state, storage_reader=CheckpointReader(folder), no_dist=True)
+            read_into(state, storage_reader=CheckpointReader(folder, contents), no_dist=True)
         step = int(state.pop(STEP, torch.tensor(-1)))
-    except Exception as error:  # a CheckpointException, or too little memory
-        raise WeightsError(f"{folder} cannot be read: {in_words(error)}") from error
+    except (Exception, CheckpointException) as error:  # or too little memory
+        raise WeightsError(f"{folder} cannot be read: {failure_message(error)}") from error
     if step_of(folder) not in (None, step):
         raise WeightsError(
             f"{folder} is the checkpoint of step {step} by what it has: give the folder the name "
             f"checkpoint-{step} again"
         )
     return {key.removeprefix(_MODEL): tensor for key, tensor in state.items()}
-
-
-def _is_read(key: str) -> bool:
-    return key == STEP or key.startswith(_MODEL)
 
 
 def _whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -170,3 +169,58 @@ def _whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _places(names: Iterable[str], stem: str) -> str:
     return " and ".join(sorted(name for name in names if parted(name)[0] == stem)[:2])
+
+
+def converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    """Returns a state dict with floating-point tensors of another dtype; shared ones stay so."""
+    own = {id(t): t.to(dtype) if t.is_floating_point() else t for t in state.values()}
+    return {name: own[id(tensor)] for name, tensor in state.items()}
+
+
+def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> None:
+    """Writes a state dict into a new file.
+
+    Args:
+        state: Tied names share one tensor.
+        path: Of the file. Nothing may be there.
+        file_format: A key of `FORMATS`.
+
+    Raises:
+        WeightsError: If the file is there already, or cannot be written.
+        ConfigError: If a library is missing.
+    """
+    try:
+        if os.path.lexists(path):
+            raise WeightsError(f"{path} is there already: name another file, or remove it")
+        if not path.parent.is_dir():
+            raise WeightsError(f"{path} cannot be written: there is no folder {path.parent}")
+        with run_files.private_folder(path) as folder:
+            FORMATS[file_format](state, folder / path.name)
+            run_files.publish(folder / path.name, path)
+    except PipegradError:
+        raise
+    except Exception as error:  # of torch or safetensors, and OSErrors
+        reason = run_files.why_not_written(path.parent, error)
+        raise WeightsError(f"{str(path)!r} cannot be written: {reason}") from error
+
+
+def _write_torch(state: Mapping[str, Tensor], path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(dict(state), file)
+
+
+def _write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
+    """Writes a shared tensor once, under its first name; the metadata has its other names."""
+    # The file cannot share memory. `load_model` of safetensors, and transformers, know that a model
+    # ties names. The metadata is that of safetensors' own `save_model`.
+    first: dict[int, str] = {}
+    metadata = {"format": "pt"}  # transformers refuses files without it
+    for name, tensor in state.items():
+        kept = first.setdefault(id(tensor), name)
+        if kept != name:
+            metadata[name] = kept
+    tensors = {name: state[name].contiguous() for name in first.values()}
+    extra("safetensors.torch").save_file(tensors, path, metadata=metadata)
+
+
+FORMATS: dict[str, Write] = {"safetensors": _write_safetensors, "torch": _write_torch}

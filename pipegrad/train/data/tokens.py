@@ -31,7 +31,6 @@ import numpy as np
 from pipegrad import run_files
 from pipegrad.comm.agreement import agree_keeping
 from pipegrad.errors import ConfigError
-from pipegrad.train.checkpoint.writer.space import why_not_written
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.data.tokenizer import Tokenizer, Tokens
 
@@ -139,7 +138,7 @@ def write_tokens(config: Config, key: str, files: Sequence[str], tokenizer: Toke
     except run_files.PlantedError as error:
         config.refuse("data.cache", f"{error}. It may name another folder", cause=error)
     except OSError as error:
-        complaint = f"{folder} cannot be written: {why_not_written(folder, error)}"
+        complaint = f"{folder} cannot be written: {run_files.why_not_written(folder, error)}"
         config.refuse("data.cache", f"{complaint}. It may name another folder", cause=error)
     return file
 

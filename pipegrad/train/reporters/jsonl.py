@@ -9,8 +9,7 @@ from pathlib import Path
 
 from pipegrad import run_files
 from pipegrad.train.config import Config
-from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.reporters.reporter import Reporter
+from pipegrad.train.reporters.reporter import Reporter, StepMetrics
 
 
 class JsonLines(Reporter):

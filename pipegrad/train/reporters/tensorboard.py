@@ -6,8 +6,7 @@ import secrets
 from pathlib import Path
 
 from pipegrad.train.config import Config
-from pipegrad.train.metrics import StepMetrics
-from pipegrad.train.reporters.reporter import Reporter
+from pipegrad.train.reporters.reporter import Reporter, StepMetrics
 
 try:
     from torch.utils.tensorboard import SummaryWriter

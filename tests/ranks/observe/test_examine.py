@@ -15,7 +15,7 @@ from pipegrad import Work
 from pipegrad.comm import sync_points
 from pipegrad.observe import links, recording
 from pipegrad.observe.doctor import examine
-from pipegrad.train.run.tracing import Tracing
+from pipegrad.train.evaluation import Tracing
 from tests.support.gradients.cases import outcome, rank
 from tests.support.ranked import gathered
 

@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from pipegrad.cli import main
 from pipegrad.observe import step_recorder
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.run.saving import Saving
+from pipegrad.train.checkpoint.saving import Saving
 from tests.support.train.jobs import with_job
 
 STEPS = 5

@@ -9,7 +9,6 @@ import pickle
 import resource
 import shutil
 import warnings
-import zlib
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -18,13 +17,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipegrad.train.checkpoint.checksums import sealed
+from pipegrad.train.checkpoint import storage
 from tests.support.ranked import gathered
-from tests.support.train.jobs import refusal, trained, trainer_of, with_job
+from tests.support.train.jobs import refusal, seal, trained, trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(2)
 SHARDED = ["gradient_handlers=['pipeline-shared', 'sharded']", "parallel.data=2"]
@@ -38,10 +35,11 @@ def flip(path: Path, begin: int, count: int = 40) -> None:
 
 
 def flip_piece(folder: Path, key: str) -> None:
-    """Flips bytes at the end of a tensor as it lies in a file."""
-    pieces = json.loads((folder / "checksums.json").read_text())["pieces"]
-    piece = next(piece for piece in pieces if piece["key"].startswith(key))
-    flip(folder / piece["file"], piece["offset"] + piece["length"] // 2)
+    """Flips bytes in the middle of a tensor as it lies in a file."""
+    tensors = json.loads((folder / "checkpoint.json").read_text())["tensors"]
+    tensor = next(tensor for name, tensor in tensors.items() if name.startswith(key))
+    _, _, file, offset, length = tensor["pieces"][0]
+    flip(folder / file, offset + length // 2)
 
 
 def swap(folder: Path) -> None:
@@ -55,38 +53,12 @@ def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-500])
 
 
-def put_checksums(folder: Path, **changes: Any) -> None:
-    """Changes the checksums, which are right then."""
-    path = folder / "checksums.json"
-    path.write_text(json.dumps(sealed(json.loads(path.read_text()) | changes)))
-
-
-def put_metadata(folder: Path, content: object) -> None:
-    """Replaces .metadata, with a checksum that is right."""
-    (folder / ".metadata").write_bytes(pickle.dumps(content))
-    put_checksums(folder, metadata=zlib.crc32((folder / ".metadata").read_bytes()))
-
-
-def outside(folder: Path) -> None:
-    metadata = FileSystemReader(folder).read_metadata()
-    index = next(iter(metadata.storage_data))
-    metadata.storage_data[index].relative_path = "../whole/__0_0.distcp"
-    put_metadata(folder, metadata)
-
-
-def with_object(folder: Path) -> None:
-    """torch would read this entry with a pickle that may execute anything."""
-    metadata = FileSystemReader(folder).read_metadata()
-    metadata.state_dict_metadata["step"] = BytesStorageMetadata()
-    put_metadata(folder, metadata)
-
-
-def unverified(change: Callable[[Path], object]) -> Callable[[Path], object]:
-    """Returns a damage of .metadata that no checksum tells."""
+def unverified(name: str, change: Callable[[Path], object]) -> Callable[[Path], object]:
+    """Returns a damage of a file that no checksum tells."""
 
     def damage(folder: Path) -> None:
-        change(folder / ".metadata")
-        put_checksums(folder, metadata=zlib.crc32((folder / ".metadata").read_bytes()))
+        change(folder / name)
+        seal(folder)
 
     return damage
 
@@ -115,94 +87,104 @@ class Malicious:
         return os.mkdir, (EXECUTED,)
 
 
-def altered_seed(folder: Path) -> None:
-    path = folder / "checksums.json"
-    path.write_text(path.read_text().replace('"train.seed": "0"', '"train.seed": "1"'))
+def altered_seed(path: Path) -> None:
+    path.write_text(path.read_text().replace('"train.seed":"0"', '"train.seed":"1"'))
 
 
-EXECUTED, SHARD, METADATA = "executed", "__1_0.distcp", ".metadata"
+EXECUTED, SHARD, INDEX = "executed", "__1_0.distcp", "checkpoint.json"
+OTHER_BYTES = "has other bytes than were written"
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "40 bytes of a weight": (
         lambda folder: flip_piece(folder, "model.0.weight"),
-        "_0.distcp has other bytes in 'model.0.weight' than were written",
+        f"_0.distcp {OTHER_BYTES}",
     ),
     "a rank's rows of sharded optimizer state": (
         lambda folder: flip_piece(folder, "optimizer."),
-        "has other bytes in 'optimizer.",
+        f"_0.distcp {OTHER_BYTES}",
     ),
-    "the step": (lambda folder: flip_piece(folder, "step"), "in 'step' than were written"),
+    "the step": (lambda folder: flip_piece(folder, "step"), f"_0.distcp {OTHER_BYTES}"),
     "a shard that was cut off": (
         lambda folder: truncate(folder / SHARD),
-        f"{IS_DAMAGED}{SHARD} has ",
+        f"{IS_DAMAGED}{SHARD} {OTHER_BYTES}",
     ),
     "a shard that is not there": (
         lambda folder: (folder / SHARD).unlink(),
         f"{IS_DAMAGED}there is no {SHARD}",
     ),
-    "two shards in each other's place": (swap, f"{IS_DAMAGED}__0_0.distcp has "),
-    "bytes of .metadata": (
-        lambda folder: flip(folder / METADATA, 200),
-        f"{IS_DAMAGED}the bytes of .metadata are not those that were written",
+    "two shards in each other's place": (
+        swap,
+        f"{IS_DAMAGED}__0_0.distcp {OTHER_BYTES} (and 1 more)",
     ),
-    "a .metadata that was cut off, unverified": (
-        unverified(truncate),
-        f"{IS_DAMAGED}.metadata cannot be read: ",
+    "bytes of the index": (
+        lambda folder: flip(folder / INDEX, 200),
+        f"{IS_DAMAGED}{INDEX} {OTHER_BYTES}",
+    ),
+    "an index that was cut off, unverified": (
+        unverified(INDEX, truncate),
+        f"{IS_DAMAGED}{INDEX} is not what a run has written",
     ),
     "bytes of the checksums": (
         lambda folder: flip(folder / "checksums.json", 10),
-        f"{IS_DAMAGED}checksums.json ",
+        f"{IS_DAMAGED}checksums.json {OTHER_BYTES}",
     ),
     "no checksums": (
         lambda folder: (folder / "checksums.json").unlink(),
-        "has no checksums.json, so nobody knows whether its bytes are those that were written",
+        "is not a whole checkpoint of this version of pipegrad: it has no checksums.json; torch.",
     ),
-    "values of the run": (altered_seed, f"{IS_DAMAGED}checksums.json is damaged"),
+    "values of the run": (
+        lambda folder: altered_seed(folder / INDEX),
+        f"{IS_DAMAGED}{INDEX} {OTHER_BYTES}",
+    ),
     "a file in the folder's place": (instead(Path.touch), "expected the folder of a checkpoint: "),
-    "no .metadata": (
-        lambda folder: (folder / METADATA).unlink(),
-        "is not a whole checkpoint: it has no .metadata",
+    "no index, as before this format": (
+        lambda folder: (folder / INDEX).unlink(),
+        "is not a whole checkpoint of this version of pipegrad: it has no checkpoint.json; torch.",
     ),
     "an unfinished one.partial": (
         str,
         "is not a whole checkpoint: the run that wrote it did not finish it",
     ),
     "a .metadata that executes": (
-        lambda folder: put_metadata(folder, Malicious()),
-        f"{IS_DAMAGED}.metadata names posix.mkdir, which no checkpoint needs, and to read it would",
+        lambda folder: (folder / ".metadata").write_bytes(pickle.dumps(Malicious())),
+        f"{IS_DAMAGED}.metadata {OTHER_BYTES}",
     ),
-    "a .metadata that executes, unverified": (
-        unverified(lambda path: path.write_bytes(pickle.dumps(Malicious()))),
-        ".metadata names posix.mkdir, which",
+    "a tensor that executes, unverified": (
+        unverified(SHARD, lambda path: torch.save(Malicious(), path)),
+        "cannot be read: rank ",
     ),
-    "a .metadata of something else": (
-        lambda folder: put_metadata(folder, ["no metadata"]),
-        ".metadata is not the metadata of a checkpoint",
+    "an index of something else": (
+        unverified(INDEX, lambda path: path.write_text('["no index"]')),
+        f"{IS_DAMAGED}{INDEX} is not what a run has written",
     ),
     "files outside of the folder": (
-        outside,
-        ".metadata names the file '../whole/__0_0.distcp', outside of it",
-    ),
-    "an object that would be unpickled": (
-        with_object,
-        f"{IS_DAMAGED}its 'step' is no tensor: another program wrote it",
+        unverified(
+            INDEX,
+            lambda path: path.write_text(
+                path.read_text().replace("__0_0.distcp", "../whole/__0_0.distcp")
+            ),
+        ),
+        f"{IS_DAMAGED}{INDEX} is not what a run has written",
     ),
     "checksums of another run": (
         lambda folder: shutil.copy(folder.with_name("other") / "checksums.json", folder),
-        "the bytes of .metadata are not those that were",
+        f"{IS_DAMAGED}{INDEX} {OTHER_BYTES}",
     ),
     "checksums of nothing": (
-        lambda folder: put_checksums(folder, pieces=[]),
-        f"{IS_DAMAGED}checksums.json is of another checkpoint",
+        lambda folder: (folder / "checksums.json").write_text("{}"),
+        f"{IS_DAMAGED}{INDEX} {OTHER_BYTES}",
     ),
     "of another program": (
         instead(save_foreign),
-        "has no checksums.json, so nobody knows whether its bytes are those that were written",
+        "is not a whole checkpoint of this version of pipegrad: it has no checkpoint.json; torch.",
     ),
     "a file of torch.save": (
         instead(lambda path: torch.save({"model": torch.ones(3)}, path)),
         "expected the folder of a checkpoint: ",
     ),
-    "an empty folder": (instead(Path.mkdir), "is not a whole checkpoint: it has no .metadata"),
+    "an empty folder": (
+        instead(Path.mkdir),
+        "is not a whole checkpoint of this version of pipegrad: it has no checkpoint.json; torch.",
+    ),
 }
 
 
@@ -310,7 +292,7 @@ def save_runs(job: Path) -> None:
         ):
             shutil.copytree(folder / "whole", folder / path)
         flip_piece(folder / "run/checkpoint-3", "model.0.weight")
-        (folder / "run/checkpoint-2/.metadata").unlink()
+        (folder / "run/checkpoint-2/checkpoint.json").unlink()
         (folder / "renamed/manifest.json").write_text("{}")
         shutil.copytree(folder / "run", folder / "run without")
         shutil.rmtree(folder / "run without/checkpoint-1")
@@ -338,7 +320,7 @@ def test_a_damaged_checkpoint_falls_back(
     newest, older = trainer.notes
     assert newest.startswith("train.resume: run/checkpoint-3 is damaged: ")
     assert newest.endswith("; this run goes on from run/checkpoint-2")
-    assert older.startswith("train.resume: run/checkpoint-2 is not a whole checkpoint: ")
+    assert older.startswith("train.resume: run/checkpoint-2 is not a whole checkpoint of ")
     assert older.endswith("; this run goes on from run/checkpoint-1")
 
 
@@ -348,18 +330,18 @@ def test_what_cannot_be_read_is_not_damaged(
 ) -> None:
     """It was renamed to checkpoint-3.damaged when a disk could not be read for a moment."""
     save_runs(job)
-    monkeypatch.setattr(os, "pread", partial(unreadable, os.pread))
+    monkeypatch.setattr(storage, "_checksum", partial(unreadable, storage._checksum))
     said = refusal(job, *FALLBACKS[name])
     assert "run/checkpoint-3/__" in said
     assert " cannot be read: Input/output error: this says nothing of its bytes, so no " in said
     assert "\n" not in said
 
 
-def unreadable(pread: Callable[..., bytes], *arguments: Any) -> bytes:
+def unreadable(checksum: Callable[[Path], int], path: Path) -> int:
     """Is the disk of rank 1, which cannot be read."""
     if dist.get_rank() == 1:
         raise OSError(errno.EIO, "Input/output error")
-    return pread(*arguments)
+    return checksum(path)
 
 
 def test_nothing_falls_back_unasked_or_on_what_has_another_name(job: Path) -> None:
@@ -372,4 +354,4 @@ def test_nothing_falls_back_unasked_or_on_what_has_another_name(job: Path) -> No
     assert "renamed/checkpoint-100: is the checkpoint of step 1 by what it has" in renamed
     assert renamed.endswith(": give the folder the name checkpoint-1 again")
     none_left = refusal(job, "train.resume='run without'", FALLBACK)
-    assert "'run without': run without/checkpoint-2: is not a whole checkpoint: " in none_left
+    assert "'run without': run without/checkpoint-2: is not a whole checkpoint of " in none_left

@@ -20,7 +20,7 @@ from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
 from pipegrad.train.job import Job
-from pipegrad.train.reporters.report import Report
+from pipegrad.train.run import Report
 from tests.support.pages import file_of
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding

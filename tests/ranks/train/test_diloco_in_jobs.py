@@ -69,9 +69,9 @@ def test_replicas_end_as_one_model_that_can_be_exported_after_a_meeting(job: Pat
         (
             3,
             ["parallel.pipeline=4", "parallel.data=1"],
-            "is there in the places [dp=0] [dp=1], and here in (everywhere the same)",
+            "is there in the locations [dp=0] [dp=1], and here in (everywhere the same)",
         ),
-        (3, [], "is there in the places [dp=0] [dp=1], and here in (everywhere the"),
+        (3, [], "is there in the locations [dp=0] [dp=1], and here in (everywhere the"),
         (
             0,
             [meeting(2), "parallel.shards={'1.0.weight'=0}"],

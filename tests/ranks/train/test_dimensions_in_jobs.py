@@ -18,8 +18,8 @@ from pipegrad.train.checkpoint.uncut import load as load_whole
 from pipegrad.train.config import Config, load
 from pipegrad.train.data import mixed
 from pipegrad.train.job import Job
-from pipegrad.train.summary.summary import make_summary
-from pipegrad.train.summary.text import rendered
+from pipegrad.train.rendering import rendered_summary
+from pipegrad.train.summary import make_summary
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train.jobs import (
@@ -225,7 +225,7 @@ TP, TP_APART, EP_APART, ADAFACTOR = (
 )
 REFUSED = [
     (TP_APART, "dimensions.tp=4", "[tp=0] [tp=1] [tp=2] [tp=3]: choose the parallel.dimensions"),
-    (TP_APART, "dimensions.tp=1", "places [tp=0] [tp=1], and here in (everywhere the same)"),
+    (TP_APART, "dimensions.tp=1", "locations [tp=0] [tp=1], and here in (everywhere the same)"),
     (EP_APART, "dimensions.ep=4 pipeline=1", "[ep=1], and here in [ep=0] [ep=1] [ep=2] [ep=3]"),
     (TP_APART, "shards={'*.up.weight'=0}", "[tp=0] [tp=1], and here in (everywhere the same)"),
     (TP, "shards={}", "choose the parallel.dimensions, the parallel.data, the parallel.shards"),
@@ -422,7 +422,7 @@ def test_what_is_printed_names_dimensions_and_divisors(path: Path) -> None:
     cut = job.cut(job.model("meta"))
     told = make_summary(job, cut, job.manifest(cut))
     assert told["dimensions"] == {"ep": 2}
-    lines = [line for line in rendered(told, job.schedule) if isinstance(line, str)]
+    lines = [line for line in rendered_summary(told, job.schedule) if isinstance(line, str)]
     assert lines[0].startswith("8 ranks: pipeline 2 x data 2 x ep 2, 4 microbatches by 1f1b")
     assert "divided by 2 before they leave: 2 parameters, such as 0.0.weight" in lines
     assert {way["route"]: way["parameters"] for way in told["routes"]} == {

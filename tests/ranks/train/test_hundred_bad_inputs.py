@@ -201,7 +201,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
             content if isinstance(content, bytes) else content.encode()
         )
     (made / "a zip").mkdir()
-    (made / "a zip" / ".metadata").write_bytes(b"PK\x03\x04")
+    (made / "a zip" / "checkpoint.json").write_bytes(b"PK\x03\x04")
     (made / "loop.toml").symlink_to("loop.toml")
     return made
 

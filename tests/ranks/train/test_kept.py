@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 
-from pipegrad.train.checkpoint import checkpoint
+from pipegrad.train.checkpoint import packed
 from tests.support.ranked import gathered
 from tests.support.train.jobs import Trained, refusal, trained, trained_to, with_job
 
@@ -69,7 +69,7 @@ def from_saved(job: Path, name: str, *settings: str, until: int = 5) -> Trained:
 
 # The first stage sends no gradient, so its rank has no errors of codecs.
 @pytest.mark.parametrize(
-    ("name", "kept"), [("feedback", ["kept.0", "kept.1"]), ("coded", ["kept.1"])]
+    ("name", "kept"), [("feedback", ["handlers.0", "handlers.1"]), ("coded", ["handlers.1"])]
 )
 def test_errors_go_on_to_the_bit(job: Path, name: str, kept: list[str]) -> None:
     first, through = runs(job, name)
@@ -77,13 +77,13 @@ def test_errors_go_on_to_the_bit(job: Path, name: str, kept: list[str]) -> None:
     through.goes_on(first, second)
     assert second.notes == ()
     keys = FileSystemReader(job.with_name(name)).read_metadata().state_dict_metadata
-    assert sorted(key for key in keys if key.startswith("kept.")) == kept
+    assert sorted(key for key in keys if key.startswith("handlers.")) == kept
 
 
 def test_what_was_never_kept_is_not_missed(job: Path) -> None:
     begun = from_saved(job, "plain", *RUNS["feedback"])
     keys = FileSystemReader(job.with_name("plain")).read_metadata().state_dict_metadata
-    assert not any(key.startswith("kept.") for key in keys)
+    assert not any(key.startswith("handlers.") for key in keys)
     assert (len(begun.losses), begun.notes) == (1, ())
 
 
@@ -138,7 +138,7 @@ def test_what_could_not_be_read_again_is_not_written(job: Path) -> None:
 
 
 def test_what_an_older_version_wrote_and_cannot_be_read_is_said(job: Path) -> None:
-    with mock.patch.object(checkpoint, "pack", packed_unseen):
+    with mock.patch.object(packed, "pack", packed_unseen):
         trained(job, *ODD, until=1, save="unreadable")
     run = trained(job, *ODD, "train.resume=unreadable", until=2)
     afresh(run, "error feedback starts afresh: what handlers kept cannot be read again: ")

@@ -19,7 +19,7 @@ from torch.distributed.launcher import api
 from pipegrad.cli import main
 from pipegrad.comm.store import STORE_KEY
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.folders import checkpoints
+from pipegrad.train.checkpoint.storage import checkpoints
 from tests.support.train import restarts
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, is_running, listening, pipegrad

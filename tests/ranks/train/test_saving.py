@@ -22,10 +22,8 @@ from rich.console import Console
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
 from pipegrad.errors import PipegradError
-from pipegrad.train.checkpoint.checksums import CheckedWriter
-from pipegrad.train.checkpoint.folders import checkpoints
-from pipegrad.train.reporters.report import Report
-from pipegrad.train.run.run import run
+from pipegrad.train.checkpoint.storage import CheckpointWriter, checkpoints
+from pipegrad.train.run import Report, run
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 from tests.support.train import restarts
@@ -142,17 +140,17 @@ def check_equal(one: Path, other: Path) -> None:
 
 def test_a_checkpoint_has_the_values_of_its_step_though_the_training_goes_on(folder: Path) -> None:
     """It is written after two more steps have been made; the other one at once."""
-    write, has_come = CheckedWriter.write_data, threading.Event()
+    write, has_come = CheckpointWriter.write_data, threading.Event()
 
     def after(_: Trainer, number: int) -> None:
         if number >= 6:
             has_come.set()
 
-    def slow(writer: CheckedWriter, *arguments: Any) -> Any:
+    def slow(writer: CheckpointWriter, *arguments: Any) -> Any:
         assert has_come.wait(60)
         return write(writer, *arguments)
 
-    with mock.patch.object(CheckedWriter, "write_data", slow):
+    with mock.patch.object(CheckpointWriter, "write_data", slow):
         settings = ["train.output=slow", "train.save_every=4", "train.keep_last=9"]
         assert ran(folder, *settings, after=after).code == 0
     slowly, whole = folder / "slow", through(folder)
@@ -249,24 +247,6 @@ def test_a_full_disk_at_the_end_is_an_error(folder: Path) -> None:
     assert "make room. Go on with train.resume from the last checkpoint that is whole" in said
     assert names(folder / "full at last") == ["checkpoint-6", "checkpoint-3"]
     assert list((folder / "full at last").glob("*partial*")) == []
-
-
-def test_a_disk_that_is_too_small_is_told_early(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("pipegrad.train.checkpoint.writer.space.free_bytes", lambda *_: 20_000)
-    first, *later = ran(folder, "train.output=no room", "train.save_every=4").lines
-    assert first.startswith("2 checkpoints of about ")
-    assert first.endswith(
-        "20,000 bytes are free there: make room, or set train.keep_last lower or "
-        "train.save_every higher"
-    )
-    assert [line.split(" of ")[0] for line in later] == ["a checkpoint"] * 2
-    # One that is there says how large they are, and makes room when the next is whole.
-    nbytes = sum(path.stat().st_size for path in (folder / "no room/checkpoint-8").iterdir())
-    again = ran(folder, "train.output=no room", "train.resume=auto", "train.steps=9").lines
-    about = f"a checkpoint of about {nbytes:,} bytes"
-    assert [line.split(" will not ")[0] for line in again] == [about] * 2
 
 
 def test_ranks_that_do_not_see_the_folder_are_refused(folder: Path) -> None:

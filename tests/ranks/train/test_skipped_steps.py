@@ -14,7 +14,7 @@ from torch.nn import functional
 from pipegrad.errors import DriftError, StepError
 from pipegrad.train.config import load
 from pipegrad.train.data import read_corpus
-from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
@@ -138,7 +138,7 @@ def test_sharded_gradients_name_the_rank_that_has_the_shard(folder: Path) -> Non
 def test_many_skipped_steps_in_a_row_end_the_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pipegrad.train.run.update.MOST_SKIPPED", 2)
+    monkeypatch.setattr("pipegrad.train.optimizer.MOST_SKIPPED", 2)
     found = spoiled(folder, SKIP)
     assert [step.skipped for step in found.steps] == [0, 0, 1]
     assert found.error.startswith(

@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipegrad.train.checkpoint.common_state import CommonState
-from pipegrad.train.checkpoint.packed import pack
+from pipegrad.train.checkpoint.packed import CommonState, pack
 from tests.support.train.jobs import refusal, trained, trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(1)

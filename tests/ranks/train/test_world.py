@@ -13,9 +13,9 @@ from click.testing import CliRunner
 
 from pipegrad.cli import main
 from pipegrad.errors import ConfigError
+from pipegrad.train import process
 from pipegrad.train.config import load
 from pipegrad.train.job import Job
-from pipegrad.train.process import process
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, pipegrad
 

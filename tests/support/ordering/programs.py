@@ -35,7 +35,7 @@ from pipegrad.pipeline.measure import measure_hops
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
-from pipegrad.train.checkpoint.writer import staging as checkpoint
+from pipegrad.train.checkpoint.saving import Staging
 from tests.support.gpu import programs
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
 from tests.support.gradients.placements import WHOLE, By
@@ -617,7 +617,7 @@ def measured(checker: OrderChecker) -> Any:
 def saved(checker: OrderChecker) -> Any:
     """Values of a checkpoint are copied behind the step, and before the next one."""
     del checker
-    staging, weight, found = checkpoint.Staging(CPU), torch.zeros(4), []
+    staging, weight, found = Staging(CPU), torch.zeros(4), []
     for _ in range(3):
         weight.add_(1)
         copies = staging.copy({"weight": weight})

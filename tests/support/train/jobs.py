@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import io
+import json
+import zlib
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -16,7 +18,7 @@ from torch import Tensor
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
-from pipegrad.train.metrics import StepMetrics
+from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 
@@ -39,6 +41,13 @@ def with_job(folder: Path, name: str = "small.toml", text: str = SMALL) -> Path:
     for module in ("factories.py", "data_functions.py"):
         (folder / module).write_text(Path(__file__).with_name(module).read_text())
     return folder
+
+
+def seal(checkpoint: Path) -> None:
+    """Makes the checksums of a checkpoint right for what its files have now."""
+    path = checkpoint / "checksums.json"
+    names = json.loads(path.read_text())
+    path.write_text(json.dumps({n: zlib.crc32((checkpoint / n).read_bytes()) for n in names}))
 
 
 class Trained(NamedTuple):

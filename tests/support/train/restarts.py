@@ -20,14 +20,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.cli import main as pipegrad
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.folders import checkpoints
-from pipegrad.train.checkpoint.metadata import CheckpointReader
 from pipegrad.train.checkpoint.packed import unpack
+from pipegrad.train.checkpoint.storage import CheckpointReader, checkpoints, read_contents
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, torchrun
 
@@ -103,12 +101,9 @@ def losses(folder: Path) -> list[tuple[int, float]]:
 
 def values(folder: Path) -> dict[str, Tensor]:
     """Returns all tensors of a checkpoint, in one process."""
-    reader = CheckpointReader(folder)
-    found = {
-        key: torch.empty(saved.size, dtype=saved.properties.dtype)
-        for key, saved in reader.read_metadata().state_dict_metadata.items()
-        if isinstance(saved, TensorStorageMetadata)
-    }
+    contents = read_contents(folder)
+    reader = CheckpointReader(folder, contents)
+    found = {key: contents.empty(key) for key in contents.tensors}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch says that it reads in one process
         load(found, storage_reader=reader, no_dist=True)

@@ -14,7 +14,7 @@ from pipegrad.audit.report import Finding, Report
 from pipegrad.audit.script import Run
 from pipegrad.cli import main
 from pipegrad.errors import ConfigError
-from pipegrad.train.process import process
+from pipegrad.train import process
 
 TARGET = "script.py:audited"
 RIGHT = Report((), ("a note",), (), num_steps=2, num_ranks=4, seconds=1.0)

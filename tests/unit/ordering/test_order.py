@@ -19,8 +19,8 @@ from pipegrad.testing import OrderChecker
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
 from pipegrad.testing.ordering.replay import Recording
 from pipegrad.testing.ordering.trace import Memories, following, spans
-from pipegrad.train.checkpoint.writer.staging import WRITTEN as STEP_WRITTEN
-from pipegrad.train.checkpoint.writer.staging import Staging
+from pipegrad.train.checkpoint.saving import WRITTEN as STEP_WRITTEN
+from pipegrad.train.checkpoint.saving import Staging
 from tests.support.ordering.producers import CPU
 
 # The races that others have shipped, on our primitives. Each is a function of a checker that takes

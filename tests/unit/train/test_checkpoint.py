@@ -18,14 +18,12 @@ from pipegrad.gradients.main_params import Locations
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
-from pipegrad.train.checkpoint.checksums import DamageError
-from pipegrad.train.checkpoint.common_state import CommonState
-from pipegrad.train.checkpoint.layout import check_locations
-from pipegrad.train.checkpoint.packed import pack
+from pipegrad.train.checkpoint.packed import CommonState, pack
 from pipegrad.train.checkpoint.shards import Shard, boxes_of, fitted
+from pipegrad.train.checkpoint.storage import DamageError
+from pipegrad.train.checkpoint.training_state import check_keys
 from pipegrad.train.config import Config
-from pipegrad.train.optimizer import make_learning_rate
-from pipegrad.train.run.update import Update
+from pipegrad.train.optimizer import Update, make_learning_rate
 from pipegrad.train.schema import Model, Optimizer, Parallel
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.expert_parallel import ExpertParallel
@@ -138,19 +136,22 @@ def test_a_place_names_the_dimensions_along_which_copies_differ() -> None:
     assert places(two, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
 
 
-def test_other_places_are_refused_and_other_keys_are_not_its_business() -> None:
+def test_other_locations_are_refused_and_keys_of_the_optimizer_are_not_its_business() -> None:
     config = Config(model=Model(factory="a:b"))
     config._path = Path("job.toml")
-    there = {"model.a[tp=0]", "model.a[tp=1]", "model.b", "optimizer.a[tp=0].step", "step"}
-    check_locations(config, there, {"model.a[tp=1]", "model.a[tp=0]", "model.b", "model.new[tp=0]"})
-    for here, said in {
-        "model.a": "'a' is there in the places [tp=0] [tp=1], and here in (everywhere the same)",
-        "model.a[tp=0]": "places [tp=0] [tp=1], and here in [tp=0]: choose the parallel.dimensions",
-        "model.b[ep=1]": "'b' is there in the places (everywhere the same), and here in [ep=1]",
+    model = {"model.a[tp=0]", "model.a[tp=1]", "model.b"}
+    there = {*model, "optimizer.a[tp=0].step", "step"}
+    check_keys(config, there, model)
+    everywhere, apart = "(everywhere the same)", "[tp=0] [tp=1]"
+    for here, says in {
+        "model.a": f"'a' is there in the locations {apart}, and here in {everywhere}: choose the",
+        "model.a[tp=0]": f"'a' is there in the locations {apart}, and here in [tp=0]: choose the",
+        "model.b[ep=1]": f"'b' is there in the locations {everywhere}, and here in [ep=1]: choose",
+        "model.new[tp=0]": "the model has 'new[tp=0]', which the checkpoint does not hold: choose",
     }.items():
         with pytest.raises(ConfigError) as caught:
-            check_locations(config, there, {here})
-        assert said in str(caught.value)
+            check_keys(config, there, {here})
+        assert says in str(caught.value)
 
 
 SCHEDULES: dict[str, list[dict[str, Any]]] = {

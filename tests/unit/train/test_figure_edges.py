@@ -8,8 +8,8 @@ import torch
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Span, Timeline
-from pipegrad.train.metrics import peak_memory_bytes
-from pipegrad.train.summary.explained import rendered_breakdown
+from pipegrad.train.evaluation import peak_memory_bytes
+from pipegrad.train.rendering import rendered_breakdown
 
 
 @pytest.mark.parametrize(("overlap", "is_said"), [(0.5, False), (2.0, True)])

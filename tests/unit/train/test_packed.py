@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from pipegrad.train.checkpoint.checksums import DamageError
 from pipegrad.train.checkpoint.packed import pack, unpack, unpack_entry
+from pipegrad.train.checkpoint.storage import DamageError
 
 STATE: dict[str, Any] = {"a": torch.arange(2**12), "b": [1, "text"]}
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import os
-import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,18 +21,19 @@ from pipegrad.picture.perfetto import write_perfetto
 from pipegrad.run_files import replace
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.checkpoint.checksums import CheckedWriter, DamageError, read_checksums, sealed
-from pipegrad.train.checkpoint.export import write_file
-from pipegrad.train.checkpoint.folders import put_aside
-from pipegrad.train.checkpoint.metadata import CheckpointReader
+from pipegrad.train.checkpoint.storage import (
+    CheckpointReader,
+    CheckpointWriter,
+    put_aside,
+    read_contents,
+)
+from pipegrad.train.checkpoint.uncut import write_file
 from pipegrad.train.config import Config
 from pipegrad.train.models.transformers_model import _copy_tokenizer
-from pipegrad.train.process.last_words import _write_text
+from pipegrad.train.origin import Origin, find_origin
+from pipegrad.train.process_end import _write_text
 from pipegrad.train.reporters.jsonl import JsonLines
-from pipegrad.train.run.lock import RunLock
-from pipegrad.train.run.manifest import read_manifest
-from pipegrad.train.run.origin import Origin, find_origin
-from pipegrad.train.run.run_folder import continue_run_folder, cut_rows
+from pipegrad.train.run_folder import RunLock, continue_run_folder, cut_rows, read_manifest
 from pipegrad.train.schema import Model, Train
 from tests.support.picture.timelines import SMALL
 
@@ -46,9 +44,9 @@ Write = Callable[[Path], object]
 
 
 def save_in(run: Path) -> None:
-    save(dict(TENSORS), storage_writer=CheckedWriter(run / "checkpoint-3", {}), no_dist=True)
-    state = {"weight": torch.zeros(3)}
-    load(state, storage_reader=CheckpointReader(run / "checkpoint-3"), no_dist=True)
+    folder, state = run / "checkpoint-3", {"weight": torch.zeros(3)}
+    save(dict(TENSORS), storage_writer=CheckpointWriter(folder, {}), no_dist=True)
+    load(state, storage_reader=CheckpointReader(folder, read_contents(folder)), no_dist=True)
     assert torch.equal(state["weight"], TENSORS["weight"])
 
 
@@ -165,7 +163,7 @@ PIPES: list[tuple[str, Write]] = [
     ("timeline.json", save_timeline),
     ("timeline.json", lambda run: Timeline.load(run / "timeline.json")),
     ("costs.json", lambda run: Costs.load(run / "costs.json")),
-    ("checksums.json", read_checksums),
+    ("checkpoint.json", read_contents),
 ]
 
 
@@ -181,8 +179,13 @@ def read_index(folder: Path) -> None:
     Weights(folder)
 
 
+def read_with_index(folder: Path) -> None:
+    (folder / "checkpoint.json").touch()
+    read_contents(folder)
+
+
 DEEP: dict[str, tuple[Write, str]] = {
-    "checksums.json": (read_checksums, "checksums.json is damaged"),
+    "checksums.json": (read_with_index, "checksums.json has other bytes than were written"),
     "manifest.json": (read_manifest, "manifest.json is not what a run has written: "),
     "timeline.json": (lambda run: Timeline.load(run / "timeline.json"), "holds no timeline: "),
     "costs.json": (lambda run: Costs.load(run / "costs.json"), "holds no costs: "),
@@ -209,28 +212,6 @@ def test_rows_that_no_run_has_written_are_cut_off(tmp_path: Path, value: bytes) 
     path.write_bytes(b'{"step": 1}\n' + value + b"\n")
     cut_rows(path, 3)
     assert path.read_bytes() == b'{"step": 1}\n'
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"pieces": [{"file": [], "offset": 0, "length": 1, "key": "a", "crc32": 0}]},
-        {"pieces": [{"file": "a", "offset": 0.0, "length": 1, "key": "a", "crc32": 0}]},
-        {"pieces": [{"file": "a", "offset": 0, "length": True, "key": "a", "crc32": 0}]},
-        {"pieces": {"file": "a"}},
-        {"run": {"tied": []}},
-        {"run": ["tied"]},
-        {"metadata": None},
-    ],
-)
-def test_checksums_of_other_types_are_damage(tmp_path: Path, changes: dict[str, Any]) -> None:
-    content = {"pipegrad": "1", "run": {}, "metadata": zlib.crc32(b""), "pieces": []}
-    (tmp_path / ".metadata").touch()
-    (tmp_path / "checksums.json").write_text(json.dumps(sealed(content)))
-    assert read_checksums(tmp_path).pieces == []
-    (tmp_path / "checksums.json").write_text(json.dumps(sealed({**content, **changes})))
-    with pytest.raises(DamageError, match=r"^checksums.json is damaged$"):
-        read_checksums(tmp_path)
 
 
 def test_a_file_with_another_name_is_not_written(tmp_path: Path) -> None:
@@ -271,7 +252,7 @@ def test_a_checkpoint_that_is_a_link_is_taken_only_by_its_name(tmp_path: Path) -
     (run / "checkpoint-3").symlink_to(elsewhere / "checkpoint-3")
     link = f"{run / 'checkpoint-3'} is a symbolic link, expected a folder: remove it"
     assert found(run, "auto").complaint == found(run, str(run)).complaint == link
-    (run / "checkpoint-3" / ".metadata").touch()
+    (run / "checkpoint-3" / "checkpoint.json").touch()
     with pytest.raises(PipegradError, match=r"is a symbolic link, .* or give it as the ch"):
         pipegrad.load(run)
     before = (run / "checkpoint-2", run / "checkpoint-1")

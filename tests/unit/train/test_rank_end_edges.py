@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-from pipegrad.train.process.process import process_group
+from pipegrad.train.process import process_group
 
 def layer_of_the_user():
     raise ValueError("no such layer")

@@ -16,22 +16,28 @@ import pytest
 
 from pipegrad.errors import ConfigError
 from pipegrad.run_files import replace
-from pipegrad.train.checkpoint.folders import (
+from pipegrad.train.checkpoint.storage import (
     checkpoints,
     prune,
     publish,
     remove_unfinished,
     unfinished,
 )
-from pipegrad.train.checkpoint.writer.kept import check_kept, num_new
 from pipegrad.train.config import Config
-from pipegrad.train.process.start import LAUNCH
-from pipegrad.train.run.launch import launch_of, process
-from pipegrad.train.run.lock import HeldError, RunLock
-from pipegrad.train.run.manifest import with_launch
-from pipegrad.train.run.origin import Origin, find_origin, locked_origin
-from pipegrad.train.run.run_folder import continue_run_folder, cut_rows, make_run_folder
+from pipegrad.train.origin import Origin, find_origin, locked_origin
+from pipegrad.train.process import LAUNCH
+from pipegrad.train.run_folder import (
+    HeldError,
+    RunLock,
+    continue_run_folder,
+    cut_rows,
+    launch_of,
+    make_run_folder,
+    process,
+    with_launch,
+)
 from pipegrad.train.schema import Model, Train
+from pipegrad.train.sizes import sizes_of
 
 
 def config(**train: Any) -> Config:
@@ -77,32 +83,6 @@ def test_old_ones_are_removed(
 
 
 @pytest.mark.parametrize(
-    ("train", "present", "number"),
-    [
-        ({}, None, 1),
-        ({"save": False}, None, 0),
-        ({"save_every": 10}, None, 3),  # the two that are kept, and the one that is written
-        ({"save_every": 60}, None, 2),
-        ({"save_every": 10, "keep_last": 20}, None, 10),
-        # 20, 40 and 60 beside the last three
-        ({"save_every": 10, "keep_every": 20}, None, 3 + 3),
-        # A run that goes on was warned for those that were there, too.
-        ({"save_every": 10}, [40, 50], 1),  # one of them is removed when the next is whole
-        ({"save_every": 10}, [50], 2),
-        ({"save_every": 10}, [10, 20, 30, 40, 50], 1),  # keep_last was more
-        ({"save_every": 10, "keep_every": 20}, [20, 40, 50], 6 - 3),
-        ({"save_every": 10}, [60, 70], 1),  # damaged, so they are renamed, and stay
-        ({"save": False}, [40, 50], 0),
-    ],
-)
-def test_for_how_many_more_there_must_be_room(
-    train: dict[str, Any], present: list[int] | None, number: int
-) -> None:
-    more = (1,) if present is None else (51, present)
-    assert num_new(config(steps=100, **train), *more) == number
-
-
-@pytest.mark.parametrize(
     ("train", "says"),
     [
         ({"save": False, "save_every": 3}, "train.save_every = 3: has no effect: train.save"),
@@ -113,8 +93,8 @@ def test_for_how_many_more_there_must_be_room(
 )
 def test_keys_that_contradict_each_other(train: dict[str, Any], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
-        check_kept(config(**train))
-    check_kept(config(save_every=4, keep_every=8))
+        sizes_of(config(**train))
+    sizes_of(config(save_every=4, keep_every=8))
 
 
 def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
@@ -290,7 +270,7 @@ def test_a_manifest_that_cannot_be_written_leaves_nothing(tmp_path: Path) -> Non
 HOLDING = """
 import os, sys, time
 from pathlib import Path
-from pipegrad.train.run.lock import RunLock
+from pipegrad.train.run_folder import RunLock
 lock = RunLock(Path(sys.argv[1]))
 os.fork()
 os.write(1, b"held\\n")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from pipegrad.train.checkpoint.writer import space
+from pipegrad import run_files
 
 # torch's own words for any write that fails.
 OF_TORCH = RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
@@ -23,7 +23,7 @@ def full(number: int) -> OSError:
 def test_a_full_disk_is_said_with_advice(tmp_path: Path, number: int) -> None:
     error = RuntimeError("cannot write")
     error.__cause__ = full(number)
-    said = space.why_not_written(tmp_path, error)
+    said = run_files.why_not_written(tmp_path, error)
     assert said.startswith(f"the disk is full ({os.strerror(number)}; ")
     assert said.endswith(" bytes are free there): make room")
 
@@ -31,14 +31,16 @@ def test_a_full_disk_is_said_with_advice(tmp_path: Path, number: int) -> None:
 def test_torch_does_not_say_why_so_the_disk_is_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "enforce fail" in space.why_not_written(tmp_path, OF_TORCH)
+    assert "enforce fail" in run_files.why_not_written(tmp_path, OF_TORCH)
     assert list(tmp_path.iterdir()) == []
 
     def refuse(*_: Any, **__: Any) -> Any:
         raise full(errno.ENOSPC)
 
     monkeypatch.setattr("tempfile.TemporaryFile", refuse)
-    assert space.why_not_written(tmp_path, OF_TORCH).startswith("the disk is full (No space left")
+    assert run_files.why_not_written(tmp_path, OF_TORCH).startswith(
+        "the disk is full (No space left"
+    )
 
 
 @pytest.mark.parametrize(
@@ -46,6 +48,6 @@ def test_torch_does_not_say_why_so_the_disk_is_asked(
     [(ValueError("mine"), "ValueError('mine')"), (full(errno.EACCES), "Permission denied; ")],
 )
 def test_no_other_error_is_told_to_make_room(tmp_path: Path, error: Exception, says: str) -> None:
-    said = space.why_not_written(tmp_path, error)
+    said = run_files.why_not_written(tmp_path, error)
     assert said.startswith(says)
     assert "make room" not in said

@@ -19,8 +19,9 @@ from pipegrad import ParameterRecord, Topology
 from pipegrad.errors import ConfigError
 from pipegrad.gradients.main_params import MainParameter
 from pipegrad.gradients.named_optimizer import NamedState
-from pipegrad.train.checkpoint.checkpoint import TrainingState
 from pipegrad.train.checkpoint.shards import Shard
+from pipegrad.train.checkpoint.storage import Contents
+from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.config import Config
 from pipegrad.train.schema import Model
 
@@ -117,7 +118,7 @@ def test_state_that_is_not_per_element_is_read_by_the_pieces_that_wrote_it_alone
     there |= {f"optimizer.experts.rows{at}": saved(*size) for at, size in rows.items()}
 
     def check() -> None:
-        state.check(config, Metadata(there), [{"rows"}], {"model.experts"})
+        state.check(config, Contents({}, Metadata(there), {}), [{"rows"}], {"model.experts"})
 
     if not is_refused:
         check()

@@ -13,8 +13,8 @@ from pipegrad.errors import ConfigError
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.train.config import load
 from pipegrad.train.job import Job
-from pipegrad.train.summary.spans import in_words, spans
-from pipegrad.train.summary.summary import make_summary, summarize_rank
+from pipegrad.train.rendering import ranks_in_words
+from pipegrad.train.summary import make_summary, spans, summarize_rank
 
 TIED_GPT = Path(__file__).parents[3] / "examples" / "tied_gpt.toml"
 SHARED = "{name='pipeline-shared', placement='owner'}"
@@ -188,6 +188,6 @@ def test_a_rank_is_told_in_full() -> None:
     ],
 )
 def test_spans(ranks: list[int], text: str) -> None:
-    assert in_words(spans(ranks)) == text
+    assert ranks_in_words(spans(ranks)) == text
     expanded = [r for first, last, step in spans(ranks) for r in range(first, last + 1, step)]
     assert expanded == list(ranks)

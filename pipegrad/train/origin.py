@@ -23,11 +23,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pipegrad import run_files
-from pipegrad.train.checkpoint.checksums import METADATA
-from pipegrad.train.checkpoint.folders import checkpoints, step_of
+from pipegrad.train.checkpoint.storage import INDEX, checkpoints, step_of
 from pipegrad.train.config import Config, path_of
-from pipegrad.train.run.lock import RunLock
-from pipegrad.train.run.manifest import MANIFEST, is_of_launch, is_of_output, read_manifest
+from pipegrad.train.run_folder import MANIFEST, RunLock, is_of_launch, is_of_output, read_manifest
 
 AUTO = "auto"
 
@@ -155,7 +153,7 @@ def _of_owner(run: Path) -> list[Path]:
 def _is_run(folder: Path) -> bool:
     """True if this is the folder of a run, not of a checkpoint."""
     with suppress(OSError, ValueError):  # a path that is none is refused as a checkpoint
-        if step_of(folder) is None and not (folder / METADATA).exists():
+        if step_of(folder) is None and not (folder / INDEX).exists():
             return (folder / MANIFEST).exists() or bool(checkpoints(folder))
     return False
 

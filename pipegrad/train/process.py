@@ -5,6 +5,12 @@ this unwinds C++ code, the process aborts, and torchrun takes an abort for a fai
 happened after errors, to threads that waited in torch for peers that were gone. It also happened
 to one or two of about 150 runs that had ended well, probably because threads of comm streams were
 not joined yet. So exit functions run, and then the process ends without finalization.
+
+[Note: a store outlives its ranks] torchrun keeps one key-value store for all its restarts. There a
+new rank finds the address of a rank that was killed, and cannot reach it. The number of restarts
+cannot tell the starts apart: torchrun counts on each machine alone. So rank 0 draws a name for each
+start. The other ranks answer with names of their own, and rank 0 writes whom it has heard. A rank
+that reads the name of an earlier start does not find itself there, and reads again.
 """
 
 from __future__ import annotations
@@ -15,24 +21,30 @@ import os
 import signal
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import HashStore, PrefixStore  # type: ignore[attr-defined]  # public
+from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public
 from torch.distributed.rendezvous import rendezvous
 
 from pipegrad.comm.ending import note_all_in_vain
 from pipegrad.comm.failures import STALLED
+from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch import watch
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
-from pipegrad.train.process.last_words import fail
-from pipegrad.train.process.signals import Signals, exit_code
-from pipegrad.train.process.start import store_of_start
+from pipegrad.train.process_end import Signals, exit_code, fail
 
+LAUNCH = "PIPEGRAD_LAUNCH"  # the variable with a name of this launch, over all its starts
+_KEY = "pipegrad/start"
+_LAUNCH_KEY = "pipegrad/launch"
+_LOOK_SECONDS = 1.0  # between looks for another start
+_PAUSE_SECONDS = 0.05
 _NEEDED = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _NUMBERS = ("RANK", "WORLD_SIZE", "MASTER_PORT", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK")
 # The number of started processes, as torch, Slurm and MPI name it.
@@ -255,3 +267,38 @@ def _join(timeout_seconds: float | None) -> None:
         ) from error
     finally:
         waiting.cancel()
+
+
+def store_of_start(store: Store, rank: int, size: int, timeout_seconds: float) -> Store:
+    """Returns the part of a store that only ranks of this start use; every rank must call it.
+
+    Sets the variable `LAUNCH` if the store lives as long as the launch.
+
+    Raises:
+        dist.DistStoreError: If a rank does not come in time.
+        MessageError: If another program has written into the store.
+    """
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True):
+        os.environ.pop(LAUNCH, None)
+        return store  # rank 0 keeps it, so it ends with the ranks
+    own, signed = uuid.uuid4().hex, SignedStore(store)
+    # The first rank of the first start sets it, and all others read it.
+    os.environ[LAUNCH] = signed.set_first(_LAUNCH_KEY, own).decode()
+    if rank == 0:
+        signed.set(_KEY, own)
+        keys = [f"{_KEY}/{own}/{other}" for other in range(1, size)]
+        signed.wait(keys, timedelta(seconds=timeout_seconds))
+        signed.set(f"{_KEY}/{own}/all", " ".join(signed.text(key) for key in keys))
+        return PrefixStore(own, store)
+    deadline, answered = time.monotonic() + timeout_seconds, ""
+    while time.monotonic() < deadline:
+        start = signed.text(_KEY)
+        if start != answered:
+            signed.set(f"{_KEY}/{start}/{rank}", own)
+            answered = start
+        with suppress(dist.DistStoreError):  # not yet; perhaps it is an earlier start
+            signed.wait([f"{_KEY}/{start}/all"], timedelta(seconds=_LOOK_SECONDS))
+            if own in signed.text(f"{_KEY}/{start}/all").split():
+                return PrefixStore(start, store)
+        time.sleep(_PAUSE_SECONDS)
+    raise dist.DistStoreError(f"rank 0 has not answered within {timeout_seconds:g} s")

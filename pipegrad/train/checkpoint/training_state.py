@@ -1,4 +1,4 @@
-"""Checkpoints by torch.distributed.checkpoint. Names are those of the uncut model.
+"""Training state: the part of one rank in a checkpoint. Names are those of the uncut model.
 
 [Note: any cut reads any checkpoint] A checkpoint has parameters, buffers, optimizer state, the
 step, learning-rate schedules, the loss scale, random states, and the state of handlers. Keys are
@@ -15,13 +15,14 @@ their keys have a location, ``name[tp=1]``, and only a run with the same sizes r
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.comm.agreement import agree
@@ -29,18 +30,21 @@ from pipegrad.errors import PlanError
 from pipegrad.gradients.main_params import Chunk, Locations
 from pipegrad.gradients.named_optimizer import parts_in
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.train.checkpoint import common_state
-from pipegrad.train.checkpoint.checksums import STEP
-from pipegrad.train.checkpoint.common_state import CommonState
-from pipegrad.train.checkpoint.handler_state import PREFIX, own_key, pack, readable_key, unpack
-from pipegrad.train.checkpoint.layout import check_locations, parted
-from pipegrad.train.checkpoint.metadata import CheckpointReader
-from pipegrad.train.checkpoint.packed import empty_like_saved
-from pipegrad.train.checkpoint.random_states import RandomStates
+from pipegrad.train.checkpoint.packed import (
+    COMMON,
+    HANDLERS,
+    CommonState,
+    RandomStates,
+    handlers_to_read,
+    packed_handlers,
+    unpacked_handlers,
+)
 from pipegrad.train.checkpoint.shards import Shard
-from pipegrad.train.checkpoint.validate import check_names
+from pipegrad.train.checkpoint.storage import STEP, CheckpointReader, Contents
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import KEYS_OF_PARTS
+
+_NAMES_SHOWN = 4  # names that a message lists
 
 
 class TrainingState:
@@ -53,9 +57,6 @@ class TrainingState:
         common: What all ranks have alike.
         random_states: The generators of this rank.
         shards: What `find_shards` has returned.
-
-    Attributes:
-        handler_state: State of the handlers that `unpack_handler_state` has read.
 
     Raises:
         PlanError: If a sharded parameter is not contiguous.
@@ -76,7 +77,6 @@ class TrainingState:
         self._sync = sync = scheduler.sync
         self._common, self._random_states = common, random_states
         self._read: dict[str, Tensor] = {}  # what `load` has read of the state that is packed
-        self.handler_state: dict[str, Any] = {}
         # A key is "stage.name" at the lowest holder. Its name is that of the uncut model.
         locations = Locations(sync.topology, sync.plan)
         self._buffer_location = locations.of()
@@ -115,28 +115,6 @@ class TrainingState:
         tensors = {**self._parameters, **buffers}
         return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
 
-    def keys(self) -> list[str]:
-        """Returns the keys of `tensors`."""
-        return list(self.tensors())
-
-    def nbytes(self) -> dict[str, tuple[int, int]]:
-        """Returns for each key of `tensors` its bytes in a checkpoint.
-
-        Returns:
-            Key -> bytes of the tensor and of its master copy; and bytes for each element that the
-            optimizer keeps for an element of it, 0 if this rank does not step it.
-        """
-        sizes = {key: (tensor.nbytes, 0) for key, tensor in self.tensors().items()}
-        for name, main in self._main_parameters.items():
-            kept = main.record.numel * main.tensor.element_size()
-            own, _ = sizes[f"model.{name}"]
-            sizes[f"model.{name}"] = own + (kept if main.copied else 0), kept
-        for name, shard in self._shards.items():
-            count = len(shard.locations)
-            own, kept = sizes[f"model.{name}"]
-            sizes[f"model.{name}"] = count * own, count * kept
-        return sizes
-
     def state_dict(self, step: int) -> dict[str, Tensor]:
         """Returns what this rank writes of a checkpoint after a step. Local.
 
@@ -164,73 +142,54 @@ class TrainingState:
                 else:
                     state[f"optimizer.{name}.{key}{self._location(name)}"] = tensor
         state[self._random_states.key] = self._random_states.packed()
-        return {**state, common_state.KEY: self._common.packed(), **self._pack()}
-
-    def _pack(self) -> dict[str, Tensor]:
-        """Returns the packed state of this rank's handlers and codecs; empty without state."""
-        handler_state = self._scheduler.state_dict()
-        return {own_key(): pack(handler_state)} if handler_state else {}
+        state[COMMON] = self._common.packed()
+        return {**state, **packed_handlers(self._scheduler.state_dict())}
 
     def check(
-        self, config: Config, metadata: Metadata, own_names: Sequence[set[str]], held: set[str]
+        self, config: Config, contents: Contents, own_names: Sequence[set[str]], keys: set[str]
     ) -> None:
         """Refuses a checkpoint of another model or optimizer. Local.
 
         Args:
             config: The configuration.
-            metadata: Of the checkpoint.
+            contents: Of the checkpoint.
             own_names: Names of the state that each part of the optimizer of this run keeps for a
                 matrix.
-            held: The `keys` of all ranks.
+            keys: The keys of `tensors` of all ranks.
 
         Raises:
             ConfigError: If it is.
         """
-        check_locations(config, set(metadata.state_dict_metadata), held)
-        check_names(config, set(metadata.state_dict_metadata), held)
+        saved = contents.tensors
+        check_keys(config, set(saved), keys)
         for key, tensor in self._parts(self.tensors()).items():
-            saved = metadata.state_dict_metadata[key]
-            shape = tuple(saved.size) if isinstance(saved, TensorStorageMetadata) else "none"
-            if shape != tuple(tensor.shape):
+            if saved[key].size != tensor.shape:
                 config.refuse(
                     "train.resume",
                     f"it is of another model: {key.partition('.')[2]!r} is {tuple(tensor.shape)} "
-                    f"here and {shape} there",
+                    f"here and {tuple(saved[key].size)} there",
                 )
-        saved_names: dict[str, set[str]] = {}
-        for key in metadata.state_dict_metadata:
-            name = self._owner(key) if key.startswith("optimizer.") else None
-            if name is not None:
-                saved_names.setdefault(name, set()).add(_state_name(key))
-        self._check_state(config, metadata)
-        for name, names in saved_names.items():
-            parameter, part = self._parameters[name], self._part_that_steps(name)
-            if parameter.ndim != 2 or not parameter.requires_grad or part is None:
-                continue
-            if names != own_names[part]:
-                config.refuse(
-                    KEYS_OF_PARTS[part],
-                    f"it keeps {sorted(own_names[part])} of {name!r}, but the optimizer of the "
-                    f"checkpoint kept {sorted(names)}: choose the same",
-                )
+        self._check_state(config, saved)
+        names_of: dict[str, set[str]] = {}
+        for stem in self._saved_state(saved):
+            if stem.startswith("optimizer."):
+                names_of.setdefault(str(self._owner(stem)), set()).add(_state_name(stem))
+        for part, optimizer in enumerate(parts_in(self._optimizer)):
+            steps = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
+            for name, names in names_of.items():
+                main = self._main_parameters[name]
+                if id(main.tensor) not in steps or len(main.record.shape) != 2:
+                    continue
+                if names != own_names[part]:
+                    config.refuse(
+                        KEYS_OF_PARTS[part],
+                        f"it keeps {sorted(own_names[part])} of {name!r}, but the optimizer of the "
+                        f"checkpoint kept {sorted(names)}: choose the same",
+                    )
 
-    def _part_that_steps(self, name: str) -> int | None:
-        """Returns the index of the optimizer's part that steps a matrix; None if not known here.
-
-        If the optimizer is made of several, only the rank that steps a matrix knows which has it.
-        """
-        parts, main = parts_in(self._optimizer), self._main_parameters.get(name)
-        if len(parts) == 1:
-            return 0
-        for index, part in enumerate(parts):
-            tensors = (tensor for group in part.param_groups for tensor in group["params"])
-            if main is not None and any(tensor is main.tensor for tensor in tensors):
-                return index
-        return None
-
-    def _check_state(self, config: Config, metadata: Metadata) -> None:
+    def _check_state(self, config: Config, tensors: Mapping[str, TensorStorageMetadata]) -> None:
         """Refuses state of the optimizer that does not fit what this rank steps."""
-        for stem, saved in self._saved_state(metadata).items():
+        for stem, saved in self._saved_state(tensors).items():
             name = str(self._owner(stem))
             sizes = [tuple(one.size) for one in saved.values()]
             if all(not size or self._part_of(name, size) for size in sizes):
@@ -249,7 +208,7 @@ class TrainingState:
                     f"parallel.dimensions and parallel.shards of the run that wrote it",
                 )
 
-    def load(self, folder: Path, metadata: Metadata) -> int:
+    def load(self, folder: Path, contents: Contents) -> int:
         """Reads a checkpoint into parameters, buffers and optimizer; returns its step.
 
         Every rank must call it. Replicas are equal after it.
@@ -260,7 +219,7 @@ class TrainingState:
         # share memory.
         empty = {key: tensor.contiguous().clone() for key, tensor in held.items()}
         state = {STEP: torch.tensor(0), **self._parts(empty)}
-        for stem, saved in self._saved_state(metadata).items():
+        for stem, saved in self._saved_state(contents.tensors).items():
             name = str(self._owner(stem))
             # The numbers of all pieces are read if they are other pieces than here.
             is_same = saved.keys() == set(self._pieces[name].locations)
@@ -269,12 +228,12 @@ class TrainingState:
                 part, main = self._part_of(name, tuple(size)), self._main_parameters[name]
                 own = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
                 state[stem + location] = part(own) if part else torch.empty(size, dtype=dtype)
-        packed = [*self._random_states.keys_to_read(metadata), readable_key(metadata)]
-        if common_state.KEY in metadata.state_dict_metadata:
-            packed.append(common_state.KEY)
-        self._read = {key: empty_like_saved(key, metadata) for key in packed if key is not None}
+        saved_keys = contents.tensors.keys()
+        packed = [*self._random_states.keys_to_read(saved_keys), *handlers_to_read(saved_keys)]
+        packed += [COMMON] if COMMON in saved_keys else []
+        self._read = {key: contents.empty(key) for key in packed}
         state.update(self._read)
-        load(state, storage_reader=CheckpointReader(folder))
+        load(state, storage_reader=CheckpointReader(folder, contents))
         for key, tensor in held.items():
             # An expanded constant cannot be written to. If its value is right, it stays.
             if not torch.equal(tensor, empty[key]):
@@ -297,21 +256,16 @@ class TrainingState:
         Raises:
             PipegradError: If they cannot be read; on all ranks.
         """
-        read = self._read.get(common_state.KEY)
-        agree("what all ranks have alike", lambda: self._common.restore(read, step))
-        own = {key: self._read[key] for key in self._read if key.startswith(RandomStates.PREFIX)}
-        return self._random_states.restore(own, step)
+        common = self._read.get(COMMON)
+        agree("what all ranks have alike", lambda: self._common.restore(common, step))
+        return self._random_states.restore(self._read_of(RandomStates.PREFIX), step)
 
-    def unpack_handler_state(self) -> str:
-        """Sets `handler_state` from the checkpoint; returns the reason if it cannot, else ""."""
-        read = {key: self._read[key] for key in self._read if key.startswith(PREFIX)}
-        self.handler_state = {}
-        try:
-            for key, tensor in read.items():
-                self.handler_state = unpack(tensor, is_own=key == own_key())
-        except PlanError as error:
-            return str(error)
-        return ""
+    def handler_state(self) -> tuple[dict[str, Any], str]:
+        """Returns the state of handlers that `load` has read; and why it cannot be read, or ""."""
+        return unpacked_handlers(self._read_of(HANDLERS))
+
+    def _read_of(self, prefix: str) -> dict[str, Tensor]:
+        return {key: tensor for key, tensor in self._read.items() if key.startswith(prefix)}
 
     def _owner(self, key: str) -> str | None:
         """Returns the parameter of an optimizer key; None if this rank does not hold it."""
@@ -319,15 +273,16 @@ class TrainingState:
         name = path.rpartition(".")[0] if kind == "optimizer" else path
         return name if kind in ("optimizer", "stored") and name in self._parameters else None
 
-    def _saved_state(self, metadata: Metadata) -> dict[str, dict[str, TensorStorageMetadata]]:
+    def _saved_state(
+        self, tensors: Mapping[str, TensorStorageMetadata]
+    ) -> dict[str, dict[str, TensorStorageMetadata]]:
         """Returns state of what this rank steps: key without location -> location -> state."""
-        found: dict[str, dict[str, TensorStorageMetadata]] = {}
-        for key, saved in metadata.state_dict_metadata.items():
-            name = self._owner(key)
-            if isinstance(saved, TensorStorageMetadata) and name in self._main_parameters:
+        state: dict[str, dict[str, TensorStorageMetadata]] = {}
+        for key, saved in tensors.items():
+            if self._owner(key) in self._main_parameters:
                 stem, location = parted(key) if key.startswith("optimizer.") else (key, "")
-                found.setdefault(stem, {})[location] = saved
-        return found
+                state.setdefault(stem, {})[location] = saved
+        return state
 
     def _location(self, name: str) -> str:
         """Returns the location of a declared piece; "" of what has it in its name."""
@@ -377,3 +332,60 @@ class TrainingState:
 def _state_name(key: str) -> str:
     """Returns the optimizer's name of a state, from its key in a checkpoint."""
     return parted(key)[0].rpartition(".")[2]
+
+
+def parted(key: str) -> tuple[str, str]:
+    """Returns a key of a checkpoint without its location, and the location."""
+    match = re.fullmatch(r"(.*?)(\[\w+=\d+(?:,\w+=\d+)*\])", key)
+    return (match[1], match[2]) if match else (key, "")
+
+
+def check_keys(config: Config, saved: set[str], own: set[str]) -> None:
+    """Refuses a checkpoint with other parameters or buffers than the model, or in other locations.
+
+    Args:
+        config: The configuration.
+        saved: All keys of the checkpoint. Those of the optimizer are none of its business.
+        own: The keys of all ranks of this run.
+
+    Raises:
+        ConfigError: If keys differ.
+    """
+    saved = {key for key in saved if key.startswith("model.")}
+    extra, missing = saved - own, own - saved
+    apart = _stems(extra | missing) & _stems(saved) & _stems(own)
+    complaints = []
+    if apart:
+        there, here = (_locations(keys, min(apart)) for keys in (saved, own))
+        config.refuse(
+            "train.resume",
+            f"{min(apart).partition('.')[2]!r} is there in the locations {there}, and here in "
+            f"{here}: choose the parallel.dimensions, the parallel.data, the parallel.shards and "
+            f"the handlers of the run that wrote it",
+        )
+    if extra:
+        complaints.append(f"the checkpoint holds {_listed(extra)}, which the model does not have")
+    if missing:
+        complaints.append(f"the model has {_listed(missing)}, which the checkpoint does not hold")
+    if complaints:
+        config.refuse(
+            "train.resume",
+            f"it is of another model: {'; '.join(complaints)}: choose the [model] of the run that "
+            f"wrote it",
+        )
+
+
+def _stems(keys: set[str]) -> set[str]:
+    return {parted(key)[0] for key in keys}
+
+
+def _locations(keys: set[str], stem: str) -> str:
+    """Returns in words where a tensor of a checkpoint or a run lies."""
+    locations = sorted(location for key, location in map(parted, keys) if key == stem)
+    return " ".join(location or "(everywhere the same)" for location in locations)
+
+
+def _listed(keys: set[str]) -> str:
+    names = sorted(key.partition(".")[2] for key in keys)
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return f"{', '.join(map(repr, names[:_NAMES_SHOWN]))}{more}"

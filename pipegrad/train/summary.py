@@ -29,8 +29,8 @@ from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import state_numels
-from pipegrad.train.summary.spans import spans
 
+Span = tuple[int, int, int]  # first, last, step
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
 
@@ -91,13 +91,9 @@ def summarize_rank(job: Job, manifest: Manifest, rank: int) -> dict[str, Any]:
     Raises:
         PlanError: As `Job.plans` does, or if there is no such rank.
     """
-    if rank not in job.topology().ranks:
-        raise PlanError(f"--rank {rank}: the job has ranks 0 to {job.num_ranks - 1}")
-    view = job.topology(rank)
-    plans = job.plans(manifest, ranks=view.ranks_along(view.pipeline))
-    program, own = _program(job, plans), view.coordinate(view.pipeline)
+    plan, program, own = _of_rank(job, manifest, rank)
     items = [_item(program, item) for item in program.decoded(own)]
-    return plan_data(plans[rank]) | {"pipeline_rank": own, "program": items}
+    return plan_data(plan) | {"pipeline_rank": own, "program": items}
 
 
 def rank_as_text(job: Job, manifest: Manifest, rank: int) -> str:
@@ -106,12 +102,17 @@ def rank_as_text(job: Job, manifest: Manifest, rank: int) -> str:
     Raises:
         PlanError: As `summarize_rank` does.
     """
+    plan, program, own = _of_rank(job, manifest, rank)
+    return f"{plan}\n\npipeline {program.listing(own)}"
+
+
+def _of_rank(job: Job, manifest: Manifest, rank: int) -> tuple[Plan, Program, int]:
+    """Returns the plan of a rank, the Program of its replica, and its pipeline rank."""
     if rank not in job.topology().ranks:
         raise PlanError(f"--rank {rank}: the job has ranks 0 to {job.num_ranks - 1}")
     view = job.topology(rank)
     plans = job.plans(manifest, ranks=view.ranks_along(view.pipeline))
-    own = view.coordinate(view.pipeline)
-    return f"{plans[rank]}\n\npipeline {_program(job, plans).listing(own)}"
+    return plans[rank], _program(job, plans), view.coordinate(view.pipeline)
 
 
 def _program(job: Job, plans: Mapping[int, Plan]) -> Program:
@@ -384,3 +385,22 @@ def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[i
             # The groups of a step have equal sizes, and after OWNER one rank of each goes on.
             ranks //= len(step.ranks) if step.placement.has_owner else 1
             parts *= len(step.ranks) if step.placement.scatters else 1
+
+
+def spans(ranks: Iterable[int]) -> list[Span]:
+    """Returns ascending ranks as as few spans as a pass from the first to the last finds."""
+    found: list[Span] = []
+    for rank in ranks:
+        first, last, step = found[-1] if found else (rank, rank, 0)
+        if found and step in (0, rank - last):
+            found[-1] = (first, rank, rank - last)
+        else:
+            found.append((rank, rank, 0))
+    # Two ranks that are not neighbours are no row: each stands alone.
+    pairs = (_apart(span) for span in found)
+    return [(first, last, step or 1) for split in pairs for first, last, step in split]
+
+
+def _apart(span: Span) -> list[Span]:
+    first, last, step = span
+    return [(first, first, 1), (last, last, 1)] if step > 1 and last == first + step else [span]

@@ -1,1 +1,0 @@
-"""What the ranks of a job will do, as data and as text."""
