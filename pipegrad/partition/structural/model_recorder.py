@@ -34,6 +34,7 @@ from pipegrad.partition.structural.calls import (
 from pipegrad.partition.structural.shallow import as_kind
 from pipegrad.pipeline.stage import fields_of
 
+_GLUE = "code outside of layers"
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 
 Changes = Sequence[tuple[Change, list[Any]]]  # with the new values
@@ -298,8 +299,13 @@ class ModelRecorder(TorchDispatchMode):
                 origin |= Origin(parameters=frozenset({name}))
             known = self._origins.get(id(tensor))
             if known is None and (maker := self._makers.get(_key(tensor))) and not name:
-                reader = self._running.layer if self._running else ""
-                raise TopologyError(_leaked(maker[0], reader))
+                reader = f"layer {self._running.layer!r}" if self._running else _GLUE
+                raise TopologyError(
+                    f"layer {maker[0]!r} hands a tensor to {reader} by a way that no stage can "
+                    f"follow, such as a global variable or memory that it writes into: return it, "
+                    f"append it to a list that the layer is given, or set it as an attribute of "
+                    f"the layer"
+                )
             origin |= known or Origin()
             self.is_heard |= id(tensor) in self._heard
         return origin
@@ -481,18 +487,9 @@ def _refuse_overwritten(origin: Origin) -> None:
         )
 
 
-def _leaked(maker: str, reader: str) -> str:
-    who = f"layer {reader!r}" if reader else "code outside of layers"
-    return (
-        f"layer {maker!r} hands a tensor to {who} by a way that no stage can follow, such as a "
-        f"global variable or memory that it writes into: return it, append it to a list that the "
-        f"layer is given, or set it as an attribute of the layer"
-    )
-
-
 def _writes(buffer: str) -> str:
     return (
-        f"code outside of layers writes into buffer {buffer!r}: every stage runs this code, and "
+        f"{_GLUE} writes into buffer {buffer!r}: every stage runs this code, and "
         f"stages would have different values of it. Put the buffer and the code into a module of "
         f"its own, which is then a layer"
     )

@@ -19,7 +19,7 @@ from pipegrad.partition.layers import layers_of
 from pipegrad.partition.structural.calls import Watch
 from pipegrad.partition.structural.flow import flow_of
 from tests.support.partition.hand_cut import FAMILIES
-from tests.unit.partition.test_structural import TOKENS, WIDTH, cut, linear, run
+from tests.unit.partition.test_structural import TOKENS, WIDTH, backward, cut, linear, run
 
 Hand = Callable[[Any, Tensor, Any], object]  # a layer, its balance loss, what it was given
 EVERYWHERE = list[Tensor]()
@@ -188,20 +188,13 @@ FOLLOWED: dict[str, tuple[Callable[[], Any], Hand, Callable[[Any, Any], Any]]] =
 }
 
 
-def backward(found: Tensor, edges: list[tuple[Tensor, Tensor]]) -> None:
-    found.square().sum().backward()
-    for sent, received in reversed(edges):
-        if received.grad is not None:
-            sent.backward(received.grad, retain_graph=True)
-
-
 def check(model: nn.Module, parts: Cut, true: nn.Module) -> None:
     """Compares two microbatches with those of another model in one process."""
     for _ in range(2):
         expected = true(TOKENS)
-        backward(expected, [])
+        backward(expected.square().sum(), [])
         found, edges = run(parts, tokens=TOKENS)
-        backward(found, edges)
+        backward(found.square().sum(), edges)
         torch.testing.assert_close(found, expected, rtol=1e-13, atol=1e-13)
     gradients = {name: parameter.grad for name, parameter in true.named_parameters()}
     for name, parameter in model.named_parameters():
@@ -441,10 +434,7 @@ def test_balance_losses_and_shared_keys_of_transformers(name: str) -> None:
     parts = pipegrad.cut(model, 3)
     found, edges = run(parts, input_ids=ids, labels=ids, use_cache=False)
     torch.testing.assert_close(found.loss, loss, rtol=1e-6, atol=1e-6)
-    found.loss.backward()
-    for sent, received in reversed(edges):
-        if received.grad is not None:
-            sent.backward(received.grad, retain_graph=True)
+    backward(found.loss, edges)
     for parameter_name, parameter in model.named_parameters():
         torch.testing.assert_close(
             parameter.grad, true[parameter_name], rtol=1e-5, atol=1e-6, msg=parameter_name
@@ -472,10 +462,7 @@ def test_a_prefix_of_peft_is_in_the_keys_of_all_layers(*, projects: bool) -> Non
     output, edges = run(pipegrad.cut(model, num_stages=2, example=batch), **batch)
     loss = output["loss"]
     assert abs(loss - true) <= 1e-6 * true
-    loss.backward()
-    for sent, received in reversed(edges):
-        if received.grad is not None:
-            sent.backward(received.grad, retain_graph=True)
+    backward(loss, edges)
     for tensor, gradient in zip(tensors, gradients, strict=True):
         assert tensor.grad is not None
         assert (tensor.grad - gradient).abs().max() <= 1e-5 * gradient.abs().max()

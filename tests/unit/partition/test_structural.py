@@ -215,6 +215,14 @@ def run(parts: Cut, **batch: Any) -> tuple[Any, list[tuple[Tensor, Tensor]]]:
     return returned, edges
 
 
+def backward(loss: Tensor, edges: list[tuple[Tensor, Tensor]]) -> None:
+    """Goes back through all stages."""
+    loss.backward()
+    for sent, received in reversed(edges):
+        if received.grad is not None:
+            sent.backward(received.grad, retain_graph=True)
+
+
 @pytest.mark.parametrize(
     "kind", [Chain, Skipping, Twice, Gated, Tables, Asking, Choosing, Reaching, Normed]
 )
@@ -231,10 +239,7 @@ def test_stages_compute_what_the_model_computes_for_any_shape(
         model.zero_grad()
         found, edges = run(parts, tokens=tokens, scale=0.5)
         torch.testing.assert_close(found, true, rtol=0, atol=0)
-        found.square().sum().backward()
-        for sent, received in reversed(edges):
-            if received.grad is not None:
-                sent.backward(received.grad, retain_graph=True)
+        backward(found.square().sum(), edges)
         for name, parameter in model.named_parameters():
             torch.testing.assert_close(parameter.grad, gradients[name], rtol=1e-13, atol=1e-13)
         model.zero_grad()
