@@ -46,7 +46,6 @@ _RECORDS = {
     "pipeline.transfers.messages": ("Spec",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),
-    "train.data.tokens": ("TokenFile",),
     "train.run.origin": ("Origin",),
 }
 _MODULES = {f"{m}.{name}": (m, name) for m, names in _RECORDS.items() for name in names}

@@ -25,9 +25,9 @@ from pipegrad.pipeline.loss import TOKEN_MEAN, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
 from pipegrad.train.config import Config
-from pipegrad.train.data.pairs import Inputs
-from pipegrad.train.data.sources import named_inputs
-from pipegrad.train.data.tokenizer import Tokenizer
+from pipegrad.train.data.corpus import Tokenizer
+from pipegrad.train.data.dataset import Inputs
+from pipegrad.train.data.feed import named_inputs
 from pipegrad.train.optimizer import make_first_step, make_learning_rate, probe_optimizer
 
 RANDOM = "the next random number"  # sorts behind names of parameters

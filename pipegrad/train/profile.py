@@ -5,7 +5,7 @@ from __future__ import annotations
 from pipegrad.observe.offline import profile_stages
 from pipegrad.pipeline.loss import TOKEN_MEAN
 from pipegrad.simulation.costs import StageCosts
-from pipegrad.train.data.tokenizer import tokenizer_of
+from pipegrad.train.data.corpus import tokenizer_of
 from pipegrad.train.job import Job
 from pipegrad.train.preflight import sample_of
 
