@@ -248,10 +248,11 @@ class Data(Table):
         "and all others as UTF-8 text; or shell-style patterns of them, which are read in the "
         "order of their names; they need the extra hf; by default what CPython carries",
     )
-    column: str = Field(
-        default="text",
+    column: str | None = Field(
+        default=None,
         min_length=1,
-        description="what has the text in rows of files and folders that are no plain text",
+        description="what has the text in rows of files and folders that are no plain text; by "
+        "default 'text'",
     )
     tokenizer: str | None = Field(
         default=None,

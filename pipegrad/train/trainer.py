@@ -430,6 +430,9 @@ class Trainer:
             for key, value in config.flat().items()
             if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
         }
-        text = self._texts.training
-        files = "None" if text is None else f"text {text.digest[:16]}"
+        text, files = self._texts.training, "None"
+        if text is not None:
+            files = f"text {text.digest[:16]}"
+        if values.pop("data.streaming") == "True":
+            files = f"stream of {values['data.files']}"
         return {**values, "data.files": files, **tied_names(self.sync.manifest)}

@@ -15,6 +15,7 @@ import hashlib
 import importlib
 import os
 import pydoc_data.topics
+import random
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -228,24 +229,21 @@ def streamed(config: Config) -> Callable[..., Iterator[Tensor]]:
     tokenizer, sources = tokenizer_of(config), _sources(config, key)
     library = _library(config, key, "datasets")
 
-    def batches(data_rank: int, num_data_ranks: int, epoch: int, seed: int) -> Iterator[Tensor]:
+    def sequences(sources: list[str]) -> Iterator[dict[str, Tokens]]:
         rest = np.zeros(0, tokenizer.dtype)
-
-        def packed(batch: dict[str, list[Tokens]]) -> dict[str, list[Tokens]]:
-            nonlocal rest
-            tokens = np.concatenate([rest, *batch["tokens"]])
+        for piece in _pieces(config, key, sources, tokenizer):
+            tokens = np.concatenate([rest, piece["tokens"]])
             starts = range(0, len(tokens) - length, length)
             rest = tokens[len(starts) * length :]
-            return {"tokens": [tokens[start : start + length + 1] for start in starts]}
+            yield from ({"tokens": tokens[start : start + length + 1]} for start in starts)
 
-        # Each epoch has the files in another order. Every data rank reads the whole stream, and
-        # takes its share of each batch, so a batch does not depend on their number.
-        pieces = library.IterableDataset.from_generator(
-            lambda sources: _pieces(config, key, sources, tokenizer),
-            gen_kwargs={"sources": sources},
-        )
-        sequences = pieces.map(packed, batched=True, batch_size=1, remove_columns=["digest"])
-        shuffled = sequences.shuffle(seed=mixed(seed, epoch), buffer_size=_SHUFFLED)
+    def batches(data_rank: int, num_data_ranks: int, epoch: int, seed: int) -> Iterator[Tensor]:
+        # Every data rank reads the whole stream, and takes its share of each batch. So a batch does
+        # not depend on their number. Only sequences near each other are shuffled, so are files.
+        number = mixed(seed, epoch)
+        in_order = random.Random(number).sample(sources, len(sources))
+        stream = library.IterableDataset.from_generator(lambda: sequences(in_order))
+        shuffled = stream.shuffle(seed=number, buffer_size=_SHUFFLED)
         batch = None
         for batch in shuffled.iter(size, drop_last_batch=True):
             whole = torch.from_numpy(np.stack(batch["tokens"]).astype("int64"))
@@ -316,7 +314,7 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
 
 def _pieces(
     config: Config, key: str, sources: Sequence[str], tokenizer: Tokenizer
-) -> Iterator[dict[str, object]]:
+) -> Iterator[dict[str, Any]]:
     """Yields the tokens of many documents, or lines, and their digest."""
     end = config.data.separator
     separator = None if end is None else tokenizer.separator(end)
@@ -335,7 +333,7 @@ def _pieces(
 
 def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
     """Yields the texts of a file or folder, many at once."""
-    size, column = _DOCUMENTS, config.data.column
+    size, column = _DOCUMENTS, config.data.column or "text"
     is_plain = False
     try:
         if (data := _opened(config, key, source)) is None:
