@@ -13,7 +13,6 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib
-import os
 import pydoc_data.topics
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -85,11 +84,8 @@ class FileTokenizer(Tokenizer):
         try:
             text = run_files.read(path).decode()
             self._tokenizer = library.Tokenizer.from_str(text)
-        except OSError as error:
-            complaint = f"{path} cannot be read: {reason(error)}"
-            config.refuse("data.tokenizer", complaint, cause=error)
         except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
-            complaint = f"{path} is no file of the library tokenizers: {error}"
+            complaint = f"{path} is no file of the library tokenizers: {reason(error)}"
             config.refuse("data.tokenizer", complaint, cause=error)
         # A file may ask to cut off long texts and to fill up short ones. All text is wanted here.
         self._tokenizer.no_truncation()
@@ -258,22 +254,16 @@ def _sources(config: Config, key: str) -> list[str]:
     """Returns the files and folders that a key names, in order; patterns are replaced by theirs."""
     sources = list[str]()
     for name in config.data.files if key == "data.files" else config.eval.files:
-        path = str(path_of(name))
+        path = path_of(name)
         # A file whose name looks like a pattern is taken as a file.
-        is_pattern = glob.has_magic(name) and not os.path.lexists(path)
-        matching = sorted(glob.glob(path, recursive=True)) if is_pattern else [path]  # noqa: PTH207
+        matching = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
         if not matching:
             config.refuse(key, f"no file matches {name}, seen from the working directory")
         sources += matching
     for source in map(Path, sources):
-        try:
-            size = source.stat().st_size
-        except (OSError, ValueError) as error:
-            what = f"{str(source)!r}, seen from the working directory,"
-            config.refuse(key, f"{what} cannot be read: {reason(error)}", cause=error)
-        # Devices and pipes are empty, too; some would never end.
-        if not size and not source.is_dir():
-            config.refuse(key, f"{source} is empty")
+        # Devices and pipes have no size either; some would never end.
+        if not source.is_dir() and not (source.exists() and source.stat().st_size):
+            config.refuse(key, f"{source} is empty, or a link to nothing")
     return sources
 
 
@@ -282,15 +272,17 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
     library = _library(config, key, "datasets")
     import pyarrow.compute
 
-    features = {"tokens": library.List(library.Value(tokenizer.dtype))}
-    features["digest"] = library.Value("string")
-    paths = [p for s in map(Path, sources) for p in (sorted(s.iterdir()) if s.is_dir() else [s])]
-    states = [(str(path.resolve()), path.stat()) for path in paths]
+    features = {
+        "tokens": library.List(library.Value(tokenizer.dtype)),
+        "digest": library.Value("string"),
+    }
+    files = [f for s in map(Path, sources) for f in (sorted(s.iterdir()) if s.is_dir() else [s])]
+    states = [(str(file.resolve()), file.stat()) for file in files]
     stamps = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
     data = config.data
     identity = repr((_VERSION, stamps, tokenizer.digest, data.separator, data.column))
     try:
-        rows = library.Dataset.from_generator(
+        pieces = library.Dataset.from_generator(
             lambda: _pieces(config, key, sources, tokenizer),
             features=library.Features(features),
             fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:32],
@@ -307,7 +299,7 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             cause=error,
         )
     # The values of all pieces lie one behind the other, so nothing is copied to join them.
-    table = rows.with_format("arrow")[:]
+    table = pieces.with_format("arrow")[:]
     digest = hashlib.sha256("".join(table["digest"].to_pylist()).encode()).hexdigest()
     return pyarrow.compute.list_flatten(table["tokens"]), digest
 

@@ -106,8 +106,6 @@ class Batches:
         num_data_ranks: How many data ranks there are.
         repeat: Whether the next epoch follows when the function has no more batches.
 
-    Attributes:
-        elements_seen: Elements of the targets of all batches so far.
     """
 
     def __init__(
@@ -123,11 +121,11 @@ class Batches:
         self._config, self._key, self._function = config, key, function
         self._known = {"data_rank": data_rank, "num_data_ranks": num_data_ranks}
         self._repeat = repeat
-        self._position = self.elements_seen = 0
+        self._position = self._elements = 0
         self._pairs = self._epochs()
 
-    def batch(self, number: int) -> Pair | None:
-        """Returns inputs and targets of a batch, from 1; None if there are no more.
+    def batch(self, number: int) -> tuple[Pair, int] | None:
+        """Returns a batch, from 1, and the elements of all targets so far; None at the end.
 
         Batches are taken in order. A smaller number than the last one starts again. Without
         `repeat` the batches end before one that has fewer rows than there are microbatches.
@@ -136,16 +134,14 @@ class Batches:
             ConfigError: If the function fails, or what it returns is no batch.
         """
         if number <= self._position:
-            self._position = self.elements_seen = 0
+            self._position = self._elements = 0
             self._pairs = self._epochs()
-        pair: Pair | None = None
-        while self._position < number:
-            pair = next(self._pairs, None)
-            if pair is None:
-                break
+        for pair in self._pairs:
             self._position += 1
-            self.elements_seen += pair[1].numel()
-        return pair
+            self._elements += pair[1].numel()
+            if self._position == number:
+                return pair, self._elements
+        return None
 
     def _epochs(self) -> Iterator[Pair]:
         """Yields the batches of all epochs."""

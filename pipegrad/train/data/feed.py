@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -98,29 +99,25 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
     function = job.held_out if held_out else job.dataset or texts.stream
     key = f"{table}.files" if function in (None, texts.stream) else f"{table}.dataset"
     if function is not None:
-        batches = Batches(
-            config,
-            key,
-            function,
-            data_rank=data_rank,
-            num_data_ranks=job.num_shares,
-            repeat=not held_out,
-        )
-        return Feed(config, topology, batches.batch, lambda _: batches.elements_seen, key)
-    corpus, size, num_shares = texts.training, config.data.batch_size, job.num_shares
-    elements = size * config.data.sequence_length // num_shares
+        ranks = {"data_rank": data_rank, "num_data_ranks": job.num_shares}
+        batches = Batches(config, key, function, **ranks, repeat=not held_out)
+        return Feed(config, topology, batches.batch, key)
+    corpus, size = texts.held_out if held_out else texts.training, config.data.batch_size
+    assert corpus is not None
+    share = {"size": size, "share": data_rank, "num_shares": job.num_shares}
+    draw = (
+        partial(corpus.sequences, **share)
+        if held_out
+        else partial(corpus.batch, seed=config.train.seed, **share)
+    )
 
-    def source(number: int) -> Pair | None:
-        share = {"size": size, "share": data_rank, "num_shares": num_shares}
-        if held_out:
-            assert texts.held_out is not None
-            pair = texts.held_out.sequences(number, **share)
-        else:
-            assert corpus is not None
-            pair = corpus.batch(number, seed=config.train.seed, **share)
-        return None if pair is None else (named_inputs(config, pair[0]), pair[1])
+    def source(number: int) -> tuple[Pair, int] | None:
+        if (pair := draw(number)) is None:
+            return None
+        tokens, target = pair
+        return (named_inputs(config, tokens), target), number * target.numel()
 
-    return Feed(config, topology, source, lambda number: number * elements, key)
+    return Feed(config, topology, source, key)
 
 
 def takes_inputs(config: Config, topology: Topology) -> bool:
@@ -142,9 +139,8 @@ class Feed:
     Args:
         config: The configuration.
         topology: Says which ranks have the same data, and what the stages of this rank take.
-        source: Returns inputs and targets of a batch by its number, from 1; None if there are no
-            more. Not called if no stage of this rank needs data.
-        elements_seen: Returns how many elements the targets of all batches up to a number have.
+        source: Returns a batch by its number, from 1, and how many elements the targets of all
+            batches up to it have; None if there are no more. Not called on a rank without need.
         what: What the batches are, for messages.
 
     Attributes:
@@ -153,7 +149,7 @@ class Feed:
         pair: Inputs and targets of this batch; None on a rank that needs no data.
         reply: What other ranks need to know of it.
         replies: By rank, its `reply`. Who fetches a batch without `begin` sets it.
-        elements: Elements of the targets of the agreed batch, all data ranks together.
+        elements: Elements of the targets of the compared batch, all data ranks together.
         elements_seen: The same of all batches up to it.
         has_ended: Whether a rank has no such batch.
         is_repeated: Whether all data ranks have the same batch.
@@ -163,14 +159,13 @@ class Feed:
         self,
         config: Config,
         topology: Topology,
-        source: Callable[[int], Pair | None],
-        elements_seen: Callable[[int], int],
+        source: Callable[[int], tuple[Pair, int] | None],
         what: str,
     ) -> None:
         self._takes_inputs = takes_inputs(config, topology)
         self._takes_target = topology.num_stages - 1 in topology.local_stages
         self._source = source if self._takes_inputs or self._takes_target else None
-        self._count, self.what = elements_seen, what
+        self.what = what
         by_data: dict[int, list[int]] = {}
         for rank in topology.ranks:
             by_data.setdefault(topology.at(rank).coordinate(topology.data), []).append(rank)
@@ -205,16 +200,16 @@ class Feed:
         if self._source is None:
             return
         try:
-            self.pair = self._source(number)
+            batch = self._source(number)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - `compare` raises it on all ranks
             self._error = error
             self.reply = [_FAILED, _NOTHING, 0, 0]
             return
-        if self.pair is None:
+        if batch is None:
             self.reply = [_ENDED, _NOTHING, 0, 0]
         else:
-            elements = self.pair[1].numel()
-            self.reply = [_READY, _digest_of(self.pair), elements, self._count(number)]
+            self.pair, seen = batch
+            self.reply = [_READY, _digest_of(self.pair), self.pair[1].numel(), seen]
 
     def compare(self) -> None:
         """Compares what all ranks have fetched; every rank must call it.
@@ -233,10 +228,15 @@ class Feed:
             digests = {replies[r][1]: r for r in reversed(ranks) if replies[r][1] != _NOTHING}
             if len(digests) > 1:
                 one, other, *_ = sorted(digests.values())
+                advice = "let the files be the same on all machines"
+                if self.what.endswith("dataset"):
+                    advice = (
+                        "let the function draw random numbers from torch, numpy and random alone, "
+                        "and go by data_rank, not by the rank"
+                    )
                 raise StepError(
                     f"batch {self.number} of {self.what} is another one on rank {other} than on "
-                    f"rank {one}, which need the same: let the function draw random numbers from "
-                    f"torch, numpy and random alone, and go by data_rank, not by the rank"
+                    f"rank {one}, which need the same: {advice}"
                 )
             batches.append({*digests})
         self.is_repeated = len(batches) > 1 and all(batch == batches[0] for batch in batches)

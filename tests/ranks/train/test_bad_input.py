@@ -51,7 +51,7 @@ FACTORIES = {  # model.factory=factories:
     "empty": "it returns an nn.Sequential without any layer",
 }
 FILES = {  # data.files
-    "nowhere.txt": "'nowhere.txt', seen from the working directory, cannot be read: No such file",
+    "nowhere.txt": "no file matches nowhere.txt, seen from the working directory",
     "empty.txt": "empty.txt is empty",
     "zero.bin": "zero.bin is binary, not text: it",
     "latin.txt": "latin.txt cannot be read: 'utf-8' .* byte 0xe9 in position 3",
@@ -59,7 +59,7 @@ FILES = {  # data.files
     "short.txt": "= 16: the text has 16 bytes: choose at most 15",
     "mine.txt": "rank 1: ConfigError: .*mine.*1 of 2 ranks failed",
     "ours.txt": "ranks disagree on the text",
-    "~/nowhere.txt": "'/.*/nowhere.txt', seen from",
+    "~/nowhere.txt": "no file matches ~/nowhere.txt, seen",
     "no*.txt": r"no file matches no\*.txt, seen from the working dir",
     "**x": r"no file matches \*\*x, seen",
     "one.txt": "the text has 1 byte, expected a l",
@@ -104,7 +104,7 @@ SETTINGS: dict[str | tuple[str, ...], str] = {
     "=3": "--set =3: '' is not a dotted key",
     "train.steps": "--set train.steps: expected key=value",
     "train.steps=many": r"train.steps = 'many': should be a valid integer \(number of opt",
-    "data.files=a": r"data.files = \['a'\]: 'a', seen from the working",
+    "data.files=a": r"data.files = \['a'\]: no file matches a, seen",
     "model.factory=tied": "'tied': should look like 'module:function'",
     ("train.steps=0", "train.seed=-1"): r"(?s)steps = 0.*\n--set: train.seed = -1",
     "parallel.pipeline=3": "pipeline = 3: 2 ranks cannot be cut into groups of 3",
@@ -153,12 +153,12 @@ SETTINGS: dict[str | tuple[str, ...], str] = {
     "train.output=short.txt/x": "cannot be written: .*Not a dir",
     "train.seed={rank}": "(?s)ranks disagree on train.seed; .*: 0\n.*: 1\n",
     "data.files=[a.txt]": "the value is not TOML .*: write words in quotes, as in",
-    r'data.files=["a\u0000b"]': "cannot be read: embedded null",
+    r'data.files=["a\u0000b"]': "no file matches a.*b, seen",
     r'train.resume="a\u0000b"': "train.resume = .*null",
     "train.lr=3": "train.lr = 3: unknown key, there is optimizer.lr; known, closest first",
     "train.output=.": "holds more than a run: name a folder",
     "train.output=/": "= '/': is /, which holds more than a run",
-    "data.tokenizer=no.json": "data.tokenizer = 'no.json': (no.json cannot be read|it needs)",
+    "data.tokenizer=no.json": "data.tokenizer = 'no.json': (no.json is no file|it needs)",
     "data.cache=short.txt": (
         "data.cache = 'short.txt': unknown key, set the environment variable HF_DATASETS_CACHE"
     ),

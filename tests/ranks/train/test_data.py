@@ -334,7 +334,7 @@ def test_ranks_of_a_machine_map_one_file_that_one_of_them_writes(
 def test_what_one_rank_reads_is_refused_by_all_in_one_line(job: Path) -> None:
     (job.parent / "bad.jsonl").write_text('{"text": "one"}\n{"text": 3}\n')
     for name, says in {
-        "nowhere.txt": "'nowhere.txt', seen from",
+        "nowhere.txt": "no file matches nowhere.txt",
         "bad.jsonl": "bad.jsonl has a value of int in the column 'text'",
     }.items():
         for streaming in ("false", "true"):
