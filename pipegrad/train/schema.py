@@ -269,8 +269,8 @@ class Data(Table):
     sequence_length: int = Field(default=128, ge=1, description="tokens a sequence")
     streaming: bool = Field(
         default=False,
-        description="make the tokens anew in each epoch, and shuffle sequences that are near each "
-        "other; by default they are kept in the cache of datasets, and drawn from everywhere",
+        description="make the tokens anew in each epoch instead of writing them into the cache of "
+        "datasets, and shuffle only sequences that are near each other",
     )
     dataset: Function | None = Field(
         default=None,

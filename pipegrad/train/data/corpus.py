@@ -32,6 +32,7 @@ TOKENIZER = "tokenizer.json"  # in a directory of transformers
 _VERSION = 1  # of what `_pieces` makes of a file
 _FEWEST_TOKENS = 2  # a token and its successor
 _LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
+_COLUMNS = {"tokens": "large_binary", "digest": "string"}  # of the cache
 _SHUFFLED = 1000  # sequences of a stream that wait in memory, of which one is drawn
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -228,14 +229,14 @@ def streamed(config: Config) -> Callable[..., Iterator[Tensor]]:
     def sequences(sources: list[str]) -> Iterator[dict[str, Tokens]]:
         rest = np.zeros(0, tokenizer.dtype)
         for piece in _pieces(config, key, sources, tokenizer):
-            tokens = np.concatenate([rest, piece["tokens"]])
+            tokens = np.concatenate([rest, np.frombuffer(piece["tokens"], tokenizer.dtype)])
             starts = range(0, len(tokens) - length, length)
             rest = tokens[len(starts) * length :]
             yield from ({"tokens": tokens[start : start + length + 1]} for start in starts)
 
     def batches(data_rank: int, num_data_ranks: int, epoch: int, seed: int) -> Iterator[Tensor]:
         # Every data rank reads the whole stream, and takes its share of each batch. So a batch does
-        # not depend on their number. Only sequences near each other are shuffled, so are files.
+        # not depend on their number. A buffer mixes only what is near: files are shuffled, too.
         number = mixed(seed, epoch)
         in_order = random.Random(number).sample(sources, len(sources))
         stream = library.IterableDataset.from_generator(lambda: sequences(in_order))
@@ -270,12 +271,10 @@ def _sources(config: Config, key: str) -> list[str]:
 def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) -> tuple[Any, str]:
     """Returns the tokens of some files, and a digest; see [Note: from files to tokens]."""
     library = _library(config, key, "datasets")
-    import pyarrow.compute
+    import pyarrow
 
-    features = {
-        "tokens": library.List(library.Value(tokenizer.dtype)),
-        "digest": library.Value("string"),
-    }
+    # As bytes: the library would make lists of Python integers of tokens.
+    features = {name: library.Value(kind) for name, kind in _COLUMNS.items()}
     files = [f for s in map(Path, sources) for f in (sorted(s.iterdir()) if s.is_dir() else [s])]
     states = [(str(file.resolve()), file.stat()) for file in files]
     stamps = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
@@ -298,16 +297,22 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             f"{reason(cause)}; the environment variable HF_DATASETS_CACHE may name another folder",
             cause=error,
         )
-    # The values of all pieces lie one behind the other, so nothing is copied to join them.
-    table = pieces.with_format("arrow")[:]
+    table, kind = pieces.with_format("arrow")[:], np.dtype(tokenizer.dtype)
+    buffers = [piece.as_buffer() for piece in table["tokens"]]  # mapped, not copied
+    tokens = [
+        pyarrow.Array.from_buffers(
+            pyarrow.from_numpy_dtype(kind), len(buffer) // kind.itemsize, [None, buffer]
+        )
+        for buffer in buffers
+    ]
     digest = hashlib.sha256("".join(table["digest"].to_pylist()).encode()).hexdigest()
-    return pyarrow.compute.list_flatten(table["tokens"]), digest
+    return pyarrow.chunked_array(tokens), digest
 
 
 def _pieces(
     config: Config, key: str, sources: Sequence[str], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yields the tokens of many documents, or lines, and their digest."""
+    """Yields the tokens of many documents, or lines, as bytes, and their digest."""
     end = config.data.separator
     separator = None if end is None else tokenizer.separator(end)
     for source in sources:
@@ -316,8 +321,8 @@ def _pieces(
             encoded = tokenizer.encode(texts)
             if separator is not None:
                 encoded = [part for tokens in encoded for part in (tokens, separator)]
-            tokens = np.concatenate(encoded)
-            yield {"tokens": tokens, "digest": hashlib.sha256(tokens.tobytes()).hexdigest()}
+            tokens = np.concatenate(encoded).tobytes()
+            yield {"tokens": tokens, "digest": hashlib.sha256(tokens).hexdigest()}
             is_empty = False
         if is_empty:
             config.refuse(key, f"{source} has no text")
