@@ -298,13 +298,14 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             cause=error,
         )
     table, kind = pieces.with_format("arrow")[:], np.dtype(tokenizer.dtype)
-    buffers = [piece.as_buffer() for piece in table["tokens"]]  # mapped, not copied
-    tokens = [
-        pyarrow.Array.from_buffers(
-            pyarrow.from_numpy_dtype(kind), len(buffer) // kind.itemsize, [None, buffer]
-        )
-        for buffer in buffers
-    ]
+    tokens = []
+    for chunk in table["tokens"].chunks:
+        # A slice of its buffer stays mapped. A value of `chunk` would be a copy.
+        _, offsets, data = chunk.buffers()
+        ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        part = data.slice(int(ends[0]), int(ends[-1] - ends[0]))
+        numel, arrow = len(part) // kind.itemsize, pyarrow.from_numpy_dtype(kind)
+        tokens.append(pyarrow.Array.from_buffers(arrow, numel, [None, part]))
     digest = hashlib.sha256("".join(table["digest"].to_pylist()).encode()).hexdigest()
     return pyarrow.chunked_array(tokens), digest
 
