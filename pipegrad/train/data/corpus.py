@@ -32,7 +32,6 @@ TOKENIZER = "tokenizer.json"  # in a directory of transformers
 _VERSION = 1  # of what `_pieces` makes of a file
 _FEWEST_TOKENS = 2  # a token and its successor
 _LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
-_COLUMNS = {"tokens": "large_binary", "digest": "string"}  # of the cache
 _SHUFFLED = 1000  # sequences of a stream that wait in memory, of which one is drawn
 Tokens = NDArray[np.unsignedinteger[Any]]
 
@@ -274,16 +273,17 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
     import pyarrow
 
     # As bytes: the library would make lists of Python integers of tokens.
-    features = {name: library.Value(kind) for name, kind in _COLUMNS.items()}
+    kinds = {"tokens": "large_binary", "digest": "string"}
+    features = library.Features({name: library.Value(kind) for name, kind in kinds.items()})
     files = [f for s in map(Path, sources) for f in (sorted(s.iterdir()) if s.is_dir() else [s])]
     states = [(str(file.resolve()), file.stat()) for file in files]
     stamps = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
-    data = config.data
-    identity = repr((_VERSION, stamps, tokenizer.digest, data.separator, data.column))
+    names = config.data.separator, config.data.column
+    identity = repr((_VERSION, stamps, tokenizer.digest, names))
     try:
         pieces = library.Dataset.from_generator(
             lambda: _pieces(config, key, sources, tokenizer),
-            features=library.Features(features),
+            features=features,
             fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:32],
             writer_batch_size=1,  # of pieces, which are long
         )
@@ -297,15 +297,15 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             f"{reason(cause)}; the environment variable HF_DATASETS_CACHE may name another folder",
             cause=error,
         )
-    table, kind = pieces.with_format("arrow")[:], np.dtype(tokenizer.dtype)
+    table, dtype = pieces.with_format("arrow")[:], np.dtype(tokenizer.dtype)
     tokens = []
     for chunk in table["tokens"].chunks:
         # A slice of its buffer stays mapped. A value of `chunk` would be a copy.
-        _, offsets, data = chunk.buffers()
+        _, offsets, content = chunk.buffers()
         ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
-        part = data.slice(int(ends[0]), int(ends[-1] - ends[0]))
-        numel, arrow = len(part) // kind.itemsize, pyarrow.from_numpy_dtype(kind)
-        tokens.append(pyarrow.Array.from_buffers(arrow, numel, [None, part]))
+        part = content.slice(int(ends[0]), int(ends[-1] - ends[0]))
+        numel, kind = len(part) // dtype.itemsize, pyarrow.from_numpy_dtype(dtype)
+        tokens.append(pyarrow.Array.from_buffers(kind, numel, [None, part]))
     digest = hashlib.sha256("".join(table["digest"].to_pylist()).encode()).hexdigest()
     return pyarrow.chunked_array(tokens), digest
 
@@ -331,8 +331,7 @@ def _pieces(
 
 def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
     """Yields the texts of a file or folder, many at once."""
-    size, column = _DOCUMENTS, config.data.column or "text"
-    is_plain = False
+    size, column, is_plain = _DOCUMENTS, config.data.column or "text", False
     try:
         if (data := _opened(config, key, source)) is None:
             # Lines are joined: a tokenizer may have tokens that go across their ends.

@@ -105,7 +105,6 @@ class Batches:
         data_rank: Which data rank's batches these are.
         num_data_ranks: How many data ranks there are.
         repeat: Whether the next epoch follows when the function has no more batches.
-
     """
 
     def __init__(
