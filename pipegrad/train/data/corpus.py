@@ -342,7 +342,7 @@ def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
         for batch in data.iter(size):
             if column not in batch:
                 config.refuse(key, f"{source} has no column {column!r}, found {[*batch]}")
-            texts: list[str] = batch[column]
+            texts: list[Any] = batch[column]
             if others := [text for text in texts if not isinstance(text, str)]:
                 what = f"{type(others[0]).__name__} in the column {column!r}"
                 config.refuse(key, f"{source} has a value of {what}, expected text in each row")

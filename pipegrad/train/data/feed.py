@@ -105,7 +105,7 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
     corpus, size = texts.held_out if held_out else texts.training, config.data.batch_size
     assert corpus is not None
     share = {"size": size, "share": data_rank, "num_shares": job.num_shares}
-    draw = (
+    draw: Callable[[int], tuple[Tensor, Tensor] | None] = (
         partial(corpus.sequences, **share)
         if held_out
         else partial(corpus.batch, seed=config.train.seed, **share)

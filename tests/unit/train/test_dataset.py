@@ -58,6 +58,7 @@ def taken(found: Batches, *numbers: int) -> list[list[int]]:
     ],
 )
 def test_ordinary_batches(batch: object) -> None:
+    inputs: Any
     inputs, target = pair_of(batch)
     assert torch.equal(inputs, INPUTS)
     assert torch.equal(target, TARGETS)

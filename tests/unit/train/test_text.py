@@ -199,7 +199,7 @@ def test_a_tokenizer_of_the_library() -> None:
     tokenizer("[UNK]", "one", "two")
     Path("a.txt").write_text("one two\nthree one\n")
     Path("b.jsonl").write_text('{"text": "two"}\n{"text": "two two"}\n')
-    named = {"tokenizer": "tokenizer.json"}
+    named: dict[str, Any] = {"tokenizer": "tokenizer.json"}
     read = read_corpus(config("a.txt", "b.jsonl", separator="<|end|>", **named))
     assert read._tokens.to_pylist() == [1, 2, 0, 1, 300, 2, 300, 2, 2, 300]
     assert str(read._tokens.type) == "uint16"

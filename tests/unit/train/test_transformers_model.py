@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -73,6 +74,7 @@ def test_the_tokenizer_of_the_directory_is_used_if_none_is_named(path: Path) -> 
     ids=["labels", "no labels", "lists", "a target", "a pair"],
 )
 def test_labels_are_shifted_and_targets_are_not(batch: object, names: int) -> None:
+    inputs: Any
     inputs, target = pair_of(batch, is_named=True)
     assert len(inputs) == names
     assert torch.equal(inputs["input_ids"], IDS)
