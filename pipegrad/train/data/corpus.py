@@ -293,7 +293,7 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             raise cause from error
         config.refuse(
             key,
-            f"its tokens cannot be made or written into {library.config.HF_DATASETS_CACHE}: "
+            f"its tokens cannot be written into {library.config.HF_DATASETS_CACHE}: "
             f"{reason(cause)}; the environment variable HF_DATASETS_CACHE may name another folder",
             cause=error,
         )
@@ -341,7 +341,7 @@ def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
             is_plain, size, column = True, _LINES if by == "line" else 1, "text"
         for batch in data.iter(size):
             if column not in batch:
-                config.refuse(key, f"{source} has no column {column!r}, found {[*batch]}")
+                config.refuse(key, f"{source} has no column {column!r}, only {[*batch]}")
             texts: list[Any] = batch[column]
             if others := [text for text in texts if not isinstance(text, str)]:
                 what = f"{type(others[0]).__name__} in the column {column!r}"

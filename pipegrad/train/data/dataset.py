@@ -2,8 +2,8 @@
 
 [Note: batches of a function] The rank of the first stage needs the inputs of a batch, and the rank
 of the last stage its targets. Each of them calls the function and takes every batch itself, so
-nothing is sent. Both must get the same batches. So all generators of random numbers have a seed of
-their own in the function's code: when an epoch begins it depends on ``train.seed`` and the epoch,
+nothing is sent. Both must get the same batches. So all generators of random numbers get a seed
+when the function's code runs: when an epoch begins it depends on ``train.seed`` and the epoch,
 and for each later batch also on the data rank and the number of the batch. The training draws the
 same numbers as without a function. Ranks compare a digest of every batch before its step (`Feed`).
 
@@ -53,7 +53,7 @@ def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
     choice = (config.data if key == "data.dataset" else config.eval).dataset
     if choice is None:
         return None
-    # The file may give a seed or an epoch of its own, but not a data rank.
+    # The file may give a seed or an epoch, but not a data rank.
     known = {"data_rank", "num_data_ranks", *({"epoch", "seed"} - choice.options.keys())}
     function = with_options(config, key, choice, known.intersection)
     if num_shares > 1 and "data_rank" not in parameters_of(function):
@@ -180,7 +180,7 @@ class Batches:
                 return
 
     def _call(self, number: int, seed: int, function: Callable[[], object]) -> object:
-        """Returns what code of the user returns, with seeds of its own."""
+        """Returns what code of the user returns, with seeds."""
         try:
             with _seeded(seed):
                 return function()

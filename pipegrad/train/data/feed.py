@@ -2,7 +2,7 @@
 
 [Note: a batch ahead] A rank whose batch fails, or differs from the one that another rank of its
 pipeline has, must not leave the others alone in a step. So each batch is fetched while the step
-before it still computes. The ranks exchange what they know of it together with the metrics of that
+before it still computes. The ranks exchange what they know of the batch together with the metrics of that
 step, in one message. Then all of them begin the next step, or all raise the same error.
 """
 
@@ -123,7 +123,7 @@ def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = Fa
 def takes_inputs(config: Config, topology: Topology) -> bool:
     """Whether stages of this rank take the inputs of a batch.
 
-    All stages of a model of transformers do: each makes its own masks and positions of them.
+    All stages of a model of transformers do: each makes masks and positions from them.
     """
     return config.model.is_transformers or 0 in topology.local_stages
 
@@ -147,7 +147,7 @@ class Feed:
         what: As above.
         number: Of the batch that was fetched last.
         pair: Inputs and targets of this batch; None on a rank that needs no data.
-        reply: What other ranks need to know of it.
+        reply: What other ranks need to know of the batch.
         replies: By rank, its `reply`. Who fetches a batch without `begin` sets it.
         elements: Elements of the targets of the compared batch, all data ranks together.
         elements_seen: The same of all batches up to it.

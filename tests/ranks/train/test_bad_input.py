@@ -167,7 +167,7 @@ SETTINGS: dict[str | tuple[str, ...], str] = {
         "the stream has no 400 sequences of 16 bytes"
     ),
     ("data.files=['table.jsonl']", "data.column=body"): (
-        r"table.jsonl has no column 'body', found \['text', 'n'\]"
+        r"table.jsonl has no column 'body', only \['text', 'n'\]"
     ),
     "data.dataset=data_functions:listed": (
         "data.batch_size = 8: has no effect beside data.dataset: .* write dataset = {name ="

@@ -27,7 +27,7 @@ tokenizers = pytest.importorskip("tokenizers")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The home and the working folder, with a cache of its own."""
+    """The home and the working folder, with an empty cache."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -106,7 +106,7 @@ def test_a_bad_file_is_named_and_leaves_nothing(name: str) -> None:
 
 def test_a_column_that_no_row_has_is_named() -> None:
     write_rows()
-    with pytest.raises(ConfigError, match=r"has no column 'body', found \['id', 'text'\]"):
+    with pytest.raises(ConfigError, match=r"has no column 'body', only \['id', 'text'\]"):
         tokens_of("rows", column="body")
     with pytest.raises(ConfigError, match="rows has a value of int in the column 'id'"):
         tokens_of("rows", column="id")
@@ -147,7 +147,7 @@ def test_a_cache_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPa
 def test_a_cache_that_cannot_be_written_is_named() -> None:
     Path("a").write_bytes(b"abc")
     Path("cache").write_text("a file")
-    says = "cannot be made or written into .*cache: .*; the environment variable HF_DATASETS_CACHE"
+    says = "cannot be written into .*cache: .*; the environment variable HF_DATASETS_CACHE"
     with pytest.raises(ConfigError, match=says):
         tokens_of("a")
 
@@ -185,14 +185,14 @@ def tokenizer(*words: str, pre: str = "") -> None:
     if pre:
         merges = [("a", "\n"), ("a\n", "b")]
         vocabulary = {word: index for index, word in enumerate((*words, "a\n"))}
-        made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+        built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
     else:
         vocabulary = {word: index for index, word in enumerate(words)} | {"<|end|>": 300}
-        made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=words[0]))
-        made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
-    made.enable_truncation(1)
-    made.enable_padding()
-    made.save("tokenizer.json")
+        built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=words[0]))
+        built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.enable_truncation(1)
+    built.enable_padding()
+    built.save("tokenizer.json")
 
 
 def test_a_tokenizer_of_the_library() -> None:
