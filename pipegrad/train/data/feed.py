@@ -2,8 +2,8 @@
 
 [Note: a batch ahead] A rank whose batch fails, or differs from the one that another rank of its
 pipeline has, must not leave the others alone in a step. So each batch is fetched while the step
-before it still computes. The ranks exchange what they know of the batch together with the metrics of that
-step, in one message. Then all of them begin the next step, or all raise the same error.
+before it still computes. The ranks exchange what they know of the batch together with the metrics
+of that step, in one message. Then all of them begin the next step, or all raise the same error.
 """
 
 from __future__ import annotations
