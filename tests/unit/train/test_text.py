@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import json
 import os
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -128,20 +129,31 @@ def test_tokens_are_used_again_until_a_text_changes() -> None:
     assert len(caches()) == 3
 
 
-def test_a_cache_that_was_interrupted_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+KILLED = """
+import os
+from pipegrad.train.config import Config
+from pipegrad.train.data import corpus
+from pipegrad.train.schema import Data, Model
+pieces = corpus._pieces
+def killed(*arguments):
+    yield from pieces(*arguments)
+    os.kill(os.getpid(), 9)
+corpus._pieces = killed
+corpus.read_corpus(Config(model=Model(factory="a:b"), data=Data(files=["a"], sequence_length=2)))
+"""
+
+
+@pytest.mark.slow
+def test_a_cache_whose_writer_was_killed_is_written_again() -> None:
     Path("a").write_bytes(b"abcd")
-    pieces = corpus._pieces
-
-    def interrupted(*arguments: Any) -> Iterator[object]:
-        yield from pieces(*arguments)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(corpus, "_pieces", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            text_of("a")
+    environment = os.environ | {"HF_DATASETS_CACHE": str(Path("cache").resolve())}
+    command = [sys.executable, "-c", KILLED]
+    assert subprocess.run(command, check=False, env=environment).returncode == -9
+    [begun] = caches()
+    assert "incomplete" in str(begun)
     assert text_of("a") == "abcd"
-    assert len(caches()) == 1
+    [whole] = caches()
+    assert "incomplete" not in str(whole)
 
 
 def test_a_cache_that_cannot_be_written_is_named() -> None:
