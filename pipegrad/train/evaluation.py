@@ -23,10 +23,8 @@ from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import mixed
-from pipegrad.train.data.feed import Feed, placed
-from pipegrad.train.data.sources import named_inputs, takes_inputs
-from pipegrad.train.data.tokenizer import Tokenizer
+from pipegrad.train.data.corpus import Tokenizer, mixed
+from pipegrad.train.data.feed import Feed, named_inputs, placed, takes_inputs
 
 TRACE_VARIABLE, TIMELINE = "PIPEGRAD_TRACE", "timeline.json"
 
@@ -94,8 +92,8 @@ class Evaluation:
     def _loss_of(self, feed: Feed, number: int) -> float | None:
         """Returns the loss of a held-out batch; None if there is no such batch."""
         feed.fetch(number)
-        feed.replies = every_rank(feed.found, self._device)
-        feed.settle()
+        feed.replies = every_rank(feed.reply, self._device)
+        feed.compare()
         if feed.has_ended:
             return None
         inputs, target = feed.placed(self._device)

@@ -27,9 +27,9 @@ from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
 from pipegrad.simulation.costs import StageCosts
 from pipegrad.train.config import Config
-from pipegrad.train.data.pairs import Inputs
-from pipegrad.train.data.sources import named_inputs
-from pipegrad.train.data.tokenizer import Tokenizer, tokenizer_of
+from pipegrad.train.data.corpus import Tokenizer, tokenizer_of
+from pipegrad.train.data.dataset import Inputs
+from pipegrad.train.data.feed import named_inputs
 from pipegrad.train.job import Job
 from pipegrad.train.optimizer import make_first_step, make_learning_rate, probe_optimizer
 

@@ -244,9 +244,15 @@ class Data(Table):
 
     files: FileList = Field(
         default=[],
-        description="UTF-8 text files, or shell-style patterns of them, which are read in the "
-        "order of their names; of a file '*.jsonl' the field 'text' of each line; by default what "
-        "CPython carries",
+        description="files '*.jsonl' or '*.parquet', folders that save_to_disk of datasets wrote, "
+        "and all others as UTF-8 text; or shell-style patterns of them, which are read in the "
+        "order of their names; they need the extra hf; by default what CPython carries",
+    )
+    column: str | None = Field(
+        default=None,
+        min_length=1,
+        description="what has the text in rows of files and folders that are no plain text; by "
+        "default 'text'",
     )
     tokenizer: str | None = Field(
         default=None,
@@ -256,16 +262,15 @@ class Data(Table):
     separator: str | None = Field(
         default=None,
         min_length=1,
-        description="what follows each document, which is a file or a line of a '*.jsonl'; with a "
-        "tokenizer one of its tokens, as '<|endoftext|>'",
+        description="what follows each document, which is a file of plain text or a row of others; "
+        "with a tokenizer one of its tokens, as '<|endoftext|>'",
     )
     batch_size: int = Field(default=16, ge=1, description="sequences a step, all ranks together")
     sequence_length: int = Field(default=128, ge=1, description="tokens a sequence")
-    cache: str | None = Field(
-        default=None,
-        min_length=1,
-        description="folder for the tokens of the files, which all ranks of a machine map into "
-        "their memory; by default 'pipegrad' in $XDG_CACHE_HOME or ~/.cache",
+    streaming: bool = Field(
+        default=False,
+        description="make the tokens anew in each epoch instead of writing them into the cache of "
+        "datasets, and shuffle only sequences that are near each other",
     )
     dataset: Function | None = Field(
         default=None,

@@ -16,8 +16,7 @@ from pipegrad.partition.conventions import BATCH
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.data.feed import Feed
-from pipegrad.train.data.sources import Texts
+from pipegrad.train.data.feed import Feed, Texts
 from pipegrad.train.job import Job
 from pipegrad.train.models.partial_model import NotInPartsError, PartialModel, lacks_memory
 from pipegrad.train.models.transformers_model import check_batch, check_tokenizer, load_stages

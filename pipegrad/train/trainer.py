@@ -39,7 +39,7 @@ from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
-from pipegrad.train.data.sources import make_feed, read_texts
+from pipegrad.train.data.feed import make_feed, read_texts
 from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
 from pipegrad.train.job import Job
 from pipegrad.train.models.transformers_model import save_model
@@ -191,7 +191,7 @@ class Trainer:
             self.signals.received,
             self.saving.status,
         ]
-        all_measured = every_rank([*measured, *self._feed.found], self._device)
+        all_measured = every_rank([*measured, *self._feed.reply], self._device)
         self._feed.replies = [of_rank[len(measured) :] for of_rank in all_measured]
         columns = list(zip(*all_measured, strict=True))
         seconds, exposed, collectives, nbytes, memory, elapsed, signals, statuses, *_ = columns
@@ -428,7 +428,9 @@ class Trainer:
             for key, value in config.flat().items()
             if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
         }
-        del values["data.cache"]
-        text = self._texts.training
-        files = "None" if text is None else f"text {text.digest[:16]}"
+        text, files = self._texts.training, "None"
+        if text is not None:
+            files = f"text {text.digest[:16]}"
+        if values.pop("data.streaming") == "True":
+            files = f"stream of {values['data.files']}"
         return {**values, "data.files": files, **tied_names(self.sync.manifest)}

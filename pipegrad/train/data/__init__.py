@@ -1,7 +1,7 @@
-"""What is trained on? `corpus` draws batches of text, `dataset` has those of a user's function.
+"""What is trained on? `corpus` has batches of text, `dataset` those of a user's function.
 
-Text is read and cut into tokens once a machine (`tokens`, `tokenizer`). `feed` fetches batches a
-step ahead, so that all ranks know before a step whether each of them has one.
+Files of text are read once a machine, by the library `datasets`, or by each rank as a stream.
+`feed` fetches batches a step ahead, so that all ranks know before a step whether each has one.
 """
 
 from pipegrad.train.data.corpus import Corpus, mixed, read_corpus

@@ -1,30 +1,146 @@
-"""Corpus: the tokens of a text, and the batches of a run. They are the same for every cut."""
+"""Corpus: files of text as tokens, and the batches of a run. They are the same for every cut.
+
+[Note: from files to tokens] The library `datasets` opens files, and writes their tokens into its
+cache. The first rank of a machine that comes holds a lock meanwhile. The others wait at the lock,
+and then map the same file into their memory, so that the system loads what is read, once for all
+of them. The library renames a cache when it is whole, so one that was interrupted is never read.
+The name depends on paths, sizes and times of the files, and on what makes tokens of them. A later
+run with the same text uses it again.
+"""
 
 from __future__ import annotations
 
+import glob
 import hashlib
+import importlib
 import pydoc_data.topics
+import random
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from pipegrad.train.config import Config
-from pipegrad.train.data.tokenizer import Tokenizer, Tokens, tokenizer_of
-from pipegrad.train.data.tokens import TokenFile, write_tokens
+from pipegrad import run_files
+from pipegrad.errors import ConfigError, reason
+from pipegrad.train.config import Config, beside, path_of
 
+TOKENIZER = "tokenizer.json"  # in a directory of transformers
+_VERSION = 1  # of what `_pieces` makes of a file
 _FEWEST_TOKENS = 2  # a token and its successor
+_LINES, _DOCUMENTS = 10_000, 256  # so many are encoded at once, in some 100 KB
+_SHUFFLED = 1000  # sequences of a stream that wait in memory, of which one is drawn
+Tokens = NDArray[np.unsignedinteger[Any]]
+
+
+class Tokenizer:
+    """Turns text into tokens: each byte of UTF-8 is one.
+
+    Attributes:
+        size: Tokens are smaller than it.
+        dtype: Of tokens, as numpy names it.
+        digest: Differs between tokenizers that make different tokens.
+        unit: What tokens are called in messages.
+    """
+
+    size, dtype, digest, unit = 256, "uint8", "bytes", "bytes"
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        """Returns the tokens of each text, without special tokens."""
+        return [np.frombuffer(text.encode(), np.uint8) for text in texts]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Returns the text of tokens. Bytes that are no UTF-8 become a replacement character."""
+        return bytes(tokens).decode(errors="replace")
+
+    def separator(self, text: str) -> Tokens:
+        """Returns the tokens of ``data.separator``.
+
+        Raises:
+            ConfigError: If the tokenizer has no such token.
+        """
+        return self.encode([text])[0]
+
+
+class FileTokenizer(Tokenizer):
+    """A tokenizer of a file of the library `tokenizers`.
+
+    Args:
+        config: The configuration.
+        path: Of the file.
+
+    Raises:
+        ConfigError: If the library is missing, or the file cannot be read.
+    """
+
+    unit = "tokens"
+
+    def __init__(self, config: Config, path: Path) -> None:
+        self._config, self._path = config, path
+        library = _library(config, "data.tokenizer", "tokenizers")
+        try:
+            text = run_files.read(path).decode()
+            self._tokenizer = library.Tokenizer.from_str(text)
+        except Exception as error:  # noqa: BLE001 - the library raises nothing more precise
+            complaint = f"{path} is no file of the library tokenizers: {reason(error)}"
+            config.refuse("data.tokenizer", complaint, cause=error)
+        # A file may ask to cut off long texts and to fill up short ones. All text is wanted here.
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        vocabulary = self._tokenizer.get_vocab()
+        if not vocabulary:
+            config.refuse("data.tokenizer", f"{path} has no tokens")
+        self.size = max(vocabulary.values()) + 1  # numbers may be missing in between
+        self.dtype = "uint16" if self.size <= 2**16 else "uint32"
+        self.digest = hashlib.sha256(text.encode()).hexdigest()
+
+    def encode(self, texts: Sequence[str]) -> list[Tokens]:
+        encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)
+        return [np.array(text.ids, self.dtype) for text in encoded]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
+
+    def separator(self, text: str) -> Tokens:
+        token = self._tokenizer.token_to_id(text)
+        if token is None:
+            self._config.refuse("data.separator", f"{self._path} has no such token")
+        return np.array([token], self.dtype)
+
+
+def tokenizer_of(config: Config) -> Tokenizer:
+    """Returns the tokenizer of a configuration.
+
+    Raises:
+        ConfigError: As `FileTokenizer` does.
+    """
+    path = tokenizer_file(config)
+    return Tokenizer() if path is None else FileTokenizer(config, path)
+
+
+def tokenizer_file(config: Config) -> Path | None:
+    """Returns the file of the tokenizer: ``data.tokenizer``, or the model's; None for bytes."""
+    if config.data.tokenizer is not None:
+        return path_of(config.data.tokenizer)
+    if config.model.pretrained is not None:
+        path = beside(config, config.model.pretrained) / TOKENIZER
+        return path if path.exists() else None
+    return None
 
 
 class Corpus:
     """The tokens of a text, in memory or mapped from a file.
 
     Args:
-        tokens: Integers ``(numel,)``.
+        tokens: Integers ``(numel,)`` of numpy or pyarrow, of which pieces are taken.
         sequence_length: Tokens of a sequence. One more token follows it, as the last target.
         digest: Of the tokens.
     """
 
-    def __init__(self, tokens: Tokens, sequence_length: int, digest: str) -> None:
+    def __init__(self, tokens: Any, sequence_length: int, digest: str) -> None:  # noqa: ANN401
         self._tokens = tokens
         self._length = sequence_length
         self.digest = digest
@@ -60,8 +176,9 @@ class Corpus:
         return self._sequences(indices.chunk(num_shares)[share] * self._length)
 
     def _sequences(self, starts: Tensor) -> tuple[Tensor, Tensor]:
-        indices = starts[:, None] + torch.arange(self._length + 1)
-        sequences = torch.from_numpy(self._tokens[indices.numpy()].astype("int64"))
+        sequences = torch.empty(len(starts), self._length + 1, dtype=torch.int64)
+        for sequence, start in zip(sequences.numpy(), starts.tolist(), strict=True):
+            sequence[:] = self._tokens[start : start + self._length + 1]
         return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
 
 
@@ -71,45 +188,23 @@ def mixed(*numbers: int) -> int:
 
 
 def read_corpus(config: Config, key: str = "data.files") -> Corpus:
-    """Returns the text of a configuration, read by this rank alone.
+    """Returns the text of a configuration; without files that of CPython's help (466 KB). Local.
 
     Args:
         config: The configuration.
         key: Where it names the files: ``data.files`` or ``eval.files``.
 
     Raises:
-        ConfigError: As `tokenizer_of`, `write_tokens` and `open_corpus` do.
+        ConfigError: If a file or the cache cannot be used, or the text is shorter than a sequence
+            and one more token.
     """
-    tokenizer, files = tokenizer_of(config), files_of(config, key)
-    written = write_tokens(config, key, files, tokenizer) if files else None
-    return open_corpus(config, key, tokenizer, written)
-
-
-def files_of(config: Config, key: str) -> list[str]:
-    """Returns the files that a key names."""
-    return config.data.files if key == "data.files" else config.eval.files
-
-
-def open_corpus(
-    config: Config, key: str, tokenizer: Tokenizer, written: TokenFile | None
-) -> Corpus:
-    """Returns the text of a token file; without one the text of CPython's help (466 KB).
-
-    Args:
-        config: The configuration.
-        key: Where it names the files of the text.
-        tokenizer: Made the tokens.
-        written: The tokens.
-
-    Raises:
-        ConfigError: If the text is shorter than a sequence and one more token.
-    """
-    if written is None:
+    tokenizer, sources = tokenizer_of(config), _sources(config, key)
+    if sources:
+        tokens, digest = _cached(config, key, sources, tokenizer)
+    else:
         text = "".join(body for _, body in sorted(pydoc_data.topics.topics.items()))
         tokens = tokenizer.encode([text])[0]
         digest = hashlib.sha256(tokens.tobytes()).hexdigest()
-    else:
-        tokens, digest = written.mapped(), written.digest
     length, numel, unit = config.data.sequence_length, len(tokens), tokenizer.unit
     if numel < _FEWEST_TOKENS:
         config.refuse(key, f"the text has {numel} {unit.removesuffix('s')}, expected a longer one")
@@ -118,3 +213,181 @@ def open_corpus(
         complaint = f"the text{which} has {numel} {unit}: choose at most {numel - 1}"
         config.refuse("data.sequence_length", complaint)
     return Corpus(tokens, length, digest)
+
+
+def streamed(config: Config) -> Callable[..., Iterator[Tensor]]:
+    """Returns a function of batches, as ``data.dataset`` names one, of ``data.files`` as a stream.
+
+    Raises:
+        ConfigError: As `read_corpus` does, but for what stands inside of the files.
+    """
+    key, length, size = "data.files", config.data.sequence_length, config.data.batch_size
+    tokenizer, sources = tokenizer_of(config), _sources(config, key)
+    library = _library(config, key, "datasets")
+
+    def sequences(sources: list[str]) -> Iterator[dict[str, Tokens]]:
+        rest = np.zeros(0, tokenizer.dtype)
+        for piece in _pieces(config, key, sources, tokenizer):
+            tokens = np.concatenate([rest, np.frombuffer(piece["tokens"], tokenizer.dtype)])
+            starts = range(0, len(tokens) - length, length)
+            rest = tokens[len(starts) * length :]
+            yield from ({"tokens": tokens[start : start + length + 1]} for start in starts)
+
+    def batches(data_rank: int, num_data_ranks: int, epoch: int, seed: int) -> Iterator[Tensor]:
+        # Every data rank reads the whole stream, and takes its share of each batch. So a batch does
+        # not depend on their number. A buffer mixes only what is near: files are shuffled, too.
+        number = mixed(seed, epoch)
+        in_order = random.Random(number).sample(sources, len(sources))
+        stream = library.IterableDataset.from_generator(lambda: sequences(in_order))
+        shuffled = stream.shuffle(seed=number, buffer_size=_SHUFFLED)
+        batch = None
+        for batch in shuffled.iter(size, drop_last_batch=True):
+            whole = torch.from_numpy(np.stack(batch["tokens"]).astype("int64"))
+            yield whole.chunk(num_data_ranks)[data_rank]
+        if batch is None:
+            config.refuse(key, f"the stream has no {size} sequences of {length} {tokenizer.unit}")
+
+    return batches
+
+
+def _sources(config: Config, key: str) -> list[str]:
+    """Returns the files and folders that a key names, in order; patterns are replaced by theirs."""
+    sources = list[str]()
+    for name in config.data.files if key == "data.files" else config.eval.files:
+        path = path_of(name)
+        # A file whose name looks like a pattern is taken as a file.
+        matching = [str(path)] if path.exists() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207
+        if not matching:
+            config.refuse(key, f"no file matches {name}, seen from the working directory")
+        sources += matching
+    for source in map(Path, sources):
+        # Devices and pipes have no size either; some would never end.
+        if not source.is_dir() and not (source.exists() and source.stat().st_size):
+            config.refuse(key, f"{source} is empty, or a link to nothing")
+    return sources
+
+
+def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) -> tuple[Any, str]:
+    """Returns the tokens of some files, and a digest; see [Note: from files to tokens]."""
+    library = _library(config, key, "datasets")
+    import pyarrow
+
+    # As bytes: the library would make lists of Python integers of tokens.
+    kinds = {"tokens": "large_binary", "digest": "string"}
+    features = library.Features({name: library.Value(kind) for name, kind in kinds.items()})
+    files = [f for s in map(Path, sources) for f in (sorted(s.iterdir()) if s.is_dir() else [s])]
+    states = [(str(file.resolve()), file.stat()) for file in files]
+    stamps = [(path, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for path, s in states]
+    names = config.data.separator, config.data.column
+    identity = repr((_VERSION, stamps, tokenizer.digest, names))
+    try:
+        pieces = library.Dataset.from_generator(
+            lambda: _pieces(config, key, sources, tokenizer),
+            features=features,
+            fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:32],
+            writer_batch_size=1,  # of pieces, which are long
+        )
+    except Exception as error:
+        cause = _first_cause(error)
+        if isinstance(cause, ConfigError):
+            raise cause from error
+        config.refuse(
+            key,
+            f"its tokens cannot be written into {library.config.HF_DATASETS_CACHE}: "
+            f"{reason(cause)}; the environment variable HF_DATASETS_CACHE may name another folder",
+            cause=error,
+        )
+    table, dtype = pieces.with_format("arrow")[:], np.dtype(tokenizer.dtype)
+    tokens = []
+    for chunk in table["tokens"].chunks:
+        # A slice of its buffer stays mapped. A value of `chunk` would be a copy.
+        _, offsets, content = chunk.buffers()
+        ends = np.frombuffer(offsets, np.int64)[chunk.offset : chunk.offset + len(chunk) + 1]
+        part = content.slice(int(ends[0]), int(ends[-1] - ends[0]))
+        numel, kind = len(part) // dtype.itemsize, pyarrow.from_numpy_dtype(dtype)
+        tokens.append(pyarrow.Array.from_buffers(kind, numel, [None, part]))
+    digest = hashlib.sha256("".join(table["digest"].to_pylist()).encode()).hexdigest()
+    return pyarrow.chunked_array(tokens), digest
+
+
+def _pieces(
+    config: Config, key: str, sources: Sequence[str], tokenizer: Tokenizer
+) -> Iterator[dict[str, Any]]:
+    """Yields the tokens of many documents, or lines, as bytes, and their digest."""
+    end = config.data.separator
+    separator = None if end is None else tokenizer.separator(end)
+    for source in sources:
+        is_empty = True
+        for texts in _texts(config, key, source):
+            encoded = tokenizer.encode(texts)
+            if separator is not None:
+                encoded = [part for tokens in encoded for part in (tokens, separator)]
+            tokens = np.concatenate(encoded).tobytes()
+            yield {"tokens": tokens, "digest": hashlib.sha256(tokens).hexdigest()}
+            is_empty = False
+        if is_empty:
+            config.refuse(key, f"{source} has no text")
+
+
+def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
+    """Yields the texts of a file or folder, many at once."""
+    size, column, is_plain = _DOCUMENTS, config.data.column or "text", False
+    try:
+        if (data := _opened(config, key, source)) is None:
+            # Lines are joined: a tokenizer may have tokens that go across their ends.
+            by = "line" if config.data.separator is None else "document"
+            rows = _library(config, key, "datasets").IterableDataset
+            data = rows.from_text(glob.escape(source), sample_by=by, keep_linebreaks=True)
+            is_plain, size, column = True, _LINES if by == "line" else 1, "text"
+        for batch in data.iter(size):
+            if column not in batch:
+                config.refuse(key, f"{source} has no column {column!r}, only {[*batch]}")
+            texts: list[Any] = batch[column]
+            if others := [text for text in texts if not isinstance(text, str)]:
+                what = f"{type(others[0]).__name__} in the column {column!r}"
+                config.refuse(key, f"{source} has a value of {what}, expected text in each row")
+            if is_plain:
+                texts = ["".join(texts)]
+                if "\0" in texts[0]:
+                    config.refuse(key, f"{source} is binary, not text: it has a zero byte")
+            yield texts
+    except ConfigError:
+        raise
+    except Exception as error:  # noqa: BLE001 - whatever the library, or one of its readers, raises
+        words = str(_first_cause(error)).strip().partition("\n")[0]
+        config.refuse(key, f"{source} cannot be read: {words}", cause=error)
+
+
+def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a data set
+    """Returns the rows of a folder or file; None if it is plain text."""
+    library = _library(config, key, "datasets")
+    kinds = Path(source.lower()).suffixes[-2:]  # the last one may be that of a compressed file
+    if Path(source).is_dir():
+        folder = library.load_from_disk(source)
+        if isinstance(folder, dict):
+            config.refuse(key, f"{source} has the data sets {[*folder]}: name the folder of one")
+        return folder
+    if ".jsonl" in kinds:
+        return library.IterableDataset.from_json(glob.escape(source))
+    if ".parquet" in kinds:
+        return library.IterableDataset.from_parquet(glob.escape(source))
+    return None
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Returns what the library has wrapped."""
+    while error.__cause__ is not None and not isinstance(error, ConfigError):
+        error = error.__cause__
+    return error
+
+
+def _library(config: Config, key: str, name: str) -> Any:  # noqa: ANN401 - a module
+    try:
+        library: Any = importlib.import_module(name)
+    except ImportError as error:
+        complaint = f"it needs the library {name}: pip install 'pipegrad[hf]'"
+        config.refuse(key, complaint, cause=error)
+    if name == "datasets":
+        library.disable_progress_bars()
+        library.logging.set_verbosity(library.logging.CRITICAL)  # the error says it, once
+    return library

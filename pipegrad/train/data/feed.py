@@ -2,48 +2,154 @@
 
 [Note: a batch ahead] A rank whose batch fails, or differs from the one that another rank of its
 pipeline has, must not leave the others alone in a step. So each batch is fetched while the step
-before it still computes. The ranks exchange what they have found together with the metrics of that
-step, in one message. Then all of them begin the next step, or all raise the same error.
+before it still computes. The ranks exchange what they know of the batch together with the metrics
+of that step, in one message. Then all of them begin the next step, or all raise the same error.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.errors import PipegradError, StepError, in_words
 from pipegrad.topology import Topology
-from pipegrad.train.data.pairs import Inputs, Pair
+from pipegrad.train.config import Config
+from pipegrad.train.data.corpus import (
+    Corpus,
+    Tokenizer,
+    read_corpus,
+    streamed,
+    tokenizer_of,
+)
+from pipegrad.train.data.dataset import INPUT_IDS, Batches, Inputs, MakeBatches, Pair
+from pipegrad.train.job import Job
 
+_READ_SECONDS = 4 * 3600.0  # timeout for the slowest machine to make tokens of its text
 _SLOW_SECONDS = 3600.0  # timeout for the slowest rank to come to its first batch
 _READY, _ENDED, _FAILED = range(3)
 _NOTHING = -1.0  # the digest on a rank that needs no data
 _DIGEST_BYTES = 2**20  # of each tensor; the rest of a large one is not compared
 
 
+@dataclass(frozen=True)
+class Texts:
+    """The texts of a job.
+
+    Attributes:
+        tokenizer: Makes their tokens; None if there is no text.
+        training: What is trained on; None if a function or a stream gives batches.
+        stream: Gives the batches of a stream; None if there is none.
+        held_out: What is held out; None if there is no such text.
+    """
+
+    tokenizer: Tokenizer | None = None
+    training: Corpus | None = None
+    stream: MakeBatches | None = None
+    held_out: Corpus | None = None
+
+
+def read_texts(config: Config) -> Texts:
+    """Returns the texts of a job; every rank must call it.
+
+    Raises:
+        PipegradError: If a text cannot be used, or differs between ranks; on all ranks.
+    """
+    if config.data.dataset is not None:
+        return Texts()
+
+    def read() -> tuple[Texts, str]:
+        tokenizer = tokenizer_of(config)
+        stream = streamed(config) if config.data.streaming else None
+        training = None if stream else read_corpus(config)
+        held_out, size = None, config.data.batch_size
+        if config.eval.files:
+            held_out = read_corpus(config, "eval.files")
+            if held_out.num_sequences < size:
+                config.refuse(
+                    "eval.files",
+                    f"the text has {held_out.num_sequences} sequences of data.sequence_length = "
+                    f"{config.data.sequence_length}: expected data.batch_size = {size} or more",
+                )
+        digests = [corpus.digest for corpus in (training, held_out) if corpus is not None]
+        return Texts(tokenizer, training, stream, held_out), " ".join((tokenizer.digest, *digests))
+
+    # Each rank reads by itself, and waits at the lock of the cache for the first one.
+    texts, digests = agree_keeping("the text", read, timeout_seconds=_READ_SECONDS)
+    same("the text", dict(enumerate(digests)))
+    return texts
+
+
+def make_feed(job: Job, topology: Topology, texts: Texts, *, held_out: bool = False) -> Feed:
+    """Returns the feed of this rank. Local.
+
+    Args:
+        job: The job.
+        topology: As this rank sees it, with the stages of the schedule.
+        texts: The texts of the job.
+        held_out: Whether it is what is held out, each time once from the beginning; there is some.
+    """
+    config, data_rank = job.config, topology.coordinate(topology.data)
+    table = "eval" if held_out else "data"
+    function = job.held_out if held_out else job.dataset or texts.stream
+    key = f"{table}.files" if function in (None, texts.stream) else f"{table}.dataset"
+    if function is not None:
+        ranks = {"data_rank": data_rank, "num_data_ranks": job.num_shares}
+        batches = Batches(config, key, function, **ranks, repeat=not held_out)
+        return Feed(config, topology, batches.batch, key)
+    corpus, size = texts.held_out if held_out else texts.training, config.data.batch_size
+    assert corpus is not None
+    share = {"size": size, "share": data_rank, "num_shares": job.num_shares}
+    draw: Callable[[int], tuple[Tensor, Tensor] | None] = (
+        partial(corpus.sequences, **share)
+        if held_out
+        else partial(corpus.batch, seed=config.train.seed, **share)
+    )
+
+    def source(number: int) -> tuple[Pair, int] | None:
+        if (pair := draw(number)) is None:
+            return None
+        tokens, target = pair
+        return (named_inputs(config, tokens), target), number * target.numel()
+
+    return Feed(config, topology, source, key)
+
+
+def takes_inputs(config: Config, topology: Topology) -> bool:
+    """Whether stages of this rank take the inputs of a batch.
+
+    All stages of a model of transformers do: each makes masks and positions from them.
+    """
+    return config.model.is_transformers or 0 in topology.local_stages
+
+
+def named_inputs(config: Config, tokens: Tensor) -> Inputs:
+    """Returns tokens as the model takes them."""
+    return {INPUT_IDS: tokens} if config.model.is_transformers else tokens
+
+
 class Feed:
     """The batches of this rank. Every rank has one, also a rank that needs no data.
 
     Args:
-        topology: Says which ranks have the same data.
-        source: Returns inputs and targets of a batch by its number, from 1; None if there are no
-            more. Not called if no stage of this rank needs data.
-        elements_seen: Returns how many elements the targets of all batches up to a number have.
+        config: The configuration.
+        topology: Says which ranks have the same data, and what the stages of this rank take.
+        source: Returns a batch by its number, from 1, and how many elements the targets of all
+            batches up to it have; None if there are no more. Not called on a rank without need.
         what: What the batches are, for messages.
-        takes_inputs: Whether stages of this rank take the inputs.
-        takes_target: Whether the last stage is on this rank.
 
     Attributes:
         what: As above.
         number: Of the batch that was fetched last.
         pair: Inputs and targets of this batch; None on a rank that needs no data.
-        found: What other ranks need to know of it.
-        replies: By rank, what was `found` there. Who fetches a batch without `begin` sets it.
-        elements: Elements of the targets of the agreed batch, all data ranks together.
+        reply: What other ranks need to know of the batch.
+        replies: By rank, its `reply`. Who fetches a batch without `begin` sets it.
+        elements: Elements of the targets of the compared batch, all data ranks together.
         elements_seen: The same of all batches up to it.
         has_ended: Whether a rank has no such batch.
         is_repeated: Whether all data ranks have the same batch.
@@ -51,18 +157,15 @@ class Feed:
 
     def __init__(
         self,
+        config: Config,
         topology: Topology,
-        source: Callable[[int], Pair | None],
-        elements_seen: Callable[[int], int],
+        source: Callable[[int], tuple[Pair, int] | None],
         what: str,
-        *,
-        takes_inputs: bool,
-        takes_target: bool,
     ) -> None:
-        needs_data = takes_inputs or takes_target
-        self._source = source if needs_data else None
-        self._count, self.what = elements_seen, what
-        self._takes_inputs, self._takes_target = takes_inputs, takes_target
+        self._takes_inputs = takes_inputs(config, topology)
+        self._takes_target = topology.num_stages - 1 in topology.local_stages
+        self._source = source if self._takes_inputs or self._takes_target else None
+        self.what = what
         by_data: dict[int, list[int]] = {}
         for rank in topology.ranks:
             by_data.setdefault(topology.at(rank).coordinate(topology.data), []).append(rank)
@@ -70,45 +173,45 @@ class Feed:
         self.number = 0
         self.pair: Pair | None = None
         self._error: BaseException | None = None
-        self.found: list[float] = []
+        self.reply: list[float] = []
         self.replies: Sequence[Sequence[float]] = ()
         self.elements = self.elements_seen = 0
         self.has_ended = self.is_repeated = False
 
     def begin(self, number: int) -> None:
-        """Fetches a batch and settles it; every rank must call it.
+        """Fetches a batch and compares it; every rank must call it.
 
         Raises:
-            PipegradError: As `settle` does.
+            PipegradError: As `compare` does.
         """
         if self.number != number:
 
             def fetched() -> list[float]:
                 self.fetch(number)
-                return self.found
+                return self.reply
 
             self.replies = agree(self.what, fetched, timeout_seconds=_SLOW_SECONDS)
-        self.settle()
+        self.compare()
 
     def fetch(self, number: int) -> None:
-        """Fetches a batch. If that fails, `settle` raises the error. Local."""
+        """Fetches a batch. If that fails, `compare` raises the error. Local."""
         self.number, self.pair, self._error = number, None, None
-        self.found = [_READY, _NOTHING, 0, 0]
+        self.reply = [_READY, _NOTHING, 0, 0]
         if self._source is None:
             return
         try:
-            self.pair = self._source(number)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - raised by `settle`, on all ranks
+            batch = self._source(number)
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - `compare` raises it on all ranks
             self._error = error
-            self.found = [_FAILED, _NOTHING, 0, 0]
+            self.reply = [_FAILED, _NOTHING, 0, 0]
             return
-        if self.pair is None:
-            self.found = [_ENDED, _NOTHING, 0, 0]
+        if batch is None:
+            self.reply = [_ENDED, _NOTHING, 0, 0]
         else:
-            elements = self.pair[1].numel()
-            self.found = [_READY, digest_of(self.pair), elements, self._count(number)]
+            self.pair, seen = batch
+            self.reply = [_READY, _digest_of(self.pair), self.pair[1].numel(), seen]
 
-    def settle(self) -> None:
+    def compare(self) -> None:
         """Compares what all ranks have fetched; every rank must call it.
 
         Raises:
@@ -120,16 +223,22 @@ class Feed:
         if _FAILED in states:
             agree(f"batch {self.number} of {self.what}", self._raise)
         self.has_ended = _ENDED in states
+        batches = []
         for ranks in self._by_data:
             digests = {replies[r][1]: r for r in reversed(ranks) if replies[r][1] != _NOTHING}
             if len(digests) > 1:
                 one, other, *_ = sorted(digests.values())
+                advice = "let the files be the same on all machines"
+                if self.what.endswith("dataset"):
+                    advice = (
+                        "let the function draw random numbers from torch, numpy and random alone, "
+                        "and go by data_rank, not by the rank"
+                    )
                 raise StepError(
                     f"batch {self.number} of {self.what} is another one on rank {other} than on "
-                    f"rank {one}, which need the same: let the function draw random numbers from "
-                    f"torch, numpy and random alone, and go by data_rank, not by the rank"
+                    f"rank {one}, which need the same: {advice}"
                 )
-        batches = [{replies[rank][1] for rank in ranks} - {_NOTHING} for ranks in self._by_data]
+            batches.append({*digests})
         self.is_repeated = len(batches) > 1 and all(batch == batches[0] for batch in batches)
         self.elements, self.elements_seen = (
             int(sum(max(replies[rank][column] for rank in ranks) for ranks in self._by_data))
@@ -164,7 +273,7 @@ def placed(inputs: Inputs, device: torch.device) -> Inputs:
     return {name: tensor.to(device) for name, tensor in inputs.items()}
 
 
-def digest_of(pair: Pair) -> float:
+def _digest_of(pair: Pair) -> float:
     """Returns a digest of a batch that a float64 has exactly."""
     digest = hashlib.sha256()
     inputs, target = pair

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import json
 import math
 import re
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -17,8 +20,8 @@ from torch import nn
 from torch.nn import functional
 
 from pipegrad.errors import PipegradError
-from pipegrad.train.config import load
-from pipegrad.train.data import read_corpus
+from pipegrad.train.config import Config, load
+from pipegrad.train.data import corpus, read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.run import Report
 from tests.support.pages import file_of
@@ -307,20 +310,83 @@ def test_each_rank_has_the_initial_values_of_one_process(job: Path, factory: str
         assert torch.equal(value, expected[name.removeprefix("model.")])
 
 
-def test_ranks_of_a_machine_map_one_file(job: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only the first of them may write."""
+def test_ranks_of_a_machine_map_one_file_that_one_of_them_writes(
+    job: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    datasets, writes, pieces = pytest.importorskip("datasets"), list[str](), corpus._pieces
+
+    def counted(config: Config, key: str, *others: Any) -> Iterator[object]:
+        writes.append(key)
+        yield from pieces(config, key, *others)
+
     monkeypatch.chdir(job.parent)
-    file = "data.files='a text.txt'"
-    trainer = trainer_of(job, file, "data.cache='cache'", "data.sequence_length=16")
+    monkeypatch.setattr(corpus, "_pieces", counted)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(job.parent / "cache"))
+    trainer = trainer_of(job, "data.files='a text.txt'", "data.sequence_length=16")
+    [file] = Path("cache").rglob("*.arrow")
+    assert str(file.resolve()) in Path("/proc/self/maps").read_text()
     trainer.step(1)
-    corpus: Any = trainer._texts.training
     trainer.close()
-    name = corpus._tokens.filename
-    assert gathered(name) == [name] * 2
-    assert len(list(Path("cache").iterdir())) == 2  # tokens, and their record
-    assert len(read_corpus(load(job, [file]))) == 8 * 99
+    assert sum(map(len, gathered(writes))) == 1
+    assert len(read_corpus(load(job, ["data.files='a text.txt'"]))) == 8 * 99
 
 
 def test_what_one_rank_reads_is_refused_by_all_in_one_line(job: Path) -> None:
-    said = refusal(job, "data.files='nowhere.txt'")
-    assert said.startswith("--set: data.files = ['nowhere.txt']: there is")
+    (job.parent / "bad.jsonl").write_text('{"text": "one"}\n{"text": 3}\n')
+    for name, says in {
+        "nowhere.txt": "no file matches nowhere.txt",
+        "bad.jsonl": "bad.jsonl has a value of int in the column 'text'",
+    }.items():
+        for streaming in ("false", "true"):
+            said = refusal(job, f"data.files='{name}'", f"data.streaming={streaming}")
+            assert said.startswith(f"--set: data.files = ['{name}']: {says}")
+
+
+# --- a stream
+
+STREAM = ["data={files=['stream/*.jsonl'], streaming=true, batch_size=8, sequence_length=16}"]
+
+
+@pytest.fixture
+def streaming(job: Path) -> Path:
+    """The job beside three files, whose epoch has six batches."""
+    pytest.importorskip("datasets")
+    (job.parent / "stream").mkdir(exist_ok=True)
+    for name in "abc":
+        lines = [json.dumps({"text": f"{n * n} {name} {n}\n" * 3}) for n in range(14)]
+        (job.parent / "stream" / f"{name}.jsonl").write_text("\n".join(lines))
+    return job
+
+
+@cache
+def streamed_losses(job: Path) -> list[float]:
+    """Returns losses of the uncut model on the batches of a stream, by hand."""
+    torch.manual_seed(0)
+    model = tied()
+    optimizer, losses = torch.optim.AdamW(model.parameters()), list[float]()
+    with contextlib.chdir(job.parent):
+        batches = corpus.streamed(load(job, STREAM))
+        epochs = [[*batches(0, 1, epoch, 0)] for epoch in (1, 2, 3)]
+    assert 5 < len(epochs[0]) < 9
+    for whole in [batch for epoch in epochs for batch in epoch][:12]:
+        loss = functional.cross_entropy(model(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("settings", [[], ["parallel.data=2"]])
+def test_a_stream_is_that_of_one_process_and_goes_on_where_it_was(
+    streaming: Path, settings: list[str]
+) -> None:
+    """It is saved in the middle of the second epoch."""
+    through = checked(streaming, *STREAM, *settings)
+    check_losses(through, streamed_losses(streaming))
+    assert [step.tokens_seen for step in through.steps] == [n * TOKENS for n in range(1, 13)]
+    name = f"saved {len(settings)}"
+    first = trained(streaming, *STREAM, *settings, until=8, save=name)
+    behind = trained(streaming, *STREAM, *settings, f"train.resume='{name}'", until=12)
+    through.goes_on(first, behind)
+    assert behind.notes == ()

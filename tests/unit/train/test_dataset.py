@@ -17,8 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
-from pipegrad.train.data.dataset import Batches
-from pipegrad.train.data.pairs import pair_of
+from pipegrad.train.data.dataset import Batches, pair_of
 from pipegrad.train.schema import Data, Model, Named, Parallel
 
 TOKENS = torch.arange(12).reshape(3, 4)
@@ -36,8 +35,8 @@ def batches(function: Any, *, data_rank: int = 0, repeat: bool = True) -> Batche
 
 
 def taken(found: Batches, *numbers: int) -> list[list[int]]:
-    pairs = [found.batch(number) for number in numbers]
-    inputs = [pair and pair[0] for pair in pairs]
+    batches = [found.batch(number) for number in numbers]
+    inputs = [batch and batch[0][0] for batch in batches]
     return [x.flatten().tolist() if isinstance(x, torch.Tensor) else [] for x in inputs]
 
 
@@ -59,6 +58,7 @@ def taken(found: Batches, *numbers: int) -> list[list[int]]:
     ],
 )
 def test_ordinary_batches(batch: object) -> None:
+    inputs: Any
     inputs, target = pair_of(batch)
     assert torch.equal(inputs, INPUTS)
     assert torch.equal(target, TARGETS)
@@ -111,9 +111,9 @@ def test_epochs_follow_and_functions_are_told() -> None:
     assert [values[0] for values in found] == [100, 200, 200]
     assert calls == [(1, 2, 1, 0), (1, 2, 2, 0)]
     assert taken(batches(partial(function, epoch=5)), 3)[0][0] == 500
-    passed = batches(lambda: [TOKENS])
-    passed.batch(4)
-    assert passed.elements_seen == 4 * 9  # also of those that are passed over
+    passed = batches(lambda: [TOKENS]).batch(4)
+    assert passed is not None
+    assert passed[1] == 4 * 9  # also of those that are passed over
     once = batches(lambda: iter([TOKENS, TOKENS]), repeat=False)
     assert [once.batch(number) is None for number in (1, 2, 3)] == [False, False, True]
     assert once.batch(1) is not None  # from the beginning

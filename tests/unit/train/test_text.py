@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import json
 import os
-import resource
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,323 +16,325 @@ import numpy as np
 import pytest
 import torch
 
-from pipegrad.comm.plain import dumps, loads
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
-from pipegrad.train.data import Corpus, read_corpus, tokens
-from pipegrad.train.data.tokenizer import Bytes
-from pipegrad.train.data.tokens import write_tokens
+from pipegrad.train.data import Corpus, corpus, read_corpus
+from pipegrad.train.data.corpus import streamed
 from pipegrad.train.schema import Data, Model
 
+datasets = pytest.importorskip("datasets")
+tokenizers = pytest.importorskip("tokenizers")
 
-def config(folder: Path, *names: str, **keys: Any) -> Config:
-    """A configuration that reads files of a folder, and keeps its token files there."""
-    data = Data(
-        files=[str(folder / name) for name in names],
-        cache=str(folder / "cache"),
-        sequence_length=2,
-        **keys,
-    )
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The home and the working folder, with an empty cache."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def config(*files: str, length: int = 2, **keys: Any) -> Config:
+    data = Data(files=list(files), sequence_length=length, **keys)
     return Config(model=Model(factory="a:b"), data=data)
 
 
-def bytes_of(read: Config) -> bytes:
-    return write_tokens(read, "data.files", read.data.files, Bytes()).mapped().tobytes()
+def tokens_of(*files: str, **keys: Any) -> list[int]:
+    tokens: list[int] = read_corpus(config(*files, **keys))._tokens.to_pylist()
+    return tokens
 
 
-def test_lines_of_json_are_documents(tmp_path: Path) -> None:
-    rows = [{"text": "one", "id": 1}, {"text": "zwölf\n"}, {"text": ""}]
-    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
-    (tmp_path / "a.jsonl").write_text(f"\ufeff{text}", encoding="utf-8")
-    (tmp_path / "b.txt").write_text("two\n")
-    both = config(tmp_path, "a.jsonl", "b.txt")
-    assert bytes_of(both) == "onezwölf\ntwo\n".encode()
-    ended = config(tmp_path, "a.jsonl", "b.txt", separator="|")
-    assert bytes_of(ended) == "one|zwölf\n||two\n|".encode()
+def text_of(*files: str, **keys: Any) -> str:
+    return bytes(tokens_of(*files, **keys)).decode()
 
 
-@pytest.mark.parametrize(
-    ("line", "says"),
-    [
-        (b'{"text": "a"', "line 2, is not JSON: Expecting ',' delimiter"),
-        (b'{"content": "a", "id": 3}', r"line 2, has no string 'text', found \['content', 'id'\]"),
-        (b'["a"]', "line 2, has no string 'text', found list"),
-        (b'{"text": null}', r"line 2, has no string 'text', found \['text'\]"),
-        (b'{"text": "\xe9"}', "line 2, is not JSON: 'utf-8' codec"),
-        (b'{"text": "\\ud800"}', "line 2, has half of a character: 'utf-8' codec"),
-        (b"[" * 100_000, "line 2, is not JSON: "),
-    ],
-)
-def test_a_bad_line_is_named(tmp_path: Path, line: bytes, says: str) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"text": "good"}\n' + line + b"\n")
-    with pytest.raises(ConfigError, match=f"data.files = .*a.jsonl, {says}"):
-        bytes_of(config(tmp_path, "a.jsonl"))
-    assert not list((tmp_path / "cache").iterdir())  # nothing is left of it
+def caches() -> dict[Path, int]:
+    """The files of tokens, and when they were written."""
+    return {path: path.stat().st_mtime_ns for path in Path("cache").rglob("*.arrow")}
 
 
-def test_places_are_counted_across_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_PIECE_BYTES", 3)
-    content = "äöü\nß, and a long line".encode()
-    (tmp_path / "a").write_bytes(content)
-    assert bytes_of(config(tmp_path, "a")) == content
-    for at in range(9, len(content)):
-        (tmp_path / "a").write_bytes(content[:at] + b"\xff" + content[at:])
-        with pytest.raises(ConfigError, match=f"is not UTF-8 text: byte 0xff at {at};"):
-            bytes_of(config(tmp_path, "a"))
-    (tmp_path / "a").write_bytes("ä".encode()[:1])
-    with pytest.raises(ConfigError, match="is not UTF-8 text: byte 0xc3 at 0;"):
-        bytes_of(config(tmp_path, "a"))
+def write_rows() -> None:
+    """Writes two texts as each kind of rows, with other columns before and behind."""
+    rows = [{"id": 1, "text": "one"}, {"text": "zwölf\n", "tags": ["a"]}]
+    lines = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    Path("rows.jsonl").write_text(f"\ufeff{lines}\n\n", encoding="utf-8")
+    Path("rows.jsonl.gz").write_bytes(gzip.compress(lines.encode()))
+    data = datasets.Dataset.from_list(rows)
+    data.save_to_disk("rows")
+    data.to_parquet("rows.parquet")
+    datasets.DatasetDict(train=data).save_to_disk("splits")
 
 
-def test_pieces_end_with_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tokens, "_PIECE_BYTES", 8)
-    (tmp_path / "a").write_bytes(b"one\ntwo\nthree four five\nsix")
-    read = config(tmp_path, "a")
-    pieces = list(tokens._pieces(read, "data.files", tmp_path / "a"))
-    assert [text for text, _ in pieces] == ["one\ntwo\n", "three fo", "ur five\n", "six", "", ""]
-    assert [ends for _, ends in pieces] == [False] * 5 + [True]
+def test_rows_of_every_kind_are_documents_and_so_are_files_of_text() -> None:
+    write_rows()
+    Path("b.txt").write_text("two\r\n\nthree")
+    for name in ("rows.jsonl", "rows.jsonl.gz", "rows.parquet", "rows"):
+        assert text_of(name, "b.txt") == "onezwölf\ntwo\n\nthree"
+        assert text_of(name, "b.txt", separator="|") == "one|zwölf\n|two\n\nthree|"
+    Path("c.jsonl").write_text('{"body": "four"}\n')
+    assert text_of("c.jsonl", column="body") == "four"
 
 
-def test_a_token_file_is_used_again_until_a_text_changes(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    read = config(tmp_path, "a")
-    first = write_tokens(read, "data.files", read.data.files, Bytes())
-    made = Path(first.path).stat().st_mtime_ns, Path(first.path).stat().st_ino
-    assert loads(dumps(first)) == first
-    mapped = first.mapped()
-    assert isinstance(mapped, np.memmap)
-    assert not mapped.flags.writeable
-    again = write_tokens(read, "data.files", read.data.files, Bytes())
-    assert (Path(again.path).stat().st_mtime_ns, Path(again.path).stat().st_ino) == made
-    # As long, and with the time of before, as `cp -p` leaves it.
-    times = (tmp_path / "a").stat()
-    (tmp_path / "a").write_bytes(b"xyz")
-    os.utime(tmp_path / "a", ns=(times.st_atime_ns, times.st_mtime_ns))
-    assert bytes_of(read) == b"xyz"
-    assert bytes_of(config(tmp_path, "a", separator="|")) == b"xyz|"
-
-
-@pytest.mark.parametrize("end", ["json", "tokens"])
-@pytest.mark.parametrize("damage", [Path.unlink, lambda path: path.write_bytes(b"ab")])
-def test_a_token_file_that_is_not_whole_is_made_again(
-    tmp_path: Path, end: str, damage: Callable[[Path], object]
-) -> None:
-    (tmp_path / "a").write_bytes(b"abcd")
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    [file] = (tmp_path / "cache").glob(f"*.{end}")
-    damage(file)
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-
-
-RECORDS: dict[str, Callable[[dict[str, Any]], object]] = {
-    "pointers": lambda record: {**record, "dtype": "O", "numel": 1},
-    "another file": lambda record: {**record, "path": record["path"].replace("cache", "other")},
-    "the same file by another path": lambda record: {**record, "path": f"{record['path']}/."},
-    "wider tokens": lambda record: {**record, "dtype": "uint16", "numel": 4},
-    "no dtype": lambda record: {**record, "dtype": ["u1"]},
-    "more tokens": lambda record: {**record, "numel": 2**62},
-    "fewer tokens": lambda record: {**record, "numel": -8},
-    "a digest that is none": lambda record: {**record, "digest": 3},
-    "a field more": lambda record: {**record, "mode": "w"},
-    "a field less": lambda record: {"path": record["path"]},
-    "a time that is none": lambda record: {**record, "modified_ns": "now", "digest": "0" * 64},
-    "a list": lambda record: [record],
-    "a text": lambda record: "record",
+BAD: dict[str, tuple[bytes | None, str]] = {
+    "a.jsonl": (b'{"text": "a"', "JSON parse error: Missing a comma or '}'"),
+    "b.jsonl": (b'{"content": "a"}', "NoneType in the column 'text', expected text in each row"),
+    "c.jsonl": (b'["a"]', "JSON parse error: .* from object to string"),
+    "d.jsonl": (b'{"text": 3}', "has a value of int in the column 'text'"),
+    "e.jsonl": (b'{"text": "\xe9"}', "'utf-8' codec can't decode byte 0xe9"),
+    "f.jsonl": (b'{"text": "\\ud800"}', "JSON parse error: The surrogate pair"),
+    "g.jsonl": (b"[" * 100_000, "JSON parse error"),
+    "a.parquet": (b"", "cannot be read: Parquet magic bytes not found"),
+    "splits": (None, r"has the data sets \['train'\]: name the folder of one"),
+    "cache": (None, "cannot be read: Directory cache is neither"),
 }
 
 
-@pytest.mark.parametrize("change", RECORDS.values(), ids=RECORDS)
-def test_a_record_that_was_not_written_is_not_believed(
-    tmp_path: Path, change: Callable[[dict[str, Any]], object]
-) -> None:
-    """A record with the dtype "O" ended the process: bytes of the file were taken for pointers."""
-    (tmp_path / "a").write_bytes(b"abcdefgh")
-    (tmp_path / "other").mkdir()
-    read = config(tmp_path, "a")
-    first = write_tokens(read, "data.files", read.data.files, Bytes())
-    (tmp_path / "other" / Path(first.path).name).write_bytes(b"stuvwxyz")
-    [record] = (tmp_path / "cache").glob("*.json")
-    record.write_text(json.dumps(change(json.loads(record.read_text()))))
-    assert write_tokens(read, "data.files", read.data.files, Bytes()) == first
-    assert first.mapped().tobytes() == b"abcdefgh"
+@pytest.mark.parametrize("name", BAD)
+def test_a_bad_file_is_named_and_leaves_nothing(name: str) -> None:
+    write_rows()
+    content, says = BAD[name]
+    if content is not None:
+        Path(name).write_bytes(b'{"text": "good"}\n' + content + b"\n")
+    Path("cache").mkdir(exist_ok=True)
+    Path("b.txt").write_text("good")
+    says = rf"data.files = \['b.txt', '{name}'\]: {name} .*{says}"
+    for read in (read_corpus, lambda bad: next(streamed(bad)(0, 1, 1, 0))):
+        with pytest.raises(ConfigError, match=says):
+            read(config("b.txt", name))
+    assert not caches()
 
 
-@pytest.mark.parametrize("content", [b"[" * 100_000, b"9" * 5000, b"\xff", b"{", b""])
-def test_a_record_that_is_no_json_is_made_again(tmp_path: Path, content: bytes) -> None:
-    (tmp_path / "a").write_bytes(b"abcd")
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    [record] = (tmp_path / "cache").glob("*.json")
-    record.write_bytes(content)
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+def test_a_column_that_no_row_has_is_named() -> None:
+    write_rows()
+    with pytest.raises(ConfigError, match=r"has no column 'body', only \['id', 'text'\]"):
+        tokens_of("rows", column="body")
+    with pytest.raises(ConfigError, match="rows has a value of int in the column 'id'"):
+        tokens_of("rows", column="id")
 
 
-def test_tokens_that_were_changed_are_made_again_and_a_copy_is_used(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abcd")
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    [path] = (tmp_path / "cache").glob("*.tokens")
-    os.utime(path, ns=(0, 0))
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    assert path.stat().st_mtime_ns == 0
-    path.write_bytes(b"abce")
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
+def test_tokens_are_used_again_until_a_text_changes() -> None:
+    Path("a").write_bytes(b"abc")
+    assert text_of("a") == "abc"
+    before = caches()
+    assert len(before) == 1
+    assert text_of("a", length=1) == "abc"
+    assert caches() == before
+    # As long, and with the time of before, as `cp -p` leaves it.
+    times = Path("a").stat()
+    Path("a").write_bytes(b"xyz")
+    os.utime("a", ns=(times.st_atime_ns, times.st_mtime_ns))
+    assert text_of("a") == "xyz"
+    assert text_of("a", separator="|") == "xyz|"
+    assert len(caches()) == 3
 
 
-def test_users_of_one_cache_have_files_of_their_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The second one got a PermissionError."""
-    (tmp_path / "a").write_bytes(b"abcd")
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    files = set((tmp_path / "cache").iterdir())
-    assert {file.stat().st_mode & 0o777 for file in files} == {0o600}
-    for file in files:
-        file.chmod(0)
-    monkeypatch.setattr(os, "geteuid", lambda: 12345)
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    assert len(files | set((tmp_path / "cache").iterdir())) == 4
+KILLED = """
+import os
+from pipegrad.train.config import Config
+from pipegrad.train.data import corpus
+from pipegrad.train.schema import Data, Model
+pieces = corpus._pieces
+def killed(*arguments):
+    yield from pieces(*arguments)
+    os.kill(os.getpid(), 9)
+corpus._pieces = killed
+corpus.read_corpus(Config(model=Model(factory="a:b"), data=Data(files=["a"], sequence_length=2)))
+"""
 
 
-@pytest.mark.parametrize("end", ["json", "tokens"])
-def test_a_planted_token_file_is_named(tmp_path: Path, end: str) -> None:
-    (tmp_path / "a").write_bytes(b"abcd")
-    assert bytes_of(config(tmp_path, "a")) == b"abcd"
-    [path] = (tmp_path / "cache").glob(f"*.{end}")
-    path.rename(tmp_path / "elsewhere")
-    path.symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match=rf"data.cache = .*: .*\.{end} is a symbolic link, expec"):
-        bytes_of(config(tmp_path, "a"))
+@pytest.mark.slow
+def test_a_cache_whose_writer_was_killed_is_written_again() -> None:
+    Path("a").write_bytes(b"abcd")
+    environment = os.environ | {"HF_DATASETS_CACHE": str(Path("cache").resolve())}
+    command = [sys.executable, "-c", KILLED]
+    assert subprocess.run(command, check=False, env=environment).returncode == -9
+    [begun] = caches()
+    assert "incomplete" in str(begun)
+    assert text_of("a") == "abcd"
+    [whole] = caches()
+    assert "incomplete" not in str(whole)
 
 
-def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc")
-    (tmp_path / "cache").write_text("a file")
-    with pytest.raises(ConfigError, match=r"data.cache = .*cache cannot be written: .*File exists"):
-        read_corpus(config(tmp_path, "a"))
+def test_a_cache_that_cannot_be_written_is_named() -> None:
+    Path("a").write_bytes(b"abc")
+    Path("cache").write_text("a file")
+    says = "cannot be written into .*cache: .*; the environment variable HF_DATASETS_CACHE"
+    with pytest.raises(ConfigError, match=says):
+        tokens_of("a")
 
 
-def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(b"abc" * 999)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (99, limits[1]))
-    try:
-        with pytest.raises(
-            ConfigError, match=r"cache cannot be written: File too large; .* are free"
-        ):
-            read_corpus(config(tmp_path, "a"))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert not list((tmp_path / "cache").iterdir())
-    assert len(read_corpus(config(tmp_path, "a"))) == 3 * 999
+def test_the_digest_is_of_the_text_alone() -> None:
+    Path("a").write_bytes(b"abcd")
+    Path("other").mkdir()
+    Path("other/b").write_bytes(b"abcd")
+    Path("c").write_bytes(b"abce")
+    digests = [read_corpus(config(name)).digest for name in ("a", "other/b", "c")]
+    assert digests[0] == digests[1] != digests[2]
 
 
-# --- the library
+def test_files_are_joined_in_order_and_may_be_a_pattern_in_the_home_folder() -> None:
+    """``~`` and patterns were taken for names of files."""
+    Path("texts").mkdir()
+    for name in ("b.txt", "a.txt", "[c].txt", "other"):
+        Path("texts", name).write_text(f"{name} ")
+    assert text_of("~/texts/?.txt") == "a.txt b.txt "
+    assert text_of("~/texts/[c].txt") == "[c].txt "
+    assert text_of("~/texts/b.txt", "~/texts/a.txt") == "b.txt a.txt "
 
 
-@pytest.fixture
-def path(tmp_path: Path) -> Path:
-    """A tokenizer of words, which asks to cut texts off."""
-    library = pytest.importorskip("tokenizers")
-    words = {"[UNK]": 0, "one": 1, "two": 2, "<|end|>": 300}
-    made = library.Tokenizer(library.models.WordLevel(words, unk_token="[UNK]"))
-    made.pre_tokenizer = library.pre_tokenizers.Whitespace()
-    made.enable_truncation(1)
-    made.enable_padding()
-    made.save(str(tmp_path / "tokenizer.json"))
-    return tmp_path / "tokenizer.json"
+def test_tokens_may_go_across_lines_but_not_across_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer("a\nb", "a", "\n", "b", pre="none")
+    Path("a.txt").write_text("a\nb\na\nb")
+    assert tokens_of("a.txt", tokenizer="tokenizer.json") == [0, 2, 0]
+    monkeypatch.setattr(corpus, "_LINES", 1)
+    Path("a.txt").touch()
+    assert tokens_of("a.txt", tokenizer="tokenizer.json") == [4, 3, 2, 4, 3]
 
 
-def test_a_tokenizer_of_the_library(tmp_path: Path, path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one two\nthree one\n")
-    (tmp_path / "b.jsonl").write_text('{"text": "two"}\n{"text": "two two"}\n')
-    read = config(tmp_path, "a.txt", "b.jsonl", tokenizer=str(path), separator="<|end|>")
-    corpus = read_corpus(read)
-    assert corpus._tokens.tolist() == [1, 2, 0, 1, 300, 2, 300, 2, 2, 300]
-    assert corpus._tokens.dtype == np.uint16
-    assert corpus.digest != read_corpus(config(tmp_path, "a.txt", tokenizer=str(path))).digest
+def tokenizer(*words: str, pre: str = "") -> None:
+    """Writes a tokenizer that asks to cut texts off; without `pre` it is of words."""
+    if pre:
+        merges = [("a", "\n"), ("a\n", "b")]
+        vocabulary = {word: index for index, word in enumerate((*words, "a\n"))}
+        built = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    else:
+        vocabulary = {word: index for index, word in enumerate(words)} | {"<|end|>": 300}
+        built = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token=words[0]))
+        built.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    built.enable_truncation(1)
+    built.enable_padding()
+    built.save("tokenizer.json")
+
+
+def test_a_tokenizer_of_the_library() -> None:
+    tokenizer("[UNK]", "one", "two")
+    Path("a.txt").write_text("one two\nthree one\n")
+    Path("b.jsonl").write_text('{"text": "two"}\n{"text": "two two"}\n')
+    named: dict[str, Any] = {"tokenizer": "tokenizer.json"}
+    read = read_corpus(config("a.txt", "b.jsonl", separator="<|end|>", **named))
+    assert read._tokens.to_pylist() == [1, 2, 0, 1, 300, 2, 300, 2, 2, 300]
+    assert str(read._tokens.type) == "uint16"
     with pytest.raises(ConfigError, match=r"data.separator = '</s>': .*has no such token"):
-        read_corpus(config(tmp_path, "a.txt", tokenizer=str(path), separator="</s>"))
+        tokens_of("a.txt", separator="</s>", **named)
 
 
-@pytest.mark.usefixtures("path")
-def test_a_file_of_another_kind_is_no_tokenizer(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("one two\n")
-    (tmp_path / "other.json").write_text('{"model_type": "llama"}')
-    for name, says in {
+@pytest.mark.parametrize(
+    ("name", "says"),
+    {
         "other.json": "is no file of the library tokenizers",
-        "nowhere.json": "there is no .*nowhere.json, seen from the working directory",
-        ".": "cannot be read: .*Is a directory",
-    }.items():
-        with pytest.raises(ConfigError, match=f"data.tokenizer = .*: .*{says}"):
-            read_corpus(config(tmp_path, "a.txt", tokenizer=str(tmp_path / name)))
+        "nowhere.json": "is no file of the library tokenizers: No such file",
+        ".": "is no file of the library tokenizers: Is a directory",
+    }.items(),
+)
+def test_a_file_of_another_kind_is_no_tokenizer(name: str, says: str) -> None:
+    Path("a.txt").write_text("one two\n")
+    Path("other.json").write_text('{"model_type": "llama"}')
+    with pytest.raises(ConfigError, match=f"data.tokenizer = .*: .*{says}"):
+        tokens_of("a.txt", tokenizer=name)
 
 
-def test_without_the_library_it_says_what_to_install(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("library", ["tokenizers", "datasets"])
+def test_without_a_library_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, library: str
 ) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "tokenizers", None)
-    with pytest.raises(ConfigError, match=r"pip install 'pipegrad\[tokenizers\]'"):
-        read_corpus(config(tmp_path, "a.txt", tokenizer="tokenizer.json"))
+    Path("a.txt").write_text("one two\n")
+    tokenizer("one")
+    monkeypatch.setitem(sys.modules, library, None)
+    says = rf"it needs the library {library}: pip install 'pipegrad\[hf\]'"
+    for read in (read_corpus, streamed):
+        with pytest.raises(ConfigError, match=says):
+            read(config("a.txt", tokenizer="tokenizer.json"))
+    assert len(read_corpus(config())) > 300_000  # what Python says of itself needs neither
+
+
+# --- batches
 
 
 def corpus_of(text: bytes, length: int) -> Corpus:
     return Corpus(np.frombuffer(text, np.uint8), length, hashlib.sha256(text).hexdigest())
 
 
-def test_targets_follow_their_tokens_in_shares_of_batches_that_all_differ() -> None:
-    corpus = corpus_of(bytes(range(200)), 5)
-    whole = corpus.batch(3, seed=0, size=8)
-    tokens, target = whole
+def whole(shares: list[tuple[torch.Tensor, torch.Tensor]], part: int) -> torch.Tensor:
+    return torch.cat([share[part] for share in shares])
+
+
+@pytest.mark.parametrize("make", [lambda: corpus_of(bytes(range(200)), 5), None])
+def test_targets_follow_their_tokens_in_shares_of_batches_that_all_differ(
+    make: Callable[[], Corpus] | None,
+) -> None:
+    Path("a").write_text("".join(map(chr, range(32, 127))))  # in one piece
+    text = make() if make else read_corpus(config("a", length=5))
+    first = text.batch(3, seed=0, size=8)
+    tokens, target = first
     assert tokens.shape == target.shape == (8, 5)
     assert torch.equal(target, tokens + 1)
     assert tokens.dtype == target.dtype == torch.int64
     torch.rand(7)  # the global generator is another's
-    shares = [corpus.batch(3, seed=0, size=8, share=k, num_shares=4) for k in range(4)]
+    shares = [text.batch(3, seed=0, size=8, share=k, num_shares=4) for k in range(4)]
     for part in (0, 1):
-        assert torch.equal(torch.cat([share[part] for share in shares]), whole[part])
+        assert torch.equal(whole(shares, part), first[part])
     seen = {
-        tuple(corpus.batch(step, seed=seed, size=4)[0].flatten().tolist())
+        tuple(text.batch(step, seed=seed, size=4)[0].flatten().tolist())
         for step in range(1, 20)
         for seed in range(5)
     }
     assert len(seen) == 19 * 5
 
 
-def test_every_place_is_drawn_the_last_too() -> None:
-    corpus = corpus_of(b"abcdef", 4)
-    tokens, target = corpus.batch(1, seed=0, size=64)
-    assert {bytes(row).decode() for row in tokens.tolist()} == {"abcd", "bcde"}
-    assert {row[-1] for row in target.tolist()} == {ord("e"), ord("f")}
+def test_every_place_is_drawn_the_last_too_also_across_pieces(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(corpus, "_LINES", 1)
+    Path("a").write_text("a\nb\nc\n")
+    for text, length in ((corpus_of(b"a\nb\nc\n", 4), 4), (read_corpus(config("a", length=4)), 4)):
+        tokens, target = text.batch(1, seed=0, size=64)
+        assert {bytes(row).decode() for row in tokens.tolist()} == {"a\nb\n", "\nb\nc"}
+        assert {row[-1] for row in target.tolist()} == {ord("c"), ord("\n")}
+        assert text.sequences(1, size=1) is not None
+        assert text.sequences(2, size=1) is None
+        assert len(text) == length + 2
 
 
-@pytest.mark.usefixtures("home")
-def test_a_text_of_one_sequence_is_enough(tmp_path: Path) -> None:
-    (tmp_path / "a").write_text("abcde")
-    assert len(read_corpus(plain())) > 300_000  # what Python says of itself
-    tokens, _ = read_corpus(plain(str(tmp_path / "a"))).batch(1, seed=0, size=2)
+def test_a_text_of_one_sequence_is_enough() -> None:
+    Path("a").write_text("abcde")
+    tokens, _ = read_corpus(config("a", length=4)).batch(1, seed=0, size=2)
     assert tokens.tolist() == [[97, 98, 99, 100]] * 2
     with pytest.raises(ConfigError, match="the text has 5 bytes: choose at most 4"):
-        read_corpus(plain(str(tmp_path / "a"), length=5))
+        read_corpus(config("a", length=5))
 
 
-@pytest.fixture
-def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The folder where token files are by default."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    return tmp_path
+# --- streams
 
 
-def plain(*files: str, length: int = 4) -> Config:
-    return Config(model=Model(factory="a:b"), data=Data(files=list(files), sequence_length=length))
+def rows_of(batches: Iterator[torch.Tensor]) -> list[bytes]:
+    return [bytes(row) for batch in batches for row in batch.tolist()]
 
 
-def test_files_are_joined_in_order_and_may_be_a_pattern_in_the_home_folder(home: Path) -> None:
-    """``~`` and patterns were taken for names of files."""
-    (home / "texts").mkdir()
-    for name in ("b.txt", "a.txt", "[c].txt", "other"):
-        (home / "texts" / name).write_text(f"{name} ")
-    assert read_corpus(plain("~/texts/?.txt")).digest == corpus_of(b"a.txt b.txt ", 4).digest
-    assert read_corpus(plain("~/texts/[c].txt")).digest == corpus_of(b"[c].txt ", 4).digest
-    joined = read_corpus(plain("~/texts/b.txt", "~/texts/a.txt"))
-    assert len(joined) == len("b.txt a.txt ")
-    assert joined.digest == corpus_of(b"b.txt a.txt ", 4).digest
+def test_a_stream_has_each_sequence_once_in_an_order_of_its_epoch_and_seed() -> None:
+    for name in "ab":
+        Path(name).write_text("".join(chr(32 + (n * n + ord(name)) % 90) for n in range(101)))
+    read = streamed(config("a", "b", length=4, batch_size=10))
+    epochs = [rows_of(read(0, 1, epoch, seed)) for epoch, seed in ((1, 0), (2, 0), (1, 1), (1, 0))]
+    assert epochs[0] == epochs[3]
+    assert len({*map(tuple, epochs)}) == 3
+    one, other = Path("a").read_bytes(), Path("b").read_bytes()
+    expected = [
+        sorted(text[i * 4 : i * 4 + 5] for i in range(50)) for text in (one + other, other + one)
+    ]
+    assert all(sorted(epoch) in expected for epoch in epochs)
+
+
+def test_shares_of_a_stream_are_those_of_one_rank() -> None:
+    Path("a").write_text("".join(chr(32 + n % 90) for n in range(101)))
+    read = streamed(config("a", length=4, batch_size=8))
+    shares = [[*read(k, 4, 1, 0)] for k in range(4)]
+    assert [*map(torch.Tensor.tolist, map(torch.cat, zip(*shares, strict=True)))] == [
+        batch.tolist() for batch in read(0, 1, 1, 0)
+    ]
+
+
+def test_a_stream_that_is_shorter_than_a_batch_is_refused() -> None:
+    Path("a").write_text("abcdefgh")
+    with pytest.raises(ConfigError, match="the stream has no 8 sequences of 4 bytes"):
+        next(streamed(config("a", length=4, batch_size=8))(0, 1, 1, 0))

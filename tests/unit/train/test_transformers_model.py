@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import beside, load
-from pipegrad.train.data.pairs import named_pair_of
-from pipegrad.train.data.tokenizer import TOKENIZER, tokenizer_file
+from pipegrad.train.data.corpus import TOKENIZER, tokenizer_file
+from pipegrad.train.data.dataset import pair_of
 from pipegrad.train.models.transformers_model import uncut_model
 
 IDS = torch.tensor([[5, 6, 7, 0], [8, 9, 0, 0]])
@@ -73,13 +74,14 @@ def test_the_tokenizer_of_the_directory_is_used_if_none_is_named(path: Path) -> 
     ids=["labels", "no labels", "lists", "a target", "a pair"],
 )
 def test_labels_are_shifted_and_targets_are_not(batch: object, names: int) -> None:
-    inputs, target = named_pair_of(batch)
+    inputs: Any
+    inputs, target = pair_of(batch, is_named=True)
     assert len(inputs) == names
     assert torch.equal(inputs["input_ids"], IDS)
     assert torch.equal(target, NEXT)
     assert inputs["input_ids"].dtype == target.dtype == torch.int64
     for alone in (IDS, {"input_ids": IDS}, [IDS]):
-        inputs, target = named_pair_of(alone)
+        inputs, target = pair_of(alone, is_named=True)
         assert torch.equal(inputs["input_ids"], IDS[:, :-1])
         assert torch.equal(target, IDS[:, 1:])
 
@@ -99,4 +101,4 @@ def test_labels_are_shifted_and_targets_are_not(batch: object, names: int) -> No
 )
 def test_a_batch_that_is_none_is_refused(batch: object, says: str) -> None:
     with pytest.raises((TypeError, ValueError), match=says):
-        named_pair_of(batch)
+        pair_of(batch, is_named=True)
