@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
+from torch.utils._mode_utils import no_dispatch as real_tensors  # inside of a dispatch mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
@@ -39,7 +40,9 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "gpu_trace",
+    "real_tensors",
     "tree_flatten",
+    "tree_unflatten",
 ]
 
 
@@ -198,13 +201,15 @@ def activate_gpu_trace() -> None:
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[FakeTensorMode]:
     """Tensors that are made inside have a shape, a dtype and a device, but no memory."""
-    # Imported late: the import takes as long as all of pipegrad's.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
 
-    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Drops a mode's weak references: with them no module could change the dtype of its fakes."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
 
 
 def arguments_of(operator: object) -> list[tuple[str, bool]]:

@@ -52,14 +52,18 @@ def check_parameters(config: Config, cut: Cut) -> None:
         )
 
 
-def digests_of(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the bits of each parameter and buffer of a model, by name.
+def digests_of(modules: Sequence[nn.Module], num_draws: int) -> dict[str, str]:
+    """Returns a digest of the bits of each parameter and buffer of stages, by name.
 
-    The generators of random numbers have one too. It shows that ranks have drawn alike, also for
-    layers that only one of them keeps. Call this right after the model was made.
+    What a factory has drawn has one too. It shows that ranks have drawn alike, also for layers that
+    only one of them keeps. Call this right after the model was made.
+
+    Args:
+        modules: The stages.
+        num_draws: How many draws were recorded when the model was made.
     """
-    named = chain(model.named_parameters(), model.named_buffers())
-    states = repr((random.getstate(), np.random.get_state()))
+    named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
+    states = repr((num_draws, random.getstate(), np.random.get_state()))
     drawn = hashlib.sha256(states.encode()).hexdigest()
     return {
         **{name: digest(tensor) for name, tensor in named if not tensor.is_meta},

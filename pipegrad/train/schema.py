@@ -150,10 +150,9 @@ class Model(Table):
     factory: str | None = Field(
         default=None,
         pattern=FUNCTION,
-        description="'module:function' that returns the uncut model as an ordered nn.Sequential, "
+        description="'module:name' of a class or function that makes the uncut model, an nn.Module "
         "from tokens (batch, sequence) to logits (batch, sequence, number of tokens or more); the "
-        "module may lie beside the configuration; all further keys are the function's keyword "
-        "arguments",
+        "module may lie beside the configuration; all further keys are keyword arguments",
     )
     pretrained: str | None = Field(
         default=None,
