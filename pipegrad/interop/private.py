@@ -30,6 +30,7 @@ from torch.utils._pytree import (
 from pipegrad.model.wrappers import is_imported_kind
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
@@ -193,6 +194,11 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
                     parameter._unsharded_param.grad = None
         if state._is_root:
             state._reset_iter_state()
+
+
+def unflattened(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Returns a dimension of a mesh as several ones, outermost first; all ranks call it."""
+    return mesh._unflatten(name, tuple(sizes.values()), tuple(sizes))[tuple(sizes)]
 
 
 def activate_gpu_trace() -> None:

@@ -19,6 +19,7 @@ from pipegrad.train.data.feed import Feed
 from pipegrad.train.data.sources import Texts
 from pipegrad.train.job import Job
 from pipegrad.train.models.recorded_model import RecordedModel
+from pipegrad.train.models.sharded_layers import shard_stages
 from pipegrad.train.models.transformers_model import check_batch, check_tokenizer, load_stages
 from pipegrad.train.preflight import (
     Sample,
@@ -70,6 +71,8 @@ def build_stages(
     def place() -> None:
         for stage in own:
             stage.module.to(device)
+        shard_stages(job.config, topology, cut)
+        for stage in own:
             if (dtype := _AUTOCAST.get(job.config.train.precision)) is not None:
                 autocast = torch.autocast(device.type, dtype=dtype)
                 stage.module.forward = autocast(stage.module.forward)
