@@ -24,6 +24,7 @@ from pipegrad.gradients.main_params import (
     refuse_unless_elementwise,
     uncut_names,
 )
+from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
 
@@ -438,6 +439,10 @@ def _own(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa
         PlanError: If a chunk is of other elements.
     """
     tensor, record = main.tensor, main.record
+    if isinstance(value, Chunk) and is_dtensor(tensor):
+        own = tensor.detach().clone()
+        local(own).copy_(value.local.view_as(local(own)))
+        return own
     if isinstance(value, Chunk):
         if (value.begin, *value.local.shape, *value.shape) != (
             main.begin,

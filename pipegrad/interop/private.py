@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTens
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
+from torch.utils._mode_utils import no_dispatch as real_tensors  # inside of a dispatch mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
@@ -29,6 +30,7 @@ from torch.utils._pytree import (
 from pipegrad.model.wrappers import is_imported_kind
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
@@ -39,7 +41,9 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "gpu_trace",
+    "real_tensors",
     "tree_flatten",
+    "tree_unflatten",
 ]
 
 
@@ -192,16 +196,30 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
             state._reset_iter_state()
 
 
+def unflattened(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
+    """Returns a dimension of a mesh as several ones, outermost first; all ranks call it."""
+    return mesh._unflatten(name, tuple(sizes.values()), tuple(sizes))[tuple(sizes)]
+
+
 def activate_gpu_trace() -> None:
     """Makes torch call the callbacks of `gpu_trace`. It cannot be undone."""
     torch._C._activate_gpu_trace()
 
 
 @contextlib.contextmanager
-def fake_tensors() -> Iterator[None]:
+def fake_tensors() -> Iterator[FakeTensorMode]:
     """Tensors that are made inside have a shape, a dtype and a device, but no memory."""
-    # Imported late: the import takes as long as all of pipegrad's.
-    from torch._subclasses.fake_tensor import FakeTensorMode
+    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        yield mode
 
-    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True):
-        yield
+
+def forget_fakes(mode: FakeTensorMode) -> None:
+    """Drops a mode's weak references: with them no module could change the dtype of its fakes."""
+    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
+
+
+def arguments_of(operator: object) -> list[tuple[str, bool]]:
+    """Returns name of each argument of an operator of torch, and whether the operator writes it."""
+    schema = getattr(operator, "_schema", None)
+    arguments: Any = schema.arguments if schema else ()
+    return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,10 @@ from pipegrad.model.describe import make_manifest
 from pipegrad.model.manifest import Manifest
 from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
-from pipegrad.partition.layers import only_layers
+from pipegrad.partition.layers import is_sequential
 from pipegrad.pipeline.codings import CodecChoice, choice_of
 from pipegrad.pipeline.losses import TOKEN_MEAN
+from pipegrad.pipeline.stage import Stage
 from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plans
@@ -38,6 +39,7 @@ from pipegrad.topology import Topology
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
+from pipegrad.train.models.recorded_model import RecordedModel, lacks_memory
 from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.optimizer import kinds
 from pipegrad.train.reporters.reporter import Reporter, reporters
@@ -45,6 +47,7 @@ from pipegrad.train.schema import Choice
 from pipegrad.train.sizes import sizes_of
 
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
+_HANDED_ON = "the inputs of the batch"  # no module has an output of this name
 
 
 class Job:
@@ -63,7 +66,8 @@ class Job:
         generator: The plug-in of the schedule.
         schedule: What every pipeline rank computes.
         codecs: Which codec carries what over which hop.
-        handlers: The handlers by name.
+        gradient_handlers: The handlers that reduce gradients, as they are named.
+        handlers: The same by name.
         reporters: The reporters by name.
         dataset: Makes the batches of an epoch; None if text is read.
         held_out: Makes the held-out batches; None if there are none, or if they are of text.
@@ -82,8 +86,15 @@ class Job:
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
+        # FSDP2 reduces over the data-parallel ranks by itself.
+        is_default = "gradient_handlers" not in config.model_fields_set
+        self.gradient_handlers = [
+            choice
+            for choice in config.gradient_handlers
+            if not is_default or config.parallel.data_shard == 1 or choice.name != "data-parallel"
+        ]
         self.handlers: dict[str, ResolvedPlugin[GradientHandler]] = self._plugins(
-            "gradient_handlers", handlers, config.gradient_handlers
+            "gradient_handlers", handlers, self.gradient_handlers
         )
         self.reporters: dict[str, ResolvedPlugin[Reporter]] = self._plugins(
             "train.reporters", reporters, config.train.reporters
@@ -118,20 +129,58 @@ class Job:
         A model of transformers has no memory, and every rank must call this.
 
         Args:
-            device: Device of the factory's tensors; ``"meta"`` plans without memory.
-            topology: Passed to a factory that has a parameter of this name. None means the plain
-                topology of rank 0.
+            device: ``"meta"`` for a model without memory, if its factory can make one.
+            topology: As `recorded_model`.
 
         Raises:
-            ConfigError: If the model cannot be made, or a factory does not return layers in order.
+            ConfigError: If the model cannot be made.
         """
         if self.config.model.is_transformers:
             model: nn.Module = uncut_model(self.config)
             return model
-        return self.factory_model(device, topology)
+        recorded = self.recorded_model(topology)
+        if recorded is None:
+            return self.whole_model(topology)
+        if device != "meta":
+            recorded.load([recorded.model])
+        return recorded.model
 
-    def factory_model(self, device: str = "cpu", topology: Topology | None = None) -> nn.Sequential:
-        """Returns the model of the factory, as `model` does."""
+    def recorded_model(self, topology: Topology | None = None) -> RecordedModel | None:
+        """Returns the factory's model without memory; None if it fails, or must have memory.
+
+        Args:
+            topology: Passed to a factory that has a parameter of this name. None means the plain
+                topology of rank 0.
+        """
+        try:
+            return RecordedModel(partial(self._made, topology), self.config.train.seed)
+        except (Exception, SystemExit):  # noqa: BLE001 - the whole model shows what is wrong
+            return None
+
+    def whole_model(self, topology: Topology | None = None) -> nn.Module:
+        """Returns the factory's model with its own values: those of the seeds that all ranks set.
+
+        Raises:
+            ConfigError: If the factory fails, or does not return a model.
+        """
+        # A SystemExit would end this rank alone, and the others would wait.
+        try:
+            model = self._made(topology)
+        except ConfigError:
+            raise
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+            self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
+        if lacks_memory(model):
+            self.config.refuse(
+                "model",
+                "a tensor of the whole model has no memory. The factory runs several times, first "
+                "without memory, so it must not keep tensors from call to call, as functools.cache "
+                "does: make them anew in each call",
+            )
+        return model
+
+    def _made(self, topology: Topology | None) -> nn.Module:
+        """Calls the factory."""
         factory, options = self._factory, self.config.model.options
         passed = {"topology"} & set(parameters_of(factory))
         if complaint := complaints_of(factory, options, given=passed):
@@ -142,19 +191,15 @@ class Job:
         random.seed(seed)
         np.random.seed(seed)
         torch.manual_seed(seed)
-        # A factory is code of the user. A SystemExit would end this rank alone, and the others
-        # would wait. So it becomes an error of the configuration, too.
-        try:
-            with torch.device(device):
-                model = factory(**options)
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-            self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
+        with torch.device("cpu"):
+            model = factory(**options)
+        if not isinstance(model, nn.Module):
+            self.config.refuse(
+                "model.factory", f"it returns {type(model).__name__}, expected an nn.Module"
+            )
         if isinstance(model, nn.Sequential) and not len(model):
             self.config.refuse("model.factory", "it returns an nn.Sequential without any layer")
-        try:
-            return only_layers(model)
-        except TopologyError as error:
-            self.config.refuse("model.factory", f"of what it returns, {error}", cause=error)
+        return model
 
     def loss(self, output: Tensor, target: Tensor) -> Any:  # noqa: ANN401 - the function's own
         """Returns the loss of a microbatch. By default the mean cross-entropy, in fp32.
@@ -169,20 +214,48 @@ class Job:
             return total, (target != _IGNORED).sum()
         return functional.cross_entropy(logits, target)
 
-    def cut(self, model: nn.Module) -> Cut:
-        """Returns the stages of all ranks."""
+    def cut(self, model: nn.Module, example: Tensor | None = None) -> Cut:
+        """Returns the stages of all ranks.
+
+        Args:
+            model: The uncut model.
+            example: A row or two of inputs. None means tokens of the text's length.
+        """
         boundaries = self.config.parallel.boundaries
         key = "parallel.pipeline" if boundaries is None else "parallel.boundaries"
-        if self.config.model.is_transformers and boundaries is None:
-            key = "model"  # its configuration may be what is wrong
+        options: dict[str, Any] = {}
+        if self.config.model.is_transformers:
+            key = key if boundaries else "model"  # its configuration may be what is wrong
+        elif not is_sequential(model):
+            if example is None and self.dataset is not None:
+                self.config.refuse("data.dataset", "only ranks in a run know what it gives a model")
+            length = self.config.data.sequence_length
+            tokens = torch.zeros(2, length, dtype=torch.long) if example is None else example
+            self._input_name = next(iter(parameters_of(model.forward)), "x")
+            options["example"] = {self._input_name: tokens}
         num_stages = len(self.schedule.stage_to_rank)
         try:
-            return cut(model, num_stages, boundaries=boundaries)
+            return cut(model, num_stages, boundaries=boundaries, **options)
         except TopologyError as error:
             self.config.refuse(key, str(error), cause=error)
 
+    def stages(self, cut: Cut, indices: Sequence[int]) -> list[Stage]:
+        """Returns some stages of a cut by `cut`; see `_OneInput`."""
+        stages = cut.stages(indices, recompute=self.config.train.recompute)
+        if cut.how == "sequential" or self.config.model.is_transformers:
+            return stages
+        return [_OneInput(stage, self._input_name, cut.num_stages) for stage in stages]
+
     def manifest(self, cut: Cut) -> Manifest:
-        """Returns the manifest that the ranks will agree on."""
+        """Returns the manifest that the ranks will agree on.
+
+        Raises:
+            ConfigError: If they will have DTensors, of which nothing is known without ranks.
+        """
+        parallel = self.config.parallel
+        if parallel.data_shard > 1 or (parallel.tensor or 1) > 1:
+            key = "parallel.tensor" if parallel.data_shard == 1 else "parallel.data_shard"
+            self.config.refuse(key, "what ranks then hold is not known without them")
         return make_manifest(cut.modules, self.topology(), tied=cut.tied)
 
     def plans(self, manifest: Manifest, ranks: Sequence[int] | None = None) -> dict[int, Plan]:
@@ -327,3 +400,30 @@ class Job:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - code of a plug-in
             self.config.refuse(key, in_words(error), cause=error)
+
+
+class _OneInput(Stage):
+    """A stage of a module that takes one tensor, which stage 0 hands on to all others.
+
+    Code of the module that belongs to no layer, as for masks, runs on all stages, and may read the
+    inputs. A batch has them on the rank of stage 0 alone.
+    """
+
+    def __init__(self, stage: Stage, name: str, num_stages: int) -> None:
+        is_first = stage.index == 0
+        edges = stage.inputs[:-1]  # the last one is the batch by name
+        super().__init__(
+            stage.module,
+            stage.index,
+            (*edges, "x" if is_first else _HANDED_ON),
+            (*stage.outputs, _HANDED_ON) if is_first and num_stages > 1 else stage.outputs,
+            recompute=stage.recompute,
+        )
+        self._stage, self._name = stage, name
+
+    def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
+        """Returns the outputs; see `Stage.forward`."""
+        *edges, inputs = values
+        outputs = self._stage.forward([*edges, {self._name: inputs}])
+        assert isinstance(inputs, Tensor)
+        return (*outputs, inputs) if _HANDED_ON in self.outputs else outputs

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError, in_words
-from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.dtensor import local
 from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.losses import TOKEN_MEAN, loss_parts
@@ -37,35 +37,26 @@ RANDOM = "the next random number"  # sorts behind names of parameters
 
 
 def check_parameters(config: Config, cut: Cut) -> None:
-    """Refuses a model that this trainer cannot train.
-
-    Raises:
-        ConfigError: If no parameter is trained, or a parameter is a DTensor.
-    """
-    named = {n: p for m in cut.modules.values() for n, p in m.named_parameters()}
-    if not any(p.requires_grad for p in named.values()):
+    """Refuses a model of which no parameter is trained."""
+    if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
         config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
-    dtensors = [name for name, p in named.items() if is_dtensor(p)]
-    if dtensors:
-        config.refuse(
-            "model",
-            f"{dtensors[0]!r} and {len(dtensors) - 1} more are DTensors, which checkpoints here do "
-            f"not take: keep plain shards, as examples/tensor_parallel.py, or train with "
-            f"pipegrad.Scheduler or pipegrad.attach in a loop of your own",
-        )
 
 
-def digests_of(model: nn.Module) -> dict[str, str]:
-    """Returns a digest of the bits of each parameter and buffer of a model, by name.
+def digests_of(modules: Sequence[nn.Module], num_draws: int) -> dict[str, str]:
+    """Returns a digest of the bits of each parameter and buffer of stages, by name.
 
-    The generators of random numbers have one too. It shows that ranks have drawn alike, also for
-    layers that only one of them keeps. Call this right after the model was made.
+    What a factory has drawn has one too. It shows that ranks have drawn alike, also for layers that
+    only one of them keeps. Call this right after the model was made.
+
+    Args:
+        modules: The stages.
+        num_draws: How many draws were recorded when the model was made.
     """
-    named = chain(model.named_parameters(), model.named_buffers())
-    states = repr((random.getstate(), np.random.get_state()))
+    named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
+    states = repr((num_draws, random.getstate(), np.random.get_state()))
     drawn = hashlib.sha256(states.encode()).hexdigest()
     return {
-        **{name: digest(tensor) for name, tensor in named if not tensor.is_meta},
+        **{name: digest(local(tensor)) for name, tensor in named if not tensor.is_meta},
         RANDOM: f"{digest(torch.get_rng_state())} {drawn}",
     }
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import ConfigError
@@ -18,7 +17,8 @@ from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
 from pipegrad.train.data.feed import Feed, Texts
 from pipegrad.train.job import Job
-from pipegrad.train.models.partial_model import NotInPartsError, PartialModel, lacks_memory
+from pipegrad.train.models.recorded_model import RecordedModel
+from pipegrad.train.models.sharded_layers import shard_stages
 from pipegrad.train.models.transformers_model import check_batch, check_tokenizer, load_stages
 from pipegrad.train.preflight import (
     Sample,
@@ -63,14 +63,15 @@ def build_stages(
         PipegradError: If the model cannot be made, cut or run; on all ranks.
     """
     sample = _sample(job, topology, feed, texts)
-    is_transformers = job.config.model.is_transformers
-    cut = _load_model(job, topology, sample) if is_transformers else _make_model(job, topology)
-    own = cut.stages(topology.local_stages, recompute=job.config.train.recompute)
+    cut = _make_model(job, topology, sample)
+    own = job.stages(cut, topology.local_stages)
     _try_out(job, topology, cut, own, sample)
 
     def place() -> None:
         for stage in own:
             stage.module.to(device)
+        shard_stages(job.config, topology, cut)
+        for stage in own:
             if (dtype := _AUTOCAST.get(job.config.train.precision)) is not None:
                 autocast = torch.autocast(device.type, dtype=dtype)
                 stage.module.forward = autocast(stage.module.forward)
@@ -79,73 +80,49 @@ def build_stages(
     return Stages(cut, own)
 
 
-def _load_model(job: Job, topology: Topology, sample: Sample) -> Cut:
-    """Cuts a model of transformers on every rank, and gives its own stages their values."""
-    model = job.model()
+def _make_model(job: Job, topology: Topology, sample: Sample) -> Cut:
+    """Makes and cuts the model on every rank, with memory for its own stages if possible."""
+    config, recorded = job.config, None
+    is_transformers = config.model.is_transformers
+    if is_transformers:
+        uncut = job.model()
+    else:
 
-    def make() -> tuple[Cut, None]:
-        assert isinstance(sample.inputs, Mapping)
-        if sample.tokenizer is None:
-            check_batch(job.config, model, sample.inputs)
+        def record() -> tuple[RecordedModel | None, bool]:
+            found = job.recorded_model(topology)
+            return found, found is not None
+
+        # A factory may communicate. So all ranks make the model in parts, or all make it whole.
+        recorded, replies = agree_keeping(
+            "the outline of the model", record, timeout_seconds=_PREPARE_SECONDS
+        )
+        recorded = recorded if all(replies) else None
+
+    def make() -> tuple[Cut, tuple[object, dict[str, str]]]:
+        inputs, tokenizer = sample.inputs, sample.tokenizer
+        if isinstance(inputs, Tensor):
+            model = job.whole_model(topology) if recorded is None else recorded.model
+            cut = job.cut(model, inputs)
         else:
-            check_tokenizer(job.config, model, sample.tokenizer)
-        cut = job.cut(model)
-        check_parameters(job.config, cut)
-        return cut, None
-
-    cut, _ = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
-    load_stages(job.config, cut, topology.local_stages)
-    return cut
-
-
-def _make_model(job: Job, topology: Topology) -> Cut:
-    """Makes and cuts the model on every rank; those of other ranks have no memory if possible."""
-    make = partial(job.factory_model, topology=topology)
-    is_outlined = len(topology.local_stages) < topology.num_stages
-
-    def outline() -> tuple[PartialModel | None, bool]:
-        if is_outlined:
-            try:
-                return PartialModel(make), True
-            except Exception:  # noqa: BLE001 - the whole model shows what is wrong
-                return None, False
-        return None, True
-
-    # A factory may communicate. So all ranks make the model in parts, or all make it whole.
-    partial_model, replies = agree_keeping(
-        "the outline of the model", outline, timeout_seconds=_PREPARE_SECONDS
-    )
-    in_parts = all(replies)
-
-    def model() -> nn.Sequential:
-        if in_parts and partial_model is not None:
-            modules = job.cut(partial_model.outline).modules
-            layers = [n for s in topology.local_stages for n, _ in modules[s].named_children()]
-            try:
-                return partial_model.made(layers)
-            except NotInPartsError:
-                pass
-        whole = make()
-        if is_outlined and lacks_memory(whole):
-            job.config.refuse(
-                "model",
-                "a tensor of the whole model has no memory. The factory runs several times, first "
-                "without memory, so it must not keep tensors from call to call, as functools.cache "
-                "does: make them anew in each call",
-            )
-        return whole
-
-    def made() -> tuple[Cut, tuple[object, dict[str, str]]]:
-        whole = model()
-        cut = job.cut(whole)
-        check_parameters(job.config, cut)
-        location = tuple(topology.coordinate(axis) for axis in job.config.parallel.dimensions)
-        return cut, (location, digests_of(whole))
+            if tokenizer is None:
+                check_batch(config, uncut, inputs)
+            else:
+                check_tokenizer(config, uncut, tokenizer)
+            cut = job.cut(uncut)
+        check_parameters(config, cut)
+        own = [cut.modules[stage] for stage in topology.local_stages]
+        if recorded is not None:
+            recorded.load(own)
+        location = tuple(topology.coordinate(axis) for axis in config.parallel.dimensions)
+        return cut, (location, digests_of(own, 0 if recorded is None else recorded.num_draws))
 
     # Ranks of one location, which is along the dimensions that a factory may shard along, must
     # have the same values.
-    cut, digests = agree_keeping("the model", made, timeout_seconds=_PREPARE_SECONDS)
-    check_alike(job.config, dict(enumerate(digests)))
+    cut, digests = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
+    if is_transformers:
+        load_stages(config, cut, topology.local_stages)
+    else:
+        check_alike(config, dict(enumerate(digests)))
     return cut
 
 
@@ -165,6 +142,12 @@ def _try_out(job: Job, topology: Topology, cut: Cut, own: list[Stage], sample: S
             values = [known[name] for name in stage.inputs]
             outputs = try_out_stage(config, stage, name, values, sample.tokenizer)
             if index == last:
+                if len(outputs) > 1:
+                    config.refuse(
+                        "model",
+                        f"it returns {len(outputs)} tensors; expected one, or one that is called "
+                        f"logits",
+                    )
                 try_out_loss(config, job.loss, outputs[0], sample)
                 return {}  # nobody takes it, and it may be large
             return dict(zip(stage.outputs, outputs, strict=True))

@@ -35,13 +35,13 @@ from pipegrad.train.checkpoint.packed import CommonState, RandomStates
 from pipegrad.train.checkpoint.resume import resume
 from pipegrad.train.checkpoint.saving import Saving
 from pipegrad.train.checkpoint.shards import find_shards
-from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
 from pipegrad.train.data.corpus import mixed
 from pipegrad.train.data.feed import make_feed, read_texts
 from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
 from pipegrad.train.job import Job
+from pipegrad.train.models.sharded_layers import ShardedState, dtensor_shards
 from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import (
     Update,
@@ -131,7 +131,7 @@ class Trainer:
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
         )
         self.scaler = GradScaler(self.sync) if config.train.precision == "fp16" else None
-        self._shards = find_shards(config, self.sync)
+        self._shards = {**find_shards(config, self.sync), **dtensor_shards(self.sync)}
         agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
@@ -324,7 +324,7 @@ class Trainer:
             loss_reduction=job.config.train.loss_reduction,
             codecs=job.config.parallel.codecs,
             tied=self._cut.tied,
-            handlers=[choice.spec for choice in job.config.gradient_handlers],
+            handlers=[choice.spec for choice in job.gradient_handlers],
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync
@@ -368,7 +368,7 @@ class Trainer:
         config = self.job.config
         self._learning_rate = make_learning_rate(config, self._optimizer)
         self._update = Update(config, self.sync, self._optimizer, self._learning_rate, self.scaler)
-        self._state = TrainingState(
+        self._state = ShardedState(
             self._scheduler,
             self._modules,
             self._optimizer,

@@ -129,16 +129,30 @@ def _children_first(
     yield name, module, owner
 
 
+class NamedSeeds:
+    """Seeds of the draws of a run. See [Note: seeds by name]."""
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._draws = Counter[str]()
+
+    def of(self, name: str) -> int:
+        """Returns the seed of the next draw for a tensor of this name."""
+        self._draws[name] += 1
+        text = f"{self._seed}/{name}/{self._draws[name]}"
+        digest = hashlib.sha256(text.encode()).digest()
+        return int.from_bytes(digest[:8]) >> 1
+
+
 class _SeedByName(TorchDispatchMode):
     """Seeds every operator that draws random numbers. See [Note: seeds by name]."""
 
     def __init__(self, seed: int, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.module = ""
-        self._seed = seed
         tensors = chain(model.named_parameters(), model.named_buffers())
         self._names = {storage_key(t.untyped_storage()): name for name, t in tensors}
-        self._draws = Counter[str]()
+        self._seeds = NamedSeeds(seed)
 
     # ANN401: an operator takes and returns anything.
     def __torch_dispatch__(
@@ -148,16 +162,10 @@ class _SeedByName(TorchDispatchMode):
         args: Any = (),  # noqa: ANN401
         kwargs: Any = None,  # noqa: ANN401
     ) -> Any:  # noqa: ANN401
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self._seed_draw(args[0] if args else None)
-        return func(*args, **(kwargs or {}))
-
-    def _seed_draw(self, target: object) -> None:
         # Draws on the meta device count too: which tensors are there depends on the cut.
-        name = f"a temporary of {self.module}"
-        if isinstance(target, torch.Tensor):
-            name = self._names.get(storage_key(target.untyped_storage()), name)
-        self._draws[name] += 1
-        text = f"{self._seed}/{name}/{self._draws[name]}"
-        digest = hashlib.sha256(text.encode()).digest()
-        torch.default_generator.manual_seed(int.from_bytes(digest[:8]) >> 1)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            target, name = args[0] if args else None, f"a temporary of {self.module}"
+            if isinstance(target, torch.Tensor):
+                name = self._names.get(storage_key(target.untyped_storage()), name)
+            torch.default_generator.manual_seed(self._seeds.of(name))
+        return func(*args, **(kwargs or {}))

@@ -29,7 +29,7 @@ from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train import data_functions
 from tests.support.train.factories import tied
-from tests.support.train.jobs import Trained, refusal, trained, trainer_of, with_job
+from tests.support.train.jobs import Trained, refusal, started, trained, trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(2)
 JOB = """
@@ -50,8 +50,7 @@ def dataset(name: str, **options: object) -> str:
 @cache
 def one_process(smoothing: float = 0.0, *, is_ragged: bool = False) -> list[float]:
     """Returns losses of the uncut model on five batches, epoch after epoch, by hand."""
-    torch.manual_seed(0)
-    model = tied()
+    model = started(tied)
     optimizer = torch.optim.AdamW(model.parameters())
     losses = []
     for step in range(12):

@@ -19,7 +19,7 @@ from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train.factories import tied
-from tests.support.train.jobs import trainer_of, with_job
+from tests.support.train.jobs import started, trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(4)
 SKIP = "gradients.non_finite=skip"
@@ -158,8 +158,7 @@ def test_fp16_skips_and_halves_the_scale(folder: Path, settings: list[str]) -> N
 
 def test_fp16_is_autocast_of_one_process(folder: Path) -> None:
     steps = spoiled(folder, FP16).steps[:2]
-    torch.manual_seed(0)
-    model, corpus = tied(), read_corpus(load(folder / "small.toml"))
+    model, corpus = started(tied), read_corpus(load(folder / "small.toml"))
     optimizer = torch.optim.AdamW(model.parameters())
     scaler = torch.amp.GradScaler("cpu")
     for number, metrics in enumerate(steps, start=1):

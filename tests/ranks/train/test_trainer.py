@@ -21,7 +21,7 @@ from pipegrad.train.job import Job
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train.factories import tied
-from tests.support.train.jobs import EXAMPLES, Trained, trained, trainer_of, with_job
+from tests.support.train.jobs import EXAMPLES, Trained, started, trained, trainer_of, with_job
 
 TIED_GPT = EXAMPLES / "tied_gpt.toml"
 STEPS = 25
@@ -107,6 +107,50 @@ def test_every_cut_has_the_losses_of_one_process(
     if name == "data 4":
         assert found[0].collectives == 4
         assert found[0].bytes_reduced > 4 * 4 * 216_000
+
+
+NET = ["model.factory=factories:Net", "optimizer={name='SGD', lr=0.1}", "gradients.clip_norm=1"]
+MODULES = {  # ranks, settings
+    "alone": (1, []),
+    "pipeline 2": (2, ["eval.every=2", "eval.sample_every=2", "eval.files='held_out.txt'"]),
+    "2 x 2, zb-h1": (4, ["parallel.pipeline=2", "parallel.schedule=zb-h1"]),
+    "interleaved, recomputed": (
+        2,
+        ["parallel.schedule=interleaved-1f1b", "train.recompute=true"],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param(settings, marks=pytest.mark.ranks(num_ranks), id=name)
+        for name, (num_ranks, settings) in MODULES.items()
+    ],
+)
+def test_a_module_that_is_no_sequential_trains_as_one_process(
+    settings: list[str], job: Path
+) -> None:
+    """It is cut in its own code, which reads the tokens on each stage."""
+    (job.parent / "held_out.txt").write_text("to be or not to be " * 40)
+    config = load(job, NET)
+    corpus, model = read_corpus(config), Job(config, 1).model()
+    assert type(model).__name__ == "Net"
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    run = trained(job, *NET, *settings, until=3)
+    for number, step in enumerate(run.steps, 1):
+        tokens, target = corpus.batch(number, seed=0, size=8)
+        loss = functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (step.loss, step.grad_norm) == pytest.approx(
+            (loss.item(), norm.item()), rel=rounding(number * 8 * 16)
+        )
+    if "eval.every=2" in settings:
+        assert run.steps[1].held_out_loss is not None
+        assert run.steps[1].sample
 
 
 V_SCHEDULE = """
@@ -204,8 +248,7 @@ def test_trying_a_model_out_leaves_no_trace(job: Path, monkeypatch: pytest.Monke
 def test_bf16_is_autocast_of_one_process(job: Path) -> None:
     config = load(TIED_GPT, ["data.sequence_length=16", "model.factory=factories:tied"])
     found = steps(job, "bf16")
-    torch.manual_seed(0)
-    model, corpus = tied(), read_corpus(config)
+    model, corpus = started(tied), read_corpus(config)
     optimizer = torch.optim.AdamW(model.parameters())
     for number, loss, norm in found:
         tokens, target = corpus.batch(number, seed=0, size=8)

@@ -95,6 +95,10 @@ def fails() -> nn.Sequential:
     raise RuntimeError("no such checkpoint")
 
 
+def no_module() -> int:
+    return 3
+
+
 def not_sequential() -> nn.Module:
     return nn.Linear(2, 2)
 
@@ -163,9 +167,10 @@ def exits_later() -> nn.Sequential:
 
 
 def differing() -> nn.Sequential:
-    """Draws as many numbers before its last layer as its rank."""
+    """Draws before its last layer on one rank alone."""
     embedding = nn.Embedding(256, 8)
-    torch.rand(dist.get_rank())
+    if dist.get_rank():
+        torch.rand(3)
     return nn.Sequential(embedding, nn.Linear(8, 256))
 
 
@@ -179,6 +184,28 @@ def dtensors(*, topology: Topology) -> nn.Sequential:
     lying = distribute_tensor(head.weight, topology.mesh["dp"], [Replicate()])
     head.weight = nn.Parameter(lying)
     return nn.Sequential(nn.Embedding(256, 8), head)
+
+
+class Net(nn.Module):
+    """No nn.Sequential: its layers are called by its own code, which reads the tokens for each."""
+
+    def __init__(self, *, width: int = 8, layers: int = 2) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(256, width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.head = nn.Linear(width, 256, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Any:
+        hidden, even = self.embedding(tokens), (tokens % 2 == 0)[..., None]
+        for layer in self.layers:
+            hidden = torch.where(even, hidden, hidden + layer(hidden).tanh())
+        return self.head(hidden)
+
+
+class Twice(Net):
+    def forward(self, tokens: Tensor) -> Any:
+        return (super().forward(tokens),) * 2
 
 
 not_callable = 3

@@ -6,18 +6,19 @@ import contextlib
 import io
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
+from pipegrad.train.models.recorded_model import RecordedModel
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
@@ -66,6 +67,13 @@ class Trained(NamedTuple):
         assert first.losses + second.losses == self.losses
         assert self.values.keys() == second.values.keys()
         assert [k for k in self.values if not torch.equal(self.values[k], second.values[k])] == []
+
+
+def started(factory: Callable[[], nn.Module]) -> nn.Module:
+    """Returns the uncut model of a factory, with the values with which jobs of seed 0 start it."""
+    recorded = RecordedModel(factory, 0)
+    recorded.load([recorded.model])
+    return recorded.model
 
 
 def trainer_of(job: Path, *settings: str) -> Trainer:
