@@ -114,7 +114,7 @@ def explain(
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what the simulator expects of it.
+    """A change, and what the simulator expects.
 
     Attributes:
         change: In words.

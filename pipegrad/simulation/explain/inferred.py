@@ -173,7 +173,7 @@ def _median(seconds: Collection[float]) -> float:
 
 
 def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
-    """Returns for each reduction the seconds of it and of its parameter sync."""
+    """Returns for each reduction its seconds, and those of its parameter sync."""
     result = defaultdict[str, dict[str, list[float]]](dict)
     for kind in ("reduction", "parameter sync"):
         for step in range(len(lookup.timeline.step_ends)):
