@@ -51,8 +51,8 @@ def simulate(
 
     The items that are simulated are those that the executor runs. A message begins when it is sent,
     its receive is posted, and the message before it has left. A rank waits where its items wait. A
-    bucket leaves inside of the last backward of its stage: after the share of that backward that the
-    bytes up to this bucket are. Parameters come back during the forwards of the next step.
+    bucket leaves inside of the last backward of its stage, after a share of that backward: that of
+    the bytes up to this bucket. Parameters come back during the forwards of the next step.
 
     Args:
         program: What every rank does; `verify` has proven it.
