@@ -253,7 +253,7 @@ def _launch_config(
     nodes: int,
     rendezvous: str | None,
 ) -> LaunchConfig:
-    """Returns what torch's launcher is told."""
+    """Returns what torch's launcher takes."""
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std
     from torch.distributed.launcher.api import LaunchConfig
 
@@ -415,7 +415,7 @@ def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, Proc
 
 
 def _cause(rank: int, failure: ProcessFailure, log_dir: Path | None) -> str:
-    """Returns one line: the cause if a rank has told one; otherwise which rank failed first."""
+    """Returns one line: the cause if a rank has left one; otherwise which rank failed first."""
     message: Any = failure.error_file_data.get("message")
     if isinstance(message, dict):
         message = message.get("message")

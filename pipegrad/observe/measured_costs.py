@@ -356,7 +356,7 @@ def host_costs(timeline: Timeline) -> HostCosts:
     """Returns what hosts take on top of computing, of a measured timeline.
 
     The host time right before a compute is that of an action: a mean. All other host time is that
-    of the step, on the rank that has least of it. Other ranks also wait in it for what no span
+    of the step, on the rank that has least. Other ranks also wait in it for what no span
     says, such as the loss of the last stage.
     """
     before, actions, rests = 0.0, 0, list[float]()

@@ -275,6 +275,7 @@ def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Progra
     step_ends = [max(times) for times in zip(*(times[1:] for times in begins), strict=True)]
     step_ends.append(max(own.end for own in aligned))
     spans = list(_transfers(aligned))
+    # What runs beside a rank may overlap. What a rank itself does may not, nor may it leave gaps.
     for own, times in zip(aligned, begins, strict=True):
         spans += [span for span in own.spans if span.kind not in ON_RANK]
         filled = _filled(own.rank, [s for s in own.spans if s.kind in ON_RANK], times, own.end)

@@ -177,6 +177,7 @@ class StageAlone:
         if recomputes:
             roots = self._forward()[1]
         again = clock()
+        # In a pipeline gradients come from the next stage. So making them is no part of a backward.
         gradients = [torch.ones_like(root) for root in roots]
         set_out = clock()
         products = list[WeightProduct]()

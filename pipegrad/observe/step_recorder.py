@@ -242,6 +242,7 @@ class StepRecorder:
 
     def begin_step(self, number: int, program: object) -> None:
         assert isinstance(program, Program)
+        # Events of a device are costly to make. A step that leaves the ring gives its own back.
         if len(self._steps) == self._steps.maxlen:
             oldest = self._steps[0]
             self._stamps.recycle(oldest.stamps)
@@ -296,6 +297,7 @@ class StepRecorder:
                 "no training step was recorded: call scheduler.step() inside of record()"
             )
         begins = [self._seconds(step.began) for step in self._steps]
+        # From here on nothing is recorded: the device is idle, so its events can be read.
         spans, sent, arrived = list[Span](), list[Span](), list[Span]()
         for step in self._steps:
             self._read_items(step, spans, sent, arrived)

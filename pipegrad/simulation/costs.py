@@ -326,7 +326,7 @@ class Costs(_Numbers):
         return coding + self.network.seconds(source, target, num_bytes)
 
     def collective(self, collective: Collective) -> CollectiveCosts:
-        """Returns the costs of a reduction; without any if nothing is known of it."""
+        """Returns the costs of a reduction; without any if nothing is known."""
         return self.collectives.get(collective.name, CollectiveCosts())
 
     def to_json(self) -> dict[str, Any]:

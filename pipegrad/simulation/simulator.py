@@ -51,8 +51,8 @@ def simulate(
 
     The items that are simulated are those that the executor runs. A message begins when it is sent,
     its receive is posted, and the message before it has left. A rank waits where its items wait. A
-    bucket leaves inside of the last backward of its stage: after the share of it that the bytes up
-    to this bucket are. Parameters come back during the forwards of the next step.
+    bucket leaves inside of the last backward of its stage, after a share of that backward: that of
+    the bytes up to this bucket. Parameters come back during the forwards of the next step.
 
     Args:
         program: What every rank does; `verify` has proven it.
@@ -276,7 +276,7 @@ class _Run:
         return True
 
     def _publish(self, now: float, rank: _Rank, number: int) -> bool:
-        """Begins a parameter sync if the optimizer has stepped, else finishes the step first."""
+        """Begins a parameter sync if the optimizer has ended, else finishes the step first."""
         if not rank.has_finished:
             self._finish(now, rank)
             return False

@@ -201,7 +201,7 @@ class Timeline:
             )
         fields = {name: value for name, value in data.items() if name not in _HEAD}
         timeline = validated(_adapter(), fields, "a timeline")
-        _check(timeline)
+        check_timeline(timeline)
         return timeline
 
     def save(self, path: Path) -> None:
@@ -223,8 +223,12 @@ def _adapter() -> TypeAdapter[Timeline]:
     return TypeAdapter(Timeline)
 
 
-def _check(timeline: Timeline) -> None:
-    """Refuses numbers that no run has, and that a picture or a table would trip over."""
+def check_timeline(timeline: Timeline) -> None:
+    """Refuses numbers that no run has, and that a picture or a table would trip over.
+
+    Raises:
+        ScheduleError: If there are some. The message says where.
+    """
     ranks = range(timeline.num_ranks)
     if not 0 < timeline.num_ranks <= len(timeline.stage_to_rank):
         raise ScheduleError(f"num_ranks: {timeline.num_ranks}, expected a stage on each rank")
@@ -256,7 +260,14 @@ def _check_memory(timeline: Timeline) -> None:
         raise ScheduleError("memory: expected seconds and bytes, each at least 0")
 
 
-def _complaints(span: Span, timeline: Timeline) -> Iterator[str]:
+def _complaints(span: Any, timeline: Timeline) -> Iterator[str]:  # noqa: ANN401 - or anything else
+    if span.kind not in KINDS:
+        yield f"expected one of {', '.join(KINDS)}, found {span.kind!r:.80}"
+    numbers = (span.rank, *span[4:-1])
+    if not all(isinstance(number, int) and abs(number) <= LARGEST for number in numbers):
+        yield f"expected integers of 32 bits, found {numbers!r:.80}"
+    if not isinstance(span.label, str):
+        yield f"expected a text as its label, found {span.label!r:.80}"
     if not 0 <= span.rank < timeline.num_ranks or not -1 <= span.peer < timeline.num_ranks:
         yield f"expected ranks of {timeline.num_ranks}"
     if not -1 <= span.stage < len(timeline.stage_to_rank):
@@ -265,8 +276,6 @@ def _complaints(span: Span, timeline: Timeline) -> Iterator[str]:
         yield "expected a begin and a later end, in seconds"
     if not -1 <= span.microbatch < timeline.num_microbatches:
         yield f"microbatch {span.microbatch} is none of a step's"
-    if not abs(span.step) <= LARGEST >= abs(span.which):
-        yield "expected integers of 32 bits"
 
 
 def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[MemoryPoint]:

@@ -167,6 +167,7 @@ class Collectives:
         """A rank comes to a job: its gradients are complete, or its optimizer has ended."""
         queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
         queue.append(job)
+        # A comm stream runs one job at a time. Behind another job, `_leave` reaches it later.
         if len(queue) == 1:
             self._reach(now, job, rank)
 

@@ -34,7 +34,7 @@ class ReceiveWait(NamedTuple):
         action: The action that made the value, such as ``0F3``; the value in words if no span of
             that action is in the timeline.
         seconds: How long the rank waited.
-        transfer_seconds: The part of it in which the value was on its way. In the rest the peer had
+        transfer_seconds: The part in which the value was on its way. In the rest the peer had
             not yet sent it.
     """
 

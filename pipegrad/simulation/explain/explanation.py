@@ -114,7 +114,7 @@ def explain(
 
 @dataclass(frozen=True)
 class Advice:
-    """A change, and what the simulator expects of it.
+    """A change, and what the simulator expects.
 
     Attributes:
         change: In words.
@@ -217,6 +217,8 @@ def what_ifs(program: Program, costs: Costs, path: CriticalPath) -> Iterator[Wha
 
 
 def _bounds(program: Program, costs: Costs) -> Iterator[WhatIf]:
+    # Values of no bytes and a network without latency: only computes, hosts and waits for the order
+    # of actions are left.
     silent = tuple(replace(stage, outputs={}) for stage in costs.stages)
     network = Network(hosts=costs.network.hosts)
     free = replace(costs, stages=silent, network=network, collectives={})
@@ -328,7 +330,8 @@ def _longest(path: CriticalPath, kind: PathKind) -> list[Segment]:
 
 def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     now = program.schedule
-    tried = {now.actions}  # some names stand for one schedule
+    # Some names stand for one schedule, such as hop-aware-1f1b where hops take no time.
+    tried = {now.actions}
     splits = all(stage.weight_seconds > 0 for stage in costs.stages)
     # Schedules that know hops have one stage on each rank; others would need another cut.
     times = times_of(costs) if now.stage_to_rank == tuple(range(now.num_ranks)) else None

@@ -27,7 +27,6 @@ from pipegrad.simulation.timeline import COMPUTE, Span
 # what-ifs can change sizes and rates.
 _NOMINAL_RATE = 1e9
 _SHARED = 1.15  # if transfers take longer than this beside others, they share a NIC
-_GRADIENT = "gradient of "
 _Value = tuple[str, int]  # a name, and the stage that makes it
 _Way = tuple[_Value, int, int]  # a value, or its gradient, and the ranks at its ends
 
@@ -97,19 +96,6 @@ def costs_of(lookup: Lookup) -> Costs:
     return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
 
 
-def _value_of(label: str) -> _Value:
-    """Returns the name and the producer of ``x of 0F3``, or of ``gradient of x of 0F3``.
-
-    The producer is -1 if the label is something else.
-    """
-    name, _, action = label.removeprefix(_GRADIENT).rpartition(" of ")
-    stage = action.partition("F")[0]
-    return name, int(stage) if stage.isdecimal() else -1
-
-
-# What it took.
-
-
 def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
     """Returns how long each value takes over each link, and whether links share a NIC.
 
@@ -120,7 +106,8 @@ def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
     tables = [defaultdict[_Way, list[float]](list) for _ in range(3)]
     for span in transfers:
         which = (span in crowded) if lookup.has_end(span) else 2
-        way = _value_of(span.label), span.rank, span.peer
+        name = span.label.removeprefix("gradient of ").rpartition(" of ")[0]
+        way = (name, span.stage), span.rank, span.peer
         tables[which][way].append(lookup.transfer_seconds(span))
     alone, beside = ({way: median(own) for way, own in table.items()} for table in tables[:2])
     slower = [beside[way] / alone[way] for way in beside if alone.get(way, 0.0) > 0]
@@ -186,7 +173,7 @@ def _median(seconds: Collection[float]) -> float:
 
 
 def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
-    """Returns for each reduction the seconds of it and of its parameter sync."""
+    """Returns for each reduction its seconds, and those of its parameter sync."""
     result = defaultdict[str, dict[str, list[float]]](dict)
     for kind in ("reduction", "parameter sync"):
         for step in range(len(lookup.timeline.step_ends)):

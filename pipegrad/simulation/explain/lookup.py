@@ -123,7 +123,7 @@ class Lookup:
             yield Piece(max(piece.begin, begin), min(piece.end, end), piece.span)
 
     def before(self, rank: int, time: float) -> Piece | None:
-        """Returns what a rank did right before a time; None if nothing is known of it."""
+        """Returns what a rank did right before a time; None if nothing is known."""
         if not 0 <= rank < self.timeline.num_ranks:
             return None
         # What ended within the tolerance before `time` ended at it.

@@ -15,7 +15,7 @@ from pipegrad.picture.drawable import PALETTE, Track, sentences, titles, tracks
 from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span
 from tests.support.picture.timelines import SMALL, SPANS, simulated
 
-WRONG: dict[str, Any] = {"num_ranks": 2.0}
+WRONG: Any = (None,)
 
 
 def changed(**values: Any) -> tuple[Span, ...]:
@@ -32,19 +32,26 @@ def changed(**values: Any) -> tuple[Span, ...]:
         (None, "a list of one or two"),
         (["a"], "a list of one or two"),
         ([replace(SMALL, spans=())], "has no spans"),
-        ([replace(SMALL, spans=changed(rank=2))], "span 0 is on rank 2 of 2"),
-        ([replace(SMALL, spans=changed(kind="nap"))], "span 0 is a 'nap'"),
-        ([replace(SMALL, spans=changed(end=float("nan")))], "span 0 goes from 0.0 to nan"),
-        ([replace(SMALL, spans=changed(end=float("inf")))], "to inf"),
-        ([replace(SMALL, spans=changed(begin=1.0))], "from 1.0 to 0.003"),
+        ([replace(SMALL, spans=changed(rank=2))], "spans.0: expected ranks of 2"),
+        ([replace(SMALL, spans=changed(kind="nap"))], "spans.0: expected one of .* found 'nap'"),
+        (
+            [replace(SMALL, spans=changed(end=float("nan")))],
+            "spans.0: expected a begin",
+        ),
+        ([replace(SMALL, spans=changed(end=float("inf")))], "spans.0: expected a begin"),
+        ([replace(SMALL, spans=changed(begin=1.0))], "spans.0: expected a begin"),
         ([replace(SMALL, spans=changed(begin="now"))], "cannot be drawn"),
-        ([replace(SMALL, spans=changed(stage=0.5))], "no integer"),
-        ([replace(SMALL, spans=changed(microbatch=2**40))], "no integer of 32 bits"),
-        ([replace(SMALL, spans=changed(label=None))], "the label None, expected a text"),
-        ([replace(SMALL, **WRONG)], r"it has 2\.0 ranks"),
-        ([replace(SMALL, memory=(SMALL.memory[0], (MemoryPoint(0.0, -1),)))], "below 0"),
-        ([replace(SMALL, step_ends=(2.0, 1.0))], "ascending"),
-        ([replace(SMALL, memory=SMALL.memory[:1])], "the memory of 1 ranks of 2"),
+        ([replace(SMALL, spans=changed(begin=-1.0))], "begins before the timeline does"),
+        ([replace(SMALL, spans=changed(stage=0.5))], "spans.0: expected integers"),
+        ([replace(SMALL, spans=changed(microbatch=2**40))], "integers of 32 bits"),
+        ([replace(SMALL, spans=changed(microbatch=9))], "none of a step's"),
+        ([replace(SMALL, spans=changed(which=2**40))], "integers of 32 bits"),
+        ([replace(SMALL, spans=changed(label=None))], "spans.0: expected a text"),
+        ([replace(SMALL, num_ranks=3)], "num_ranks: 3, expected a stage on each rank"),
+        ([replace(SMALL, spans=WRONG)], "cannot be drawn"),
+        ([replace(SMALL, memory=(SMALL.memory[0], (MemoryPoint(0.0, -1),)))], "each at least 0"),
+        ([replace(SMALL, step_ends=(2.0, 1.0))], "seconds that ascend"),
+        ([replace(SMALL, memory=SMALL.memory[:1])], "memory: expected points of 2 ranks"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_one_line(

@@ -83,7 +83,7 @@ def test_two_schedules_are_drawn_one_above_the_other(tmp_path: Path) -> None:
     [
         replace(SMALL, spans=(SPANS[0]._replace(end=0.0),), step_ends=(0.0,)),
         replace(SMALL, step_ends=(), memory=()),
-        replace(SMALL, num_ranks=200, memory=()),
+        replace(SMALL, num_ranks=200, stage_to_rank=tuple(range(200)), memory=()),
         replace(SMALL, name="$x^$ <&", spans=tuple(s._replace(label="$_{") for s in SPANS)),
     ],
     ids=["no time", "no step", "many ranks", "signs of formulas"],
