@@ -77,7 +77,11 @@ class OptimizerWatch:
     def start(self) -> None:
         """Starts the checks. All main shards must have a tensor."""
         _watches[id(self)] = self
-        _start_looking()
+        if not _hooks:
+            _hooks.append(register_optimizer_step_pre_hook(_look))
+            # torch runs this after the hooks of the optimizer itself. So a hook of the user may
+            # still change parameters before they are sent.
+            _hooks.append(register_optimizer_step_post_hook(_look_back))
 
     def scale_by(self, scaler: GradScaler) -> None:
         """Makes `scaler` that of these parameters, as long as its user keeps it."""
@@ -94,8 +98,8 @@ class OptimizerWatch:
     def remove(self) -> None:
         """Stops the checks."""
         _watches.pop(id(self), None)
-        if not _watches:
-            _stop_looking()
+        while _hooks and not _watches:
+            _hooks.pop().remove()
 
     def check(self, optimizer: torch.optim.Optimizer) -> None:
         """Refuses an optimizer of these parameters if it may not step now.
@@ -238,19 +242,6 @@ class OptimizerWatch:
 # torch runs its hooks. At that time torch's own table of hooks may not change, but this table may.
 _watches: WeakValueDictionary[int, OptimizerWatch] = WeakValueDictionary()
 _hooks: list[RemovableHandle] = []
-
-
-def _start_looking() -> None:
-    if not _hooks:
-        _hooks.append(register_optimizer_step_pre_hook(_look))
-        # torch runs this after the hooks of the optimizer itself. So a hook of the user may still
-        # change parameters before they are sent.
-        _hooks.append(register_optimizer_step_post_hook(_look_back))
-
-
-def _stop_looking() -> None:
-    while _hooks:
-        _hooks.pop().remove()
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
