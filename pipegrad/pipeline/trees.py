@@ -250,7 +250,7 @@ class Passed:
                 given = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
                 if len(set(given.values())) > 1:
                     return self._words(name, given)
-        if not forward_only:
+        if self._replicas and not forward_only:
             self._compare_replicas(tables)
         return None
 
