@@ -26,6 +26,7 @@ from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
 
 Key = tuple[int, int]  # channel and microbatch
+Serving = tuple[dist.ProcessGroup, int]  # a group, and a rank in it
 
 WORDS = 18
 _MOST_DIMENSIONS = WORDS - 5
@@ -179,12 +180,12 @@ class Edges:
         self.is_tagged = has_tags(device)
         self.is_cut = False
         self._groups: list[dist.ProcessGroup] = []
-        self._out: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._in: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._hosts: dict[int, tuple[dist.ProcessGroup, int]] = {}
+        self._out: dict[int, Serving] = {}
+        self._in: dict[int, Serving] = {}
+        self._hosts: dict[int, Serving] = {}
         self._skips = frozenset(skips) if self.is_tagged else frozenset()
-        self._beside: dict[int, tuple[dist.ProcessGroup, int]] = {}
-        self._inboxes: dict[tuple[dist.ProcessGroup, int], Inbox] = {}
+        self._beside: dict[int, Serving] = {}
+        self._inboxes: dict[Serving, Inbox] = {}
         self._ending = Ending(self, groups=self._groups, is_local=is_local(device))
         edges = sorted({(c.source, c.target) for c in channels})
         if not edges:
@@ -206,7 +207,7 @@ class Edges:
         members: Sequence[int],
         topology: Topology,
         name: str,
-        ends: dict[int, tuple[dist.ProcessGroup, int]],
+        ends: dict[int, Serving],
     ) -> None:
         """Makes a group whose messages have tags; enters the ranks of this rank's pipeline."""
         # On gloo in any world: its messages between two ranks do not overtake each other.
@@ -243,7 +244,7 @@ class Edges:
                 else:
                     sync_points.in_use.receive(group, message, end[1], 0).wait()
 
-    def to(self, target: int, channel: Channel | None = None) -> tuple[dist.ProcessGroup, int]:
+    def to(self, target: int, channel: Channel | None = None) -> Serving:
         """Returns the group that serves the edge to a pipeline rank, and that rank in it.
 
         Args:
@@ -252,11 +253,11 @@ class Edges:
         """
         return (self._beside if channel in self._skips else self._out)[target]
 
-    def of(self, source: int, channel: Channel | None = None) -> tuple[dist.ProcessGroup, int]:
+    def of(self, source: int, channel: Channel | None = None) -> Serving:
         """Returns the same for the edge from a pipeline rank."""
         return (self._beside if channel in self._skips else self._in)[source]
 
-    def host(self, peer: int) -> tuple[dist.ProcessGroup, int]:
+    def host(self, peer: int) -> Serving:
         """Returns the group that takes messages between hosts, and a pipeline rank in it."""
         return self._hosts[peer]
 

@@ -210,11 +210,6 @@ class End:
 class PeerFailedError(StepError):
     """A value never came, since another rank failed first."""
 
-    def __init__(
-        self, words: str = "another rank failed before it made a value for this one"
-    ) -> None:
-        super().__init__(words)
-
 
 class Transfers:
     """One rank's end of all transfers of a kind of step.
@@ -357,7 +352,7 @@ class Transfers:
         del self._receiving[key]
         if spec is None:
             self.is_in_doubt = False
-            raise PeerFailedError
+            raise PeerFailedError("another rank failed before it made a value for this one")
         message, wire = receive.memory, spec if sizes.coding is None else sizes.on_wire(spec)
         if wire != receive.like:
             message = self._shown(end, receive, wire)

@@ -151,21 +151,21 @@ def _sum(tensor: Tensor) -> Any:  # noqa: ANN401 - an int, or a tensor of a devi
             array = tensor.numpy(force=True)
         except TypeError:  # numpy does not know the dtype
             array = bytes_of(tensor).numpy()
-        flat: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        if len(flat) % 8:
-            flat = np.pad(flat, (0, -len(flat) % 8))
-        words = flat.view(np.int64)
+        octets: _Array = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+        if len(octets) % 8:
+            octets = np.pad(octets, (0, -len(octets) % 8))
+        words = octets.view(np.int64)
         return int(np.dot(words, _weights(len(words))))
     return _sum_on_device(tensor)
 
 
 def _sum_on_device(tensor: Tensor) -> Tensor:
-    flat = bytes_of(tensor.resolve_conj().resolve_neg())
-    if len(flat) % 8 or flat.storage_offset() % 8:
-        padded = flat.new_zeros(-(-len(flat) // 8) * 8)
-        padded[: len(flat)] = flat
-        flat = padded
-    words = flat.view(torch.int64)
+    octets = bytes_of(tensor.resolve_conj().resolve_neg())
+    if len(octets) % 8 or octets.storage_offset() % 8:
+        padded = octets.new_zeros(-(-len(octets) // 8) * 8)
+        padded[: len(octets)] = octets
+        octets = padded
+    words = octets.view(torch.int64)
     total: Tensor = (words * _scattered(torch.arange(len(words), device=words.device))).sum()
     return total
 
@@ -250,7 +250,7 @@ class Passed:
                 given = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
                 if len(set(given.values())) > 1:
                     return self._words(name, given)
-        if not forward_only:
+        if self._replicas and not forward_only:
             self._compare_replicas(tables)
         return None
 
