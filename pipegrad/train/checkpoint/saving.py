@@ -107,7 +107,7 @@ class Saving:
         """What the save of this rank does, for the message of metrics."""
         return self._writing[0].status if self._writing else Status.IDLE
 
-    def settle(self, status: float) -> None:
+    def end_if_done(self, status: float) -> None:
         """Ends a save if all ranks have.
 
         Args:

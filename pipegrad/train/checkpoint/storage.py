@@ -48,7 +48,7 @@ from pipegrad.errors import PipegradError, in_words, reason
 from pipegrad.limits import MOST_NUMBER
 
 INDEX, CHECKSUMS, METADATA = "checkpoint.json", "checksums.json", ".metadata"
-STEP = "step"  # the key of how many steps a checkpoint has made
+STEP = "step"  # the key of the number of steps before a checkpoint
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED, _DAMAGED = ".partial", ".damaged"
 _READ_BYTES = 16 * 2**20
