@@ -197,7 +197,7 @@ class Trainer:
         seconds, exposed, collectives, nbytes, memory, elapsed, signals, statuses, *_ = columns
         # All ranks have the same numbers, so they stop, and end a save, after the same step.
         self.ended_by = int(max(signals))
-        self.saving.settle(max(statuses))
+        self.saving.end_if_done(max(statuses))
         return StepMetrics(
             step=number,
             loss=loss,

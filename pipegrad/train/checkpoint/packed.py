@@ -126,7 +126,7 @@ class CommonState:
 
         Args:
             read: The state in the checkpoint; None if it has none.
-            num_steps: How many steps the checkpoint has made.
+            num_steps: How many steps were made before the checkpoint.
 
         Raises:
             DamageError: If it cannot be read.
@@ -146,7 +146,7 @@ class CommonState:
             for group, options in zip(self._optimizer.param_groups, saved["groups"], strict=True):
                 group.update(options)
             return
-        # A run with other schedules has other states. They make the steps that have been made; a
+        # A run with other schedules has other states. They make the same number of steps; a
         # skipped step was none for them.
         with warnings.catch_warnings():
             # torch warns, because the optimizer makes no step between these.
@@ -199,8 +199,8 @@ class RandomStates:
     def keys_to_read(self, saved: Iterable[str]) -> list[str]:
         """Returns the keys that this rank reads. All ranks together read those of all writers."""
         keys = sorted(key for key in saved if key.startswith(self.PREFIX))
-        own = [key for key in keys if key == self.key]
-        return own + keys[dist.get_rank() :: dist.get_world_size()]
+        mine = [key for key in keys if key == self.key]
+        return mine + keys[dist.get_rank() :: dist.get_world_size()]
 
     def restore(self, read: Mapping[str, Tensor], step: int) -> list[str]:
         """Sets the states of a checkpoint; every rank must call it. Returns notes.
@@ -265,11 +265,11 @@ def packed_handlers(state: dict[str, Any]) -> dict[str, Tensor]:
 
 def handlers_to_read(saved: Iterable[str]) -> list[str]:
     """Returns the key of the handler state that this rank reads; empty if a checkpoint has none."""
-    # A rank without state of its own reads that of another rank. It says which plan the state
+    # A rank without state reads that of another rank. It says which plan the state
     # belongs to, and all ranks must refuse another plan alike.
     keys = sorted(key for key in saved if key.startswith(HANDLERS))
-    own = f"{HANDLERS}{dist.get_rank()}"
-    return [own] if own in keys else keys[:1]
+    mine = f"{HANDLERS}{dist.get_rank()}"
+    return [mine] if mine in keys else keys[:1]
 
 
 def unpacked_handlers(read: Mapping[str, Tensor]) -> tuple[dict[str, Any], str]:

@@ -35,7 +35,7 @@ class Resumed:
     """What a run goes on from.
 
     Attributes:
-        num_steps: How many steps the checkpoint has made.
+        num_steps: How many steps were made before the checkpoint.
         folder: Of the checkpoint.
         notes: For the user.
         damaged: Newer checkpoints, which are damaged.
@@ -75,7 +75,7 @@ def resume(
     # ranks, so a refused checkpoint leaves no rank half loaded.
     folder, contents, notes = _first_whole(config, folders)
     newer = tuple(folders[: folders.index(folder)])
-    keys = {key for own in agree("the model", lambda: list(state.tensors())) for key in own}
+    keys = {key for of_rank in agree("the model", lambda: list(state.tensors())) for key in of_rank}
     agree("the checkpoint", lambda: state.check(config, contents, state_names, keys))
     notes += _differences(contents.run, run)
     try:
@@ -153,15 +153,15 @@ def _of_all_ranks(
 
     def caught() -> tuple[T | None, tuple[list[str], str]]:
         try:
-            own, messages = check()
+            result, messages = check()
         except ReadError as error:
             return None, ([], str(error))
-        return own, (messages, "")
+        return result, (messages, "")
 
-    own, replies = agree_keeping(what, caught, timeout_seconds=_VERIFY_SECONDS)
+    result, replies = agree_keeping(what, caught, timeout_seconds=_VERIFY_SECONDS)
     if unreadable := [message for _, message in replies if message]:
         raise ReadError(unreadable[0])
-    return own, sorted({message for messages, _ in replies for message in messages})
+    return result, sorted({message for messages, _ in replies for message in messages})
 
 
 def _named(config: Config, folder: Path) -> str:
@@ -183,18 +183,18 @@ def _differences(saved: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
 
 
 def _resume_handlers(config: Config, state: TrainingState, scheduler: Scheduler) -> list[str]:
-    """Restores what handlers and codecs kept on all ranks, or on none; returns notes.
+    """Restores the state of handlers and codecs on all ranks, or on none; returns notes.
 
     Raises:
         ConfigError: If it cannot be restored, and replicas train alone: the state has the
             parameters of each of them.
     """
-    # Error feedback of some ranks alone would be wrong. So if one rank cannot read its own, all
+    # Error feedback of some ranks alone would be wrong. So if one rank cannot read its part, all
     # ranks start without.
-    kept, replies = agree_keeping("what handlers kept", state.handler_state)
+    handler_state, replies = agree_keeping("the state of handlers", state.handler_state)
     reasons = [reason for reason in replies if reason]
     try:
-        scheduler.load_state_dict({} if reasons else kept)
+        scheduler.load_state_dict({} if reasons else handler_state)
     except PlanError as error:
         reasons = [str(error)]
     if reasons and scheduler.sync.plan.independent_axes:

@@ -11,8 +11,8 @@
    rank that cannot even collect its state brings the error into the save. So ranks never wait for
    each other outside of the save.
 
-torch's own ``async_save`` is not used: Python waits for its threads at exit, also if the other
-ranks are gone, and then that is half an hour.
+torch's ``async_save`` is not used. Python waits for its thread at exit, also if another rank never
+answers, and that is half an hour. This thread ends with the process.
 
 [Note: what waits for the copy] The copies of a device run on a side stream. It first waits for an
 event of the current stream, because the optimizer and the parameter sync may still write. The next
@@ -107,7 +107,7 @@ class Saving:
         """What the save of this rank does, for the message of metrics."""
         return self._writing[0].status if self._writing else Status.IDLE
 
-    def settle(self, status: float) -> None:
+    def end_if_done(self, status: float) -> None:
         """Ends a save if all ranks have.
 
         Args:

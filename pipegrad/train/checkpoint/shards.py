@@ -32,14 +32,14 @@ class Shard:
 
     Attributes:
         shape: Of the whole tensor.
-        own: Shape of the piece.
+        piece: Shape of the piece.
         dim: The dimension of the tensor that is cut.
         begin: Index of the piece's first element along it.
         locations: Of all pieces, in their order.
     """
 
     shape: tuple[int, ...]
-    own: tuple[int, ...]
+    piece: tuple[int, ...]
     dim: int
     begin: int
     locations: tuple[str, ...]
@@ -58,7 +58,7 @@ class Shard:
         """
         flat = values.detach().reshape(-1)
         boxes = []
-        for offsets, sizes in boxes_of(begin, begin + flat.numel(), self.own):
+        for offsets, sizes in boxes_of(begin, begin + flat.numel(), self.piece):
             at = [*offsets]
             at[self.dim] += self.begin
             boxes.append((tuple(at), sizes))
@@ -109,13 +109,13 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
     if not patterns:
         return {}
     locations = Locations(sync.topology, sync.plan)
-    own = {
+    mine = {
         record.key: (locations.of(record.key), tuple(record.shape))
         for record in sync.records()
         if any(fnmatchcase(_name(record.key), pattern) for pattern in patterns)
     }
     pieces: dict[str, dict[str, tuple[int, ...]]] = {}
-    for of_rank in agree("the shards of parameters", lambda: own):
+    for of_rank in agree("the shards of parameters", lambda: mine):
         if of_rank and sync.plan.independent_axes:
             config.refuse(
                 _KEY,
@@ -129,8 +129,8 @@ def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
         if not any(fnmatchcase(_name(key), pattern) for key in pieces):
             config.refuse(_KEY, f"{pattern!r} matches no parameter")
     # All ranks check the pieces of all ranks, so they refuse alike.
-    found = {key: fitted(config, key, pieces[key]) for key in sorted(pieces)}
-    return {key: found[key][location] for key, (location, _) in own.items()}
+    shards = {key: fitted(config, key, pieces[key]) for key in sorted(pieces)}
+    return {key: shards[key][location] for key, (location, _) in mine.items()}
 
 
 def fitted(config: Config, key: str, pieces: Mapping[str, tuple[int, ...]]) -> dict[str, Shard]:
@@ -162,9 +162,9 @@ def fitted(config: Config, key: str, pieces: Mapping[str, tuple[int, ...]]) -> d
     shape[dim] = sum(piece[dim] for piece in pieces.values())
     shards, begin = {}, 0
     for location in ordered:
-        own = pieces[location]
-        shards[location] = Shard(tuple(shape), own, dim, begin, tuple(ordered))
-        begin += own[dim]
+        piece = pieces[location]
+        shards[location] = Shard(tuple(shape), piece, dim, begin, tuple(ordered))
+        begin += piece[dim]
     return shards
 
 

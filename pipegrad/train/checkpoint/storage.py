@@ -48,7 +48,7 @@ from pipegrad.errors import PipegradError, in_words, reason
 from pipegrad.limits import MOST_NUMBER
 
 INDEX, CHECKSUMS, METADATA = "checkpoint.json", "checksums.json", ".metadata"
-STEP = "step"  # the key of how many steps a checkpoint has made
+STEP = "step"  # the key of the number of steps before a checkpoint
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED, _DAMAGED = ".partial", ".damaged"
 _READ_BYTES = 16 * 2**20
@@ -162,14 +162,17 @@ def _sync_folder(folder: Path) -> None:
 
 
 class _Piece(NamedTuple):
-    """A tensor, or a chunk of one, in a file. torch's reader asks for the last four."""
+    """A tensor, or a chunk of one, in a file. torch's reader asks for the last three."""
 
     offsets: list[_Count]
     sizes: list[_Count]
     relative_path: Annotated[str, Field(pattern=r"^__\d+_\d+\.distcp$")]
     offset: _Count
     length: _Count
-    transform_descriptors = None
+
+    @property
+    def transform_descriptors(self) -> None:
+        """No extension of torch has changed the bytes."""
 
 
 class _Tensor(BaseModel):

@@ -127,8 +127,8 @@ class TrainingState:
         """
         # The parameter sync of the last step may still write.
         self._sync.wait_parameters()
-        own = {f"model.{name}" for name in self._parameters}
-        model = {key: t if key in own else t.clone() for key, t in self.tensors().items()}
+        parameters = {f"model.{name}" for name in self._parameters}
+        model = {key: t if key in parameters else t.clone() for key, t in self.tensors().items()}
         state: dict[str, Any] = {STEP: torch.tensor(step), **self._parts(model)}
         # State with the shape of a main parameter is written as a chunk of the whole parameter.
         # Other state, such as a step count, has no elements to divide and is written whole.
@@ -226,8 +226,8 @@ class TrainingState:
             for location in [self._location(name)] if is_same else saved:
                 size, dtype = saved[location].size, saved[location].properties.dtype
                 part, main = self._part_of(name, tuple(size)), self._main_parameters[name]
-                own = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
-                state[stem + location] = part(own) if part else torch.empty(size, dtype=dtype)
+                values = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
+                state[stem + location] = part(values) if part else torch.empty(size, dtype=dtype)
         saved_keys = contents.tensors.keys()
         packed = [*self._random_states.keys_to_read(saved_keys), *handlers_to_read(saved_keys)]
         packed += [COMMON] if COMMON in saved_keys else []
@@ -319,13 +319,13 @@ class TrainingState:
             name = self._owner(key) if key.startswith("optimizer.") else None
             if name not in self._main_parameters:
                 continue
-            main, own = self._main_parameters[name], named.setdefault(self._located[name], {})
+            main, states = self._main_parameters[name], named.setdefault(self._located[name], {})
             if isinstance(value, Chunk):
-                own[_state_name(key)] = Chunk.of(value.local, main.begin, main.record.numel)
+                states[_state_name(key)] = Chunk.of(value.local, main.begin, main.record.numel)
             else:
-                # Pieces may have made different numbers of steps. The whole has made the most.
-                last = own.get(_state_name(key), value)
-                own[_state_name(key)] = value.maximum(last) if value.ndim == 0 else value
+                # Pieces may differ in their number of steps. That of the whole is the largest.
+                last = states.get(_state_name(key), value)
+                states[_state_name(key)] = value.maximum(last) if value.ndim == 0 else value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": named})
 
 
@@ -340,27 +340,27 @@ def parted(key: str) -> tuple[str, str]:
     return (match[1], match[2]) if match else (key, "")
 
 
-def check_keys(config: Config, saved: set[str], own: set[str]) -> None:
+def check_keys(config: Config, saved: set[str], here: set[str]) -> None:
     """Refuses a checkpoint with other parameters or buffers than the model, or in other locations.
 
     Args:
         config: The configuration.
         saved: All keys of the checkpoint. Those of the optimizer are none of its business.
-        own: The keys of all ranks of this run.
+        here: The keys of all ranks of this run.
 
     Raises:
         ConfigError: If keys differ.
     """
     saved = {key for key in saved if key.startswith("model.")}
-    extra, missing = saved - own, own - saved
-    apart = _stems(extra | missing) & _stems(saved) & _stems(own)
+    extra, missing = saved - here, here - saved
+    apart = _stems(extra | missing) & _stems(saved) & _stems(here)
     complaints = []
     if apart:
-        there, here = (_locations(keys, min(apart)) for keys in (saved, own))
+        of_saved, of_run = (_locations(keys, min(apart)) for keys in (saved, here))
         config.refuse(
             "train.resume",
-            f"{min(apart).partition('.')[2]!r} is there in the locations {there}, and here in "
-            f"{here}: choose the parallel.dimensions, the parallel.data, the parallel.shards and "
+            f"{min(apart).partition('.')[2]!r} is there in the locations {of_saved}, and here in "
+            f"{of_run}: choose the parallel.dimensions, the parallel.data, the parallel.shards and "
             f"the handlers of the run that wrote it",
         )
     if extra:

@@ -173,8 +173,8 @@ def _places(names: Iterable[str], stem: str) -> str:
 
 def converted(state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
     """Returns a state dict with floating-point tensors of another dtype; shared ones stay so."""
-    own = {id(t): t.to(dtype) if t.is_floating_point() else t for t in state.values()}
-    return {name: own[id(tensor)] for name, tensor in state.items()}
+    new = {id(t): t.to(dtype) if t.is_floating_point() else t for t in state.values()}
+    return {name: new[id(tensor)] for name, tensor in state.items()}
 
 
 def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> None:
@@ -216,9 +216,9 @@ def _write_safetensors(state: Mapping[str, Tensor], path: Path) -> None:
     first: dict[int, str] = {}
     metadata = {"format": "pt"}  # transformers refuses files without it
     for name, tensor in state.items():
-        kept = first.setdefault(id(tensor), name)
-        if kept != name:
-            metadata[name] = kept
+        stored = first.setdefault(id(tensor), name)
+        if stored != name:
+            metadata[name] = stored
     tensors = {name: state[name].contiguous() for name in first.values()}
     extra("safetensors.torch").save_file(tensors, path, metadata=metadata)
 
