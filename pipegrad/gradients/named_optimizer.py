@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -427,6 +427,10 @@ def _saved(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - state of a
     return Chunk.of(value.detach().reshape(-1), main.begin, main.record.numel)
 
 
+def _slice(begin: int, size: int) -> slice:
+    return slice(begin, begin + size)
+
+
 def _own(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa: ANN401 - as above
     """Returns this rank's part of a value: of a `Chunk`, or of the whole parameter.
 
@@ -439,9 +443,18 @@ def _own(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa
         PlanError: If a chunk is of other elements.
     """
     tensor, record = main.tensor, main.record
-    if isinstance(value, Chunk) and is_dtensor(tensor):
-        own = tensor.detach().clone()
-        local(own).copy_(value.local.view_as(local(own)))
+    if is_dtensor(tensor):
+        if isinstance(value, Chunk):
+            elements = value.local
+        elif isinstance(value, torch.Tensor) and value.ndim and value.numel() == tensor.numel():
+            whole: Any = value.view(tensor.shape)  # it may be flat, of a run that sharded it
+            boxes: Any = cast("Any", tensor).__create_chunk_list__()
+            parts = [whole[tuple(map(_slice, b.offsets, b.sizes))].reshape(-1) for b in boxes]
+            elements = torch.cat([value.new_empty(0), *parts])
+        else:
+            return value
+        own = torch.empty_like(tensor, dtype=value.dtype)
+        local(own).copy_(elements.view_as(local(own)))
         return own
     if isinstance(value, Chunk):
         if (value.begin, *value.local.shape, *value.shape) != (

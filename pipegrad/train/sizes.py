@@ -3,30 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 from pipegrad.train.config import Config
 from pipegrad.train.data.dataset import check_data
 
 
-class Sizes(NamedTuple):
-    """How many ranks there are.
-
-    Attributes:
-        num_ranks: Number of all ranks.
-        pipeline: Number of pipeline ranks.
-        data: Size of the dimension ``dp``.
-        num_shares: Number of parts of a batch, which is the size of all data dimensions.
-    """
-
-    num_ranks: int
-    pipeline: int
-    data: int
-    num_shares: int
-
-
-def sizes_of(config: Config, num_ranks: int | None = None) -> Sizes:
-    """Returns the sizes of a job.
+def sizes_of(config: Config, num_ranks: int | None = None) -> tuple[int, int, int, int]:
+    """Returns how many ranks, pipeline ranks, ranks along ``dp``, and parts of a batch there are.
 
     Args:
         config: The configuration.
@@ -56,7 +39,7 @@ def sizes_of(config: Config, num_ranks: int | None = None) -> Sizes:
             f"{num_shares} replicas x {parallel.microbatches} microbatches do not divide it: "
             f"choose a multiple of {share}",
         )
-    return Sizes(num_ranks, pipeline, data, num_shares)
+    return num_ranks, pipeline, data, num_shares
 
 
 def _check_saves(config: Config) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,23 +33,10 @@ _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make the model
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 
 
-@dataclass(frozen=True)
-class Stages:
-    """The stages of a job.
-
-    Attributes:
-        cut: The stages of all ranks. Those of other ranks may be on the meta device.
-        own: The stages of this rank, on the device.
-    """
-
-    cut: Cut
-    own: list[Stage]
-
-
 def build_stages(
     job: Job, topology: Topology, feed: Feed, texts: Texts, device: torch.device
-) -> Stages:
-    """Returns the stages, after all ranks have made and tried them; every rank must call it.
+) -> tuple[Cut, list[Stage]]:
+    """Returns the cut and this rank's stages, when all ranks have tried them; every rank calls it.
 
     Args:
         job: The job.
@@ -77,7 +63,7 @@ def build_stages(
                 stage.module.forward = autocast(stage.module.forward)
 
     agree("placing the stages", place, timeout_seconds=_PREPARE_SECONDS)
-    return Stages(cut, own)
+    return cut, own
 
 
 def _make_model(job: Job, topology: Topology, sample: Sample) -> Cut:

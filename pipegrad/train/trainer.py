@@ -120,10 +120,12 @@ class Trainer:
         self._topology = self._make_topology()
         self._feed = make_feed(self.job, self._topology, self._texts)
         self._feed.begin(1)
-        stages = build_stages(self.job, self._topology, self._feed, self._texts, self._device)
-        self._cut: Cut | None = stages.cut
-        self._modules = {stage.index: stage.module for stage in stages.own}
-        self._make_scheduler(stages.own)
+        self._cut: Cut | None
+        self._cut, stages = build_stages(
+            self.job, self._topology, self._feed, self._texts, self._device
+        )
+        self._modules = {stage.index: stage.module for stage in stages}
+        self._make_scheduler(stages)
         self._evaluation = self._make_evaluation()
         agree("trying the optimizer out", self._try_out_optimizer)
         # All ranks make it together: it agrees by itself.

@@ -130,9 +130,9 @@ class RecordedModel:
                 for number, call in calls:
                     torch.set_default_dtype(call.default_dtype)
                     if call.draw:
-                        first = call.arguments[0] if call.arguments else None
-                        target = first.memory if isinstance(first, _View) else None
-                        name = self._names.get(target, f"the temporary of draw {call.draw}")
+                        first, name = call.arguments[0], f"the temporary of draw {call.draw}"
+                        if isinstance(first, _View):
+                            name = self._names.get(first.memory, name)
                         torch.default_generator.manual_seed(seeds.of(name))
                     _run(call, memory)
                     # A temporary goes with its last use, or all of them would be here at the end.
@@ -269,7 +269,7 @@ def _like(tensor: Tensor, values: Tensor, leave_out: Iterable[str] = ()) -> Tens
 
 def _real(view: _View, memory: dict[int, torch.UntypedStorage]) -> Tensor:
     empty = torch.empty(0, dtype=view.dtype)
-    return empty.set_(memory[view.memory], view.offset, view.shape, view.stride)  # type: ignore[call-overload, no-any-return]
+    return empty.set_(memory[view.memory], view.offset, view.shape, view.stride)
 
 
 def _run(call: _Call, memory: dict[int, torch.UntypedStorage]) -> None:

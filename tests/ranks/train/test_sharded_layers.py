@@ -127,6 +127,36 @@ def test_a_checkpoint_has_whole_tensors_that_other_cuts_read(
         assert ours.loss == pytest.approx(one.loss, rel=rounding(4 * 8 * 16))
 
 
+@pytest.mark.parametrize(
+    ("name", "other"), [("pp 2 x fsdp 2", "fsdp 2 x tp 2"), ("pp 2 x tp 2", "copies 2 x fsdp 2")]
+)
+def test_a_run_goes_on_with_another_way_to_shard(
+    job: Path, true: dict[bool, Trained], name: str, other: str
+) -> None:
+    parts(job, name)
+    run = trained(job, *COMMON, *RUNS[other], f"train.resume='{name}'", until=4)
+    for ours, one in zip(run.steps, true[False].steps[2:], strict=True):
+        assert ours.loss == pytest.approx(one.loss, rel=rounding(4 * 8 * 16))
+
+
+@pytest.mark.parametrize("name", ["pp 2 x fsdp 2", "copies 2 x fsdp 2"])
+def test_a_run_goes_on_from_a_checkpoint_without_dtensors(
+    job: Path, true: dict[bool, Trained], name: str
+) -> None:
+    trained(job, *COMMON, "parallel.pipeline=2", until=2, save="plain")
+    run = trained(job, *COMMON, *RUNS[name], "train.resume=plain", until=4)
+    for ours, one in zip(run.steps, true[False].steps[2:], strict=True):
+        assert (ours.loss, ours.grad_norm) == pytest.approx(
+            (one.loss, one.grad_norm), rel=rounding(4 * 8 * 16)
+        )
+
+
+def test_tensor_parallel_ranks_refuse_the_flat_state_of_a_run_without_dtensors(job: Path) -> None:
+    trained(job, *COMMON, "parallel.pipeline=2", until=2, save="flat")
+    said = refusal(job, *COMMON, *RUNS["pp 2 x tp 2"], "train.resume=flat")
+    assert "weight.exp_avg' is not kept for each element of the whole tensor" in said
+
+
 @pytest.mark.parametrize("name", ["pp 2 x fsdp 2", "pp 2 x tp 2", "fsdp 2 x tp 2"])
 def test_each_rank_holds_its_part(job: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(job.parent)
