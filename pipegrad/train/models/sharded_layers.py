@@ -199,7 +199,7 @@ def dtensor_shards(sync: GradientSync) -> dict[str, Shard]:
         boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in parameter.__create_chunk_list__()]
         shards[key] = _LocalPart(
             shape=tuple(parameter.shape),
-            own=tuple(local(parameter).shape),
+            piece=tuple(local(parameter).shape),
             dim=0,
             begin=0,
             locations=tuple(sorted(of_ranks[rank][key] for rank in ranks)),
