@@ -360,8 +360,7 @@ def streaming(job: Path) -> Path:
 @cache
 def streamed_losses(job: Path) -> list[float]:
     """Returns losses of the uncut model on the batches of a stream, by hand."""
-    torch.manual_seed(0)
-    model = tied()
+    model = started(tied)
     optimizer, losses = torch.optim.AdamW(model.parameters()), list[float]()
     with contextlib.chdir(job.parent):
         batches = corpus.streamed(load(job, STREAM))
