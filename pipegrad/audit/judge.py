@@ -7,11 +7,12 @@ import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit import clipping, states, stepping
+from pipegrad.audit import clipping, states
 from pipegrad.audit.causes import (
     GRADIENT,
     LATE,
@@ -22,11 +23,10 @@ from pipegrad.audit.causes import (
     explained,
     factors_of,
 )
-from pipegrad.audit.contributions import Fit, fits
-from pipegrad.audit.outputs import Data
-from pipegrad.audit.placed import Entry, entries_of, joined
+from pipegrad.audit.parts import Data, Fit, fits
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.seen import Seen
+from pipegrad.audit.states import Entry, entries_of
 from pipegrad.audit.truth import Truth, computed, names_by_use, sampled
 from pipegrad.errors import PlanError
 
@@ -73,29 +73,15 @@ class Sizes:
         return {name: number for number, name in names.items()}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was found in a step."""
-
-    findings: list[Finding]
-    gradients: list[Gradient]
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A gradient that is wrong.
-
-    Attributes:
-        entry: The gradient.
-        allowed: Its error that is right, relative to `scale`.
-        scale: What its error is divided by.
-    """
+class Wrong(NamedTuple):
+    """A gradient that is wrong, its error that is right, and what an error is divided by."""
 
     entry: Entry
     allowed: float
     scale: float
 
 
+Verdict = tuple[list[Finding], list[Gradient]]
 _Key = tuple[str, tuple[int, ...]]  # name and ranks of an entry
 
 
@@ -125,12 +111,11 @@ class Judge:
         self._clip_norm = clip_norm
         self._tolerance = tolerance
         self._autocast = autocast
-        self._reference = stepping.Reference()
         self._first = {n: first for first, names in names_by_use(model).items() for n in names}
-        self._before: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+        self._before: dict[_Key, Tensor] = {}
 
     def judge(self, seen: Sequence[Seen], data: Data, number: int, sizes: Sizes) -> Verdict:
-        """Returns what is wrong in a step.
+        """Returns what is wrong in a step, and how far each gradient is from the right one.
 
         Args:
             seen: By each rank.
@@ -139,10 +124,8 @@ class Judge:
             sizes: Of the step.
         """
         _check_seen(seen)
-        seen = joined(seen, self._first)
-        several = [finding for of_rank in seen for finding in stepping.several(of_rank)]
-        if several:  # nothing else means anything
-            return Verdict([replace(finding, step=number) for finding in several], [])
+        if several := list(states.several(seen)):  # nothing else means anything
+            return [replace(finding, step=number) for finding in several], []
         findings = list(states.starts(seen, self._model, self._first)) if number == 1 else []
         dtypes = {
             self._first[name]: value.dtype
@@ -150,7 +133,7 @@ class Judge:
             for name, value in of_rank.before.items()
         }
         if number == 1:
-            self._note_values(seen)
+            self._describe(seen)
         truth = computed(self._with_values(seen), data, dtypes, self._autocast)
         if truth.is_coupled:
             self.notes["coupled"] = (
@@ -160,9 +143,7 @@ class Judge:
                 "give the audit by_microbatch=True"
             )
         frozen = states.frozen(seen, self._first)
-        entries, norms, after = clipping.unclipped(
-            seen, self._first, truth.gradients, self._clip_norm
-        )
+        entries, norms, after = clipping.unclipped(seen, self._first, self._clip_norm)
         findings += norms
         findings += states.losses(seen, truth)
         findings += states.trained(entries, truth, frozen)
@@ -178,21 +159,37 @@ class Judge:
         # A loss scale that is removed behind clipping is one cause, and is said there.
         is_late = any(finding.advice == LATE.advice for finding in wrong)
         is_clipped = any(of_rank.norm is not None for of_rank in seen)
-        findings += [*wrong, *clipping.behind({} if is_late else after)]
-        # Ranks that clip by other norms, or other gradients, step copies otherwise: one cause.
+        findings += wrong
+        findings += [
+            Finding(
+                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
+                f"step",
+                "scale gradients before they are clipped",
+                ranks=(rank,),
+            )
+            for rank, value in after.items()
+            if not is_late
+        ]
+        # Ranks that clip by other norms, or other gradients, update copies otherwise: one cause.
         explained = {name for finding in findings for name in finding.names}
         explained |= set(self._first.values()) if norms or (wrong and is_clipped) else set()
-        findings += self._parameters(seen, explained)
+        findings += states.updates(seen, self._first, explained)
+        findings += states.copies(states.held(seen, "after", self._first), _DRIFT, explained)
         findings += states.buffers(seen, truth)
         self._before = {
             (entry.name, entry.ranks): entry.gradient
-            for entry in entries_of(seen, [s.gradients for s in seen], self._first)
+            for entry in self._entries(seen)
             if entry.gradient is not None
         }
-        return Verdict([replace(finding, step=number) for finding in findings], gradients)
+        return [replace(finding, step=number) for finding in findings], gradients
 
-    def _note_values(self, seen: Sequence[Seen]) -> None:
-        """Notes parameters whose values are not those of the uncut model."""
+    def _describe(self, seen: Sequence[Seen]) -> None:
+        """Adds notes about values, learning rates and optimizers that are odd, and no finding."""
+        if why_not := states.why_not_updated(seen):
+            self.notes["optimizer"] = f"which parameters optimizers step is not known: {why_not}"
+        rates = sorted({update.rate for of_rank in seen for update in of_rank.updates})
+        if len(rates) > 1:
+            self.notes["rates"] = f"optimizers have different learning rates: {rates}"
         there = dict(self._model.named_parameters(remove_duplicate=False))
         differing = [
             name
@@ -329,29 +326,18 @@ class Judge:
             parts = {GRADIENT: right.reshape(1, 1, 1, 1, -1), **parts}
         return fits(actual, parts, one.allowed * one.scale * size * share, before, known)
 
-    # What follows.
+    def _entries(self, seen: Sequence[Seen]) -> list[Entry]:
+        return entries_of(seen, [of_rank.gradients for of_rank in seen], self._first)
 
     def copies_with_dropout(self, seen: Sequence[Seen]) -> Iterator[Finding]:
         """Yields parameters whose copies get other gradients only because of dropout."""
-        seen = joined(seen, self._first)
         yield from states.copies(
-            seen,
-            [{n: g for n, g in s.gradients.items() if g is not None} for s in seen],
-            self._first,
+            (
+                (entry.name, entry.ranks[0], entry.gradient)
+                for entry in self._entries(seen)
+                if entry.gradient is not None
+            ),
             _DROPOUT,
-        )
-
-    def _parameters(self, seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:
-        """Yields parameters that are wrong after the optimizer's step."""
-        yield from self._reference.judge(seen, self._first, explained)
-        self.notes |= self._reference.notes
-        if self._reference.why_not:
-            self.notes["optimizer"] = (
-                "parameters after the optimizer's step are not compared with one process: "
-                + self._reference.why_not
-            )
-        yield from states.copies(
-            seen, [of_rank.after for of_rank in seen], self._first, _DRIFT, explained
         )
 
 
@@ -381,7 +367,7 @@ def _check_seen(seen: Sequence[Seen]) -> None:
     Raises:
         PlanError: If the caller's optimizer is none of torch, and has set them to None.
     """
-    has_optimizer = any(of_rank.optimizers for of_rank in seen)
+    has_optimizer = any(of_rank.updates for of_rank in seen)
     if not has_optimizer and all(g is None for s in seen for g in s.gradients.values()):
         raise PlanError(
             "no gradient was seen: no optimizer of torch.optim has stepped, and gradients are None "

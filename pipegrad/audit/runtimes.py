@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipegrad.audit.audit import Audit
-from pipegrad.audit.outputs import Batch
-from pipegrad.audit.seen import gradient_of
+from pipegrad.audit.parts import Batch
+from pipegrad.audit.seen import before_clipping, gradient_of
 from pipegrad.audit.truth import leaves_cut
 
 if TYPE_CHECKING:
@@ -91,11 +91,18 @@ def of_deepspeed(
         **more: Other attributes of `Audit`.
     """
     number: int = engine.gradient_accumulation_steps()
+    clip = getattr(engine, "clip_fp32_gradients", None)
+    if clip is not None:  # without ZeRO it clips by its own code, which leaves no norm
+
+        def marked() -> None:
+            before_clipping()
+            clip()
+
+        engine.clip_fp32_gradients = marked
 
     def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
-        cut = zip(leaves_cut(inputs, number), leaves_cut(target, number), strict=True)
         return {
-            "loss": engine.train_batch(data_iter=iter(list(cut))),
+            "loss": engine.train_batch(data_iter=iter(leaves_cut((inputs, target), number))),
             "grad_norm": engine.get_global_grad_norm(),
         }
 
@@ -145,8 +152,7 @@ def of_megatron(
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        cut = zip(leaves_cut(inputs, microbatches), leaves_cut(target, microbatches), strict=True)
-        every = list(cut)
+        every = leaves_cut((inputs, target), microbatches)
         # With virtual stages each chunk reads the batch from its beginning.
         data = [iter(every) for _ in chunks] if len(chunks) > 1 else iter(every)
         reduced = forward_backward_func(

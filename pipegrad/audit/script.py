@@ -102,7 +102,11 @@ def function(target: Target) -> Callable[[], object]:
         raise ConfigError(f"{home} cannot be imported: {in_words(error)}") from error
     found: object = getattr(module, name, None)
     if not callable(found):
-        near = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
+        near = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__
+        ]
         raise ConfigError(f"{home} has no function {name!r}; it has {near}")
     return found
 
@@ -134,10 +138,6 @@ def _file(path: Path) -> ModuleType:
             del sys.modules[name]
         raise
     return module
-
-
-def _is_own(value: object, module: str) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module
 
 
 def _name(target: Target) -> str:

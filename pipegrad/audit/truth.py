@@ -1,7 +1,7 @@
 """Truth: what one process computes on the uncut model, whole and in parts, in float64.
 
 [Note: what is right] The right gradient is that of the loss of the whole batch, computed at once.
-Its parts, one for each microbatch, say what a wrong gradient is made of; see `outputs.py`. If no
+Its parts, one for each microbatch, say what a wrong gradient is made of; see `parts.py`. If no
 parts make the whole, samples depend on each other, as in BatchNorm. A pipeline that computes each
 microbatch by itself has another gradient then. Only the caller may say that it is right
 nevertheless, by ``by_microbatch``.
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.outputs import (
+from pipegrad.audit.parts import (
     WHOLE,
     Batch,
     Data,

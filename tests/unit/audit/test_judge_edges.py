@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from pipegrad.audit.judge import Judge, Sizes
-from pipegrad.audit.placed import Entry, Placed
-from pipegrad.audit.seen import Clip, Watch
+from pipegrad.audit.seen import Clip, Placed, Watch
+from pipegrad.audit.states import Entry
 
 
 def test_the_limit_and_the_norm_of_torchs_clipping_are_seen_but_not_a_measurement() -> None:
