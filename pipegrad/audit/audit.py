@@ -23,14 +23,13 @@ from torch import Tensor, nn
 from pipegrad.audit import dropout
 from pipegrad.audit.causes import OTHER_VALUES, STALE
 from pipegrad.audit.checks import Names, check_ranks, checked, copied, digest_of, match
-from pipegrad.audit.judge import Judge, Sizes, Verdict
+from pipegrad.audit.judge import Judge, Verdict
 from pipegrad.audit.parts import Batch, Data, LossFn
 from pipegrad.audit.report import Finding, Gradient, Report, merged
 from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
 from pipegrad.audit.truth import leaves_cut
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import PlanError
-from pipegrad.pipeline.batch.trees import flattened
 from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ordering.clocks import Violation
 
@@ -39,7 +38,6 @@ _NO_GROUP = (
     "this in ranks of torchrun, after torch.distributed.init_process_group"
 )
 _ROUNDING = 64.0  # factor of the rounding of two runs
-_IGNORED = -100  # by torch's losses, and Hugging Face's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -255,11 +253,9 @@ class _Run:
                 return None
             shares = leaves_cut(batch, audit.num_replicas)
             cut = [leaves_cut(share, audit.microbatches) for share in shares]
-            targets = tuple(_counted(target) for of_replica in cut for _, target in of_replica)
-            sizes = Sizes(audit.microbatches, audit.num_replicas, targets, len(every))
             with self._dropout.running():
                 data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
-                return self._judge.judge(every, data, number, sizes)
+                return self._judge.judge(every, data, number)
 
         first = agree("compare with one process", compare, timeout_seconds=PATIENCE_SECONDS)[0]
         return first or ([], [])
@@ -314,12 +310,6 @@ class _Run:
 
     def _tensors(self) -> list[Tensor]:
         return [*self._names.parameters.values(), *self._names.buffers.values()]
-
-
-def _counted(target: Any) -> int:  # noqa: ANN401 - a tree
-    """Returns how many elements of a target a loss counts, at least 1."""
-    leaves = [leaf for _, leaf in flattened(target)[0] if isinstance(leaf, Tensor)]
-    return max(1, sum(int((leaf != _IGNORED).sum()) for leaf in leaves))
 
 
 def _gathered(own: Seen) -> list[Seen] | None:

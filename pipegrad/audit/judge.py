@@ -6,7 +6,7 @@ import copy
 import math
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -35,42 +35,25 @@ _NOISE = 4.0  # factor of the error of one process that computes in the pipeline
 _SMALL = 1e-3  # gradients below this share of the whole norm are compared with it
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How a step is cut.
-
-    Attributes:
-        microbatches: Of a step on one replica.
-        replicas: That have different data.
-        targets: Of each replica and microbatch, elements of the target that are not -100, which
-            torch's losses ignore.
-        ranks: Of the job.
-    """
-
-    microbatches: int
-    replicas: int
-    targets: tuple[int, ...]
-    ranks: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Numbers that a gradient may be multiplied by, the likely ones first."""
-        every = {
-            "microbatches": self.microbatches,
-            "replicas": self.replicas,
-            "targets of the step": sum(self.targets),
-        }
-        if self.ranks > 2:  # twice as large has many causes
-            every["ranks"] = self.ranks
-        if len(set(self.targets)) == 1:
-            every["targets of a replica"] = self.targets[0] * self.microbatches
-            every["targets of a microbatch"] = self.targets[0]
-        if self.microbatches == self.replicas:
-            every = {"microbatches or of replicas": every.pop("microbatches"), **every}
-        names: dict[int, str] = {}
-        for name, number in every.items():
-            names.setdefault(number, name)
-        return {name: number for number, name in names.items()}
+def _counts(data: Data, num_ranks: int) -> dict[str, int]:
+    """Returns numbers that a gradient may be multiplied by, the likely ones first."""
+    microbatches, replicas, targets = len(data.batches[0]), len(data.batches), data.targets
+    every = {
+        "microbatches": microbatches,
+        "replicas": replicas,
+        "targets of the step": sum(targets),
+    }
+    if num_ranks > 2:  # twice as large has many causes
+        every["ranks"] = num_ranks
+    if len(set(targets)) == 1:
+        every["targets of a replica"] = targets[0] * microbatches
+        every["targets of a microbatch"] = targets[0]
+    if microbatches == replicas:
+        every = {"microbatches or of replicas": every.pop("microbatches"), **every}
+    names: dict[int, str] = {}
+    for name, number in every.items():
+        names.setdefault(number, name)
+    return {name: number for number, name in names.items()}
 
 
 class Wrong(NamedTuple):
@@ -85,48 +68,35 @@ Verdict = tuple[list[Finding], list[Gradient]]
 _Key = tuple[str, tuple[int, ...]]  # name and ranks of an entry
 
 
+@dataclass
 class Judge:
     """Compares steps, one after the other.
 
-    Args:
+    Attributes:
         model: The uncut model, on CPU. It is not changed.
         clip_norm: The norm to which the step clips; None to take it from torch's functions.
         tolerance: Relative, of each gradient; None to derive it.
         autocast: In which the pipeline computes, if that is another dtype than its parameters'.
-
-    Attributes:
         notes: What was not compared, and why.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        clip_norm: float | None,
-        tolerance: float | None,
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.notes: dict[str, str] = {}
-        self._model = model
-        self._clip_norm = clip_norm
-        self._tolerance = tolerance
-        self._autocast = autocast
-        self._first = {n: first for first, names in names_by_use(model).items() for n in names}
+    model: nn.Module
+    clip_norm: float | None = None
+    tolerance: float | None = None
+    autocast: torch.dtype | None = None
+    notes: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        uses = names_by_use(self.model)
+        self._first = {name: first for first, names in uses.items() for name in names}
         self._before: dict[_Key, Tensor] = {}
 
-    def judge(self, seen: Sequence[Seen], data: Data, number: int, sizes: Sizes) -> Verdict:
-        """Returns what is wrong in a step, and how far each gradient is from the right one.
-
-        Args:
-            seen: By each rank.
-            data: Of the step.
-            number: Of the step, from 1.
-            sizes: Of the step.
-        """
+    def judge(self, seen: Sequence[Seen], data: Data, number: int) -> Verdict:
+        """Returns what is wrong in a step, by its number from 1, and how far gradients are off."""
         _check_seen(seen)
         if several := list(states.several(seen)):  # nothing else means anything
             return [replace(finding, step=number) for finding in several], []
-        findings = list(states.starts(seen, self._model, self._first)) if number == 1 else []
+        findings = list(states.starts(seen, self.model, self._first)) if number == 1 else []
         dtypes = {
             self._first[name]: value.dtype
             for of_rank in seen
@@ -134,7 +104,7 @@ class Judge:
         }
         if number == 1:
             self._describe(seen)
-        truth = computed(self._with_values(seen), data, dtypes, self._autocast)
+        truth = computed(self._with_values(seen), data, dtypes, self.autocast)
         if truth.is_coupled:
             self.notes["coupled"] = (
                 "no parts of microbatches make the gradient of the batch: its samples depend on "
@@ -143,7 +113,7 @@ class Judge:
                 "give the audit by_microbatch=True"
             )
         frozen = states.frozen(seen, self._first)
-        entries, norms, after = clipping.unclipped(seen, self._first, self._clip_norm)
+        entries, norms, after = clipping.unclipped(seen, self._first, self.clip_norm)
         findings += norms
         findings += states.losses(seen, truth)
         findings += states.trained(entries, truth, frozen)
@@ -155,7 +125,8 @@ class Judge:
             and not set(entry.ranks) & frozen.get(entry.name, set())
             and (entry.name, entry.ranks) not in changed
         ]
-        wrong, gradients = self._gradients(entries, truth, dtypes, sizes, after)
+        places = _places(entries, truth, data, len(seen), after)
+        wrong, gradients = self._gradients(entries, truth, dtypes, places, sum(data.targets))
         # A loss scale that is removed behind clipping is one cause, and is said there.
         is_late = any(finding.advice == LATE.advice for finding in wrong)
         is_clipped = any(of_rank.norm is not None for of_rank in seen)
@@ -190,7 +161,7 @@ class Judge:
         rates = sorted({update.rate for of_rank in seen for update in of_rank.updates})
         if len(rates) > 1:
             self.notes["rates"] = f"optimizers have different learning rates: {rates}"
-        there = dict(self._model.named_parameters(remove_duplicate=False))
+        there = dict(self.model.named_parameters(remove_duplicate=False))
         differing = [
             name
             for of_rank in seen
@@ -205,7 +176,7 @@ class Judge:
 
     def _with_values(self, seen: Sequence[Seen]) -> nn.Module:
         """Returns the uncut model in double precision, with the values of the ranks."""
-        whole = copy.deepcopy(self._model).cpu().double()
+        whole = copy.deepcopy(self.model).cpu().double()
         parameters = dict(whole.named_parameters(remove_duplicate=False))
         buffers = dict(whole.named_buffers(remove_duplicate=False))
         with torch.no_grad():
@@ -222,9 +193,9 @@ class Judge:
         entries: Sequence[Entry],
         truth: Truth,
         dtypes: Mapping[str, torch.dtype],
-        sizes: Sizes,
-        after: Mapping[int, float],
-    ) -> tuple[list[Finding], list[Gradient]]:
+        places: Mapping[_Key, Place],
+        num_targets: int,
+    ) -> Verdict:
         """Returns what is wrong with gradients, and how far each is from the right one."""
         whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
         gradients, wrong = [], list[Wrong]()
@@ -237,9 +208,9 @@ class Judge:
             # Many models compute in float32 inside, also where their parameters are float64.
             is_exact = dtypes[entry.name] == torch.float64 and noise < _EXACT
             eps = torch.finfo(torch.float64 if is_exact else torch.float32).eps
-            rounding = _ROUNDING * eps * math.sqrt(sum(sizes.targets))
-            allowed = self._tolerance or rounding + _NOISE * noise
-            if not allowed <= _MOST_ALLOWED and self._tolerance is None:
+            rounding = _ROUNDING * eps * math.sqrt(num_targets)
+            allowed = self.tolerance or rounding + _NOISE * noise
+            if not allowed <= _MOST_ALLOWED and self.tolerance is None:
                 self.notes["noise"] = (
                     f"one process in the pipeline's dtype is off by as much as {noise:.2g} of a "
                     f"gradient: errors below {_MOST_ALLOWED:g} are not seen. Compare in float32"
@@ -248,10 +219,10 @@ class Judge:
             gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
             if not error <= allowed:  # NaN is wrong, too
                 wrong.append(Wrong(entry, allowed, scale))
-        why = self._why(wrong, entries, truth, sizes, after)
+        why = self._why(wrong, entries, truth, places)
         is_small = all(0 < one.error < _LOW for one in gradients)
         is_other = any(finding.cause == OTHER_VALUES.words for finding in why)
-        if is_small and is_other and torch.float32 in dtypes.values() and self._autocast is None:
+        if is_small and is_other and torch.float32 in dtypes.values() and self.autocast is None:
             self.notes["autocast"] = (
                 "all errors are as small as those of half precision: if the pipeline computes in "
                 "torch.autocast, give autocast=torch.bfloat16"
@@ -263,8 +234,7 @@ class Judge:
         wrong: Sequence[Wrong],
         entries: Sequence[Entry],
         truth: Truth,
-        sizes: Sizes,
-        after: Mapping[int, float],
+        places: Mapping[_Key, Place],
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
         findings = list[Finding]()
@@ -272,7 +242,6 @@ class Judge:
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
         names = list(dict.fromkeys(one.entry.name for one in wrong))
         parts = truth.parts(names) if names else {}
-        places = _places(entries, truth, sizes, after)
         found, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
         known: dict[tuple[int, ...], list[Fit]] = {}
         for one in wrong:
@@ -377,10 +346,15 @@ def _check_seen(seen: Sequence[Seen]) -> None:
 
 
 def _places(
-    entries: Sequence[Entry], truth: Truth, sizes: Sizes, after: Mapping[int, float]
+    entries: Sequence[Entry],
+    truth: Truth,
+    data: Data,
+    num_ranks: int,
+    after: Mapping[int, float],
 ) -> dict[_Key, Place]:
     """Returns what is known of each gradient before any is explained."""
-    holders: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    counts = _counts(data, num_ranks)
+    holders: dict[_Key, set[tuple[int, ...]]] = {}
     for entry in entries:
         holders.setdefault((entry.name, entry.replicas), set()).add(entry.ranks)
     return {
@@ -388,10 +362,10 @@ def _places(
             replicas=entry.replicas,
             uses=[truth.uses[entry.name].index(name) for name in entry.uses],
             holders=len(holders[entry.name, entry.replicas]),
-            counts=sizes.counts,
-            num_replicas=sizes.replicas,
-            stages=sizes.ranks // sizes.replicas,
-            targets=sizes.targets,
+            counts=counts,
+            num_replicas=len(data.batches),
+            stages=num_ranks // len(data.batches),
+            targets=data.targets,
             terms=truth.terms,
             is_coupled=truth.is_coupled,
             after=after.get(entry.ranks[0], 1.0),

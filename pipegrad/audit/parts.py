@@ -40,6 +40,7 @@ Cotangents = dict[Cell, Leaves]  # gradients of the loss by an output; None wher
 
 WHOLE, REPLICAS, MICROBATCHES = "whole", "replicas", "microbatches"
 BEFORE, BEHIND = "targets before", "targets behind"
+_IGNORED = -100  # by torch's losses, and Hugging Face's
 _SAME = 1e-9  # of the gradients of two views that are one
 _KNOWN = 4.0  # factor of what is allowed, for the ratios of another gradient
 _MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not told apart
@@ -62,6 +63,11 @@ class Data:
     batches: Sequence[Sequence[Batch]]
     whole: Batch
     by_microbatch: bool = False
+
+    @property
+    def targets(self) -> list[int]:
+        """How many elements of each microbatch's target a loss counts, at least 1."""
+        return [_counted(target) for of_replica in self.batches for _, target in of_replica]
 
 
 class Outputs:
@@ -245,6 +251,11 @@ def views_of(outputs: Outputs, data: Data) -> Views:
         own=torch.tensor(own, dtype=torch.float64),
         loss=loss,
     )
+
+
+def _counted(target: Any) -> int:  # noqa: ANN401 - a tree
+    leaves = [leaf for _, leaf in flattened(target)[0] if isinstance(leaf, Tensor)]
+    return max(1, sum(int((leaf != _IGNORED).sum()) for leaf in leaves))
 
 
 def output_of(model: nn.Module, inputs: Any) -> Any:  # noqa: ANN401 - as the model

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad.audit.judge import Judge, Sizes
+from pipegrad.audit.judge import Judge
 from pipegrad.audit.seen import Clip, Placed, Watch
 from pipegrad.audit.states import Entry
 
@@ -41,8 +41,8 @@ def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_wh
         Entry(name, (0,), (0,), (name,), gradient * (1 if name == "large" else 1.5))
         for name, gradient in truth.gradients.items()
     ]
-    judge = Judge(nn.Linear(1, 1), clip_norm=None, tolerance=1e-4, autocast=None)
+    judge = Judge(nn.Linear(1, 1), tolerance=1e-4)
     dtypes = dict.fromkeys(truth.gradients, torch.float32)
-    findings, gradients = judge._gradients(entries, truth, dtypes, Sizes(1, 1, (4,), 1), {})
+    findings, gradients = judge._gradients(entries, truth, dtypes, {}, 4)
     assert findings == []
     assert [one.error for one in gradients] == pytest.approx([0.0, 1e-9 / 1e-3], rel=1e-6)
