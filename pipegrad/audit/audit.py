@@ -177,21 +177,13 @@ class _Run:
             self._batches = checked(audit, steps, tolerance)
             self._names = match(audit.held, audit.model, audit.names)
             self._model = copied(audit.model)
-            sizes = (
-                len(self._batches),
-                audit.microbatches,
-                audit.num_replicas,
-                audit.replica,
-            )
+            sizes = (len(self._batches), audit.microbatches, audit.num_replicas, audit.replica)
             return list(self._names.parameters), digest_of(self._batches), sizes
 
         every = agree("the audit", prepare, timeout_seconds=PATIENCE_SECONDS)
         self._notes = check_ranks(audit, every)
         self._judge = Judge(
-            self._model,
-            clip_norm=audit.clip_norm,
-            tolerance=tolerance,
-            autocast=audit.autocast,
+            self._model, clip_norm=audit.clip_norm, tolerance=tolerance, autocast=audit.autocast
         )
         modules = [part for module in audit.held for part in module.modules()]
         self._dropout = dropout.Without(modules)

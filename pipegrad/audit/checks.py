@@ -214,11 +214,6 @@ def match(
     is looked for as a run of the uncut model's parameters and buffers, by shapes and values, as a
     slice of its layers is one. If there is none, names and shapes suffice.
 
-    Args:
-        modules: That the rank holds.
-        model: The uncut model, with the values that the modules have.
-        known: Names of the modules' parameters -> names in the uncut model.
-
     Raises:
         PlanError: If no run has these shapes and values, or several have.
     """

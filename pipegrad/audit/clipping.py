@@ -19,7 +19,7 @@ from torch import Tensor
 from pipegrad.audit.causes import Cause
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
-from pipegrad.audit.states import Entry, entries_of
+from pipegrad.audit.states import Entry, First, entries_of
 from pipegrad.errors import PlanError
 
 _CLOSE = 1e-4  # of a norm
@@ -40,23 +40,12 @@ _ADVICE = "reduce the squares over all ranks, with each parameter counted once"
 
 
 def right_norm(rank: int, entries: Sequence[Entry]) -> float:
-    """Returns the norm in which each parameter counts once, with the gradients of a replica.
-
-    Args:
-        rank: One of the replica.
-        entries: Gradients of all ranks.
-    """
+    """Returns the norm in which each parameter counts once, with the gradients of one replica."""
     return _norm(_once(_of_replica(rank, entries)))
 
 
 def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
-    """Returns what is wrong with a norm; None if it is right.
-
-    Args:
-        norm: That a rank has used.
-        rank: The rank that has used it.
-        entries: Gradients of all ranks.
-    """
+    """Returns what is wrong with a norm; None if it is right."""
     right, close = right_norm(rank, entries), _close(entries)
     # torch clips by the norm and 1e-6. With norm_type inf, the norm is that of the largest element.
     largest = max(
@@ -129,16 +118,11 @@ def _norm(entries: Iterable[Entry]) -> float:
 
 
 def unclipped(
-    seen: Sequence[Seen], first: Mapping[str, str], clip_norm: float | None
+    seen: Sequence[Seen], first: First, clip_norm: float | None
 ) -> tuple[list[Entry], list[Finding], dict[int, float]]:
     """Returns gradients as they were before they were clipped, wrong norms, and changes behind it.
 
     The last is by rank: the factor by which gradients are multiplied after they were clipped.
-
-    Args:
-        seen: By each rank.
-        first: Name of a parameter -> the first of its names.
-        clip_norm: To which the step clips; None if it is not known.
 
     Raises:
         PlanError: If a rank has clipped, and neither its norm nor its gradients before were seen.
@@ -194,7 +178,7 @@ def _before(
     return before
 
 
-def _is_apart(seen: Seen, entries: Sequence[Entry], first: Mapping[str, str]) -> bool:
+def _is_apart(seen: Seen, entries: Sequence[Entry], first: First) -> bool:
     """Returns whether a rank has clipped parts of its parameters, each by its own norm."""
     if len({clip.norm for clip in seen.clips}) < 2:
         return False

@@ -37,7 +37,7 @@ _SMALL = 1e-3  # gradients below this share of the whole norm are compared with 
 
 def _counts(data: Data, num_ranks: int) -> dict[str, int]:
     """Returns numbers that a gradient may be multiplied by, the likely ones first."""
-    microbatches, replicas, targets = len(data.batches[0]), len(data.batches), data.targets
+    microbatches, replicas, targets = (len(data.batches[0]), len(data.batches), data.targets)
     every = {
         "microbatches": microbatches,
         "replicas": replicas,
@@ -346,11 +346,7 @@ def _check_seen(seen: Sequence[Seen]) -> None:
 
 
 def _places(
-    entries: Sequence[Entry],
-    truth: Truth,
-    data: Data,
-    num_ranks: int,
-    after: Mapping[int, float],
+    entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int, after: Mapping[int, float]
 ) -> dict[_Key, Place]:
     """Returns what is known of each gradient before any is explained."""
     counts = _counts(data, num_ranks)

@@ -25,7 +25,7 @@ import copy
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class Outputs:
             first = {name: buffer.clone() for name, buffer in own.named_buffers()}
             for index, one in enumerate(of_replica):
                 leaves = self.run(own, one)
-                self._each[replica, index] = [x.detach() if _is_real(x) else x for x in leaves]
+                self._each[replica, index] = [x.detach() if is_real(x) else x for x in leaves]
             buffers = own.named_buffers()
             self.buffers.append({n: b for n, b in buffers if not torch.equal(b, first[n])})
         self.cells = [*self._each]
@@ -117,13 +117,7 @@ class Outputs:
         return [leaf for _, leaf in leaves]
 
     def loss(self, cells: Sequence[Cell], target: Any, live: Mapping[Cell, Leaves]) -> Tensor:  # noqa: ANN401
-        """Returns the loss of some microbatches together.
-
-        Args:
-            cells: The microbatches.
-            target: Of them.
-            live: Leaves to take in the place of those that are known.
-        """
+        """Returns the loss of some microbatches together; `live` leaves come before those that are known."""
         each = [live.get(cell, self._each[cell]) for cell in cells]
         output = self._rebuilt(
             [self._joined(n, cells, own) for n, own in enumerate(zip(*each, strict=True))]
@@ -134,7 +128,7 @@ class Outputs:
         dim = self.dims[leaf]
         if dim is not None:
             return torch.cat(list(own), dim)
-        if not _is_real(own[0]):
+        if not is_real(own[0]):
             return own[0]
         weights = [self.weights[leaf][cell] for cell in cells]
         # Among themselves, microbatches weigh as in the whole.
@@ -144,15 +138,15 @@ class Outputs:
     def flow(self, cells: Sequence[Cell], target: Any) -> tuple[float, Cotangents]:  # noqa: ANN401
         """Returns the loss of some microbatches together, and its gradients by their outputs."""
         live = {
-            cell: [x.detach().requires_grad_() if _is_real(x) else x for x in self._each[cell]]
+            cell: [x.detach().requires_grad_() if is_real(x) else x for x in self._each[cell]]
             for cell in cells
         }
-        wanted = [x for cell in cells for x in live[cell] if _is_real(x)]
+        wanted = [x for cell in cells for x in live[cell] if is_real(x)]
         with torch.enable_grad():
             loss = self.loss(cells, target, live)
             found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
         cotangents = {
-            cell: [next(found) if _is_real(x) else None for x in live[cell]] for cell in cells
+            cell: [next(found) if is_real(x) else None for x in live[cell]] for cell in cells
         }
         for own in cotangents.values():  # 0 / 0 where there are no targets
             own[:] = [None if g is None else g.nan_to_num(0.0) for g in own]
@@ -272,7 +266,8 @@ def loss_of(result: Any) -> Tensor:  # noqa: ANN401 - of the caller
     return loss
 
 
-def _is_real(leaf: object) -> bool:
+def is_real(leaf: object) -> TypeGuard[Tensor]:
+    """Returns whether a leaf is a tensor of real numbers, which may have gradients."""
     return isinstance(leaf, Tensor) and leaf.is_floating_point()
 
 

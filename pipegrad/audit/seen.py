@@ -16,7 +16,6 @@ zeros where other ranks have the elements, and rank 0 adds them up.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import numbers
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -134,11 +133,7 @@ class Seen:
 
 
 class Placed:
-    """What the syncs of this process know of a rank's parameters; see [Note: pieces].
-
-    Args:
-        parameters: By name.
-    """
+    """What the syncs of this process know of a rank's parameters; see [Note: pieces]."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._live: dict[str, LiveParameter] = {}
@@ -186,7 +181,7 @@ class Placed:
         """Returns this rank's piece of a gradient in the shape of its parameter."""
         if value is None or name not in self.groups:
             return value
-        parameter, shard = self._live[name].parameter, self._live[name].placed.main_shard
+        parameter, shard = (self._live[name].parameter, self._live[name].placed.main_shard)
         if value.shape == parameter.shape:
             return value
         begin = 0 if shard is None else shard.main_range.begin
@@ -338,21 +333,10 @@ class StepFailed(BaseException):
     """The step of a rank has failed. It is no Exception, so `agree` does not wait for all ranks."""
 
 
-def _fail(error: Exception) -> NoReturn:
-    raise StepFailed(in_words(error)) from error
-
-
 def watched(
     step: Callable[[], object], names: Names, replica: int, gradients: Gradients | None
 ) -> Seen:
-    """Runs a step, and returns what this rank had in it.
-
-    Args:
-        step: Of the caller, with its batch.
-        names: Of this rank's parameters and buffers.
-        replica: Of this rank.
-        gradients: Returns gradients by names of the modules; None for ``.grad``.
-    """
+    """Runs a step, and returns what this rank had in it."""
     own = names.parameters
     placed = Placed(own)
 
@@ -378,8 +362,13 @@ def watched(
         losses, norm = _numbers(result)
     except Exception as error:
         # Ranks that have ended their step need not wait for this one.
+        reason = in_words(error)
+
+        def fail() -> NoReturn:
+            raise StepFailed(reason)
+
         with contextlib.suppress(StepFailed):
-            agree("clipping", functools.partial(_fail, error))
+            agree("clipping", fail)
         raise
     # Whole tensors are gathered on all ranks, or on none.
     is_clipped = any(
@@ -473,22 +462,16 @@ def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _numbers(result: object) -> tuple[list[float], float | None]:
     """Returns candidates for the loss, and the norm that a step has returned."""
-    if isinstance(result, Mapping):
-        return _losses(result.get("loss")), _number(result.get("grad_norm"))
+    norm = result.get("grad_norm") if isinstance(result, Mapping) else None
+    loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(result, tuple):  # the loss, and what else the training wants to know
-        return _losses(result[0] if result else None), None
-    return _losses(result), None
-
-
-def _losses(value: object) -> list[float]:
-    """Returns a loss; of a list, for each microbatch one, the mean and the sum."""
-    if not isinstance(value, list):
-        number = _number(value)
-        return [] if number is None else [number]
-    found = [number for number in map(_number, value) if number is not None]
-    if not found or len(found) < len(value):
-        return []
-    return [sum(found) / len(found), sum(found)]
+        loss = result[0] if result else None
+    every = [_number(value) for value in (loss if isinstance(loss, list) else [loss])]
+    losses = [number for number in every if number is not None]
+    if not losses or len(losses) < len(every):
+        return [], _number(norm)
+    # Of a list, for each microbatch one: the mean and the sum.
+    return list(dict.fromkeys([sum(losses) / len(losses), sum(losses)])), _number(norm)
 
 
 def _number(value: object) -> float | None:

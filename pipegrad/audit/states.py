@@ -30,6 +30,9 @@ _FORWARD = "look at the forward first: inputs, targets, loss function, order of 
 _CLOSE = 1e-4  # of a loss or a buffer in float32
 
 
+First = Mapping[str, str]  # name of a parameter -> the first of its names
+
+
 @dataclass(frozen=True)
 class Entry:
     """A gradient that some ranks hold together.
@@ -50,17 +53,9 @@ class Entry:
 
 
 def entries_of(
-    seen: Sequence[Seen],
-    gradients: Sequence[Mapping[str, Tensor | None]],
-    first: Mapping[str, str],
+    seen: Sequence[Seen], gradients: Sequence[Mapping[str, Tensor | None]], first: First
 ) -> list[Entry]:
-    """Returns gradients with the ranks that hold them; a parameter once for each group of ranks.
-
-    Args:
-        seen: By each rank.
-        gradients: Of each rank, by name. Pieces of one gradient are added up.
-        first: Name of a parameter -> the first of its names.
-    """
+    """Returns gradients once for each group of ranks that holds them, with pieces added up."""
     replicas = {of_rank.rank: of_rank.replica for of_rank in seen}
     entries = list[Entry]()
     of_name: dict[str, list[int]] = {}
@@ -69,7 +64,7 @@ def entries_of(
         for name in held:
             parameters.setdefault(first[name], name)
         for parameter, name in parameters.items():
-            ranks, gradient, uses = {*of_rank.groups[name]}, held[name], of_rank.uses[name]
+            ranks, gradient, uses = ({*of_rank.groups[name]}, held[name], of_rank.uses[name])
             known = of_name.setdefault(parameter, [])
             at = next((at for at in known if ranks & {*entries[at].ranks}), None)
             if at is not None:
@@ -89,7 +84,7 @@ def entries_of(
     return entries
 
 
-def starts(seen: Sequence[Seen], model: nn.Module, first: Mapping[str, str]) -> Iterator[Finding]:
+def starts(seen: Sequence[Seen], model: nn.Module, first: First) -> Iterator[Finding]:
     """Yields what does not begin alike in the first step: copies and buffers."""
     yield from copies(held(seen, "before", first), _STARTS)
     there = dict(model.named_buffers(remove_duplicate=False))
@@ -107,7 +102,7 @@ def starts(seen: Sequence[Seen], model: nn.Module, first: Mapping[str, str]) -> 
 _Held = tuple[str, int, Tensor]  # first name, rank and value
 
 
-def held(seen: Sequence[Seen], what: str, first: Mapping[str, str]) -> Iterator[_Held]:
+def held(seen: Sequence[Seen], what: str, first: First) -> Iterator[_Held]:
     """Yields the parameters of all ranks, "before" or "after" the step."""
     for of_rank in seen:
         values: Mapping[str, Tensor] = getattr(of_rank, what)
@@ -126,7 +121,7 @@ def copies(
             yield Finding(*cause, (name,), (other, rank))
 
 
-def frozen(seen: Sequence[Seen], first: Mapping[str, str]) -> dict[str, set[int]]:
+def frozen(seen: Sequence[Seen], first: First) -> dict[str, set[int]]:
     """Returns first names of parameters, and the ranks on which they require no gradient."""
     found: dict[str, set[int]] = {}
     for of_rank in seen:
@@ -226,16 +221,8 @@ def why_not_updated(seen: Sequence[Seen]) -> str:
     return ""
 
 
-def updates(
-    seen: Sequence[Seen], first: Mapping[str, str], explained: set[str]
-) -> Iterator[Finding]:
-    """Yields parameters that are wrong after the optimizer's step.
-
-    Args:
-        seen: By each rank.
-        first: Name of a parameter -> the first of its names.
-        explained: First names that are wrong for a cause that is known. More are added.
-    """
+def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator[Finding]:
+    """Yields parameters that are wrong after the optimizer's step; their names are `explained` then."""
     for of_rank in seen:
         if _stays(of_rank, first, explained):
             yield Finding(
@@ -258,7 +245,7 @@ def updates(
     is_changed: dict[str, dict[tuple[int, ...], bool]] = {}
     for of_rank in seen:
         for name in of_rank.uses:
-            of_groups, group = is_changed.setdefault(first[name], {}), of_rank.groups[name]
+            of_groups, group = (is_changed.setdefault(first[name], {}), of_rank.groups[name])
             of_groups[group] = of_groups.get(group, False) or name in of_rank.changed
     for name, of_groups in is_changed.items():
         # If some copies are changed and others are not, then copies differ: one cause.
@@ -273,7 +260,7 @@ def updates(
             )
 
 
-def _stays(seen: Seen, first: Mapping[str, str], explained: set[str]) -> bool:
+def _stays(seen: Seen, first: First, explained: set[str]) -> bool:
     """Returns whether no parameter of a rank has changed, although there are gradients."""
     trained = [n for n, g in seen.gradients.items() if g is not None and bool(g.any())]
     return (

@@ -9,7 +9,6 @@ nevertheless, by ``by_microbatch``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
@@ -22,10 +21,10 @@ from torch import Tensor, nn
 
 from pipegrad.audit.parts import (
     WHOLE,
-    Batch,
     Data,
     Outputs,
     Views,
+    is_real,
     loss_of,
     output_of,
     views_of,
@@ -98,14 +97,12 @@ def computed(
 
 def _check_random(model: nn.Module, data: Data) -> None:
     """Checks that two forwards have one loss, and that it is finite."""
-    found = []
-    for _ in range(2):
-        inputs, target = doubled(data.whole)
-        with torch.no_grad():
-            found.append(
-                float(loss_of(data.loss_fn(output_of(copy.deepcopy(model), inputs), target)))
-            )
-    first, second = found
+    inputs, target = cast(data.whole, torch.float64)
+    with torch.no_grad():
+        first, second = (
+            float(loss_of(data.loss_fn(output_of(copy.deepcopy(model), inputs), target)))
+            for _ in range(2)
+        )
     if not math.isfinite(first):
         raise PlanError(f"the loss of one process is {first}: look at the batch and the weights")
     if first != second:
@@ -122,16 +119,9 @@ def compute(
     dtypes: Mapping[str, torch.dtype],
     autocast: torch.dtype | None = None,
 ) -> Truth:
-    """Returns what one process computes.
-
-    Args:
-        model: The uncut model, in float64. It is not changed.
-        data: Of the step.
-        dtypes: Of the pipeline's parameters, by name.
-        autocast: In which the pipeline computes, if that is another dtype.
-    """
+    """Returns what one process computes."""
     uses = names_by_use(model)
-    loose, exact = _untied(model, uses), _doubled(data)
+    loose, exact = _untied(model, uses), _data_in(data, torch.float64)
     # A forward of the whole batch would change buffers, such as running means.
     loss, totals = _gradients(copy.deepcopy(loose), exact)
     gradients = {name: _sum(totals, names) for name, names in uses.items() if names[0] in totals}
@@ -158,10 +148,7 @@ def compute(
 
 
 def _taken_apart(
-    model: nn.Module,
-    data: Data,
-    gradients: Mapping[str, Tensor],
-    uses: Mapping[str, Sequence[str]],
+    model: nn.Module, data: Data, gradients: Mapping[str, Tensor], uses: Mapping[str, Sequence[str]]
 ) -> tuple[Outputs, Views, bool]:
     """Returns outputs of microbatches, how a loss is divided, and whether parts miss the whole."""
     few = {name: uses[name] for name in _few(gradients)}
@@ -213,24 +200,16 @@ def leaves_cut(value: Any, number: int) -> list[Any]:  # noqa: ANN401 - a tree
     return [rebuilt([of_leaf[index] for of_leaf in cut]) for index in range(number)]
 
 
-def doubled(batch: Batch) -> Batch:
-    """Returns a batch on CPU in which every number is a float64."""
-    return _each(batch[0], _double), _each(batch[1], _double)
-
-
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - a tree
+def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - a tree
+    """Returns a tree on CPU in which every real number of a tensor has a dtype."""
     leaves, rebuilt = flattened(value)
-    return rebuilt([change(x) if isinstance(x, Tensor) else x for _, x in leaves])
+    cpu = [x.detach().cpu() if isinstance(x, Tensor) else x for _, x in leaves]
+    return rebuilt([x.to(dtype) if is_real(x) else x for x in cpu])
 
 
-def _double(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _doubled(data: Data) -> Data:
-    batches = [[doubled(one) for one in of_replica] for of_replica in data.batches]
-    return replace(data, batches=batches, whole=doubled(data.whole))
+def _data_in(data: Data, dtype: torch.dtype) -> Data:
+    batches = [[cast(one, dtype) for one in of_replica] for of_replica in data.batches]
+    return replace(data, batches=batches, whole=cast(data.whole, dtype))
 
 
 def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
@@ -312,11 +291,7 @@ def _flowed(
 
 
 def _parts(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    views: Views,
-    uses: Mapping[str, Sequence[str]],
+    model: nn.Module, data: Data, outputs: Outputs, views: Views, uses: Mapping[str, Sequence[str]]
 ) -> dict[str, dict[str, Tensor]]:
     """Returns gradients by name, view, replica, microbatch, term and use."""
     names = [use for every in uses.values() for use in every]
@@ -335,11 +310,7 @@ def _parts(
 
 
 def _accumulated(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    views: Views,
-    uses: Mapping[str, Sequence[str]],
+    model: nn.Module, data: Data, outputs: Outputs, views: Views, uses: Mapping[str, Sequence[str]]
 ) -> dict[str, Tensor]:
     """Returns the sums of all parts of the whole."""
     names = [use for every in uses.values() for use in every]
@@ -369,15 +340,12 @@ def _noise(
     [kind] = kinds if len(kinds) == 1 else [torch.float32]
     for buffer in same.buffers():
         buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
-    rounded = replace(
-        data,
-        batches=[[_cast(one, kind) for one in of_replica] for of_replica in data.batches],
-        whole=_cast(data.whole, kind),
-    )
+    rounded = _data_in(data, kind)
     # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
     scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
     try:
-        with _autocast(autocast), torch.enable_grad():
+        is_cast = autocast is not None
+        with torch.autocast("cpu", autocast, enabled=is_cast), torch.enable_grad():
             loss = math.nan
             for of_part in _losses(same, rounded, outputs, truth):
                 loss = float(of_part.detach())
@@ -410,19 +378,3 @@ def relative(difference: Tensor, right: Tensor) -> float:
     """Returns the norm of a difference by that of what is right."""
     tiny = torch.finfo(torch.float64).tiny
     return float(difference.norm() / right.norm().clamp_min(tiny))
-
-
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.cpu().to(dtype) if tensor.is_floating_point() else tensor.cpu()
-
-    return _each(batch[0], cast), _each(batch[1], cast)
-
-
-@contextlib.contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    if dtype is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype=dtype):
-        yield
