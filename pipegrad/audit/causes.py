@@ -336,7 +336,7 @@ def _of_uses(factors: Sequence[float], scale: float, place: Place, close: float)
 
 
 def _of_scale(relative: float, scale: float, place: Place, close: float) -> list[Said]:
-    """Returns the causes of a factor that all parts have, and of what is left of it beside means."""
+    """Returns the causes of a factor that all parts have; `relative` is without that of means."""
     if place.after != 1 and _is(relative * place.after, 1.0, _CLOSE):
         return [Said(LATE.words.format(scale=relative), LATE.advice)]
     if place.usual is None:

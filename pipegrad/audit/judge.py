@@ -349,7 +349,7 @@ def _places(
     entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int, after: Mapping[int, float]
 ) -> dict[_Key, Place]:
     """Returns what is known of each gradient before any is explained."""
-    counts = _counts(data, num_ranks)
+    counts, targets = _counts(data, num_ranks), data.targets
     holders: dict[_Key, set[tuple[int, ...]]] = {}
     for entry in entries:
         holders.setdefault((entry.name, entry.replicas), set()).add(entry.ranks)
@@ -361,7 +361,7 @@ def _places(
             counts=counts,
             num_replicas=len(data.batches),
             stages=num_ranks // len(data.batches),
-            targets=data.targets,
+            targets=targets,
             terms=truth.terms,
             is_coupled=truth.is_coupled,
             after=after.get(entry.ranks[0], 1.0),

@@ -117,7 +117,7 @@ class Outputs:
         return [leaf for _, leaf in leaves]
 
     def loss(self, cells: Sequence[Cell], target: Any, live: Mapping[Cell, Leaves]) -> Tensor:  # noqa: ANN401
-        """Returns the loss of some microbatches together; `live` leaves come before those that are known."""
+        """Returns the loss of some microbatches together, with `live` leaves if there are some."""
         each = [live.get(cell, self._each[cell]) for cell in cells]
         output = self._rebuilt(
             [self._joined(n, cells, own) for n, own in enumerate(zip(*each, strict=True))]

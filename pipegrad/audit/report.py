@@ -168,18 +168,14 @@ _PAGE = Template("""<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --line: #8884; --bad: #c0392b; --good: #2e7d4f; }
+:root { color-scheme: light dark; --line: #8884; --wrong: #c0392b; --right: #2e7d4f; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-h1 .right { color: var(--good); } h1 .wrong { color: var(--bad); }
-section { border-left: 3px solid var(--bad); padding-left: 1rem; margin: 1.2rem 0; }
-dl { display: grid; grid-template-columns: 8rem 1fr; gap: .1rem 1rem; margin: .4rem 0; }
-dt { opacity: .7; } dd { margin: 0; overflow-wrap: anywhere; }
+h1 .right { color: var(--right); } h1 .wrong { color: var(--wrong); }
+section { border-left: 3px solid var(--wrong); padding-left: 1rem; margin: 1.2rem 0; }
+dl { display: grid; grid-template-columns: 8rem 1fr; } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
-td.number { text-align: right; white-space: nowrap; }
-.bar { display: inline-block; height: .6rem; background: var(--good); }
-tr.wrong .bar { background: var(--bad); }
+tr.wrong { color: var(--wrong); }
 </style>
 </head>
 <body>
@@ -221,17 +217,12 @@ def _finding(finding: Finding) -> str:
 
 
 def _table(gradients: Sequence[Gradient]) -> str:
-    rows = []
-    for one in sorted(gradients, key=lambda one: -one.error / one.allowed):
-        mark = "right" if one.error <= one.allowed else "wrong"
-        width = 6 * min(1.0, one.error / one.allowed)
-        rows.append(
-            f"<tr class='{mark}'><td>{_text(one.name)}</td><td>{listed(one.ranks)}</td>"
-            f"<td class='number'>{one.error:.2g}</td><td class='number'>{one.allowed:.2g}</td>"
-            f"<td><span class='bar' style='width:{width:.2f}rem'></span></td></tr>"
-        )
+    rows = "".join(
+        f"<tr class='{'right' if one.error <= one.allowed else 'wrong'}'><td>{_text(one.name)}</td>"
+        f"<td>{listed(one.ranks)}</td><td>{one.error:.2g}</td><td>{one.allowed:.2g}</td></tr>"
+        for one in sorted(gradients, key=lambda one: -one.error / one.allowed)
+    )
     return (
         "<h2>Gradients of the last step, the worst first</h2><table><thead><tr><th>parameter</th>"
-        "<th>ranks</th><th>error</th><th>allowed</th><th></th></tr></thead>"
-        f"<tbody>{''.join(rows)}</tbody></table>"
+        f"<th>ranks</th><th>error</th><th>allowed</th></tr></thead><tbody>{rows}</tbody></table>"
     )

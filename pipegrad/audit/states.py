@@ -222,7 +222,7 @@ def why_not_updated(seen: Sequence[Seen]) -> str:
 
 
 def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator[Finding]:
-    """Yields parameters that are wrong after the optimizer's step; their names are `explained` then."""
+    """Yields parameters that are wrong after the optimizer's step, and adds them to `explained`."""
     for of_rank in seen:
         if _stays(of_rank, first, explained):
             yield Finding(

@@ -367,9 +367,7 @@ def test_trees_are_cut_along_the_first_dimension_and_their_numbers_become_float6
         assert part["more"][2] is scalar
         assert (part["mode"], part["mask"]) == ("sum", None)
     assert leaves_cut(None, 3) == [None, None, None]
-    inputs, target = cast(
-        ({"x": torch.ones(2), "scale": 2.0}, torch.ones(2).long()), torch.float64
-    )
+    inputs, target = cast(({"x": torch.ones(2), "scale": 2.0}, torch.ones(2).long()), torch.float64)
     assert (inputs["x"].dtype, inputs["scale"], target.dtype) == (torch.float64, 2.0, torch.int64)
 
 
