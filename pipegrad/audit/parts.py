@@ -197,11 +197,6 @@ class Views:
     own: Tensor
     loss: float
 
-    @property
-    def whole(self) -> dict[str, Cotangents]:
-        """The right one alone."""
-        return {WHOLE: self.by_name[WHOLE]}
-
 
 def views_of(outputs: Outputs, data: Data) -> Views:
     """Returns the ways to divide a loss."""

@@ -69,9 +69,8 @@ def entries_of(
             at = next((at for at in known if ranks & {*entries[at].ranks}), None)
             if at is not None:
                 ranks, uses = ranks | {*entries[at].ranks}, entries[at].uses
-                other = entries[at].gradient
-                both = gradient is not None and other is not None
-                gradient = other + gradient if both else other if gradient is None else gradient
+                pieces = [g for g in (entries[at].gradient, gradient) if g is not None]
+                gradient = torch.stack(pieces).sum(0) if pieces else None
             group = tuple(sorted(ranks))
             entry = Entry(
                 parameter, group, tuple(sorted({replicas[r] for r in group})), uses, gradient

@@ -23,7 +23,6 @@ from pipegrad.audit.parts import (
     WHOLE,
     Data,
     Outputs,
-    Views,
     is_real,
     loss_of,
     output_of,
@@ -36,6 +35,9 @@ _SAMPLED = 16384  # elements of a gradient that are looked at part by part
 _SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights
 _LOSS_SCALE = 1024.0  # of float16
 _COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
+
+
+_Uses = Mapping[str, Sequence[str]]  # first name of a parameter -> all its names
 
 
 @dataclass(frozen=True)
@@ -126,54 +128,123 @@ def compute(
     loss, totals = _gradients(copy.deepcopy(loose), exact)
     gradients = {name: _sum(totals, names) for name, names in uses.items() if names[0] in totals}
     uses = {first: names for first, names in uses.items() if first in gradients}
-    outputs, views, is_coupled = _taken_apart(loose, exact, gradients, uses)
+    split, is_coupled = _split(loose, exact, gradients, uses)
+    views = split.views
     if is_coupled and data.by_microbatch:
-        loss, gradients = views.loss, _accumulated(loose, exact, outputs, views, uses)
+        loss, gradients = views.loss, split.accumulated(uses)
     truth = Truth(
         loss=loss,
         losses=views.losses,
         own=views.own,
         gradients=gradients,
         uses=uses,
-        terms=tuple(outputs.paths[leaf] for leaf in views.terms),
-        buffers=outputs.buffers,
+        terms=tuple(split.outputs.paths[leaf] for leaf in views.terms),
+        buffers=split.outputs.buffers,
         is_coupled=is_coupled and not data.by_microbatch,
-        parts=lambda names: _parts(loose, exact, outputs, views, {n: uses[n] for n in names}),
+        parts=lambda names: split.parts({n: uses[n] for n in names}),
         noise={},
     )
-    noise, rounded = _noise(model, data, outputs, truth, dtypes, autocast=autocast)
+    noise, rounded = _noise(model, data, split.outputs, truth, dtypes, autocast=autocast)
     return replace(
         truth, noise=noise, loss_error=abs(rounded - truth.loss) / abs(truth.loss or 1.0)
     )
 
 
-def _taken_apart(
-    model: nn.Module, data: Data, gradients: Mapping[str, Tensor], uses: Mapping[str, Sequence[str]]
-) -> tuple[Outputs, Views, bool]:
-    """Returns outputs of microbatches, how a loss is divided, and whether parts miss the whole."""
+class _Split:
+    """A step microbatch by microbatch: what each one adds to a gradient, in each view.
+
+    Args:
+        model: With a parameter for each use of a tied one. It is not changed.
+        data: Of the step.
+        outputs: Of its microbatches.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, outputs: Outputs) -> None:
+        self._model, self._data, self.outputs = model, data, outputs
+        self.views = views_of(outputs, data)
+
+    def parts(self, uses: _Uses, *, only: str | None = None) -> dict[str, dict[str, Tensor]]:
+        """Returns gradients by name, view, replica, microbatch, term and use."""
+        names = list(self.views.by_name) if only is None else [only]
+        stacks = {name: {view: list[Tensor]() for view in names} for name in uses}
+        for view, by_term in self._flowed(uses, names, sampled):
+            for name, every in uses.items():
+                # A use that cannot be untied is counted with the first one.
+                zero = torch.zeros_like(by_term[0][name])
+                rows = [torch.stack([term.get(use, zero) for use in every]) for term in by_term]
+                stacks[name][view].append(torch.stack(rows))
+        shape = len(self._data.batches), len(self._data.batches[0])
+        return {
+            name: {view: torch.stack(rows).unflatten(0, shape) for view, rows in of_name.items()}
+            for name, of_name in stacks.items()
+        }
+
+    def accumulated(self, uses: _Uses) -> dict[str, Tensor]:
+        """Returns the sums of all parts of the whole."""
+        total = dict[str, Tensor]()
+        for _, by_term in self._flowed(uses, [WHOLE], lambda gradient: gradient):
+            for of_term, (first, every) in itertools.product(by_term, uses.items()):
+                part = _sum(of_term, every)
+                total[first] = total[first] + part if first in total else part
+        return total
+
+    def _flowed(
+        self, uses: _Uses, views: Sequence[str], take: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
+        """Yields view and, by term, gradients of the parameters: for each microbatch."""
+        wanted = {use for every in uses.values() for use in every}
+        for replica, of_replica in enumerate(self._data.batches):
+            model = copy.deepcopy(self._model)
+            trained = {n: p for n, p in model.named_parameters() if n in wanted}
+            for index, one in enumerate(of_replica):
+                with torch.enable_grad():
+                    leaves = self.outputs.run(model, one)
+                for view in views:
+                    cotangents = self.views.by_name[view][replica, index]
+                    by_term = []
+                    for term in self.views.terms:
+                        cotangent, leaf = cotangents[term], leaves[term]
+                        if cotangent is None or not leaf.requires_grad:
+                            grads = [torch.zeros_like(p) for p in trained.values()]
+                        else:
+                            grads = list(
+                                torch.autograd.grad(
+                                    leaf, list(trained.values()), cotangent,
+                                    retain_graph=True, materialize_grads=True,
+                                )
+                            )  # fmt: skip
+                        by_term.append(
+                            {n: take(_dense(g)) for n, g in zip(trained, grads, strict=True)}
+                        )
+                    yield view, by_term
+
+
+def _split(
+    model: nn.Module, data: Data, gradients: Mapping[str, Tensor], uses: _Uses
+) -> tuple[_Split, bool]:
+    """Returns a step by microbatches, and whether their parts miss the gradient of the whole."""
     few = {name: uses[name] for name in _few(gradients)}
     right = torch.cat([sampled(gradients[name]) for name in few])
-    found = list[tuple[Outputs, Views]]()
+    first: _Split | None = None
     for is_opaque in (False, True):
         try:
-            outputs = Outputs(model, data, is_opaque=is_opaque)
-            views = views_of(outputs, data)
+            split = _Split(model, data, Outputs(model, data, is_opaque=is_opaque))
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
-            if is_opaque and not found:
+            if is_opaque and first is None:
                 raise
             continue  # the loss function needs more than tensors, or they have no rows
-        found.append((outputs, views))
+        first = first or split
         for _ in range(2):
-            parts = _parts(model, data, outputs, replace(views, by_name=views.whole), few)
+            parts, outputs, terms = split.parts(few, only=WHOLE), split.outputs, split.views.terms
             columns = torch.cat([parts[name][WHOLE].sum(-2) for name in few], -1)
             rest = right - columns.sum((0, 1, 2))
             if float(rest.norm()) <= _COUPLED * float(right.norm()):
-                return outputs, views, False
-            if all(outputs.dims[leaf] is not None for leaf in views.terms):
+                return split, False
+            if all(outputs.dims[leaf] is not None for leaf in terms):
                 break
-            outputs = outputs.weighed(views.terms, columns, rest)
-            views = views_of(outputs, data)
-    return *found[0], True
+            split = _Split(model, data, outputs.weighed(terms, columns, rest))
+    assert first is not None
+    return first, True
 
 
 def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -219,8 +290,11 @@ def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
         inputs, target = data.whole
         loss = loss_of(data.loss_fn(output_of(model, inputs), target))
         found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-        values = [value.to_dense() if value.is_sparse else value for value in found]
-    return float(loss.detach()), dict(zip(trained, values, strict=True))
+    return float(loss.detach()), dict(zip(trained, map(_dense, found), strict=True))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _untied(model: nn.Module, uses: Mapping[str, Sequence[str]]) -> nn.Module:
@@ -258,71 +332,6 @@ def _few(gradients: Mapping[str, Tensor]) -> list[str]:
     return few
 
 
-def _flowed(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    views: Views,
-    names: Sequence[str],
-    *,
-    take: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
-    """Yields view and, by term, gradients of the parameters `names`: for each microbatch."""
-    for replica, of_replica in enumerate(data.batches):
-        own = copy.deepcopy(model)
-        trained = {n: p for n, p in own.named_parameters() if n in set(names)}
-        for index, one in enumerate(of_replica):
-            with torch.enable_grad():
-                leaves = outputs.run(own, one)
-            for view, cotangents in views.by_name.items():
-                by_term = []
-                for term in views.terms:
-                    cotangent, leaf = cotangents[replica, index][term], leaves[term]
-                    if cotangent is None or not leaf.requires_grad:
-                        by_term.append({n: take(torch.zeros_like(p)) for n, p in trained.items()})
-                        continue
-                    found = torch.autograd.grad(
-                        leaf, list(trained.values()), cotangent,
-                        retain_graph=True, materialize_grads=True,
-                    )  # fmt: skip
-                    values = [take(g.to_dense() if g.is_sparse else g) for g in found]
-                    by_term.append(dict(zip(trained, values, strict=True)))
-                yield view, by_term
-
-
-def _parts(
-    model: nn.Module, data: Data, outputs: Outputs, views: Views, uses: Mapping[str, Sequence[str]]
-) -> dict[str, dict[str, Tensor]]:
-    """Returns gradients by name, view, replica, microbatch, term and use."""
-    names = [use for every in uses.values() for use in every]
-    found = {name: {view: list[Tensor]() for view in views.by_name} for name in uses}
-    for view, by_term in _flowed(model, data, outputs, views, names, take=sampled):
-        for name, every in uses.items():
-            # A use that cannot be untied is counted with the first one.
-            zero = torch.zeros_like(by_term[0][name])
-            rows = [torch.stack([own.get(use, zero) for use in every]) for own in by_term]
-            found[name][view].append(torch.stack(rows))
-    shape = len(data.batches), len(data.batches[0])
-    return {
-        name: {view: torch.stack(rows).unflatten(0, shape) for view, rows in of_name.items()}
-        for name, of_name in found.items()
-    }
-
-
-def _accumulated(
-    model: nn.Module, data: Data, outputs: Outputs, views: Views, uses: Mapping[str, Sequence[str]]
-) -> dict[str, Tensor]:
-    """Returns the sums of all parts of the whole."""
-    names = [use for every in uses.values() for use in every]
-    whole = replace(views, by_name=views.whole)
-    total = dict[str, Tensor]()
-    for _, by_term in _flowed(model, data, outputs, whole, names, take=lambda gradient: gradient):
-        for own, (first, every) in itertools.product(by_term, uses.items()):
-            part = _sum(own, every)
-            total[first] = total[first] + part if first in total else part
-    return total
-
-
 def _noise(
     model: nn.Module,
     data: Data,
@@ -358,8 +367,7 @@ def _noise(
     for name, right in truth.gradients.items():
         gradient = parameters[name].grad
         if gradient is not None:
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            found[name] = relative(dense.double() / scale - right, right)
+            found[name] = relative(_dense(gradient).double() / scale - right, right)
     return found, loss
 
 
