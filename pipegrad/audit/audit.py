@@ -329,23 +329,23 @@ def _is_stale(before: Seen, first: Seen, second: Seen) -> bool:
 
 def _differing(first: Seen, second: Seen) -> list[str]:
     """Returns names of gradients that differ by more than rounding explains."""
-    squares = sum(float(g.double().norm()) ** 2 for g in first.gradients.values() if g is not None)
+    norms = [float(g.double().norm()) for g in first.gradients.values() if g is not None]
     # A gradient that is zero but for rounding may differ by as much as it is.
-    least = 1e-3 * math.sqrt(squares)
-    found = []
+    least = 1e-3 * math.hypot(*norms)
+    result = []
     for name, gradient in first.gradients.items():
         other = second.gradients[name]
         if gradient is None or other is None:
             if gradient is not other:
-                found.append(name)
+                result.append(name)
             continue
         scale = max(float(gradient.double().norm()), least)
         if (
             float((other.double() - gradient.double()).norm())
             > _ROUNDING * torch.finfo(gradient.dtype).eps * scale
         ):
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 _SHOWN = 20  # violations of a rank

@@ -106,11 +106,11 @@ def _check_batch(batch: object, microbatches: int, num_replicas: int) -> None:
 def copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the uncut model, which the caller's steps cannot change."""
     try:
-        found = copy.deepcopy(model)
-        for module in found.modules():
+        result = copy.deepcopy(model)
+        for module in result.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False  # the same values, and all of them
-        return found
+        return result
     except (TypeError, RuntimeError, AttributeError) as error:
         raise PlanError(
             f"the uncut model cannot be copied: {in_words(error)}; give one without process groups "
@@ -120,11 +120,11 @@ def copied(model: nn.Module) -> nn.Module:
 
 def digest_of(batches: Sequence[Batch]) -> str:
     """Returns a digest of all values of the batches."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for batch in batches:
         for _, leaf in itertools.chain(*(flattened(value)[0] for value in batch)):
-            found.update(_bytes(leaf))
-    return found.hexdigest()
+            result.update(_bytes(leaf))
+    return result.hexdigest()
 
 
 def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree

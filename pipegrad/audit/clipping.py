@@ -48,14 +48,8 @@ def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
     """Returns what is wrong with a norm; None if it is right."""
     right, close = right_norm(rank, entries), _close(entries)
     # torch clips by the norm and 1e-6. With norm_type inf, the norm is that of the largest element.
-    largest = max(
-        (
-            float(e.gradient.abs().max())
-            for e in _of_replica(rank, entries)
-            if e.gradient is not None and e.gradient.numel()
-        ),
-        default=0.0,
-    )
+    gradients = [e.gradient for e in _of_replica(rank, entries) if e.gradient is not None]
+    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
     if any(math.isclose(norm, x, rel_tol=close, abs_tol=2e-6) for x in (right, largest)):
         return None
     if norm == 0:
@@ -79,7 +73,7 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     of_replica = _of_replica(rank, entries)
     number = len({entry.replicas for entry in entries})
     every = _norm(_once(of_replica))
-    found = {
+    result = {
         _OF_THIS_RANK: _norm(own),
         "the gradient norm counts each copy of a tied parameter": _norm(of_replica),
         "the gradient norm counts each replica": every * math.sqrt(number),
@@ -87,11 +81,11 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     }
     for entry in _once(of_replica):
         without = math.sqrt(max(0.0, every**2 - _norm([entry]) ** 2))
-        found.setdefault(f"the gradient norm leaves out {entry.name}", without)
+        result.setdefault(f"the gradient norm leaves out {entry.name}", without)
     for other in sorted({rank for entry in of_replica for rank in entry.ranks}):
         held = [entry for entry in of_replica if other in entry.ranks]
-        found.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
-    return found
+        result.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
+    return result
 
 
 def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
@@ -110,11 +104,8 @@ def _once(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _norm(entries: Iterable[Entry]) -> float:
-    squares = 0.0
-    for entry in entries:
-        if entry.gradient is not None:
-            squares += float(entry.gradient.double().norm()) ** 2
-    return math.sqrt(squares)
+    gradients = [entry.gradient for entry in entries if entry.gradient is not None]
+    return math.hypot(*(float(gradient.double().norm()) for gradient in gradients))
 
 
 def unclipped(
@@ -205,7 +196,7 @@ def _changed(
         clipped: Rank -> first name -> the factor of clipping, where it is known.
     """
     others = {(entry.name, entry.ranks): entry.gradient for entry in before}
-    found, factors = [], dict[int, float]()
+    result, factors = [], dict[int, float]()
     for rank in sorted({rank for entry in after for rank in entry.ranks}):
         own = [entry for entry in after if entry.ranks[0] == rank]
         known = clipped.get(rank, {})
@@ -225,8 +216,8 @@ def _changed(
                 error = float((entry.gradient.double() - scale * expected).norm())
                 is_same = error <= _close([entry]) * scale * float(expected.norm())
             if not is_same:
-                found.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
-    return found, factors
+                result.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
+    return result, factors
 
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:

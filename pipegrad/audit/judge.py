@@ -242,7 +242,7 @@ class Judge:
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
         names = list(dict.fromkeys(one.entry.name for one in wrong))
         parts = truth.parts(names) if names else {}
-        found, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
+        result, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
         known: dict[tuple[int, ...], list[Fit]] = {}
         for one in wrong:
             entry = one.entry
@@ -255,12 +255,12 @@ class Judge:
             if best is not None:
                 own.append(best)
                 chosen[entry.name, entry.ranks] = best
-            found.append((one, fitting))
+            result.append((one, fitting))
         usual, apart = _usual(chosen, entries, truth, wrong), _apart(chosen, entries)
         order = {name: number for number, name in enumerate(truth.gradients)}
-        found.sort(key=lambda pair: order[pair[0].entry.name])
+        result.sort(key=lambda pair: order[pair[0].entry.name])
         said = list[tuple[Entry, Explanation]]()
-        for one, fitting in found:
+        for one, fitting in result:
             entry = one.entry
             there = {use: e.ranks for e in entries if e.name == entry.name for use in e.uses}
             uses = truth.uses[entry.name]
@@ -385,20 +385,20 @@ def _usual(
             scales.setdefault(entry.ranks, []).append(1.0)
         elif factors is not None and factors.scale:
             scales.setdefault(entry.ranks, []).append(factors.scale)
-    found = {ranks: statistics.median(values) for ranks, values in scales.items()}
+    result = {ranks: statistics.median(values) for ranks, values in scales.items()}
     # A rank of tied parameters alone is taken to be as the others are.
-    every = statistics.median(found.values()) if found else None
-    return {entry.ranks: found.get(entry.ranks, every) for entry in entries}
+    every = statistics.median(result.values()) if result else None
+    return {entry.ranks: result.get(entry.ranks, every) for entry in entries}
 
 
 def _apart(chosen: Mapping[_Key, Fit], entries: Sequence[Entry]) -> set[str]:
     """Returns parameters of which all ranks have the data of their own replica alone."""
-    found = set[str]()
+    result = set[str]()
     for name in {entry.name for entry in entries}:
         own = [(e, chosen.get((e.name, e.ranks))) for e in entries if e.name == name]
         if all(fit is None or _has(fit, entry.replicas) for entry, fit in own):
-            found.add(name)
-    return found
+            result.add(name)
+    return result
 
 
 def _has(fit: Fit, replicas: Sequence[int]) -> bool:

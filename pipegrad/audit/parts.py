@@ -144,9 +144,9 @@ class Outputs:
         wanted = [x for cell in cells for x in live[cell] if is_real(x)]
         with torch.enable_grad():
             loss = self.loss(cells, target, live)
-            found = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
+            gathered = iter(torch.autograd.grad(loss, wanted, allow_unused=True))
         cotangents = {
-            cell: [next(found) if is_real(x) else None for x in live[cell]] for cell in cells
+            cell: [next(gathered) if is_real(x) else None for x in live[cell]] for cell in cells
         }
         for own in cotangents.values():  # 0 / 0 where there are no targets
             own[:] = [None if g is None else g.nan_to_num(0.0) for g in own]
@@ -160,16 +160,16 @@ class Outputs:
             columns: Parts of gradients, ``(replicas, microbatches, terms, numel)``.
             rest: What is missing to the gradients of the whole batch.
         """
-        found = copy.copy(self)
-        found.weights = list(self.weights)
+        gathered = copy.copy(self)
+        gathered.weights = list(self.weights)
         free = [at for at, leaf in enumerate(terms) if self.dims[leaf] is None]
         # The smallest correction: parts may be alike, as in two equal microbatches.
         flat = columns[:, :, free].flatten(0, 2)
         factors = 1 + (torch.linalg.pinv(flat.T, rtol=1e-9) @ rest).reshape(-1, len(free))
         for at, column in zip(free, factors.T.tolist(), strict=True):
             own = zip(self.cells, column, strict=True)
-            found.weights[terms[at]] = {c: self.weights[terms[at]][c] * f for c, f in own}
-        return found
+            gathered.weights[terms[at]] = {c: self.weights[terms[at]][c] * f for c, f in own}
+        return gathered
 
     def like(self, model: nn.Module, data: Data) -> Outputs:
         """Returns outputs of the same weights, of a model and a step in other dtypes."""
@@ -208,10 +208,10 @@ def views_of(outputs: Outputs, data: Data) -> Views:
         losses, every = list[float](), Cotangents()
         for group in groups:
             wanted = [data.batches[r][(m - by) % shape[1]][1] for r, m in group]
-            loss, found = outputs.flow(group, _side_by_side(wanted, data.whole[1]))
+            loss, gathered = outputs.flow(group, _side_by_side(wanted, data.whole[1]))
             losses.append(loss)
             every |= {
-                c: [g if g is None else g / len(groups) for g in own] for c, own in found.items()
+                c: [g if g is None else g / len(groups) for g in own] for c, own in gathered.items()
             }
         return losses, every
 

@@ -187,19 +187,19 @@ def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a Pipe
         key = getattr(module._layer_specs[index], "key", None)
         if key is not None:
             indices.setdefault(key, index)
-    found = {}
+    result = {}
     for name, _ in module.named_parameters():
         home, *rest = name.split(".")
         if home == "tied_modules":
             key, *rest = rest
             home = str(indices[key])
-        found[name] = ".".join([home, *rest])
-    return found
+        result[name] = ".".join([home, *rest])
+    return result
 
 
 def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None:
     """Returns names of Megatron's chunks -> names in the uncut model, in which layers count on."""
-    found = {}
+    result = {}
     for module in modules:
         for name, _ in module.named_parameters():
             parts = name.split(".")
@@ -208,10 +208,10 @@ def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None
                 if not hasattr(layer, "layer_number"):
                     return None
                 parts[2] = str(layer.layer_number - 1)
-            found[name] = ".".join(parts)
+            result[name] = ".".join(parts)
     # Chunks have equal names. Without layers of Megatron, names need no change.
-    has_layers = any(name.startswith("decoder.layers.") for name in found)
-    return found if has_layers and len(modules) == 1 else None
+    has_layers = any(name.startswith("decoder.layers.") for name in result)
+    return result if has_layers and len(modules) == 1 else None
 
 
 def _replica_of_megatron() -> Mapping[str, int]:

@@ -100,15 +100,15 @@ def function(target: Target) -> Callable[[], object]:
         module = _file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{home} cannot be imported: {in_words(error)}") from error
-    found: object = getattr(module, name, None)
-    if not callable(found):
+    result: object = getattr(module, name, None)
+    if not callable(result):
         near = [
             key
             for key, value in vars(module).items()
             if callable(value) and getattr(value, "__module__", None) == module.__name__
         ]
         raise ConfigError(f"{home} has no function {name!r}; it has {near}")
-    return found
+    return result
 
 
 def _file(path: Path) -> ModuleType:

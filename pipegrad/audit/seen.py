@@ -414,7 +414,7 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
 
     Only the first rank of a group keeps its tensor, because the others have the same one.
     """
-    found = dict[str, Tensor | None]()
+    gathered = dict[str, Tensor | None]()
     for name, parameter in names.parameters.items():
         value = values.get(name)
         if is_dtensor(parameter) and parameter.requires_grad:
@@ -425,8 +425,8 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
         elif is_dtensor(value):
             value = _whole(value)
         if _group(parameter)[0] == dist.get_rank():
-            found[name] = None if value is None else value.detach().cpu().clone()
-    return found
+            gathered[name] = None if value is None else value.detach().cpu().clone()
+    return gathered
 
 
 def _copy(gradient: Tensor) -> Tensor:

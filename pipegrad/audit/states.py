@@ -122,11 +122,11 @@ def copies(
 
 def frozen(seen: Sequence[Seen], first: First) -> dict[str, set[int]]:
     """Returns first names of parameters, and the ranks on which they require no gradient."""
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for of_rank in seen:
         for name in of_rank.frozen:
-            found.setdefault(first[name], set()).add(of_rank.rank)
-    return found
+            result.setdefault(first[name], set()).add(of_rank.rank)
+    return result
 
 
 def trained(

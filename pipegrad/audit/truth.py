@@ -289,8 +289,8 @@ def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
     with torch.enable_grad():
         inputs, target = data.whole
         loss = loss_of(data.loss_fn(output_of(model, inputs), target))
-        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-    return float(loss.detach()), dict(zip(trained, map(_dense, found), strict=True))
+        result = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    return float(loss.detach()), dict(zip(trained, map(_dense, result), strict=True))
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -363,12 +363,12 @@ def _noise(
         # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
         return {}, truth.loss
     parameters = dict(same.named_parameters())
-    found = {}
+    result = {}
     for name, right in truth.gradients.items():
         gradient = parameters[name].grad
         if gradient is not None:
-            found[name] = relative(_dense(gradient).double() / scale - right, right)
-    return found, loss
+            result[name] = relative(_dense(gradient).double() / scale - right, right)
+    return result, loss
 
 
 def _losses(model: nn.Module, data: Data, outputs: Outputs, truth: Truth) -> Iterator[Tensor]:
