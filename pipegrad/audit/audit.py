@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from pipegrad.audit import dropout
 from pipegrad.audit.causes import OTHER_VALUES, STALE
-from pipegrad.audit.checks import Names, check_ranks, checked, copied, digest_of, match
+from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, digest_of, match
 from pipegrad.audit.judge import Judge, Verdict
 from pipegrad.audit.parts import Batch, Data, LossFn
 from pipegrad.audit.report import Finding, Gradient, Report, merged
@@ -52,7 +52,7 @@ class Audit:
             replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
             the loss, a list of losses of microbatches, a tuple whose first value is one of these,
             or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and after a
-            right audit up to three times with the last one.
+            right audit twice with the last one.
         modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
             compiled modules and DTensors are known.
         model: The uncut model, on every rank, with the same names or the same values.
@@ -169,18 +169,18 @@ class _Run:
     def __init__(self, audit: Audit, steps: int | None, tolerance: float | None) -> None:
         self._audit = audit
         self._begin = time.monotonic()
-        self._names: Names
-        self._batches: list[Batch]
         self._last: Seen
 
-        def prepare() -> tuple[list[str], str, tuple[int, ...]]:
-            self._batches = checked(audit, steps, tolerance)
-            self._names = match(audit.held, audit.model, audit.names)
-            self._model = copied(audit.model)
-            sizes = (len(self._batches), audit.microbatches, audit.num_replicas, audit.replica)
-            return list(self._names.parameters), digest_of(self._batches), sizes
+        def prepare() -> tuple[tuple[list[Batch], Names, nn.Module], Reply]:
+            batches = checked(audit, steps, tolerance)
+            names = match(audit.held, audit.model, audit.names)
+            sizes = len(batches), audit.microbatches, audit.num_replicas, audit.replica
+            reply = list(names.parameters), digest_of(batches), sizes
+            return (batches, names, copied(audit.model)), reply
 
-        every = agree("the audit", prepare, timeout_seconds=PATIENCE_SECONDS)
+        (self._batches, self._names, self._model), every = agree_keeping(
+            "the audit", prepare, timeout_seconds=PATIENCE_SECONDS
+        )
         self._notes = check_ranks(audit, every)
         self._judge = Judge(
             self._model, clip_norm=audit.clip_norm, tolerance=tolerance, autocast=audit.autocast
@@ -259,7 +259,7 @@ class _Run:
         return watched(lambda: audit.step(*share), self._names, audit.replica, audit.gradients)
 
     def _repeated(self, batch: Batch) -> list[Finding]:
-        """Runs a right step again from one state; returns what differs, on rank 0."""
+        """Runs a right step again from one state; returns what differs."""
         values = self._saved()
         state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         runs = list[Seen]()
@@ -270,26 +270,19 @@ class _Run:
             with self._dropout.running():
                 runs.append(self._seen(batch))
         differing = agree("repeat a step", lambda: _differing(*runs))
-        findings = []
-        is_stale = all(agree("stale", lambda: _is_stale(self._last, *runs)))
-        if any(differing) and is_stale:
-            findings.append(Finding(*STALE, ranks=tuple(range(dist.get_world_size()))))
-        elif any(differing):
-            findings.append(
-                Finding(
-                    "the step is not deterministic: twice from the same values, batch and random "
-                    "state, it makes different gradients",
-                    "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
-                    tuple(dict.fromkeys(name for names in differing for name in names)),
-                    tuple(rank for rank, names in enumerate(differing) if names),
-                )
+        if not any(differing):
+            return []
+        if all(agree("stale", lambda: _is_stale(self._last, *runs))):
+            return [Finding(*STALE, ranks=tuple(range(dist.get_world_size())))]
+        return [
+            Finding(
+                "the step is not deterministic: twice from the same values, batch and random "
+                "state, it makes different gradients",
+                "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
+                tuple(dict.fromkeys(name for names in differing for name in names)),
+                tuple(rank for rank, names in enumerate(differing) if names),
             )
-        if any(agree("dropout", lambda: self._dropout.was_active)):
-            self._restore(values)
-            every = _gathered(self._seen(batch))
-            if every is not None:
-                findings += self._judge.copies_with_dropout(every)
-        return findings
+        ]
 
     def _saved(self) -> list[Tensor]:
         return [p.detach().clone() for p in self._tensors()]

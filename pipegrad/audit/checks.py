@@ -137,13 +137,13 @@ def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
     )
 
 
-def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]) -> list[str]:
-    """Checks what all ranks give; returns notes of what is odd in it.
+# Of a rank: names of its parameters, digest of its batches, and (steps, microbatches, number of
+# replicas, replica).
+Reply = tuple[list[str], str, tuple[int, int, int, int]]
 
-    Args:
-        audit: Of this rank.
-        every: By rank, names of parameters, digest of batches, and (steps, microbatches, number of
-            replicas, replica).
+
+def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
+    """Checks what all ranks give; returns notes of what is odd in it.
 
     Raises:
         PlanError: If sizes or batches differ, or a replica or a parameter has no rank.

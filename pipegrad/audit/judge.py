@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -149,18 +149,15 @@ class Judge:
         findings += states.buffers(seen, truth)
         self._before = {
             (entry.name, entry.ranks): entry.gradient
-            for entry in self._entries(seen)
+            for entry in entries_of(seen, [of_rank.gradients for of_rank in seen], self._first)
             if entry.gradient is not None
         }
         return [replace(finding, step=number) for finding in findings], gradients
 
     def _describe(self, seen: Sequence[Seen]) -> None:
-        """Adds notes about values, learning rates and optimizers that are odd, and no finding."""
+        """Adds notes about values and optimizers that are odd, and no finding."""
         if why_not := states.why_not_updated(seen):
             self.notes["optimizer"] = f"which parameters optimizers step is not known: {why_not}"
-        rates = sorted({update.rate for of_rank in seen for update in of_rank.updates})
-        if len(rates) > 1:
-            self.notes["rates"] = f"optimizers have different learning rates: {rates}"
         there = dict(self.model.named_parameters(remove_duplicate=False))
         differing = [
             name
@@ -295,30 +292,12 @@ class Judge:
             parts = {GRADIENT: right.reshape(1, 1, 1, 1, -1), **parts}
         return fits(actual, parts, one.allowed * one.scale * size * share, before, known)
 
-    def _entries(self, seen: Sequence[Seen]) -> list[Entry]:
-        return entries_of(seen, [of_rank.gradients for of_rank in seen], self._first)
-
-    def copies_with_dropout(self, seen: Sequence[Seen]) -> Iterator[Finding]:
-        """Yields parameters whose copies get other gradients only because of dropout."""
-        yield from states.copies(
-            (
-                (entry.name, entry.ranks[0], entry.gradient)
-                for entry in self._entries(seen)
-                if entry.gradient is not None
-            ),
-            _DROPOUT,
-        )
-
 
 _LOW = 0.1  # error of gradients that were computed in half precision
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
 _SHARE = 1e-2  # of a gradient, below which it has no data of a replica
 _TINY = torch.finfo(torch.float64).tiny
 _EXACT = 1e-12  # of a gradient that is float64 all the way
-_DROPOUT = Cause(
-    "with dropout, copies of the parameter get different gradients",
-    "give the ranks of one layer the same random state where they hold copies",
-)
 _DRIFT = Cause(
     "copies of the parameter differ after the optimizer's step",
     "step all copies with the same gradients, options and dtype",
