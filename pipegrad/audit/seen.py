@@ -107,7 +107,6 @@ class Seen:
         frozen: Parameters that require no gradient.
         changed: Parameters that differ from what their optimizer has left.
         is_other: Whether gradients were clipped by value, or by another norm than the Euclidean.
-        num_clips: How often torch's functions clipped a parameter.
         losses: Numbers that the step has returned. One of them should be the loss.
         updates: Of each optimizer.
     """
@@ -128,7 +127,6 @@ class Seen:
     clips: Sequence[Clip] = ()
     frozen: frozenset[str] = frozenset()
     changed: frozenset[str] = frozenset()
-    num_clips: int = 0
     is_other: bool = False
 
 
@@ -218,7 +216,6 @@ class Watch:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
-    num_clips: dict[int, int] = field(default_factory=dict)  # by id of a parameter
     is_other: bool = False  # whether gradients were clipped, and not by their Euclidean norm
     updates: dict[int, Update] = field(default_factory=dict)  # by id of an optimizer
     updated: dict[str, Tensor] = field(default_factory=dict)  # parameters behind their optimizer
@@ -260,8 +257,6 @@ class Watch:
         if total_norm is None:  # by value, or by another norm
             self.is_other = True
             return
-        for parameter in clipped:
-            self.num_clips[parameter] = self.num_clips.get(parameter, 0) + 1
         names = tuple(name for name, p in self.own.items() if id(p) in clipped)
         self.clips.append(Clip(names, float(max_norm), float(_whole(total_norm))))
 
@@ -398,7 +393,6 @@ def watched(
         frozen=frozenset(name for name, p in own.items() if not p.requires_grad),
         changed=watch.changed(),
         is_other=watch.is_other,
-        num_clips=max(watch.num_clips.values(), default=0),
         losses=losses,
         updates=list(watch.updates.values()),
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -202,9 +203,10 @@ def several(seen: Sequence[Seen]) -> Iterator[Finding]:
                     "step it once, after the last microbatch",
                     ranks=(of_rank.rank,),
                 )
-        if of_rank.num_clips > 1:
+        clipped = Counter(name for clip in of_rank.clips for name in clip.names)
+        if (number := max(clipped.values(), default=0)) > 1:
             yield Finding(
-                f"gradients are clipped {of_rank.num_clips} times in one step",
+                f"gradients are clipped {number} times in one step",
                 "clip them once, after the last microbatch and all reductions",
                 ranks=(of_rank.rank,),
             )

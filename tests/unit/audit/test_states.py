@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.seen import Placed, Seen, Update, Watch
+from pipegrad.audit.seen import Clip, Placed, Seen, Update, Watch
 from pipegrad.audit.states import entries_of, losses, several, updates, why_not_updated
 
 FIRST = {"a": "a", "b": "b", "b.again": "b"}
@@ -45,13 +45,14 @@ def causes(*every: Seen, explained: set[str] | None = None) -> list[tuple[str, A
 
 
 def test_what_happens_several_times_in_a_step_is_said() -> None:
-    one = seen(3, num_clips=1)
+    clip = Clip(("a",), 1.0, 2.0)
+    one = seen(3, clips=[clip, Clip(("b",), 1.0, 2.0)])
     [update] = one.updates
     assert list(several([one])) == []
     [finding] = several([replace(one, updates=[replace(update, times=2)])])
     assert finding.cause == "the optimizer stepped 2 times in one step"
     assert finding.ranks == (3,)
-    [finding] = several([replace(one, num_clips=4)])
+    [finding] = several([replace(one, clips=[clip] * 4)])
     assert finding.cause == "gradients are clipped 4 times in one step"
 
 
