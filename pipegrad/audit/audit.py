@@ -137,10 +137,10 @@ class Audit:
         return _ordered([functools.partial(self.step, *share) for share in shares])
 
     def __post_init__(self) -> None:
-        given = self.modules
-        if not isinstance(given, nn.Module):  # an iterator could be read once only
-            given = tuple(given.values() if isinstance(given, Mapping) else given or ())
-            object.__setattr__(self, "modules", given)
+        modules = self.modules
+        if not isinstance(modules, nn.Module):  # an iterator could be read once only
+            modules = tuple(modules.values() if isinstance(modules, Mapping) else modules or ())
+            object.__setattr__(self, "modules", modules)
         held = self.held
         wrong = [
             f"{name} is {type(value).__name__}, expected {expected}"

@@ -1,4 +1,4 @@
-"""Checks: what an audit is given, before the first step; the same error on all ranks.
+"""Checks: what the caller gives an audit, before the first step; the same error on all ranks.
 
 Then names: which parameter of the uncut model is this one of a stage?
 """
@@ -151,10 +151,10 @@ def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
     sizes = {of_rank[:3] for _, _, of_rank in every}
     replicas = {of_rank[3] for _, _, of_rank in every}
     if len(sizes) > 1 or replicas != set(range(audit.num_replicas)):
-        given = {rank: of_rank for rank, (_, _, of_rank) in enumerate(every)}
+        by_rank = {rank: of_rank for rank, (_, _, of_rank) in enumerate(every)}
         raise PlanError(
             f"ranks give different audits; (steps, microbatches, num_replicas, replica) are "
-            f"{given}: give all ranks the same sizes, and every replica a rank"
+            f"{by_rank}: give all ranks the same sizes, and every replica a rank"
         )
     if len({digest for _, digest, _ in every}) > 1:
         raise PlanError(

@@ -235,7 +235,7 @@ class Judge:
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
         findings = list[Finding]()
-        # Matrices first: their parts are told apart best.
+        # Matrices first: their parts are distinguished best.
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
         names = list(dict.fromkeys(one.entry.name for one in wrong))
         parts = truth.parts(names) if names else {}

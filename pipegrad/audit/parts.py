@@ -43,8 +43,8 @@ BEFORE, BEHIND = "targets before", "targets behind"
 _IGNORED = -100  # by torch's losses, and Hugging Face's
 _SAME = 1e-9  # of the gradients of two views that are one
 _KNOWN = 4.0  # factor of what is allowed, for the ratios of another gradient
-_MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not told apart
-_LEAST = 1e-9  # of a gradient, below which nothing is told apart
+_MARGIN = 8.0  # of what is allowed over what rounding makes: smaller parts are not distinguished
+_LEAST = 1e-9  # of a gradient, below which nothing is distinguished
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class Run:
 
     def here(self) -> Report:
         """Runs the audit on this rank; all ranks call it."""
-        audit = made(self.target)
+        audit = audit_of(self.target)
         if self.checks_order:
             return audit.order(steps=self.steps)
         return audit.run(steps=self.steps, tolerance=self.tolerance)
@@ -53,7 +53,7 @@ class Run:
         return run_ranks(run.here, num_ranks, timeout_seconds=timeout_seconds)[0]
 
 
-def made(target: Target) -> Audit:
+def audit_of(target: Target) -> Audit:
     """Returns the audit that a function makes on this rank.
 
     Raises:

@@ -50,7 +50,7 @@ def before_clipping() -> None:
     """Marks where a step's gradients are reduced, and not clipped yet. It does nothing elsewhere.
 
     An audit sees torch's own functions by itself. A step that clips by other code calls this
-    before, so that a wrong gradient and a wrong norm are told apart.
+    before, so that a wrong gradient and a wrong norm are distinguished.
     """
     for watch in _watches:
         watch.copy_unclipped()
