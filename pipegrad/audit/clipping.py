@@ -1,7 +1,7 @@
 """Clipping: by which norm did a rank clip its gradients?
 
 [Note: a norm by its parameters] A norm is compared with that of the gradients that the ranks
-really had. So a wrong norm is distinguished from a wrong gradient. If gradients were seen only after
+really had. So it differs from that of right gradients. If gradients were seen only after
 they were clipped, the norm says what they were before; if they were seen before and after, their
 factor says the norm.
 """
