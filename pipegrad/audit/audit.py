@@ -2,9 +2,9 @@
 
 [Note: an audit]
 1. The caller's step runs on all ranks, as it is: schedule, reductions, clipping, optimizer.
-2. Gradients are copied right before the optimizer steps, parameters after it (`watch.py`).
+2. Gradients are copied right before the optimizer steps, parameters after it (`seen.py`).
 3. Rank 0 computes the same step on the uncut model, in float64 (`truth.py`).
-4. A wrong gradient is fitted by its parts (`contributions.py`). The weights say why (`causes.py`).
+4. A wrong gradient is fitted by its parts (`parts.py`). The ratios say why (`causes.py`).
 """
 
 from __future__ import annotations
@@ -22,17 +22,14 @@ from torch import Tensor, nn
 
 from pipegrad.audit import dropout
 from pipegrad.audit.causes import OTHER_VALUES, STALE
-from pipegrad.audit.checks import check_ranks, checked, copied, digest_of
-from pipegrad.audit.judge import Judge, Sizes, Verdict
-from pipegrad.audit.matching import Names, match
-from pipegrad.audit.outputs import Batch, Data, LossFn
-from pipegrad.audit.placed import Placed
-from pipegrad.audit.report import Finding, Report, merged
-from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Seen, watched
+from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, digest_of, match
+from pipegrad.audit.judge import Judge, Verdict
+from pipegrad.audit.parts import Batch, Data, LossFn
+from pipegrad.audit.report import Finding, Gradient, Report, merged
+from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
 from pipegrad.audit.truth import leaves_cut
 from pipegrad.comm.agreement import agree, agree_keeping
 from pipegrad.errors import PlanError
-from pipegrad.pipeline.trees import flattened
 from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ordering.clocks import Violation
 
@@ -41,7 +38,6 @@ _NO_GROUP = (
     "this in ranks of torchrun, after torch.distributed.init_process_group"
 )
 _ROUNDING = 64.0  # factor of the rounding of two runs
-_IGNORED = -100  # by torch's losses, and Hugging Face's
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +52,7 @@ class Audit:
             replica: gradients to zero, microbatches, reductions, clipping, optimizer. It may return
             the loss, a list of losses of microbatches, a tuple whose first value is one of these,
             or ``{"loss": ..., "grad_norm": ...}``. It is called once for each batch, and after a
-            right audit up to three times with the last one.
+            right audit twice with the last one.
         modules: What this rank holds: the modules of its stages. DistributedDataParallel, FSDP2,
             compiled modules and DTensors are known.
         model: The uncut model, on every rank, with the same names or the same values.
@@ -75,7 +71,8 @@ class Audit:
         gradients: Returns gradients by names of the modules' parameters, right before the
             optimizer's step; by default ``.grad``, or ``.main_grad``.
         clip_norm: The norm to which the step clips gradients by its own code. It is not needed if
-            the step calls torch's functions.
+            the step calls torch's functions. The step also calls `before_clipping`, or returns the
+            norm of its gradients.
         autocast: The dtype in which the pipeline computes, if its parameters have another one.
         by_microbatch: Whether the right gradient is that of a model which computes each microbatch
             by itself, also where samples of a batch depend on each other, as in BatchNorm. By
@@ -136,14 +133,14 @@ class Audit:
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
         batches, _ = agree_keeping("the audit", lambda: (checked(self, steps, None), None))
-        shares = [_shares(batch, self.num_replicas)[self.replica] for batch in batches]
-        return ordered([functools.partial(self.step, *share) for share in shares])
+        shares = [leaves_cut(batch, self.num_replicas)[self.replica] for batch in batches]
+        return _ordered([functools.partial(self.step, *share) for share in shares])
 
     def __post_init__(self) -> None:
-        given = self.modules
-        if not isinstance(given, nn.Module):  # an iterator could be read once only
-            given = tuple(given.values() if isinstance(given, Mapping) else given or ())
-            object.__setattr__(self, "modules", given)
+        modules = self.modules
+        if not isinstance(modules, nn.Module):  # an iterator could be read once only
+            modules = tuple(modules.values() if isinstance(modules, Mapping) else modules or ())
+            object.__setattr__(self, "modules", modules)
         held = self.held
         wrong = [
             f"{name} is {type(value).__name__}, expected {expected}"
@@ -172,52 +169,44 @@ class _Run:
     def __init__(self, audit: Audit, steps: int | None, tolerance: float | None) -> None:
         self._audit = audit
         self._begin = time.monotonic()
-        self._names: Names
-        self._batches: list[Batch]
         self._last: Seen
 
-        def prepare() -> tuple[list[str], str, tuple[int, ...]]:
-            self._batches = checked(audit, steps, tolerance)
-            self._names = match(audit.held, audit.model, audit.names)
-            self._model = copied(audit.model)
-            sizes = (
-                len(self._batches),
-                audit.microbatches,
-                audit.num_replicas,
-                audit.replica,
-            )
-            return list(self._names.parameters), digest_of(self._batches), sizes
+        def prepare() -> tuple[tuple[list[Batch], Names, nn.Module], Reply]:
+            batches = checked(audit, steps, tolerance)
+            names = match(audit.held, audit.model, audit.names)
+            sizes = len(batches), audit.microbatches, audit.num_replicas, audit.replica
+            reply = list(names.parameters), digest_of(batches), sizes
+            return (batches, names, copied(audit.model)), reply
 
-        every = agree("the audit", prepare, timeout_seconds=PATIENCE_SECONDS)
+        (self._batches, self._names, self._model), every = agree_keeping(
+            "the audit", prepare, timeout_seconds=PATIENCE_SECONDS
+        )
         self._notes = check_ranks(audit, every)
         self._judge = Judge(
-            self._model,
-            clip_norm=audit.clip_norm,
-            tolerance=tolerance,
-            autocast=audit.autocast,
+            self._model, clip_norm=audit.clip_norm, tolerance=tolerance, autocast=audit.autocast
         )
         modules = [part for module in audit.held for part in module.modules()]
         self._dropout = dropout.Without(modules)
 
     def report(self) -> Report:
         """Runs all steps; returns what was found."""
-        findings, verdict, steps = self._modes(), Verdict([], []), 0
+        findings, steps, gradients = self._modes(), 0, list[Gradient]()
         for number, batch in enumerate(self._batches, 1):
             saved, steps = self._saved(), number
-            verdict = self._judged(batch, number)
-            findings += verdict.findings
-            if verdict.findings:
+            new, gradients = self._judged(batch, number)
+            findings += new
+            if new:
                 # Other steps may show other causes. They begin with equal copies again. The state
                 # of optimizers is not restored.
                 self._restore(saved)
-            if any(finding.cause == OTHER_VALUES.words for finding in verdict.findings):
+            if any(finding.cause == OTHER_VALUES.words for finding in new):
                 break  # the causes of later steps would say nothing
         if not findings:
             findings += self._repeated(self._batches[-1])
         notes = [*self._notes, *self._judge.notes.values()]
         if any(agree("dropout", lambda: self._dropout.was_active)):
             notes.append("dropout was 0 while numbers were compared")
-        own = merged(findings), tuple(notes), tuple(verdict.gradients)
+        own = merged(findings), tuple(notes), tuple(gradients)
         of_rank_0 = agree("the report", lambda: own, timeout_seconds=PATIENCE_SECONDS)[0]
         seconds = time.monotonic() - self._begin
         return Report(*of_rank_0, steps, dist.get_world_size(), seconds)
@@ -254,57 +243,46 @@ class _Run:
         def compare() -> Verdict | None:
             if every is None:
                 return None
-            cut = [
-                [*zip(*(leaves_cut(x, audit.microbatches) for x in share), strict=True)]
-                for share in _shares(batch, audit.num_replicas)
-            ]
-            targets = tuple(_counted(target) for of_replica in cut for _, target in of_replica)
-            sizes = Sizes(audit.microbatches, audit.num_replicas, targets, len(every))
+            shares = leaves_cut(batch, audit.num_replicas)
+            cut = [leaves_cut(share, audit.microbatches) for share in shares]
             with self._dropout.running():
                 data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
-                return self._judge.judge(every, data, number, sizes)
+                return self._judge.judge(every, data, number)
 
         first = agree("compare with one process", compare, timeout_seconds=PATIENCE_SECONDS)[0]
-        return Verdict([], []) if first is None else first
+        return first or ([], [])
 
     def _seen(self, batch: Batch) -> Seen:
         """Runs a step; returns what this rank had in it."""
         audit = self._audit
-        inputs, target = _shares(batch, audit.num_replicas)[audit.replica]
-        return watched(
-            lambda: audit.step(inputs, target), self._names, audit.replica, audit.gradients
-        )
+        share = leaves_cut(batch, audit.num_replicas)[audit.replica]
+        return watched(lambda: audit.step(*share), self._names, audit.replica, audit.gradients)
 
     def _repeated(self, batch: Batch) -> list[Finding]:
-        """Runs a right step again from one state; returns what differs, on rank 0."""
-        values, state = self._saved(), _random_state()
+        """Runs a right step again from one state; returns what differs."""
+        values = self._saved()
+        state = torch.get_rng_state(), torch.cuda.get_rng_state_all()
         runs = list[Seen]()
         for _ in range(2):
             self._restore(values)
-            _restore_random(state)
+            torch.set_rng_state(state[0])
+            torch.cuda.set_rng_state_all(state[1])
             with self._dropout.running():
                 runs.append(self._seen(batch))
         differing = agree("repeat a step", lambda: _differing(*runs))
-        findings = []
-        is_stale = all(agree("stale", lambda: _is_stale(self._last, *runs)))
-        if any(differing) and is_stale:
-            findings.append(Finding(*STALE, ranks=tuple(range(dist.get_world_size()))))
-        elif any(differing):
-            findings.append(
-                Finding(
-                    "the step is not deterministic: twice from the same values, batch and random "
-                    "state, it makes different gradients",
-                    "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
-                    tuple(dict.fromkeys(name for names in differing for name in names)),
-                    tuple(rank for rank, names in enumerate(differing) if names),
-                )
+        if not any(differing):
+            return []
+        if all(agree("stale", lambda: _is_stale(self._last, *runs))):
+            return [Finding(*STALE, ranks=tuple(range(dist.get_world_size())))]
+        return [
+            Finding(
+                "the step is not deterministic: twice from the same values, batch and random "
+                "state, it makes different gradients",
+                "call torch.use_deterministic_algorithms(True), and reduce in a fixed order",
+                tuple(dict.fromkeys(name for names in differing for name in names)),
+                tuple(rank for rank, names in enumerate(differing) if names),
             )
-        if any(agree("dropout", lambda: self._dropout.was_active)):
-            self._restore(values)
-            every = _gathered(self._seen(batch))
-            if every is not None:
-                findings += self._judge.copies_with_dropout(every)
-        return findings
+        ]
 
     def _saved(self) -> list[Tensor]:
         return [p.detach().clone() for p in self._tensors()]
@@ -317,17 +295,6 @@ class _Run:
 
     def _tensors(self) -> list[Tensor]:
         return [*self._names.parameters.values(), *self._names.buffers.values()]
-
-
-def _shares(batch: Batch, num_replicas: int) -> list[Batch]:
-    inputs, target = (leaves_cut(value, num_replicas) for value in batch)
-    return list(zip(inputs, target, strict=True))
-
-
-def _counted(target: Any) -> int:  # noqa: ANN401 - a tree
-    """Returns how many elements of a target a loss counts, at least 1."""
-    leaves = [leaf for _, leaf in flattened(target)[0] if isinstance(leaf, Tensor)]
-    return max(1, sum(int((leaf != _IGNORED).sum()) for leaf in leaves))
 
 
 def _gathered(own: Seen) -> list[Seen] | None:
@@ -353,34 +320,25 @@ def _is_stale(before: Seen, first: Seen, second: Seen) -> bool:
     )
 
 
-def _random_state() -> tuple[Tensor, list[Tensor]]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state_all()
-
-
-def _restore_random(state: tuple[Tensor, list[Tensor]]) -> None:
-    torch.set_rng_state(state[0])
-    torch.cuda.set_rng_state_all(state[1])
-
-
 def _differing(first: Seen, second: Seen) -> list[str]:
     """Returns names of gradients that differ by more than rounding explains."""
-    squares = sum(float(g.double().norm()) ** 2 for g in first.gradients.values() if g is not None)
+    norms = [float(g.double().norm()) for g in first.gradients.values() if g is not None]
     # A gradient that is zero but for rounding may differ by as much as it is.
-    least = 1e-3 * math.sqrt(squares)
-    found = []
+    least = 1e-3 * math.hypot(*norms)
+    result = []
     for name, gradient in first.gradients.items():
         other = second.gradients[name]
         if gradient is None or other is None:
             if gradient is not other:
-                found.append(name)
+                result.append(name)
             continue
         scale = max(float(gradient.double().norm()), least)
         if (
             float((other.double() - gradient.double()).norm())
             > _ROUNDING * torch.finfo(gradient.dtype).eps * scale
         ):
-            found.append(name)
-    return found
+            result.append(name)
+    return result
 
 
 _SHOWN = 20  # violations of a rank
@@ -399,33 +357,23 @@ _UNSEEN = (
 _ON_CPU = "on CPU there are no streams: threads and collectives were checked, and not CUDA streams"
 
 
-def ordered(steps: Sequence[Callable[[], object]]) -> Report:
-    """Runs steps, and returns accesses to the same bytes that nothing orders.
-
-    All ranks must call it. Each rank watches its own memory.
-
-    Args:
-        steps: Each runs one step of this rank.
-    """
+def _ordered(steps: Sequence[Callable[[], object]]) -> Report:
+    """Runs steps of this rank; returns accesses to the same bytes that nothing orders."""
     begin = time.monotonic()
     with OrderChecker(virtual_streams=False, foreign=True, log=True) as checker:
         for step in steps:
             step()
-    own = [_finding(violation) for violation in checker.violations[:_SHOWN]]
-    more = len(checker.violations) - len(own)
+    shown = [_finding(violation) for violation in checker.violations[:_SHOWN]]
+    more = len(checker.violations) - len(shown)
     counted = len(checker.log), len({entry.strand for entry in checker.log})
-    every = agree("order of accesses", lambda: (own, more, counted))
+    every = agree("order of accesses", lambda: (shown, more, counted))
     findings = [
         Finding(*finding, ranks=(rank,))
         for rank, (of_rank, _, _) in enumerate(every)
         for finding in of_rank
     ]
     operators, strands = every[0][2]
-    notes = [
-        _RAN.format(operators=operators, strands=strands - 1),
-        _SEEN,
-        _UNSEEN,
-    ]
+    notes = [_RAN.format(operators=operators, strands=strands - 1), _SEEN, _UNSEEN]
     if not torch.cuda.is_available():
         notes.append(_ON_CPU)
     if hidden := sum(number for _, number, _ in every):

@@ -17,8 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipegrad.audit.contributions import Fit
-from pipegrad.audit.outputs import BEFORE, BEHIND, MICROBATCHES, REPLICAS
+from pipegrad.audit.parts import BEFORE, BEHIND, MICROBATCHES, REPLICAS, Fit
 from pipegrad.audit.report import shown
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more
@@ -37,7 +36,12 @@ class Cause(NamedTuple):
     advice: str = ""
 
 
-Said = tuple[Cause, int]  # and its cost
+class Said(NamedTuple):
+    """A cause in one explanation, and what it costs; see [Note: the cheapest explanation]."""
+
+    words: str
+    advice: str = ""
+    cost: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,9 @@ LATE = Cause(
 
 
 class Explanation(NamedTuple):
-    """Why a gradient is wrong.
+    """Why a gradient is wrong: the sum of parts that says so, and whether that explains all of it.
 
-    Attributes:
-        causes: In words.
-        fit: The sum of parts that says so; None if no sum makes the gradient.
-        is_known: Whether known causes explain all of it.
+    No fit: no sum makes the gradient.
     """
 
     causes: list[Cause]
@@ -125,66 +126,52 @@ class Explanation(NamedTuple):
     is_known: bool = False
 
 
-def explained(found: Sequence[Fit], place: Place, tolerance: float) -> Explanation:
-    """Returns the cheapest explanation of a wrong gradient.
-
-    Args:
-        found: Sums of parts that make it.
-        place: Of the rank that has it.
-        tolerance: Of the gradient, relative to its norm.
-    """
-    best: tuple[tuple[int, int], Fit, list[Said]] | None = None
-    for fit in found:
+def explained(fitting: Sequence[Fit], place: Place, tolerance: float) -> Explanation:
+    """Returns the cheapest explanation of a wrong gradient."""
+    best = Explanation([OTHER_VALUES])
+    least: tuple[int, int] | None = None
+    for fit in fitting:
         said = min(_readings(fit, place, tolerance), key=_cost)
+        is_known = all(one.cost < _FREE for one in said)
         key = (_cost(said), fit.num_free)
         # With as many numbers as elements anything can be made, so each number must be known.
-        if (fit.is_sure or _is_known(said)) and (best is None or key < best[0]):
-            best = key, fit, said
-    if best is None:
-        return Explanation([OTHER_VALUES])
-    return Explanation([cause for cause, _ in best[2]], best[1], _is_known(best[2]))
-
-
-def _is_known(said: Sequence[Said]) -> bool:
-    return all(cost < _FREE for _, cost in said)
+        if (fit.is_sure or is_known) and (least is None or key < least):
+            least, best = (key, Explanation([Cause(*one[:2]) for one in said], fit, is_known))
+    return best
 
 
 def _cost(said: Sequence[Said]) -> int:
-    return sum(cost for _, cost in said)
+    return sum(one.cost for one in said)
 
 
 def _readings(fit: Fit, place: Place, tolerance: float) -> Iterator[list[Said]]:
     """Yields ways to put ratios in words: by which term of the loss is the right one."""
     close, exact = _CLOSE + 2 * tolerance, max(_EXACT, 2 * tolerance)
-    about: list[Said] = [(STALE, 1)] if abs(fit.before) > close else []
+    about = [Said(*STALE)] if abs(fit.before) > close else []
     if place.is_coupled and fit.view != GRADIENT:
-        about.append((COUPLED, 1))
+        about.append(Said(*COUPLED))
     for term in range(fit.ratios.shape[2]):
         factors = factors_of(fit.ratios, close, term)
         if factors is not None:
             said = [*about, *_of_factors(fit.view, factors, place, close, exact)]
-            yield said or [(_off(factors), _FREE)]
+            size = f"it has {factors.scale:.6g} of its size"
+            off = f"the gradient is off by more than rounding explains: {size}"
+            yield said or [Said(off, cost=_FREE)]
         # Each use of a tied parameter has what the stage has done that uses it.
         uses = [
-            factors_of(fit.ratios[..., use : use + 1], close, term)
-            for use in range(len(place.usual_of_uses))
+            (factors_of(fit.ratios[..., use : use + 1], close, term), usual)
+            for use, usual in enumerate(place.usual_of_uses)
         ]
-        pairs = zip(uses, place.usual_of_uses, strict=True)
-        if uses and all(f and _is(f.scale, usual or 1.0, close) for f, usual in pairs):
+        if uses and all(f and _is(f.scale, usual or 1.0, close) for f, usual in uses):
             each = [
                 _of_factors(fit.view, f, replace(place, usual=usual, holders=1), close, exact)
-                for f, usual in zip(uses, place.usual_of_uses, strict=True)
+                for f, usual in uses
                 if f
             ]
             yield [*about, *dict.fromkeys(itertools.chain(*each))]
     weights = [round(ratio, 3) for ratio in fit.ratios.flatten().tolist()]
     words = f"parts of the batch have wrong weights in the gradient: {weights}"
-    yield [*about, (Cause(words), _FREE * fit.ratios.numel())]
-
-
-def _off(factors: Factors) -> Cause:
-    size = f"it has {factors.scale:.6g} of its size"
-    return Cause(f"the gradient is off by more than rounding explains: {size}")
+    yield [*about, Said(words, cost=_FREE * fit.ratios.numel())]
 
 
 def factors_of(ratios: Tensor, close: float = _CLOSE, term: int = 0) -> Factors | None:
@@ -224,36 +211,30 @@ def _of_view(view: str, factors: Factors, place: Place, close: float) -> Iterato
     if view == REPLICAS and num_replicas > 1:
         number = len(factors.microbatches)
         sums = [sum(place.targets[i : i + number]) for i in range(0, len(place.targets), number)]
-        yield (
-            Cause(
-                f"replicas count alike, although they have different numbers of targets: {sums}. "
-                f"Each divides its loss by its own number",
-                "divide by the number of targets of all replicas",
-            ),
-            1,
+        yield Said(
+            f"replicas count alike, although they have different numbers of targets: {sums}. Each "
+            f"divides its loss by its own number",
+            "divide by the number of targets of all replicas",
         )
     elif view == MICROBATCHES and num_replicas * len(_present(factors.microbatches, close)) > 1:
-        why = "the loss of the batch is not the mean of the losses of its microbatches"
-        advice = (
-            "let the loss see all samples of a step; or give the audit a loss_fn that is the mean "
-            "over microbatches, if this is what you want"
-        )
         if len(set(place.targets)) > 1:
-            numbers = shown([str(number) for number in place.targets])
-            why = "microbatches count alike, although they have different numbers of targets: "
-            why += numbers
-            advice = (
-                "sum the losses of targets, and divide by the number of targets of the whole step"
+            yield Said(
+                "the gradient is a mean of means: microbatches count alike, although they have "
+                f"different numbers of targets: {shown([str(n) for n in place.targets])}",
+                "sum the losses of targets, and divide by the number of targets of the whole step",
             )
-        yield Cause(f"the gradient is a mean of means: {why}", advice), 1
+        else:
+            yield Said(
+                "the gradient is a mean of means: the loss of the batch is not the mean of the "
+                "losses of its microbatches",
+                "let the loss see all samples of a step; or give the audit a loss_fn that is the "
+                "mean over microbatches, if this is what you want",
+            )
     elif view in {BEFORE, BEHIND}:
         which = "before" if view == BEFORE else "behind"
-        yield (
-            Cause(
-                f"outputs are compared with the targets of another microbatch: the one {which}",
-                "give the last stage the targets of the microbatch that arrives",
-            ),
-            1,
+        yield Said(
+            f"outputs are compared with the targets of another microbatch: the one {which}",
+            "give the last stage the targets of the microbatch that arrives",
         )
 
 
@@ -261,13 +242,10 @@ def _of_factors(
     view: str, factors: Factors, place: Place, close: float, exact: float
 ) -> Iterator[Said]:
     if factors.scale == 0:
-        yield (
-            Cause(
-                "the gradient is missing: it is zero or None",
-                "look for a stage without a backward, a detached activation, or a reduction that "
-                "skips it",
-            ),
-            1,
+        yield Said(
+            "the gradient is missing: it is zero or None",
+            "look for a stage without a backward, a detached activation, or a reduction that "
+            "skips it",
         )
         return
     yield from _of_view(view, factors, place, close)
@@ -293,44 +271,34 @@ def _of_microbatches(factors: Sequence[float], close: float) -> Iterator[Said]:
     present, number = _present(factors, close), len(factors)
     if not _alike([factors[index] for index in present], close):
         words = f"microbatches count differently in the gradient: {_rounded(factors)}"
-        yield (
-            Cause(words, "let each microbatch run once, and reduce once behind the last one"),
-            _FREE,
+        yield Said(
+            words, "let each microbatch run once, and reduce once behind the last one", _FREE
         )
     elif len(present) < number:
         is_tail = present == list(range(number - len(present), number))
         several = "microbatch is" if len(present) == 1 else f"{len(present)} microbatches are"
         which = f"the last {several}" if is_tail else f"microbatches {present} (from 0) are"
-        yield (
-            Cause(
-                f"only {which} in the gradient, of {number}",
-                "add up the gradients of all microbatches: do not set them to zero or overwrite "
-                "them between the backwards of a step",
-            ),
-            1,
+        yield Said(
+            f"only {which} in the gradient, of {number}",
+            "add up the gradients of all microbatches: do not set them to zero or overwrite "
+            "them between the backwards of a step",
         )
 
 
 def _of_replicas(factors: Sequence[float], place: Place, close: float) -> Iterator[Said]:
     present, number = _present(factors, close), len(factors)
     if not _alike([factors[index] for index in present], close):
-        yield Cause(f"replicas count differently in the gradient: {_rounded(factors)}"), _FREE
+        yield Said(f"replicas count differently in the gradient: {_rounded(factors)}", cost=_FREE)
     elif len(present) < number and present == sorted(place.replicas) and place.is_apart:
-        yield (
-            Cause(
-                f"the gradient is not reduced over the {number} replicas: each one has that of its "
-                f"own data",
-                "all-reduce it over the data-parallel group, or wrap the stage in DDP or FSDP2",
-            ),
-            1,
+        yield Said(
+            f"the gradient is not reduced over the {number} replicas: each one has that of its "
+            f"own data",
+            "all-reduce it over the data-parallel group, or wrap the stage in DDP or FSDP2",
         )
     elif len(present) < number:
-        yield (
-            Cause(
-                f"only the data of replicas {present} (from 0) of {number} is in the gradient",
-                "give each replica its own rows, and sum the gradients of all: broadcast none",
-            ),
-            1,
+        yield Said(
+            f"only the data of replicas {present} (from 0) of {number} is in the gradient",
+            "give each replica its own rows, and sum the gradients of all: broadcast none",
         )
 
 
@@ -339,64 +307,52 @@ def _of_terms(factors: Sequence[float], place: Place, close: float) -> Iterator[
     for index, (path, factor) in enumerate(zip(place.terms, factors, strict=True)):
         part = f"the part of the loss that comes from output{path}"
         if index not in present:
-            yield Cause(f"{part} is not in the gradient", "let its gradient flow to all stages"), 1
+            yield Said(f"{part} is not in the gradient", "let its gradient flow to all stages")
         elif not _is(factor, 1.0, close):
             chosen = _chosen(factor, place.counts, close)
             words = f"is multiplied by {factor:.4g}" if chosen is None else _counted(chosen)
             cost = _FREE if chosen is None else len(chosen)
-            yield Cause(f"{part} {words}", "scale each part of the loss once"), cost
+            yield Said(f"{part} {words}", "scale each part of the loss once", cost)
 
 
 def _of_uses(factors: Sequence[float], scale: float, place: Place, close: float) -> Iterator[Said]:
     present, number = _present(factors, close), len(factors)
     if len(present) < number:
         which = "its own use" if present == sorted(place.uses) else f"uses {present} (from 0)"
-        yield (
-            Cause(
-                f"the tie is not reduced: of {number} uses of the parameter, the gradient has that "
-                f"of {which} alone",
-                "pipegrad.attach(schedule, topology=pipegrad.Topology.create(pipeline="
-                f"{place.stages}), tied=pipegrad.find_tied(model)), or all-reduce its gradient "
-                "over the ranks that hold it",
-            ),
-            1,
+        yield Said(
+            f"the tie is not reduced: of {number} uses of the parameter, the gradient has that "
+            f"of {which} alone",
+            "pipegrad.attach(schedule, topology=pipegrad.Topology.create(pipeline="
+            f"{place.stages}), tied=pipegrad.find_tied(model)), or all-reduce its gradient "
+            "over the ranks that hold it",
         )
     elif not _alike(factors, close):
-        yield (
-            Cause(
-                "uses of the tied parameter count differently in its gradient: "
-                f"{_rounded([scale * factor for factor in factors])} times",
-                "add up the gradient of each use once, in one scale on all stages",
-            ),
+        yield Said(
+            "uses of the tied parameter count differently in its gradient: "
+            f"{_rounded([scale * factor for factor in factors])} times",
+            "add up the gradient of each use once, in one scale on all stages",
             _FREE,
         )
 
 
 def _of_scale(relative: float, scale: float, place: Place, close: float) -> list[Said]:
-    """Returns the causes of a factor that all parts have.
-
-    Args:
-        relative: The factor, without that of a mean over the parts that are there.
-        scale: The factor.
-        place: Of the rank.
-        close: Relative error that is allowed.
-    """
+    """Returns the causes of a factor that all parts have; `relative` is without that of means."""
     if place.after != 1 and _is(relative * place.after, 1.0, _CLOSE):
-        return [(Cause(LATE.words.format(scale=relative), LATE.advice), 1)]
+        return [Said(LATE.words.format(scale=relative), LATE.advice)]
     if place.usual is None:
         alone = _of_reductions(relative, place, close) if place.holders > 1 else None
-        return [(alone, 1)] if alone else _of_counts(relative, place.counts, close)
+        return [alone] if alone else _of_counts(relative, place.counts, close)
     # A parameter of its own scale is reduced otherwise than those beside it.
     own, shared = scale / place.usual, place.usual * relative / scale
     if _is(own, 1.0, close):
         return _of_counts(relative, place.counts, close)
     if alone := _of_reductions(own, place, close):
         more = [] if _is(shared, 1.0, close) else _of_counts(shared, place.counts, close)
-        return [(alone, 1), *more]
+        return [alone, *more]
     if _is(shared, 1.0, close):
         beside = "and those of other parameters of the rank are right"
         words = f"the gradient is multiplied by {scale:.4g}, {beside}"
-        return [(Cause(words, _LOOK), _FREE)]
+        return [Said(words, _LOOK, _FREE)]
     return _of_counts(relative, place.counts, close)
 
 
@@ -406,7 +362,7 @@ _LOOK = (
 )
 
 
-def _of_reductions(factor: float, place: Place, close: float) -> Cause | None:
+def _of_reductions(factor: float, place: Place, close: float) -> Said | None:
     """Returns the cause of a factor that one parameter of a rank has, by its reductions."""
     size = max(factor, 1 / factor) if factor > 0 else 0.0
     ways = {place.num_replicas: f"the {place.num_replicas} replicas"}
@@ -419,12 +375,12 @@ def _of_reductions(factor: float, place: Place, close: float) -> Cause | None:
         return None
     what = "tie" if place.holders > 1 else "parameter"
     if factor > 1:
-        return Cause(
+        return Said(
             f"the {what} is reduced twice: the gradient is {size:.4g} times too large, as if it "
             f"was summed once more over {ways[number]}",
             "reduce it over these ranks once",
         )
-    return Cause(
+    return Said(
         f"the {what} is averaged: the gradient is {size:.4g} times too small, as if it was "
         f"averaged over {ways[number]}",
         "sum it over these ranks, and do not divide",
@@ -435,15 +391,18 @@ def _of_counts(factor: float, counts: Mapping[str, int], close: float) -> list[S
     """Returns the cause of a factor that all parameters of a rank have."""
     chosen = _chosen(factor, counts, close)
     if chosen is None:
-        return [(Cause(f"the gradient is multiplied by {factor:.4g}", _LOOK), _FREE)]
+        return [Said(f"the gradient is multiplied by {factor:.4g}", _LOOK, _FREE)]
     if factor > 1:
-        size, advice = f"{factor:.4g} times too large", "divide the loss or the gradient by it once"
+        size, advice = (
+            f"{factor:.4g} times too large",
+            "divide the loss or the gradient by it once",
+        )
     else:
-        size, advice = f"{1 / factor:.4g} times too small", "divide by it once, not again"
+        size, advice = (f"{1 / factor:.4g} times too small", "divide by it once, not again")
     if abs(chosen[0][2]) > 1:
         advice = "scale in one place: here each stage scales what the next one has scaled"
     words = f"the gradient is {size}: it {_counted(chosen)}"
-    return [(Cause(words, advice), sum(abs(power) for _, _, power in chosen))]
+    return [Said(words, advice, sum(abs(power) for _, _, power in chosen))]
 
 
 def _chosen(

@@ -1,18 +1,22 @@
-"""Checks: what an audit is given, before the first step; the same error on all ranks."""
+"""Checks: what the caller gives an audit, before the first step; the same error on all ranks.
+
+Then names: which parameter of the uncut model is this one of a stage?
+"""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import itertools
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field
 from numbers import Number
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.outputs import Batch
+from pipegrad.audit.parts import Batch
 from pipegrad.audit.report import shown
 from pipegrad.audit.truth import names_by_use
 from pipegrad.errors import PlanError, in_words
@@ -23,7 +27,8 @@ from pipegrad.pipeline.trees import flattened, is_cut
 if TYPE_CHECKING:
     from pipegrad.audit.audit import Audit
 
-_NAMES_SHOWN = 4
+_WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # DDP, torch.compile, and so on
+_Entries = list[tuple[str, Tensor]]
 
 
 def checked(audit: Audit, steps: int | None, tolerance: float | None) -> list[Batch]:
@@ -101,11 +106,11 @@ def _check_batch(batch: object, microbatches: int, num_replicas: int) -> None:
 def copied(model: nn.Module) -> nn.Module:
     """Returns a copy of the uncut model, which the caller's steps cannot change."""
     try:
-        found = copy.deepcopy(model)
-        for module in found.modules():
+        result = copy.deepcopy(model)
+        for module in result.modules():
             if isinstance(module, nn.Embedding | nn.EmbeddingBag):
                 module.sparse = False  # the same values, and all of them
-        return found
+        return result
     except (TypeError, RuntimeError, AttributeError) as error:
         raise PlanError(
             f"the uncut model cannot be copied: {in_words(error)}; give one without process groups "
@@ -115,11 +120,11 @@ def copied(model: nn.Module) -> nn.Module:
 
 def digest_of(batches: Sequence[Batch]) -> str:
     """Returns a digest of all values of the batches."""
-    found = hashlib.sha256()
+    result = hashlib.sha256()
     for batch in batches:
         for _, leaf in itertools.chain(*(flattened(value)[0] for value in batch)):
-            found.update(_bytes(leaf))
-    return found.hexdigest()
+            result.update(_bytes(leaf))
+    return result.hexdigest()
 
 
 def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
@@ -132,13 +137,13 @@ def _bytes(leaf: Any) -> bytes:  # noqa: ANN401 - of a tree
     )
 
 
-def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, ...]]]) -> list[str]:
-    """Checks what all ranks give; returns notes of what is odd in it.
+# Of a rank: names of its parameters, digest of its batches, and (steps, microbatches, number of
+# replicas, replica).
+Reply = tuple[list[str], str, tuple[int, int, int, int]]
 
-    Args:
-        audit: Of this rank.
-        every: By rank, names of parameters, digest of batches, and (steps, microbatches, number of
-            replicas, replica).
+
+def check_ranks(audit: Audit, every: Sequence[Reply]) -> list[str]:
+    """Checks what all ranks give; returns notes of what is odd in it.
 
     Raises:
         PlanError: If sizes or batches differ, or a replica or a parameter has no rank.
@@ -146,10 +151,10 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
     sizes = {of_rank[:3] for _, _, of_rank in every}
     replicas = {of_rank[3] for _, _, of_rank in every}
     if len(sizes) > 1 or replicas != set(range(audit.num_replicas)):
-        given = {rank: of_rank for rank, (_, _, of_rank) in enumerate(every)}
+        by_rank = {rank: of_rank for rank, (_, _, of_rank) in enumerate(every)}
         raise PlanError(
             f"ranks give different audits; (steps, microbatches, num_replicas, replica) are "
-            f"{given}: give all ranks the same sizes, and every replica a rank"
+            f"{by_rank}: give all ranks the same sizes, and every replica a rank"
         )
     if len({digest for _, digest, _ in every}) > 1:
         raise PlanError(
@@ -166,7 +171,13 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
         for names in trained:
             if set(names) & set(own):
                 held[names[0]].add(of_rank[3])
-    _check_held([name for name, replicas in held.items() if not replicas])
+    missing = [name for name, replicas in held.items() if not replicas]
+    if missing:
+        raise PlanError(
+            f"no rank holds {shown(missing)} of the uncut model: give all modules of each rank; if "
+            f"stages number their layers anew, give `names`, from names of the modules to names of "
+            f"the uncut model"
+        )
     shared = [name for name, replicas in held.items() if len(replicas) < audit.num_replicas]
     note = (
         f"not every replica holds {shown(shared)}: these were taken for parameters that replicas "
@@ -175,11 +186,130 @@ def check_ranks(audit: Audit, every: Sequence[tuple[list[str], str, tuple[int, .
     return [note] if shared else []
 
 
-def _check_held(missing: Sequence[str]) -> None:
-    if missing:
-        more = f" and {len(missing) - _NAMES_SHOWN} more" if len(missing) > _NAMES_SHOWN else ""
-        raise PlanError(
-            f"no rank holds {missing[:_NAMES_SHOWN]}{more} of the uncut model: give all modules of "
-            f"each rank; if stages number their layers anew, give `names`, from names of the "
-            f"modules to names of the uncut model"
-        )
+@dataclass(frozen=True)
+class Names:
+    """What a rank holds, by names of the uncut model.
+
+    Attributes:
+        parameters: A parameter with several names has an entry for each.
+        buffers: That the uncut model has, too.
+        uses: Name of a parameter -> all its names on this rank.
+        modules: Names of the uncut model's modules -> modules.
+        of_modules: Names in the modules -> names in the uncut model.
+    """
+
+    parameters: dict[str, nn.Parameter] = field(default_factory=dict)
+    buffers: dict[str, Tensor] = field(default_factory=dict)
+    uses: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    modules: dict[str, nn.Module] = field(default_factory=dict)
+    of_modules: dict[str, str] = field(default_factory=dict)
+
+
+def match(
+    modules: Sequence[nn.Module], model: nn.Module, known: Mapping[str, str] | None = None
+) -> Names:
+    """Returns what a rank holds, by names of the uncut model.
+
+    Names are taken, without those of wrappers, if shapes and values are equal. Otherwise a module
+    is looked for as a run of the uncut model's parameters and buffers, by shapes and values, as a
+    slice of its layers is one. If there is none, names and shapes suffice.
+
+    Raises:
+        PlanError: If no run has these shapes and values, or several have.
+    """
+    names = Names()
+    by_name = dict(model.named_modules(remove_duplicate=False))
+    for number, module in enumerate(modules):
+        there = _names_there(module, model, f"module {number}", known)
+        names.of_modules.update(there)
+        for name, tensor in _entries(module):
+            if name in there and isinstance(tensor, nn.Parameter):
+                names.parameters[there[name]] = tensor
+            elif name in there:
+                names.buffers[there[name]] = tensor
+        parts = dict(module.named_modules(remove_duplicate=False))
+        for name, home in _homes(parts, there).items():
+            if home in by_name:
+                names.modules[home] = parts[name]
+    by_id: dict[int, list[str]] = {}
+    for name, parameter in names.parameters.items():
+        by_id.setdefault(id(parameter), []).append(name)
+    names.uses.update({name: tuple(by_id[id(p)]) for name, p in names.parameters.items()})
+    return names
+
+
+def _names_there(
+    module: nn.Module, model: nn.Module, what: str, known: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Returns the names of a module's parameters and buffers -> their names in the uncut model."""
+    own, whole = list(_entries(module)), list(_entries(model))
+    trained = [(name, tensor) for name, tensor in own if isinstance(tensor, nn.Parameter)]
+    shapes = {name: tensor.shape for name, tensor in whole}
+    if known is not None:
+        missing = [name for name, _ in trained if name not in known]
+        wrong = [name for name, there in known.items() if there not in shapes]
+        if missing or wrong:
+            lacks = f"it lacks {missing[:3]} of the module; " if missing else ""
+            unknown = [known[name] for name in wrong[:3]]
+            has = f"the uncut model has no {unknown}, but " if wrong else "the uncut model has "
+            raise PlanError(f"{what}: `names` is wrong: {lacks}{has}{list(shapes)[:3]} and so on")
+        return {name: known[name] for name, _ in own if name in known}
+    tensors = dict(whole)
+    bare = {name: _bare(name) for name, _ in own}
+    has_names = all(shapes.get(bare[name]) == tensor.shape for name, tensor in trained)
+    if has_names and all(_equal(tensor, tensors[bare[name]]) for name, tensor in trained):
+        return {name: there for name, there in bare.items() if there in shapes}
+    # A slice of layers may begin again at 0. Then its names are those of other layers.
+    runs = [whole[first : first + len(own)] for first in range(len(whole) - len(own) + 1)]
+    fitting = [run for run in runs if _fits(own, run)]
+    if len(fitting) == 1:
+        return {name: there for (name, _), (there, _) in zip(own, fitting[0], strict=True)}
+    if has_names and not fitting:
+        return {name: there for name, there in bare.items() if there in shapes}
+    raise PlanError(
+        f"{what}: {len(fitting) or 'no'} runs of the uncut model's parameters have the shapes and "
+        f"values of its parameters {[name for name, _ in trained[:3]]} and so on. Give `names`, "
+        f"from names of the modules to names of the uncut model; or give both the same values, as "
+        f"by load_state_dict, before they are audited"
+    )
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields parameters and buffers in the order of modules, as often as they are used."""
+    for home, part in module.named_modules(remove_duplicate=False):
+        tensors = [*part.named_parameters(recurse=False), *part.named_buffers(recurse=False)]
+        for name, tensor in tensors:
+            yield f"{home}.{name}" if home else name, tensor
+
+
+def _fits(own: _Entries, run: _Entries) -> bool:
+    return all(
+        a.shape == b.shape
+        and isinstance(a, nn.Parameter) == isinstance(b, nn.Parameter)
+        and (not isinstance(a, nn.Parameter) or _equal(a, b))
+        for (_, a), (_, b) in zip(own, run, strict=True)
+    )
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    # The shards of a DTensor are with other ranks, and asking would be a collective.
+    return is_dtensor(a) or torch.equal(a.detach().cpu(), b.detach().cpu().to(a.dtype))
+
+
+def _bare(name: str) -> str:
+    return ".".join(part for part in name.split(".") if part not in _WRAPPERS)
+
+
+def _homes(modules: Mapping[str, nn.Module], there: Mapping[str, str]) -> dict[str, str]:
+    """Returns the names of a stage's modules -> their names in the uncut model, as far as known."""
+    homes = dict[str, str]()
+    for name, module in modules.items():
+        for inner, _ in _entries(module):
+            full = f"{name}.{inner}" if name else inner
+            if full in there and there[full].endswith(f".{inner}"):
+                homes[name] = there[full].removesuffix(f".{inner}")
+                break
+    # A module without tensors has its name only if a stage does not number its layers anew.
+    if all(_bare(name) == home for name, home in homes.items()):
+        homes |= {name: _bare(name) for name in modules.keys() - homes.keys()}
+    return homes

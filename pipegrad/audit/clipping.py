@@ -1,24 +1,26 @@
 """Clipping: by which norm did a rank clip its gradients?
 
 [Note: a norm by its parameters] A norm is compared with that of the gradients that the ranks
-really had. So a wrong norm is told apart from a wrong gradient. If gradients were seen only after
-they were clipped, then the norm that was used is the one that is the clip norm now.
+really had. So it differs from that of right gradients. If gradients were seen only after
+they were clipped, the norm says what they were before; if they were seen before and after, their
+factor says the norm.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pipegrad.audit.causes import Cause
-from pipegrad.audit.placed import Entry, entries_of
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
+from pipegrad.audit.states import Entry, First, entries_of
+from pipegrad.errors import PlanError
 
 _CLOSE = 1e-4  # of a norm
 _ADDED = 1e-6  # by torch to a norm, before it divides
@@ -38,33 +40,16 @@ _ADVICE = "reduce the squares over all ranks, with each parameter counted once"
 
 
 def right_norm(rank: int, entries: Sequence[Entry]) -> float:
-    """Returns the norm in which each parameter counts once, with the gradients of a replica.
-
-    Args:
-        rank: One of the replica.
-        entries: Gradients of all ranks.
-    """
+    """Returns the norm in which each parameter counts once, with the gradients of one replica."""
     return _norm(_once(_of_replica(rank, entries)))
 
 
 def judged(norm: float, rank: int, entries: Sequence[Entry]) -> Cause | None:
-    """Returns what is wrong with a norm; None if it is right.
-
-    Args:
-        norm: That a rank has used.
-        rank: The rank that has used it.
-        entries: Gradients of all ranks.
-    """
+    """Returns what is wrong with a norm; None if it is right."""
     right, close = right_norm(rank, entries), _close(entries)
     # torch clips by the norm and 1e-6. With norm_type inf, the norm is that of the largest element.
-    largest = max(
-        (
-            float(e.gradient.abs().max())
-            for e in _of_replica(rank, entries)
-            if e.gradient is not None and e.gradient.numel()
-        ),
-        default=0.0,
-    )
+    gradients = [e.gradient for e in _of_replica(rank, entries) if e.gradient is not None]
+    largest = max((float(g.abs().max()) for g in gradients if g.numel()), default=0.0)
     if any(math.isclose(norm, x, rel_tol=close, abs_tol=2e-6) for x in (right, largest)):
         return None
     if norm == 0:
@@ -88,7 +73,7 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     of_replica = _of_replica(rank, entries)
     number = len({entry.replicas for entry in entries})
     every = _norm(_once(of_replica))
-    found = {
+    result = {
         _OF_THIS_RANK: _norm(own),
         "the gradient norm counts each copy of a tied parameter": _norm(of_replica),
         "the gradient norm counts each replica": every * math.sqrt(number),
@@ -96,11 +81,11 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     }
     for entry in _once(of_replica):
         without = math.sqrt(max(0.0, every**2 - _norm([entry]) ** 2))
-        found.setdefault(f"the gradient norm leaves out {entry.name}", without)
+        result.setdefault(f"the gradient norm leaves out {entry.name}", without)
     for other in sorted({rank for entry in of_replica for rank in entry.ranks}):
         held = [entry for entry in of_replica if other in entry.ranks]
-        found.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
-    return found
+        result.setdefault(_OF_RANK.format(rank=other), _norm(_once(held)))
+    return result
 
 
 def _of_replica(rank: int, entries: Sequence[Entry]) -> list[Entry]:
@@ -119,71 +104,72 @@ def _once(entries: Sequence[Entry]) -> list[Entry]:
 
 
 def _norm(entries: Iterable[Entry]) -> float:
-    squares = 0.0
-    for entry in entries:
-        if entry.gradient is not None:
-            squares += float(entry.gradient.double().norm()) ** 2
-    return math.sqrt(squares)
+    gradients = [entry.gradient for entry in entries if entry.gradient is not None]
+    return math.hypot(*(float(gradient.double().norm()) for gradient in gradients))
 
 
 def unclipped(
-    seen: Sequence[Seen],
-    first: Mapping[str, str],
-    truth: Mapping[str, Tensor],
-    clip_norm: float | None,
+    seen: Sequence[Seen], first: First, clip_norm: float | None
 ) -> tuple[list[Entry], list[Finding], dict[int, float]]:
     """Returns gradients as they were before they were clipped, wrong norms, and changes behind it.
 
     The last is by rank: the factor by which gradients are multiplied after they were clipped.
 
-    Args:
-        seen: By each rank.
-        first: Name of a parameter -> the first of its names.
-        truth: Gradients of one process.
-        clip_norm: To which the step clips; None if it is not known.
+    Raises:
+        PlanError: If a rank has clipped, and neither its norm nor its gradients before were seen.
     """
     after = entries_of(seen, [of_rank.gradients for of_rank in seen], first)
     clip_norm = next((s.clip_norm for s in seen if s.clip_norm is not None), clip_norm)
     norms = {of_rank.rank: of_rank.norm for of_rank in seen}
-    if any(of_rank.unclipped for of_rank in seen):
-        before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
-        if any(of_rank.is_other for of_rank in seen):
-            return before, [], {}  # by value, or by another norm: compared before it alone
-        for rank, norm in norms.items():
-            if norm is None and clip_norm is not None:
-                norms[rank] = _used(rank, before, after, clip_norm)
-        maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
-        apart = [s.rank for s in seen if _is_apart(s, before, first)]
-        whole = {rank: norm for rank, norm in norms.items() if rank not in apart}
-        findings = [Finding(*_APART, ranks=(rank,)) for rank in apart]
-        findings += [*_wrong(whole, before), *_different(maxima)]
-        factors = {
-            s.rank: {
-                first[n]: factor(c.norm + _ADDED, c.max_norm) for c in s.clips for n in c.names
-            }
-            for s in seen
-        }
-        changed, later = _changed(before, after, factors)
-        # Norms of what changes later say nothing.
-        return before, changed or findings, {} if changed else later
-    if clip_norm is not None:
-        return *_clipped_unseen(norms, after, truth, clip_norm), {}
-    return after, _wrong(norms, after), {}
+    if not any(of_rank.unclipped for of_rank in seen):
+        before = after if clip_norm is None else _before(after, norms, clip_norm)
+        return before, _wrong(norms, before), {}
+    before = entries_of(seen, [s.unclipped or s.gradients for s in seen], first)
+    if any(of_rank.is_other for of_rank in seen):
+        return before, [], {}  # by value, or by another norm: compared before it alone
+    for rank, norm in norms.items():
+        if norm is None and clip_norm is not None:
+            norms[rank] = _used(rank, before, after, clip_norm)
+    apart = [s.rank for s in seen if _is_apart(s, before, first)]
+    whole = {rank: norm for rank, norm in norms.items() if rank not in apart}
+    findings = [Finding(*_APART, ranks=(rank,)) for rank in apart]
+    findings += _wrong(whole, before)
+    maxima = {s.rank: s.clip_norm for s in seen if s.clip_norm is not None}
+    if len(set(maxima.values())) > 1:
+        details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())
+        words = "ranks clip to different norms"
+        findings.append(Finding(words, _ADVICE, (), tuple(maxima), details=details))
+    factors = {
+        s.rank: {first[n]: factor(c.norm + _ADDED, c.max_norm) for c in s.clips for n in c.names}
+        for s in seen
+    }
+    changed, later = _changed(before, after, factors)
+    # Norms of what changes later say nothing.
+    return before, changed or findings, {} if changed else later
 
 
-def behind(factors: Mapping[int, float]) -> Iterator[Finding]:
-    """Yields ranks that multiply gradients after they have clipped them."""
-    for rank, value in factors.items():
-        if value != 1:
-            yield Finding(
-                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
-                f"step",
-                "scale gradients before they are clipped",
-                ranks=(rank,),
-            )
+def _before(
+    after: Sequence[Entry], norms: Mapping[int, float | None], clip_norm: float
+) -> list[Entry]:
+    """Returns gradients as they were before ranks have clipped them by their norms."""
+    before = []
+    for entry in after:
+        norm = norms[entry.ranks[0]]
+        if entry.gradient is not None:
+            if norm is None:
+                raise PlanError(
+                    f"the step clips to {clip_norm:g}, and the norm of rank {entry.ranks[0]} was "
+                    f"not seen: call pipegrad.audit.before_clipping() in the step when gradients "
+                    f'are reduced, or return {{"loss": ..., "grad_norm": ...}} on all ranks'
+                )
+            gradient = entry.gradient.double() / factor(norm, clip_norm)
+            before.append(replace(entry, gradient=gradient))
+        else:
+            before.append(entry)
+    return before
 
 
-def _is_apart(seen: Seen, entries: Sequence[Entry], first: Mapping[str, str]) -> bool:
+def _is_apart(seen: Seen, entries: Sequence[Entry], first: First) -> bool:
     """Returns whether a rank has clipped parts of its parameters, each by its own norm."""
     if len({clip.norm for clip in seen.clips}) < 2:
         return False
@@ -199,14 +185,6 @@ def _is_apart(seen: Seen, entries: Sequence[Entry], first: Mapping[str, str]) ->
     )
 
 
-def _different(maxima: Mapping[int, float]) -> list[Finding]:
-    """Returns what is wrong if ranks clip to different norms."""
-    if len(set(maxima.values())) <= 1:
-        return []
-    details = tuple(f"rank {rank} clips to {maximum:g}" for rank, maximum in maxima.items())
-    return [Finding("ranks clip to different norms", _ADVICE, (), tuple(maxima), details=details)]
-
-
 def _changed(
     before: Sequence[Entry], after: Sequence[Entry], clipped: Mapping[int, Mapping[str, float]]
 ) -> tuple[list[Finding], dict[int, float]]:
@@ -218,7 +196,7 @@ def _changed(
         clipped: Rank -> first name -> the factor of clipping, where it is known.
     """
     others = {(entry.name, entry.ranks): entry.gradient for entry in before}
-    found, factors = [], dict[int, float]()
+    result, factors = [], dict[int, float]()
     for rank in sorted({rank for entry in after for rank in entry.ranks}):
         own = [entry for entry in after if entry.ranks[0] == rank]
         known = clipped.get(rank, {})
@@ -238,38 +216,29 @@ def _changed(
                 error = float((entry.gradient.double() - scale * expected).norm())
                 is_same = error <= _close([entry]) * scale * float(expected.norm())
             if not is_same:
-                found.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
-    return found, factors
+                result.append(Finding(*_CHANGED, (entry.name,), entry.ranks))
+    return result, factors
 
 
 def _wrong(norms: Mapping[int, float | None], entries: Sequence[Entry]) -> list[Finding]:
-    causes = {rank: judged(norm, rank, entries) for rank, norm in norms.items() if norm is not None}
-    return _findings(causes, norms, entries)
-
-
-def _findings(
-    causes: Mapping[int, Cause | None], norms: Mapping[int, float | None], entries: Sequence[Entry]
-) -> list[Finding]:
     """Returns causes by rank; one for all ranks that use the norm of one rank alone."""
+    known = {rank: norm for rank, norm in norms.items() if norm is not None}
+    causes = {rank: judged(norm, rank, entries) for rank, norm in known.items()}
     words = {cause.words for cause in causes.values() if cause is not None}
-    found = []
+    findings = []
     for rank, cause in causes.items():
         if cause is None:
             continue
         of_rank = _OF_RANK.format(rank=rank)
         is_shared = cause.words == _OF_THIS_RANK and of_rank in words
-        norm, right = norms.get(rank), right_norm(rank, entries)
-        detail = f"rank {rank} has {norm:.5g}, right is {right:.5g}" if norm else ""
-        found.append(
+        norm, right = known[rank], right_norm(rank, entries)
+        details = (f"rank {rank} has {norm:.5g}, right is {right:.5g}",) if norm else ()
+        findings.append(
             Finding(
-                of_rank if is_shared else cause.words,
-                cause.advice,
-                (),
-                (rank,),
-                details=(detail,) if detail else (),
+                of_rank if is_shared else cause.words, cause.advice, (), (rank,), details=details
             )
         )
-    return found
+    return findings
 
 
 def _used(
@@ -280,60 +249,6 @@ def _used(
     if scale < 1 - _close(before):
         return clip_norm / scale
     return None if right_norm(rank, before) <= clip_norm else 0.0
-
-
-def _clipped_unseen(
-    norms: Mapping[int, float | None],
-    after: Sequence[Entry],
-    truth: Mapping[str, Tensor],
-    clip_norm: float,
-) -> tuple[list[Entry], list[Finding]]:
-    """Returns gradients before clipping, where only those after it were seen; and wrong norms."""
-    right = [replace(entry, gradient=truth.get(entry.name)) for entry in after]
-    scales, causes = dict[int, float](), dict[int, Cause | None]()
-    for rank, norm in norms.items():
-        if norm is not None:
-            scales[rank] = min(1.0, clip_norm / norm) if norm else 1.0
-            continue
-        scales[rank], causes[rank] = _guessed(rank, after, right, clip_norm, truth)
-    before = [
-        entry
-        if entry.gradient is None
-        else replace(entry, gradient=entry.gradient.double() / scales[entry.ranks[0]])
-        for entry in after
-    ]
-    used = {rank: clip_norm / scale for rank, scale in scales.items() if scale}
-    return before, [*_findings(causes, used, before), *_wrong(norms, before)]
-
-
-def _guessed(
-    rank: int,
-    after: Sequence[Entry],
-    right: Sequence[Entry],
-    clip_norm: float,
-    truth: Mapping[str, Tensor],
-) -> tuple[float, Cause | None]:
-    """Returns what a rank has multiplied its gradients by, and what is wrong with it."""
-    close = _close(after)
-    expected = factor(right_norm(rank, right), clip_norm)
-    scale = _scale(rank, after, truth)
-    is_clipped = expected < 1
-    if math.isclose(scale, expected, rel_tol=close) or (
-        is_clipped and math.isclose(right_norm(rank, after), clip_norm, rel_tol=close)
-    ):
-        return expected, None
-    now = _candidates(rank, after)
-    for words, norm in _candidates(rank, right).items():
-        predicted = factor(norm, clip_norm)
-        is_now = is_clipped and math.isclose(now[words], clip_norm, rel_tol=close)
-        is_other = not math.isclose(predicted, expected, rel_tol=close)
-        if is_other and (is_now or math.isclose(scale, predicted, rel_tol=close)):
-            # Most gradients of a rank are right. Then their factor is known better than by a norm.
-            return scale, Cause(words, _ADVICE)
-    if is_clipped and math.isclose(scale, 1.0, rel_tol=close):
-        return 1.0, _NOT_CLIPPED
-    # Whatever it is, it is no norm: the gradient itself is wrong.
-    return (expected if scale < 1 else 1.0), None
 
 
 def _scale(rank: int, entries: Sequence[Entry], others: Mapping[str, Tensor | None]) -> float:

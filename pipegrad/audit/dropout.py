@@ -14,19 +14,24 @@ from torch.fx import Graph, GraphModule, Node
 from torch.nn import functional
 
 _DROPOUTS = (
-    nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout,
+    nn.Dropout | nn.Dropout1d | nn.Dropout2d | nn.Dropout3d | nn.AlphaDropout
+    | nn.FeatureAlphaDropout
 )  # fmt: skip
 _NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _FUNCTIONS = (
-    (functional, "dropout", "p"),
-    (functional, "dropout1d", "p"),
-    (functional, "dropout2d", "p"),
-    (functional, "dropout3d", "p"),
-    (functional, "alpha_dropout", "p"),
-    (functional, "feature_alpha_dropout", "p"),
-    (functional, "scaled_dot_product_attention", "dropout_p"),
-    (torch, "dropout", "p"),
+    *((functional, name, "p", 1) for name in ("dropout", "dropout1d", "dropout2d", "dropout3d")),
+    *((functional, name, "p", 1) for name in ("alpha_dropout", "feature_alpha_dropout")),
+    (functional, "scaled_dot_product_attention", "dropout_p", 4),
+    (torch, "dropout", "p", 1),
 )
+_ATEN = torch.ops.aten
+_OPERATORS: Mapping[object, int] = {  # and the position of their probability
+    _ATEN.dropout.default: 1,
+    _ATEN.dropout_.default: 1,
+    _ATEN.feature_dropout.default: 1,
+    _ATEN.alpha_dropout.default: 1,
+    _ATEN.scaled_dot_product_attention.default: 4,
+}
 
 
 class Without:
@@ -54,8 +59,8 @@ class Without:
     def running(self) -> Iterator[None]:
         """Sets it inside."""
         with contextlib.ExitStack() as stack:
-            for home, name, argument in _FUNCTIONS:
-                patched = self._without(getattr(home, name), argument)
+            for home, name, argument, position in _FUNCTIONS:
+                patched = self._without(getattr(home, name), argument, position)
                 stack.enter_context(mock.patch.object(home, name, patched))
             for module in self._graphs:  # after the nodes are as they were
                 stack.callback(module.recompile)
@@ -81,55 +86,34 @@ class Without:
         finally:
             node.args = args
 
-    def _without(self, function: Callable[..., Any], argument: str) -> Callable[..., Any]:
-        position = _POSITIONS[argument]
+    def _without(
+        self, function: Callable[..., Any], argument: str, position: int
+    ) -> Callable[..., Any]:
         takes_training = argument == "p"
         is_on = "alpha" not in function.__name__  # if the caller does not say
 
         @functools.wraps(function)
         def called(*args: Any, **options: Any) -> Any:  # noqa: ANN401 - torch's signature
-            given = args[position] if len(args) > position else options.get(argument)
-            if given is None and takes_training:
-                given = 0.5
-            if not given:
+            probability = args[position] if len(args) > position else options.get(argument)
+            if probability == 0 or (probability is None and not takes_training):
                 return function(*args, **options)
             named = options.get("training", options.get("train", is_on))
-            trains = args[2] if len(args) > 2 and takes_training else named
-            self.was_active |= bool(trains)
+            self.was_active |= bool(args[2] if len(args) > 2 and takes_training else named)
             if len(args) > position:
-                args = (*args[:position], 0.0, *args[position + 1 :])
-            else:
-                options[argument] = 0.0
-            return function(*args, **options)
+                return function(*args[:position], 0.0, *args[position + 1 :], **options)
+            return function(*args, **{**options, argument: 0.0})
 
         return called
 
 
-_POSITIONS: Mapping[str, int] = {"p": 1, "dropout_p": 4}
-_ATEN = torch.ops.aten
-_OPERATORS: Mapping[object, int] = {
-    _ATEN.dropout.default: 1,
-    _ATEN.dropout_.default: 1,
-    _ATEN.feature_dropout.default: 1,
-    _ATEN.alpha_dropout.default: 1,
-    _ATEN.scaled_dot_product_attention.default: 4,
-}
-
-
 def modes(modules: Mapping[str, nn.Module]) -> dict[str, str]:
     """Returns in words how modules whose mode matters compute: those of dropout and BatchNorm."""
-    found = {}
+    words = {}
     for name, module in modules.items():
-        mode = "in training" if module.training else "in evaluation"
-        if isinstance(module, _DROPOUTS):
-            found[name] = _dropping(module, module.p)
-        elif isinstance(module, nn.RNNBase):
-            found[name] = _dropping(module, module.dropout)
-        elif isinstance(module, _NORMS):
-            found[name] = mode
-    return found
-
-
-def _dropping(module: nn.Module, probability: float) -> str:
-    is_off = not module.training or probability == 0
-    return "drops nothing" if is_off else f"drops {probability:g}"
+        if isinstance(module, _NORMS):
+            words[name] = "in training" if module.training else "in evaluation"
+        elif isinstance(module, _DROPOUTS | nn.RNNBase):
+            probability = module.dropout if isinstance(module, nn.RNNBase) else module.p
+            is_off = not module.training or probability == 0
+            words[name] = "drops nothing" if is_off else f"drops {probability:g}"
+    return words

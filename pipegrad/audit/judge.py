@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import math
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit import clipping, states, stepping
+from pipegrad.audit import clipping, states
 from pipegrad.audit.causes import (
     GRADIENT,
     LATE,
@@ -22,11 +23,10 @@ from pipegrad.audit.causes import (
     explained,
     factors_of,
 )
-from pipegrad.audit.contributions import Fit, fits
-from pipegrad.audit.outputs import Data
-from pipegrad.audit.placed import Entry, entries_of, joined
+from pipegrad.audit.parts import Data, Fit, fits
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.seen import Seen
+from pipegrad.audit.states import Entry, entries_of
 from pipegrad.audit.truth import Truth, computed, names_by_use, sampled
 from pipegrad.errors import PlanError
 
@@ -35,123 +35,76 @@ _NOISE = 4.0  # factor of the error of one process that computes in the pipeline
 _SMALL = 1e-3  # gradients below this share of the whole norm are compared with it
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """How a step is cut.
-
-    Attributes:
-        microbatches: Of a step on one replica.
-        replicas: That have different data.
-        targets: Of each replica and microbatch, elements of the target that are not -100, which
-            torch's losses ignore.
-        ranks: Of the job.
-    """
-
-    microbatches: int
-    replicas: int
-    targets: tuple[int, ...]
-    ranks: int
-
-    @property
-    def counts(self) -> dict[str, int]:
-        """Numbers that a gradient may be multiplied by, the likely ones first."""
-        every = {
-            "microbatches": self.microbatches,
-            "replicas": self.replicas,
-            "targets of the step": sum(self.targets),
-        }
-        if self.ranks > 2:  # twice as large has many causes
-            every["ranks"] = self.ranks
-        if len(set(self.targets)) == 1:
-            every["targets of a replica"] = self.targets[0] * self.microbatches
-            every["targets of a microbatch"] = self.targets[0]
-        if self.microbatches == self.replicas:
-            every = {"microbatches or of replicas": every.pop("microbatches"), **every}
-        names: dict[int, str] = {}
-        for name, number in every.items():
-            names.setdefault(number, name)
-        return {name: number for number, name in names.items()}
+def _counts(data: Data, num_ranks: int) -> dict[str, int]:
+    """Returns numbers that a gradient may be multiplied by, the likely ones first."""
+    microbatches, replicas, targets = (len(data.batches[0]), len(data.batches), data.targets)
+    every = {
+        "microbatches": microbatches,
+        "replicas": replicas,
+        "targets of the step": sum(targets),
+    }
+    if num_ranks > 2:  # twice as large has many causes
+        every["ranks"] = num_ranks
+    if len(set(targets)) == 1:
+        every["targets of a replica"] = targets[0] * microbatches
+        every["targets of a microbatch"] = targets[0]
+    if microbatches == replicas:
+        every = {"microbatches or of replicas": every.pop("microbatches"), **every}
+    names: dict[int, str] = {}
+    for name, number in every.items():
+        names.setdefault(number, name)
+    return {name: number for number, name in names.items()}
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was found in a step."""
-
-    findings: list[Finding]
-    gradients: list[Gradient]
-
-
-@dataclass(frozen=True)
-class Wrong:
-    """A gradient that is wrong.
-
-    Attributes:
-        entry: The gradient.
-        allowed: Its error that is right, relative to `scale`.
-        scale: What its error is divided by.
-    """
+class Wrong(NamedTuple):
+    """A gradient that is wrong, its error that is right, and what an error is divided by."""
 
     entry: Entry
     allowed: float
     scale: float
 
 
+Verdict = tuple[list[Finding], list[Gradient]]
 _Key = tuple[str, tuple[int, ...]]  # name and ranks of an entry
 
 
+@dataclass
 class Judge:
     """Compares steps, one after the other.
 
-    Args:
+    Attributes:
         model: The uncut model, on CPU. It is not changed.
         clip_norm: The norm to which the step clips; None to take it from torch's functions.
         tolerance: Relative, of each gradient; None to derive it.
         autocast: In which the pipeline computes, if that is another dtype than its parameters'.
-
-    Attributes:
         notes: What was not compared, and why.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        clip_norm: float | None,
-        tolerance: float | None,
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.notes: dict[str, str] = {}
-        self._model = model
-        self._clip_norm = clip_norm
-        self._tolerance = tolerance
-        self._autocast = autocast
-        self._reference = stepping.Reference()
-        self._first = {n: first for first, names in names_by_use(model).items() for n in names}
-        self._before: dict[tuple[str, tuple[int, ...]], Tensor] = {}
+    model: nn.Module
+    clip_norm: float | None = None
+    tolerance: float | None = None
+    autocast: torch.dtype | None = None
+    notes: dict[str, str] = field(default_factory=dict)
 
-    def judge(self, seen: Sequence[Seen], data: Data, number: int, sizes: Sizes) -> Verdict:
-        """Returns what is wrong in a step.
+    def __post_init__(self) -> None:
+        uses = names_by_use(self.model)
+        self._first = {name: first for first, names in uses.items() for name in names}
+        self._before: dict[_Key, Tensor] = {}
 
-        Args:
-            seen: By each rank.
-            data: Of the step.
-            number: Of the step, from 1.
-            sizes: Of the step.
-        """
+    def judge(self, seen: Sequence[Seen], data: Data, number: int) -> Verdict:
+        """Returns what is wrong in a step, by its number from 1, and how far gradients are off."""
         _check_seen(seen)
-        seen = joined(seen, self._first)
-        several = [finding for of_rank in seen for finding in stepping.several(of_rank)]
-        if several:  # nothing else means anything
-            return Verdict([replace(finding, step=number) for finding in several], [])
-        findings = list(states.starts(seen, self._model, self._first)) if number == 1 else []
+        if several := list(states.several(seen)):  # nothing else means anything
+            return [replace(finding, step=number) for finding in several], []
+        findings = list(states.starts(seen, self.model, self._first)) if number == 1 else []
         dtypes = {
             self._first[name]: value.dtype
             for of_rank in seen
             for name, value in of_rank.before.items()
         }
         if number == 1:
-            self._note_values(seen)
-        truth = computed(self._with_values(seen), data, dtypes, self._autocast)
+            self._describe(seen)
+        truth = computed(self._with_values(seen), data, dtypes, self.autocast)
         if truth.is_coupled:
             self.notes["coupled"] = (
                 "no parts of microbatches make the gradient of the batch: its samples depend on "
@@ -160,9 +113,7 @@ class Judge:
                 "give the audit by_microbatch=True"
             )
         frozen = states.frozen(seen, self._first)
-        entries, norms, after = clipping.unclipped(
-            seen, self._first, truth.gradients, self._clip_norm
-        )
+        entries, norms, after = clipping.unclipped(seen, self._first, self.clip_norm)
         findings += norms
         findings += states.losses(seen, truth)
         findings += states.trained(entries, truth, frozen)
@@ -174,26 +125,40 @@ class Judge:
             and not set(entry.ranks) & frozen.get(entry.name, set())
             and (entry.name, entry.ranks) not in changed
         ]
-        wrong, gradients = self._gradients(entries, truth, dtypes, sizes, after)
+        places = _places(entries, truth, data, len(seen), after)
+        wrong, gradients = self._gradients(entries, truth, dtypes, places, sum(data.targets))
         # A loss scale that is removed behind clipping is one cause, and is said there.
         is_late = any(finding.advice == LATE.advice for finding in wrong)
         is_clipped = any(of_rank.norm is not None for of_rank in seen)
-        findings += [*wrong, *clipping.behind({} if is_late else after)]
-        # Ranks that clip by other norms, or other gradients, step copies otherwise: one cause.
+        findings += wrong
+        findings += [
+            Finding(
+                f"gradients are multiplied by {value:.4g} between clipping and the optimizer's "
+                f"step",
+                "scale gradients before they are clipped",
+                ranks=(rank,),
+            )
+            for rank, value in after.items()
+            if not is_late
+        ]
+        # Ranks that clip by other norms, or other gradients, update copies otherwise: one cause.
         explained = {name for finding in findings for name in finding.names}
         explained |= set(self._first.values()) if norms or (wrong and is_clipped) else set()
-        findings += self._parameters(seen, explained)
+        findings += states.updates(seen, self._first, explained)
+        findings += states.copies(states.held(seen, "after", self._first), _DRIFT, explained)
         findings += states.buffers(seen, truth)
         self._before = {
             (entry.name, entry.ranks): entry.gradient
-            for entry in entries_of(seen, [s.gradients for s in seen], self._first)
+            for entry in entries_of(seen, [of_rank.gradients for of_rank in seen], self._first)
             if entry.gradient is not None
         }
-        return Verdict([replace(finding, step=number) for finding in findings], gradients)
+        return [replace(finding, step=number) for finding in findings], gradients
 
-    def _note_values(self, seen: Sequence[Seen]) -> None:
-        """Notes parameters whose values are not those of the uncut model."""
-        there = dict(self._model.named_parameters(remove_duplicate=False))
+    def _describe(self, seen: Sequence[Seen]) -> None:
+        """Adds notes about values and optimizers that are odd, and no finding."""
+        if why_not := states.why_not_updated(seen):
+            self.notes["optimizer"] = f"which parameters optimizers step is not known: {why_not}"
+        there = dict(self.model.named_parameters(remove_duplicate=False))
         differing = [
             name
             for of_rank in seen
@@ -208,7 +173,7 @@ class Judge:
 
     def _with_values(self, seen: Sequence[Seen]) -> nn.Module:
         """Returns the uncut model in double precision, with the values of the ranks."""
-        whole = copy.deepcopy(self._model).cpu().double()
+        whole = copy.deepcopy(self.model).cpu().double()
         parameters = dict(whole.named_parameters(remove_duplicate=False))
         buffers = dict(whole.named_buffers(remove_duplicate=False))
         with torch.no_grad():
@@ -225,9 +190,9 @@ class Judge:
         entries: Sequence[Entry],
         truth: Truth,
         dtypes: Mapping[str, torch.dtype],
-        sizes: Sizes,
-        after: Mapping[int, float],
-    ) -> tuple[list[Finding], list[Gradient]]:
+        places: Mapping[_Key, Place],
+        num_targets: int,
+    ) -> Verdict:
         """Returns what is wrong with gradients, and how far each is from the right one."""
         whole = math.sqrt(sum(float(g.norm()) ** 2 for g in truth.gradients.values()))
         gradients, wrong = [], list[Wrong]()
@@ -240,9 +205,9 @@ class Judge:
             # Many models compute in float32 inside, also where their parameters are float64.
             is_exact = dtypes[entry.name] == torch.float64 and noise < _EXACT
             eps = torch.finfo(torch.float64 if is_exact else torch.float32).eps
-            rounding = _ROUNDING * eps * math.sqrt(sum(sizes.targets))
-            allowed = self._tolerance or rounding + _NOISE * noise
-            if not allowed <= _MOST_ALLOWED and self._tolerance is None:
+            rounding = _ROUNDING * eps * math.sqrt(num_targets)
+            allowed = self.tolerance or rounding + _NOISE * noise
+            if not allowed <= _MOST_ALLOWED and self.tolerance is None:
                 self.notes["noise"] = (
                     f"one process in the pipeline's dtype is off by as much as {noise:.2g} of a "
                     f"gradient: errors below {_MOST_ALLOWED:g} are not seen. Compare in float32"
@@ -251,10 +216,10 @@ class Judge:
             gradients.append(Gradient(entry.name, entry.ranks, error, allowed))
             if not error <= allowed:  # NaN is wrong, too
                 wrong.append(Wrong(entry, allowed, scale))
-        why = self._why(wrong, entries, truth, sizes, after)
+        why = self._why(wrong, entries, truth, places)
         is_small = all(0 < one.error < _LOW for one in gradients)
         is_other = any(finding.cause == OTHER_VALUES.words for finding in why)
-        if is_small and is_other and torch.float32 in dtypes.values() and self._autocast is None:
+        if is_small and is_other and torch.float32 in dtypes.values() and self.autocast is None:
             self.notes["autocast"] = (
                 "all errors are as small as those of half precision: if the pipeline computes in "
                 "torch.autocast, give autocast=torch.bfloat16"
@@ -266,17 +231,15 @@ class Judge:
         wrong: Sequence[Wrong],
         entries: Sequence[Entry],
         truth: Truth,
-        sizes: Sizes,
-        after: Mapping[int, float],
+        places: Mapping[_Key, Place],
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
         findings = list[Finding]()
-        # Matrices first: their parts are told apart best.
+        # Matrices first: their parts are distinguished best.
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
         names = list(dict.fromkeys(one.entry.name for one in wrong))
         parts = truth.parts(names) if names else {}
-        places = _places(entries, truth, sizes, after)
-        found, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
+        result, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
         known: dict[tuple[int, ...], list[Fit]] = {}
         for one in wrong:
             entry = one.entry
@@ -289,12 +252,12 @@ class Judge:
             if best is not None:
                 own.append(best)
                 chosen[entry.name, entry.ranks] = best
-            found.append((one, fitting))
+            result.append((one, fitting))
         usual, apart = _usual(chosen, entries, truth, wrong), _apart(chosen, entries)
         order = {name: number for number, name in enumerate(truth.gradients)}
-        found.sort(key=lambda pair: order[pair[0].entry.name])
+        result.sort(key=lambda pair: order[pair[0].entry.name])
         said = list[tuple[Entry, Explanation]]()
-        for one, fitting in found:
+        for one, fitting in result:
             entry = one.entry
             there = {use: e.ranks for e in entries if e.name == entry.name for use in e.uses}
             uses = truth.uses[entry.name]
@@ -329,41 +292,12 @@ class Judge:
             parts = {GRADIENT: right.reshape(1, 1, 1, 1, -1), **parts}
         return fits(actual, parts, one.allowed * one.scale * size * share, before, known)
 
-    # What follows.
-
-    def copies_with_dropout(self, seen: Sequence[Seen]) -> Iterator[Finding]:
-        """Yields parameters whose copies get other gradients only because of dropout."""
-        seen = joined(seen, self._first)
-        yield from states.copies(
-            seen,
-            [{n: g for n, g in s.gradients.items() if g is not None} for s in seen],
-            self._first,
-            _DROPOUT,
-        )
-
-    def _parameters(self, seen: Sequence[Seen], explained: set[str]) -> Iterator[Finding]:
-        """Yields parameters that are wrong after the optimizer's step."""
-        yield from self._reference.judge(seen, self._first, explained)
-        self.notes |= self._reference.notes
-        if self._reference.why_not:
-            self.notes["optimizer"] = (
-                "parameters after the optimizer's step are not compared with one process: "
-                + self._reference.why_not
-            )
-        yield from states.copies(
-            seen, [of_rank.after for of_rank in seen], self._first, _DRIFT, explained
-        )
-
 
 _LOW = 0.1  # error of gradients that were computed in half precision
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
 _SHARE = 1e-2  # of a gradient, below which it has no data of a replica
 _TINY = torch.finfo(torch.float64).tiny
 _EXACT = 1e-12  # of a gradient that is float64 all the way
-_DROPOUT = Cause(
-    "with dropout, copies of the parameter get different gradients",
-    "give the ranks of one layer the same random state where they hold copies",
-)
 _DRIFT = Cause(
     "copies of the parameter differ after the optimizer's step",
     "step all copies with the same gradients, options and dtype",
@@ -381,7 +315,7 @@ def _check_seen(seen: Sequence[Seen]) -> None:
     Raises:
         PlanError: If the caller's optimizer is none of torch, and has set them to None.
     """
-    has_optimizer = any(of_rank.optimizers for of_rank in seen)
+    has_optimizer = any(of_rank.updates for of_rank in seen)
     if not has_optimizer and all(g is None for s in seen for g in s.gradients.values()):
         raise PlanError(
             "no gradient was seen: no optimizer of torch.optim has stepped, and gradients are None "
@@ -391,10 +325,11 @@ def _check_seen(seen: Sequence[Seen]) -> None:
 
 
 def _places(
-    entries: Sequence[Entry], truth: Truth, sizes: Sizes, after: Mapping[int, float]
+    entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int, after: Mapping[int, float]
 ) -> dict[_Key, Place]:
     """Returns what is known of each gradient before any is explained."""
-    holders: dict[tuple[str, tuple[int, ...]], set[tuple[int, ...]]] = {}
+    counts, targets = _counts(data, num_ranks), data.targets
+    holders: dict[_Key, set[tuple[int, ...]]] = {}
     for entry in entries:
         holders.setdefault((entry.name, entry.replicas), set()).add(entry.ranks)
     return {
@@ -402,10 +337,10 @@ def _places(
             replicas=entry.replicas,
             uses=[truth.uses[entry.name].index(name) for name in entry.uses],
             holders=len(holders[entry.name, entry.replicas]),
-            counts=sizes.counts,
-            num_replicas=sizes.replicas,
-            stages=sizes.ranks // sizes.replicas,
-            targets=sizes.targets,
+            counts=counts,
+            num_replicas=len(data.batches),
+            stages=num_ranks // len(data.batches),
+            targets=targets,
             terms=truth.terms,
             is_coupled=truth.is_coupled,
             after=after.get(entry.ranks[0], 1.0),
@@ -429,20 +364,20 @@ def _usual(
             scales.setdefault(entry.ranks, []).append(1.0)
         elif factors is not None and factors.scale:
             scales.setdefault(entry.ranks, []).append(factors.scale)
-    found = {ranks: statistics.median(values) for ranks, values in scales.items()}
+    result = {ranks: statistics.median(values) for ranks, values in scales.items()}
     # A rank of tied parameters alone is taken to be as the others are.
-    every = statistics.median(found.values()) if found else None
-    return {entry.ranks: found.get(entry.ranks, every) for entry in entries}
+    every = statistics.median(result.values()) if result else None
+    return {entry.ranks: result.get(entry.ranks, every) for entry in entries}
 
 
 def _apart(chosen: Mapping[_Key, Fit], entries: Sequence[Entry]) -> set[str]:
     """Returns parameters of which all ranks have the data of their own replica alone."""
-    found = set[str]()
+    result = set[str]()
     for name in {entry.name for entry in entries}:
         own = [(e, chosen.get((e.name, e.ranks))) for e in entries if e.name == name]
         if all(fit is None or _has(fit, entry.replicas) for entry, fit in own):
-            found.add(name)
-    return found
+            result.add(name)
+    return result
 
 
 def _has(fit: Fit, replicas: Sequence[int]) -> bool:

@@ -126,25 +126,22 @@ class Report:
 
 def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     """Returns findings of one cause as one, with all names and ranks."""
-    found: dict[str, Finding] = {}
-    first: dict[str, Finding] = {}
+    by_cause: dict[str, Finding] = {}
+    first: dict[str, tuple[int, set[str]]] = {}  # step and names of causes without their numbers
     for finding in findings:
         # Numbers differ from step to step, and the cause is the same.
-        plain = _NUMBERS.sub("", finding.cause)
-        earlier = first.setdefault(plain, finding)
-        names = {
-            name for f in found.values() if _NUMBERS.sub("", f.cause) == plain for name in f.names
-        }
-        if earlier.step != finding.step and names >= set(finding.names):
+        step, names = first.setdefault(_NUMBERS.sub("", finding.cause), (finding.step, set()))
+        if step != finding.step and names >= set(finding.names):
             continue
-        known = found.setdefault(finding.cause, finding)
-        found[finding.cause] = replace(
+        names.update(finding.names)
+        known = by_cause.setdefault(finding.cause, finding)
+        by_cause[finding.cause] = replace(
             known,
             names=tuple(dict.fromkeys([*known.names, *finding.names])),
             ranks=tuple(sorted({*known.ranks, *finding.ranks})),
             details=tuple(dict.fromkeys([*known.details, *finding.details])),
         )
-    return tuple(found.values())
+    return tuple(by_cause.values())
 
 
 def shown(texts: Sequence[str], separator: str = ", ", last: str = "") -> str:
@@ -171,18 +168,14 @@ _PAGE = Template("""<!doctype html>
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title>
 <style>
-:root { color-scheme: light dark; --line: #8884; --bad: #c0392b; --good: #2e7d4f; }
+:root { color-scheme: light dark; --line: #8884; --wrong: #c0392b; --right: #2e7d4f; }
 body { font: 15px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
-h1 { font-size: 1.3rem; } h2 { font-size: 1.05rem; margin-top: 2rem; }
-h1 .right { color: var(--good); } h1 .wrong { color: var(--bad); }
-section { border-left: 3px solid var(--bad); padding-left: 1rem; margin: 1.2rem 0; }
-dl { display: grid; grid-template-columns: 8rem 1fr; gap: .1rem 1rem; margin: .4rem 0; }
-dt { opacity: .7; } dd { margin: 0; overflow-wrap: anywhere; }
+h1 .right { color: var(--right); } h1 .wrong { color: var(--wrong); }
+section { border-left: 3px solid var(--wrong); padding-left: 1rem; margin: 1.2rem 0; }
+dl { display: grid; grid-template-columns: 8rem 1fr; } dd { margin: 0; overflow-wrap: anywhere; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums; }
 th, td { text-align: left; padding: .2rem .6rem; border-bottom: 1px solid var(--line); }
-td.number { text-align: right; white-space: nowrap; }
-.bar { display: inline-block; height: .6rem; background: var(--good); }
-tr.wrong .bar { background: var(--bad); }
+tr.wrong { color: var(--wrong); }
 </style>
 </head>
 <body>
@@ -201,13 +194,13 @@ def _text(text: str) -> str:
 
 def as_html(report: Report) -> str:
     """Returns a report as a page."""
-    worst = sorted(report.gradients, key=lambda one: -one.error / one.allowed)
+    notes = "".join(f"<li>{_text(note)}</li>" for note in report.notes)
     return _PAGE.substitute(
         title=_text(report.summary),
         verdict="right" if report.is_right else "wrong",
         findings="\n".join(map(_finding, report.findings)),
-        notes=_list(report.notes),
-        gradients=_table(worst) if worst else "",
+        notes=f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
+        gradients=_table(report.gradients) if report.gradients else "",
     )
 
 
@@ -219,34 +212,17 @@ def _finding(finding: Finding) -> str:
         "found": "; ".join(finding.details),
         "what to do": finding.advice,
     }
-    listing = "".join(
-        f"<dt>{name}</dt><dd>{_text(value)}</dd>" for name, value in rows.items() if value
-    )
+    listing = "".join(f"<dt>{name}</dt><dd>{_text(x)}</dd>" for name, x in rows.items() if x)
     return f"<section><strong>{_text(finding.cause)}</strong><dl>{listing}</dl></section>"
 
 
-def _list(notes: tuple[str, ...]) -> str:
-    if not notes:
-        return ""
-    items = "".join(f"<li>{_text(note)}</li>" for note in notes)
-    return f"<h2>Notes</h2><ul>{items}</ul>"
-
-
-def _table(gradients: list[Gradient]) -> str:
-    rows = "".join(map(_row, gradients))
+def _table(gradients: Sequence[Gradient]) -> str:
+    rows = "".join(
+        f"<tr class='{'right' if one.error <= one.allowed else 'wrong'}'><td>{_text(one.name)}</td>"
+        f"<td>{listed(one.ranks)}</td><td>{one.error:.2g}</td><td>{one.allowed:.2g}</td></tr>"
+        for one in sorted(gradients, key=lambda one: -one.error / one.allowed)
+    )
     return (
         "<h2>Gradients of the last step, the worst first</h2><table><thead><tr><th>parameter</th>"
-        "<th>ranks</th><th>error</th><th>allowed</th><th></th></tr></thead>"
-        f"<tbody>{rows}</tbody></table>"
-    )
-
-
-def _row(gradient: Gradient) -> str:
-    width = 6 * min(1.0, gradient.error / gradient.allowed)  # rem
-    mark = "right" if gradient.error <= gradient.allowed else "wrong"
-    return (
-        f"<tr class='{mark}'><td>{_text(gradient.name)}</td>"
-        f"<td>{listed(gradient.ranks)}</td><td class='number'>{gradient.error:.2g}</td>"
-        f"<td class='number'>{gradient.allowed:.2g}</td>"
-        f"<td><span class='bar' style='width:{width:.2f}rem'></span></td></tr>"
+        f"<th>ranks</th><th>error</th><th>allowed</th></tr></thead><tbody>{rows}</tbody></table>"
     )

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipegrad.audit.audit import Audit
-from pipegrad.audit.outputs import Batch
-from pipegrad.audit.seen import gradient_of
+from pipegrad.audit.parts import Batch
+from pipegrad.audit.seen import before_clipping, gradient_of
 from pipegrad.audit.truth import leaves_cut
 
 if TYPE_CHECKING:
@@ -91,11 +91,18 @@ def of_deepspeed(
         **more: Other attributes of `Audit`.
     """
     number: int = engine.gradient_accumulation_steps()
+    clip = getattr(engine, "clip_fp32_gradients", None)
+    if clip is not None:  # without ZeRO it clips by its own code, which leaves no norm
+
+        def marked() -> None:
+            before_clipping()
+            clip()
+
+        engine.clip_fp32_gradients = marked
 
     def step(inputs: Any, target: Any) -> Mapping[str, object]:  # noqa: ANN401 - as batches
-        cut = zip(leaves_cut(inputs, number), leaves_cut(target, number), strict=True)
         return {
-            "loss": engine.train_batch(data_iter=iter(list(cut))),
+            "loss": engine.train_batch(data_iter=iter(leaves_cut((inputs, target), number))),
             "grad_norm": engine.get_global_grad_norm(),
         }
 
@@ -145,8 +152,7 @@ def of_megatron(
             if hasattr(chunk, "zero_grad_buffer"):
                 chunk.zero_grad_buffer()
         optimizer.zero_grad()
-        cut = zip(leaves_cut(inputs, microbatches), leaves_cut(target, microbatches), strict=True)
-        every = list(cut)
+        every = leaves_cut((inputs, target), microbatches)
         # With virtual stages each chunk reads the batch from its beginning.
         data = [iter(every) for _ in chunks] if len(chunks) > 1 else iter(every)
         reduced = forward_backward_func(
@@ -181,19 +187,19 @@ def _names_of_layers(module: Any) -> Mapping[str, str]:  # noqa: ANN401 - a Pipe
         key = getattr(module._layer_specs[index], "key", None)
         if key is not None:
             indices.setdefault(key, index)
-    found = {}
+    result = {}
     for name, _ in module.named_parameters():
         home, *rest = name.split(".")
         if home == "tied_modules":
             key, *rest = rest
             home = str(indices[key])
-        found[name] = ".".join([home, *rest])
-    return found
+        result[name] = ".".join([home, *rest])
+    return result
 
 
 def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None:
     """Returns names of Megatron's chunks -> names in the uncut model, in which layers count on."""
-    found = {}
+    result = {}
     for module in modules:
         for name, _ in module.named_parameters():
             parts = name.split(".")
@@ -202,10 +208,10 @@ def _names_of_decoders(modules: Sequence[nn.Module]) -> Mapping[str, str] | None
                 if not hasattr(layer, "layer_number"):
                     return None
                 parts[2] = str(layer.layer_number - 1)
-            found[name] = ".".join(parts)
+            result[name] = ".".join(parts)
     # Chunks have equal names. Without layers of Megatron, names need no change.
-    has_layers = any(name.startswith("decoder.layers.") for name in found)
-    return found if has_layers and len(modules) == 1 else None
+    has_layers = any(name.startswith("decoder.layers.") for name in result)
+    return result if has_layers and len(modules) == 1 else None
 
 
 def _replica_of_megatron() -> Mapping[str, int]:

@@ -41,7 +41,7 @@ class Run:
 
     def here(self) -> Report:
         """Runs the audit on this rank; all ranks call it."""
-        audit = made(self.target)
+        audit = audit_of(self.target)
         if self.checks_order:
             return audit.order(steps=self.steps)
         return audit.run(steps=self.steps, tolerance=self.tolerance)
@@ -53,7 +53,7 @@ class Run:
         return run_ranks(run.here, num_ranks, timeout_seconds=timeout_seconds)[0]
 
 
-def made(target: Target) -> Audit:
+def audit_of(target: Target) -> Audit:
     """Returns the audit that a function makes on this rank.
 
     Raises:
@@ -100,11 +100,15 @@ def function(target: Target) -> Callable[[], object]:
         module = _file(Path(home)) if home.endswith(".py") else importlib.import_module(home)
     except (Exception, SystemExit) as error:
         raise ConfigError(f"{home} cannot be imported: {in_words(error)}") from error
-    found: object = getattr(module, name, None)
-    if not callable(found):
-        near = [key for key, value in vars(module).items() if _is_own(value, module.__name__)]
+    result: object = getattr(module, name, None)
+    if not callable(result):
+        near = [
+            key
+            for key, value in vars(module).items()
+            if callable(value) and getattr(value, "__module__", None) == module.__name__
+        ]
         raise ConfigError(f"{home} has no function {name!r}; it has {near}")
-    return found
+    return result
 
 
 def _file(path: Path) -> ModuleType:
@@ -134,10 +138,6 @@ def _file(path: Path) -> ModuleType:
             del sys.modules[name]
         raise
     return module
-
-
-def _is_own(value: object, module: str) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module
 
 
 def _name(target: Target) -> str:

@@ -1,19 +1,23 @@
-"""Watch: one step of the caller on this rank. It runs as it is, and its gradients are copied.
+"""Seen: one step of the caller on this rank. It runs as it is, and its gradients are copied.
 
 [Note: when gradients are copied] A gradient is compared as the optimizer gets it, so it is copied
 in a hook right before the optimizer's step. If the step clips by torch's functions, it is also
-copied before. If it clips by its own code, that code may call `before_clipping`.
+copied before. If it clips by its own code, that code may call `before_clipping`. Parameters are
+copied right behind the optimizer's step: what differs from these copies in the end was changed by
+other code.
 
 The step decides itself what it sends and when. So nothing is sent here before it has ended.
+
+[Note: pieces] With SHARD a rank has elements of a gradient, with OWNER and WHOLE one rank has all
+of it, and with a master dtype its copy has it. So each rank sends a tensor of the whole shape, with
+zeros where other ranks have the elements, and rank 0 adds them up.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import numbers
-import pickle
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, NoReturn, cast
@@ -23,15 +27,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
-from pipegrad.audit.matching import Names
-from pipegrad.audit.placed import Piece, Placed
+from pipegrad.audit.checks import Names
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
-from pipegrad.gradients.sync import GradientSync
+from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.sync import GradientSync, open_syncs
 from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.plugins.handler import Placement
 
 Gradients = Callable[[], Mapping[str, Tensor | None]]
 PATIENCE_SECONDS = 1800.0  # for ranks that load, compile or compare
@@ -42,31 +50,27 @@ def before_clipping() -> None:
     """Marks where a step's gradients are reduced, and not clipped yet. It does nothing elsewhere.
 
     An audit sees torch's own functions by itself. A step that clips by other code calls this
-    before, so that a wrong gradient and a wrong norm are told apart.
+    before, so that a wrong gradient and a wrong norm are distinguished.
     """
     for watch in _watches:
         watch.copy_unclipped()
 
 
 @dataclass(frozen=True)
-class Stepped:
+class Update:
     """What one optimizer did.
 
     Attributes:
-        kind: Its class.
-        options: Name of a parameter -> options of its group.
+        names: Of the parameters that it holds.
         num_unknown: Tensors that are parameters of no module.
-        is_new: Whether it had no state.
-        times: How often it stepped.
         rate: Its largest learning rate.
+        times: How often it updated them.
     """
 
-    kind: type[Optimizer]
-    options: Mapping[str, Mapping[str, Any]]
+    names: frozenset[str]
     num_unknown: int
-    is_new: bool
-    times: int
     rate: float = 1.0
+    times: int = 1
 
 
 class Clip(NamedTuple):
@@ -90,7 +94,7 @@ class Seen:
     Attributes:
         rank: Its rank.
         replica: Index of the data that it has had.
-        groups: Name -> the ranks that have it together. The first one sends its values.
+        groups: Name -> the ranks that have it together: of a DTensor, or of [Note: pieces].
         uses: Name -> all names of this parameter on this rank.
         before: Parameters before the step.
         gradients: As the optimizer gets them; None where there is none.
@@ -101,11 +105,10 @@ class Seen:
         clip_norm: To which they were clipped.
         clips: What was clipped, in order.
         frozen: Parameters that require no gradient.
-        pieces: Of gradients that lie in parts on several ranks, which part this rank has.
+        changed: Parameters that differ from what their optimizer has left.
         is_other: Whether gradients were clipped by value, or by another norm than the Euclidean.
-        num_clips: How often torch's functions clipped a parameter.
         losses: Numbers that the step has returned. One of them should be the loss.
-        optimizers: In the order of their steps.
+        updates: Of each optimizer.
     """
 
     rank: int
@@ -120,12 +123,81 @@ class Seen:
     norm: float | None
     clip_norm: float | None
     losses: Sequence[float]
-    optimizers: Sequence[Stepped]
+    updates: Sequence[Update]
     clips: Sequence[Clip] = ()
     frozen: frozenset[str] = frozenset()
-    pieces: Mapping[str, Piece] = field(default_factory=dict)
-    num_clips: int = 0
+    changed: frozenset[str] = frozenset()
     is_other: bool = False
+
+
+class Placed:
+    """What the syncs of this process know of a rank's parameters; see [Note: pieces]."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._live: dict[str, LiveParameter] = {}
+        self.groups: dict[str, tuple[int, ...]] = {}
+        self._syncs = list[GradientSync]()
+        names: dict[int, list[str]] = {}
+        for name, parameter in parameters.items():
+            if not is_dtensor(parameter):
+                names.setdefault(id(parameter), []).append(name)
+        for sync in open_syncs():
+            routes = dict(sync.plan.routes)
+            known = [(n, live) for live in sync.live() for n in names.get(id(live.parameter), ())]
+            for name, live in known:
+                self._live[name] = live
+                ranks = {
+                    rank
+                    for leg in routes.get(live.record.key, ())
+                    if leg.placement is not Placement.REPLICATE
+                    for rank in leg.ranks
+                }
+                if ranks:
+                    self.groups[name] = tuple(sorted(ranks))
+            if known:
+                self._syncs.append(sync)
+
+    def knows(self, name: str) -> bool:
+        """Whether a sync has this parameter."""
+        return name in self._live
+
+    def gradient(self, name: str) -> Tensor | None:
+        """Returns the gradient that this rank's optimizer gets."""
+        live = self._live[name]
+        return live.main_gradient if live.main_parameter is not None else None
+
+    def main_names(self) -> dict[int, str]:
+        """Returns the ids of tensors that an optimizer has for parameters -> their names."""
+        main = {name: live.main_parameter for name, live in self._live.items()}
+        return {
+            id(tensor): name
+            for name, tensor in main.items()
+            if tensor is not None and tensor.dtype == self._live[name].parameter.dtype
+        }
+
+    def widened(self, name: str, value: Tensor | None) -> Tensor | None:
+        """Returns this rank's piece of a gradient in the shape of its parameter."""
+        if value is None or name not in self.groups:
+            return value
+        parameter, shard = (self._live[name].parameter, self._live[name].placed.main_shard)
+        if value.shape == parameter.shape:
+            return value
+        begin = 0 if shard is None else shard.main_range.begin
+        flat = value.new_zeros(parameter.numel())
+        flat[begin : begin + value.numel()] = value.reshape(-1)
+        # A shard's elements are in the order of the parameter's memory.
+        return flat.as_strided(parameter.shape, parameter.stride())
+
+    def wait(self) -> None:
+        """Waits for parameters that other ranks update. All ranks must call it."""
+        for sync in self._syncs:
+            sync.wait_parameters()
+
+    def restored(self) -> None:
+        """Says to syncs that all parameters have other values. All ranks must call it."""
+        for sync in self._syncs:
+            if sync.steps_elsewhere:
+                sync.synchronize_parameters()
 
 
 @dataclass
@@ -144,21 +216,25 @@ class Watch:
     gradients: dict[str, Tensor | None] = field(default_factory=dict)
     unclipped: dict[str, Tensor | None] = field(default_factory=dict)
     clips: list[Clip] = field(default_factory=list)
-    num_clips: dict[int, int] = field(default_factory=dict)  # by id of a parameter
     is_other: bool = False  # whether gradients were clipped, and not by their Euclidean norm
-    stepped: dict[int, Stepped] = field(default_factory=dict)
+    updates: dict[int, Update] = field(default_factory=dict)  # by id of an optimizer
+    updated: dict[str, Tensor] = field(default_factory=dict)  # parameters behind their optimizer
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Watches what runs inside."""
-        hook = register_optimizer_step_pre_hook(self._before_step)
+        hooks = (
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        )
         _watches.append(self)
         try:
             with listening_to_clipping(self._clipped), self._listening_to_syncs():
                 yield
         finally:
             _watches.remove(self)
-            hook.remove()
+            for hook in hooks:
+                hook.remove()
         if not self.gradients:  # no optimizer of torch has stepped
             now = self._copies()
             is_gone = all(value is None for value in now.values())
@@ -181,8 +257,6 @@ class Watch:
         if total_norm is None:  # by value, or by another norm
             self.is_other = True
             return
-        for parameter in clipped:
-            self.num_clips[parameter] = self.num_clips.get(parameter, 0) + 1
         names = tuple(name for name, p in self.own.items() if id(p) in clipped)
         self.clips.append(Clip(names, float(max_norm), float(_whole(total_norm))))
 
@@ -214,34 +288,39 @@ class Watch:
                 "with an optimizer that needs none"
             )
         names = {id(parameter): name for name, parameter in self.own.items()}
-        names |= self.placed.stepped()
-        held = [(p, group) for group in optimizer.param_groups for p in group["params"]]
-        of_groups = {
-            names[id(p)]: {key: x for key, x in group.items() if key != "params" and _pickles(x)}
-            for p, group in held
-            if id(p) in names
-        }
+        names |= self.placed.main_names()
+        held = [p for group in optimizer.param_groups for p in group["params"]]
+        known = frozenset(names[id(p)] for p in held if id(p) in names)
         copies = self._copies()
         # GradScaler hands its scale to a fused optimizer, which divides in its step.
         scale = getattr(optimizer, "grad_scale", None)
         if isinstance(scale, Tensor):
-            divided = {
-                n: v / _whole(scale) for n, v in copies.items() if n in of_groups and v is not None
+            copies |= {
+                n: v / _whole(scale) for n, v in copies.items() if n in known and v is not None
             }
-            copies |= divided
-        # Several optimizers may step one after the other, and each may set its gradients to None.
+        # Several optimizers may run one after the other, and each may set its gradients to None.
         for name, value in copies.items():
-            if name in of_groups or name not in self.gradients:
+            if name in known or name not in self.gradients:
                 self.gradients[name] = value
-        known = self.stepped.get(id(optimizer))
-        kind = type(optimizer)
-        self.stepped[id(optimizer)] = Stepped(
-            kind if _pickles(kind) else Optimizer,
-            of_groups,
-            sum(id(p) not in names for p, _ in held),
-            known.is_new if known else not optimizer.state,
-            known.times + 1 if known else 1,
+        earlier = self.updates.get(id(optimizer))
+        self.updates[id(optimizer)] = Update(
+            known,
+            sum(id(p) not in names for p in held),
             max((float(group.get("lr", 1.0)) for group in optimizer.param_groups), default=0.0),
+            earlier.times + 1 if earlier else 1,
+        )
+
+    def _after_step(self, optimizer: Optimizer, args: Any, options: Any) -> None:  # noqa: ANN401
+        held = {id(p) for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in self.own.items():
+            # One without a gradient may get its values from the rank that owns it.
+            if id(parameter) in held and self.gradients.get(name) is not None:
+                self.updated[name] = _local(parameter).clone()
+
+    def changed(self) -> frozenset[str]:
+        """Returns names of parameters that something has changed behind their optimizer."""
+        return frozenset(
+            name for name, was in self.updated.items() if not was.equal(_local(self.own[name]))
         )
 
 
@@ -249,30 +328,10 @@ class StepFailed(BaseException):
     """The step of a rank has failed. It is no Exception, so `agree` does not wait for all ranks."""
 
 
-def _fail(error: Exception) -> NoReturn:
-    raise StepFailed(in_words(error)) from error
-
-
-def _pickles(value: object) -> bool:
-    """Whether rank 0 can be sent a value, such as a class at the top level of a module."""
-    try:
-        pickle.dumps(value)
-    except (pickle.PicklingError, AttributeError, TypeError):
-        return False
-    return True
-
-
 def watched(
     step: Callable[[], object], names: Names, replica: int, gradients: Gradients | None
 ) -> Seen:
-    """Runs a step, and returns what this rank had in it.
-
-    Args:
-        step: Of the caller, with its batch.
-        names: Of this rank's parameters and buffers.
-        replica: Of this rank.
-        gradients: Returns gradients by names of the modules; None for ``.grad``.
-    """
+    """Runs a step, and returns what this rank had in it."""
     own = names.parameters
     placed = Placed(own)
 
@@ -284,6 +343,11 @@ def watched(
             }
         return {names.of_modules[name]: value for name, value in gradients().items()}
 
+    def whole(values: Mapping[str, Tensor | None]) -> dict[str, Any]:
+        if gradients is None:
+            values = {name: placed.widened(name, value) for name, value in values.items()}
+        return _gathered(values, names)
+
     watch = Watch(own, read, placed)
     before, buffers = _gathered(own, names), _copied(names.buffers)
     try:
@@ -293,8 +357,13 @@ def watched(
         losses, norm = _numbers(result)
     except Exception as error:
         # Ranks that have ended their step need not wait for this one.
+        reason = in_words(error)
+
+        def fail() -> NoReturn:
+            raise StepFailed(reason)
+
         with contextlib.suppress(StepFailed):
-            agree("clipping", functools.partial(_fail, error))
+            agree("clipping", fail)
         raise
     # Whole tensors are gathered on all ranks, or on none.
     is_clipped = any(
@@ -308,22 +377,24 @@ def watched(
     return Seen(
         rank=dist.get_rank(),
         replica=replica,
-        groups={name: _group(parameter) for name, parameter in own.items()},
+        groups={
+            name: (placed.groups if gradients is None else {}).get(name) or _group(parameter)
+            for name, parameter in own.items()
+        },
         uses=names.uses,
         before=before,
-        gradients=_gathered(watch.gradients, names),
-        unclipped=_gathered(watch.unclipped, names) if is_clipped else {},
+        gradients=whole(watch.gradients),
+        unclipped=whole(watch.unclipped) if is_clipped else {},
         after=_gathered(own, names),
         buffers=(buffers, _copied(names.buffers)),
         norm=norm,
         clip_norm=clip_norm,
         clips=watch.clips,
         frozen=frozenset(name for name, p in own.items() if not p.requires_grad),
-        pieces=placed.pieces() if gradients is None else {},
+        changed=watch.changed(),
         is_other=watch.is_other,
-        num_clips=max(watch.num_clips.values(), default=0),
         losses=losses,
-        optimizers=list(watch.stepped.values()),
+        updates=list(watch.updates.values()),
     )
 
 
@@ -337,7 +408,7 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
 
     Only the first rank of a group keeps its tensor, because the others have the same one.
     """
-    found = dict[str, Tensor | None]()
+    gathered = dict[str, Tensor | None]()
     for name, parameter in names.parameters.items():
         value = values.get(name)
         if is_dtensor(parameter) and parameter.requires_grad:
@@ -348,8 +419,8 @@ def _gathered(values: Mapping[str, Tensor | None], names: Names) -> dict[str, An
         elif is_dtensor(value):
             value = _whole(value)
         if _group(parameter)[0] == dist.get_rank():
-            found[name] = None if value is None else value.detach().cpu().clone()
-    return found
+            gathered[name] = None if value is None else value.detach().cpu().clone()
+    return gathered
 
 
 def _copy(gradient: Tensor) -> Tensor:
@@ -360,6 +431,11 @@ def _copy(gradient: Tensor) -> Tensor:
 def _whole(tensor: Tensor) -> Tensor:
     whole: Tensor = tensor.detach()
     return whole.full_tensor() if is_dtensor(whole) else whole
+
+
+def _local(parameter: nn.Parameter) -> Tensor:
+    local = parameter.detach()
+    return local.to_local() if is_dtensor(local) else local
 
 
 def _group(parameter: Tensor) -> tuple[int, ...]:
@@ -380,22 +456,16 @@ def _copied(buffers: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _numbers(result: object) -> tuple[list[float], float | None]:
     """Returns candidates for the loss, and the norm that a step has returned."""
-    if isinstance(result, Mapping):
-        return _losses(result.get("loss")), _number(result.get("grad_norm"))
+    norm = result.get("grad_norm") if isinstance(result, Mapping) else None
+    loss = result.get("loss") if isinstance(result, Mapping) else result
     if isinstance(result, tuple):  # the loss, and what else the training wants to know
-        return _losses(result[0] if result else None), None
-    return _losses(result), None
-
-
-def _losses(value: object) -> list[float]:
-    """Returns a loss; of a list, for each microbatch one, the mean and the sum."""
-    if not isinstance(value, list):
-        number = _number(value)
-        return [] if number is None else [number]
-    found = [number for number in map(_number, value) if number is not None]
-    if not found or len(found) < len(value):
-        return []
-    return [sum(found) / len(found), sum(found)]
+        loss = result[0] if result else None
+    every = [_number(value) for value in (loss if isinstance(loss, list) else [loss])]
+    losses = [number for number in every if number is not None]
+    if not losses or len(losses) < len(every):
+        return [], _number(norm)
+    # Of a list, for each microbatch one: the mean and the sum.
+    return list(dict.fromkeys([sum(losses) / len(losses), sum(losses)])), _number(norm)
 
 
 def _number(value: object) -> float | None:

@@ -1,15 +1,16 @@
-"""States: what is compared beside gradients: losses, copies, buffers, modes of modules."""
+"""States: what ranks have beside the sizes of gradients: losses, copies, buffers, updates."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad.audit.causes import Cause
-from pipegrad.audit.placed import Entry
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.truth import Truth
@@ -30,20 +31,62 @@ _FORWARD = "look at the forward first: inputs, targets, loss function, order of 
 _CLOSE = 1e-4  # of a loss or a buffer in float32
 
 
-def starts(seen: Sequence[Seen], model: nn.Module, first: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields what does not begin alike: copies and buffers.
+First = Mapping[str, str]  # name of a parameter -> the first of its names
 
-    Args:
-        seen: By each rank, in the first step.
-        model: The uncut model.
-        first: Name of a parameter -> the first of its names.
+
+@dataclass(frozen=True)
+class Entry:
+    """A gradient that some ranks hold together.
+
+    Attributes:
+        name: First name of the parameter in the uncut model.
+        ranks: That hold it, or parts of it.
+        replicas: Whose data they have had.
+        uses: Names of the parameter on these ranks.
+        gradient: None if they have none.
     """
-    yield from copies(
-        seen,
-        [of_rank.before for of_rank in seen],
-        first,
-        _STARTS,
-    )
+
+    name: str
+    ranks: tuple[int, ...]
+    replicas: tuple[int, ...]
+    uses: tuple[str, ...]
+    gradient: Tensor | None
+
+
+def entries_of(
+    seen: Sequence[Seen], gradients: Sequence[Mapping[str, Tensor | None]], first: First
+) -> list[Entry]:
+    """Returns gradients once for each group of ranks that holds them, with pieces added up."""
+    replicas = {of_rank.rank: of_rank.replica for of_rank in seen}
+    entries = list[Entry]()
+    of_name: dict[str, list[int]] = {}
+    for of_rank, held in zip(seen, gradients, strict=True):
+        parameters: dict[str, str] = {}
+        for name in held:
+            parameters.setdefault(first[name], name)
+        for parameter, name in parameters.items():
+            ranks, gradient, uses = ({*of_rank.groups[name]}, held[name], of_rank.uses[name])
+            known = of_name.setdefault(parameter, [])
+            at = next((at for at in known if ranks & {*entries[at].ranks}), None)
+            if at is not None:
+                ranks, uses = ranks | {*entries[at].ranks}, entries[at].uses
+                pieces = [g for g in (entries[at].gradient, gradient) if g is not None]
+                gradient = torch.stack(pieces).sum(0) if pieces else None
+            group = tuple(sorted(ranks))
+            entry = Entry(
+                parameter, group, tuple(sorted({replicas[r] for r in group})), uses, gradient
+            )
+            if at is None:
+                known.append(len(entries))
+                entries.append(entry)
+            else:
+                entries[at] = entry
+    return entries
+
+
+def starts(seen: Sequence[Seen], model: nn.Module, first: First) -> Iterator[Finding]:
+    """Yields what does not begin alike in the first step: copies and buffers."""
+    yield from copies(held(seen, "before", first), _STARTS)
     there = dict(model.named_buffers(remove_duplicate=False))
     for of_rank in seen:
         for name, value in of_rank.buffers[0].items():
@@ -56,37 +99,35 @@ def starts(seen: Sequence[Seen], model: nn.Module, first: Mapping[str, str]) -> 
                 )
 
 
+_Held = tuple[str, int, Tensor]  # first name, rank and value
+
+
+def held(seen: Sequence[Seen], what: str, first: First) -> Iterator[_Held]:
+    """Yields the parameters of all ranks, "before" or "after" the step."""
+    for of_rank in seen:
+        values: Mapping[str, Tensor] = getattr(of_rank, what)
+        for name, value in values.items():
+            yield first[name], of_rank.rank, value
+
+
 def copies(
-    seen: Sequence[Seen],
-    values: Sequence[Mapping[str, Tensor]],
-    first: Mapping[str, str],
-    cause: Cause,
-    explained: frozenset[str] | set[str] = frozenset(),
+    values: Iterable[_Held], cause: Cause, explained: frozenset[str] | set[str] = frozenset()
 ) -> Iterator[Finding]:
-    """Yields parameters whose copies are not equal bit by bit.
-
-    Args:
-        seen: By each rank.
-        values: Of each rank, by name.
-        first: Name of a parameter -> the first of its names.
-        cause: What is wrong with them.
-        explained: First names that are wrong for a cause that is known.
-    """
+    """Yields parameters whose copies are not equal bit by bit, but for those that are explained."""
     known: dict[str, tuple[int, Tensor]] = {}
-    for of_rank, held in zip(seen, values, strict=True):
-        for name, value in held.items():
-            other, there = known.setdefault(first[name], (of_rank.rank, value))
-            if first[name] not in explained and not torch.equal(value, there.to(value.dtype)):
-                yield Finding(*cause, (first[name],), (other, of_rank.rank))
+    for name, rank, value in values:
+        other, there = known.setdefault(name, (rank, value))
+        if name not in explained and not torch.equal(value, there.to(value.dtype)):
+            yield Finding(*cause, (name,), (other, rank))
 
 
-def frozen(seen: Sequence[Seen], first: Mapping[str, str]) -> dict[str, set[int]]:
+def frozen(seen: Sequence[Seen], first: First) -> dict[str, set[int]]:
     """Returns first names of parameters, and the ranks on which they require no gradient."""
-    found: dict[str, set[int]] = {}
+    result: dict[str, set[int]] = {}
     for of_rank in seen:
         for name in of_rank.frozen:
-            found.setdefault(first[name], set()).add(of_rank.rank)
-    return found
+            result.setdefault(first[name], set()).add(of_rank.rank)
+    return result
 
 
 def trained(
@@ -150,6 +191,84 @@ def buffers(seen: Sequence[Seen], truth: Truth) -> Iterator[Finding]:
                     (name,),
                     (of_rank.rank,),
                 )
+
+
+def several(seen: Sequence[Seen]) -> Iterator[Finding]:
+    """Yields what a rank did several times in one step."""
+    for of_rank in seen:
+        for update in of_rank.updates:
+            if update.times > 1:
+                yield Finding(
+                    f"the optimizer stepped {update.times} times in one step",
+                    "step it once, after the last microbatch",
+                    ranks=(of_rank.rank,),
+                )
+        clipped = Counter(name for clip in of_rank.clips for name in clip.names)
+        if (number := max(clipped.values(), default=0)) > 1:
+            yield Finding(
+                f"gradients are clipped {number} times in one step",
+                "clip them once, after the last microbatch and all reductions",
+                ranks=(of_rank.rank,),
+            )
+
+
+def why_not_updated(seen: Sequence[Seen]) -> str:
+    """Returns why it is not known which parameters optimizers have; "" if it is known."""
+    updates = [update for of_rank in seen for update in of_rank.updates]
+    if not updates:
+        return "no optimizer of torch.optim has stepped"
+    if any(update.num_unknown for update in updates):
+        return "they step tensors that are no parameters of the modules, such as main parameters"
+    return ""
+
+
+def updates(seen: Sequence[Seen], first: First, explained: set[str]) -> Iterator[Finding]:
+    """Yields parameters that are wrong after the optimizer's step, and adds them to `explained`."""
+    for of_rank in seen:
+        if _stays(of_rank, first, explained):
+            yield Finding(
+                "no parameter of the rank changed in the optimizer's step",
+                "give the optimizer the parameters that the stages have now",
+                ranks=(of_rank.rank,),
+            )
+    for of_rank in () if why_not_updated(seen) else seen:
+        known = {name for update in of_rank.updates for name in update.names}
+        for name, gradient in of_rank.gradients.items():
+            has_one = not known.isdisjoint(of_rank.uses[name])
+            if gradient is not None and not has_one and first[name] not in explained:
+                explained.add(first[name])
+                yield Finding(
+                    "no optimizer steps the parameter, although it has a gradient",
+                    "give the optimizer all parameters that the stages have now",
+                    (first[name],),
+                    of_rank.groups[name],
+                )
+    is_changed: dict[str, dict[tuple[int, ...], bool]] = {}
+    for of_rank in seen:
+        for name in of_rank.uses:
+            of_groups, group = (is_changed.setdefault(first[name], {}), of_rank.groups[name])
+            of_groups[group] = of_groups.get(group, False) or name in of_rank.changed
+    for name, of_groups in is_changed.items():
+        # If some copies are changed and others are not, then copies differ: one cause.
+        if name not in explained and all(of_groups.values()):
+            explained.add(name)
+            yield Finding(
+                "the optimizer's step is not that of one process on the same gradient: other code "
+                "changes the parameter behind it",
+                "look for what changes parameters behind the optimizer",
+                (name,),
+                tuple(sorted({rank for group in of_groups for rank in group})),
+            )
+
+
+def _stays(seen: Seen, first: First, explained: set[str]) -> bool:
+    """Returns whether no parameter of a rank has changed, although there are gradients."""
+    trained = [n for n, g in seen.gradients.items() if g is not None and bool(g.any())]
+    return (
+        any(update.rate > 0 for update in seen.updates)
+        and any(first[name] not in explained for name in trained)
+        and all(torch.equal(seen.before[name], seen.after[name]) for name in trained)
+    )
 
 
 def _is_close(a: Tensor, b: Tensor, close: float) -> bool:

@@ -1,7 +1,7 @@
 """Truth: what one process computes on the uncut model, whole and in parts, in float64.
 
 [Note: what is right] The right gradient is that of the loss of the whole batch, computed at once.
-Its parts, one for each microbatch, say what a wrong gradient is made of; see `outputs.py`. If no
+Its parts, one for each microbatch, say what a wrong gradient is made of; see `parts.py`. If no
 parts make the whole, samples depend on each other, as in BatchNorm. A pipeline that computes each
 microbatch by itself has another gradient then. Only the caller may say that it is right
 nevertheless, by ``by_microbatch``.
@@ -9,7 +9,6 @@ nevertheless, by ``by_microbatch``.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import itertools
 import math
@@ -20,12 +19,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.outputs import (
+from pipegrad.audit.parts import (
     WHOLE,
-    Batch,
     Data,
     Outputs,
-    Views,
+    is_real,
     loss_of,
     output_of,
     views_of,
@@ -37,6 +35,9 @@ _SAMPLED = 16384  # elements of a gradient that are looked at part by part
 _SOLVED_FROM = 4096  # elements of gradients suffice to solve the weights
 _LOSS_SCALE = 1024.0  # of float16
 _COUPLED = 1e-5  # of a gradient; float32 inside of a model leaves less
+
+
+_Uses = Mapping[str, Sequence[str]]  # first name of a parameter -> all its names
 
 
 @dataclass(frozen=True)
@@ -98,14 +99,12 @@ def computed(
 
 def _check_random(model: nn.Module, data: Data) -> None:
     """Checks that two forwards have one loss, and that it is finite."""
-    found = []
-    for _ in range(2):
-        inputs, target = doubled(data.whole)
-        with torch.no_grad():
-            found.append(
-                float(loss_of(data.loss_fn(output_of(copy.deepcopy(model), inputs), target)))
-            )
-    first, second = found
+    inputs, target = cast(data.whole, torch.float64)
+    with torch.no_grad():
+        first, second = (
+            float(loss_of(data.loss_fn(output_of(copy.deepcopy(model), inputs), target)))
+            for _ in range(2)
+        )
     if not math.isfinite(first):
         raise PlanError(f"the loss of one process is {first}: look at the batch and the weights")
     if first != second:
@@ -122,71 +121,130 @@ def compute(
     dtypes: Mapping[str, torch.dtype],
     autocast: torch.dtype | None = None,
 ) -> Truth:
-    """Returns what one process computes.
-
-    Args:
-        model: The uncut model, in float64. It is not changed.
-        data: Of the step.
-        dtypes: Of the pipeline's parameters, by name.
-        autocast: In which the pipeline computes, if that is another dtype.
-    """
+    """Returns what one process computes."""
     uses = names_by_use(model)
-    loose, exact = _untied(model, uses), _doubled(data)
+    loose, exact = _untied(model, uses), _data_in(data, torch.float64)
     # A forward of the whole batch would change buffers, such as running means.
     loss, totals = _gradients(copy.deepcopy(loose), exact)
     gradients = {name: _sum(totals, names) for name, names in uses.items() if names[0] in totals}
     uses = {first: names for first, names in uses.items() if first in gradients}
-    outputs, views, is_coupled = _taken_apart(loose, exact, gradients, uses)
+    split, is_coupled = _split(loose, exact, gradients, uses)
+    views = split.views
     if is_coupled and data.by_microbatch:
-        loss, gradients = views.loss, _accumulated(loose, exact, outputs, views, uses)
+        loss, gradients = views.loss, split.accumulated(uses)
     truth = Truth(
         loss=loss,
         losses=views.losses,
         own=views.own,
         gradients=gradients,
         uses=uses,
-        terms=tuple(outputs.paths[leaf] for leaf in views.terms),
-        buffers=outputs.buffers,
+        terms=tuple(split.outputs.paths[leaf] for leaf in views.terms),
+        buffers=split.outputs.buffers,
         is_coupled=is_coupled and not data.by_microbatch,
-        parts=lambda names: _parts(loose, exact, outputs, views, {n: uses[n] for n in names}),
+        parts=lambda names: split.parts({n: uses[n] for n in names}),
         noise={},
     )
-    noise, rounded = _noise(model, data, outputs, truth, dtypes, autocast=autocast)
+    noise, rounded = _noise(model, data, split.outputs, truth, dtypes, autocast=autocast)
     return replace(
         truth, noise=noise, loss_error=abs(rounded - truth.loss) / abs(truth.loss or 1.0)
     )
 
 
-def _taken_apart(
-    model: nn.Module,
-    data: Data,
-    gradients: Mapping[str, Tensor],
-    uses: Mapping[str, Sequence[str]],
-) -> tuple[Outputs, Views, bool]:
-    """Returns outputs of microbatches, how a loss is divided, and whether parts miss the whole."""
+class _Split:
+    """A step microbatch by microbatch: what each one adds to a gradient, in each view.
+
+    Args:
+        model: With a parameter for each use of a tied one. It is not changed.
+        data: Of the step.
+        outputs: Of its microbatches.
+    """
+
+    def __init__(self, model: nn.Module, data: Data, outputs: Outputs) -> None:
+        self._model, self._data, self.outputs = model, data, outputs
+        self.views = views_of(outputs, data)
+
+    def parts(self, uses: _Uses, *, only: str | None = None) -> dict[str, dict[str, Tensor]]:
+        """Returns gradients by name, view, replica, microbatch, term and use."""
+        names = list(self.views.by_name) if only is None else [only]
+        stacks = {name: {view: list[Tensor]() for view in names} for name in uses}
+        for view, by_term in self._flowed(uses, names, sampled):
+            for name, every in uses.items():
+                # A use that cannot be untied is counted with the first one.
+                zero = torch.zeros_like(by_term[0][name])
+                rows = [torch.stack([term.get(use, zero) for use in every]) for term in by_term]
+                stacks[name][view].append(torch.stack(rows))
+        shape = len(self._data.batches), len(self._data.batches[0])
+        return {
+            name: {view: torch.stack(rows).unflatten(0, shape) for view, rows in of_name.items()}
+            for name, of_name in stacks.items()
+        }
+
+    def accumulated(self, uses: _Uses) -> dict[str, Tensor]:
+        """Returns the sums of all parts of the whole."""
+        total = dict[str, Tensor]()
+        for _, by_term in self._flowed(uses, [WHOLE], lambda gradient: gradient):
+            for of_term, (first, every) in itertools.product(by_term, uses.items()):
+                part = _sum(of_term, every)
+                total[first] = total[first] + part if first in total else part
+        return total
+
+    def _flowed(
+        self, uses: _Uses, views: Sequence[str], take: Callable[[Tensor], Tensor]
+    ) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
+        """Yields view and, by term, gradients of the parameters: for each microbatch."""
+        wanted = {use for every in uses.values() for use in every}
+        for replica, of_replica in enumerate(self._data.batches):
+            model = copy.deepcopy(self._model)
+            trained = {n: p for n, p in model.named_parameters() if n in wanted}
+            for index, one in enumerate(of_replica):
+                with torch.enable_grad():
+                    leaves = self.outputs.run(model, one)
+                for view in views:
+                    cotangents = self.views.by_name[view][replica, index]
+                    by_term = []
+                    for term in self.views.terms:
+                        cotangent, leaf = cotangents[term], leaves[term]
+                        if cotangent is None or not leaf.requires_grad:
+                            grads = [torch.zeros_like(p) for p in trained.values()]
+                        else:
+                            grads = list(
+                                torch.autograd.grad(
+                                    leaf, list(trained.values()), cotangent,
+                                    retain_graph=True, materialize_grads=True,
+                                )
+                            )  # fmt: skip
+                        by_term.append(
+                            {n: take(_dense(g)) for n, g in zip(trained, grads, strict=True)}
+                        )
+                    yield view, by_term
+
+
+def _split(
+    model: nn.Module, data: Data, gradients: Mapping[str, Tensor], uses: _Uses
+) -> tuple[_Split, bool]:
+    """Returns a step by microbatches, and whether their parts miss the gradient of the whole."""
     few = {name: uses[name] for name in _few(gradients)}
     right = torch.cat([sampled(gradients[name]) for name in few])
-    found = list[tuple[Outputs, Views]]()
+    first: _Split | None = None
     for is_opaque in (False, True):
         try:
-            outputs = Outputs(model, data, is_opaque=is_opaque)
-            views = views_of(outputs, data)
+            split = _Split(model, data, Outputs(model, data, is_opaque=is_opaque))
         except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError):
-            if is_opaque and not found:
+            if is_opaque and first is None:
                 raise
             continue  # the loss function needs more than tensors, or they have no rows
-        found.append((outputs, views))
+        first = first or split
         for _ in range(2):
-            parts = _parts(model, data, outputs, replace(views, by_name=views.whole), few)
+            parts, outputs, terms = split.parts(few, only=WHOLE), split.outputs, split.views.terms
             columns = torch.cat([parts[name][WHOLE].sum(-2) for name in few], -1)
             rest = right - columns.sum((0, 1, 2))
             if float(rest.norm()) <= _COUPLED * float(right.norm()):
-                return outputs, views, False
-            if all(outputs.dims[leaf] is not None for leaf in views.terms):
+                return split, False
+            if all(outputs.dims[leaf] is not None for leaf in terms):
                 break
-            outputs = outputs.weighed(views.terms, columns, rest)
-            views = views_of(outputs, data)
-    return *found[0], True
+            split = _Split(model, data, outputs.weighed(terms, columns, rest))
+    assert first is not None
+    return first, True
 
 
 def names_by_use(model: nn.Module) -> dict[str, tuple[str, ...]]:
@@ -213,24 +271,16 @@ def leaves_cut(value: Any, number: int) -> list[Any]:  # noqa: ANN401 - a tree
     return [rebuilt([of_leaf[index] for of_leaf in cut]) for index in range(number)]
 
 
-def doubled(batch: Batch) -> Batch:
-    """Returns a batch on CPU in which every number is a float64."""
-    return _each(batch[0], _double), _each(batch[1], _double)
-
-
-def _each(value: Any, change: Callable[[Tensor], Tensor]) -> Any:  # noqa: ANN401 - a tree
+def cast(value: Any, dtype: torch.dtype) -> Any:  # noqa: ANN401 - a tree
+    """Returns a tree on CPU in which every real number of a tensor has a dtype."""
     leaves, rebuilt = flattened(value)
-    return rebuilt([change(x) if isinstance(x, Tensor) else x for _, x in leaves])
+    cpu = [x.detach().cpu() if isinstance(x, Tensor) else x for _, x in leaves]
+    return rebuilt([x.to(dtype) if is_real(x) else x for x in cpu])
 
 
-def _double(tensor: Tensor) -> Tensor:
-    tensor = tensor.detach().cpu()
-    return tensor.double() if tensor.is_floating_point() else tensor
-
-
-def _doubled(data: Data) -> Data:
-    batches = [[doubled(one) for one in of_replica] for of_replica in data.batches]
-    return replace(data, batches=batches, whole=doubled(data.whole))
+def _data_in(data: Data, dtype: torch.dtype) -> Data:
+    batches = [[cast(one, dtype) for one in of_replica] for of_replica in data.batches]
+    return replace(data, batches=batches, whole=cast(data.whole, dtype))
 
 
 def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
@@ -239,9 +289,12 @@ def _gradients(model: nn.Module, data: Data) -> tuple[float, dict[str, Tensor]]:
     with torch.enable_grad():
         inputs, target = data.whole
         loss = loss_of(data.loss_fn(output_of(model, inputs), target))
-        found = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
-        values = [value.to_dense() if value.is_sparse else value for value in found]
-    return float(loss.detach()), dict(zip(trained, values, strict=True))
+        result = torch.autograd.grad(loss, list(trained.values()), materialize_grads=True)
+    return float(loss.detach()), dict(zip(trained, map(_dense, result), strict=True))
+
+
+def _dense(gradient: Tensor) -> Tensor:
+    return gradient.to_dense() if gradient.is_sparse else gradient
 
 
 def _untied(model: nn.Module, uses: Mapping[str, Sequence[str]]) -> nn.Module:
@@ -279,79 +332,6 @@ def _few(gradients: Mapping[str, Tensor]) -> list[str]:
     return few
 
 
-def _flowed(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    views: Views,
-    names: Sequence[str],
-    *,
-    take: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[str, list[dict[str, Tensor]]]]:
-    """Yields view and, by term, gradients of the parameters `names`: for each microbatch."""
-    for replica, of_replica in enumerate(data.batches):
-        own = copy.deepcopy(model)
-        trained = {n: p for n, p in own.named_parameters() if n in set(names)}
-        for index, one in enumerate(of_replica):
-            with torch.enable_grad():
-                leaves = outputs.run(own, one)
-            for view, cotangents in views.by_name.items():
-                by_term = []
-                for term in views.terms:
-                    cotangent, leaf = cotangents[replica, index][term], leaves[term]
-                    if cotangent is None or not leaf.requires_grad:
-                        by_term.append({n: take(torch.zeros_like(p)) for n, p in trained.items()})
-                        continue
-                    found = torch.autograd.grad(
-                        leaf, list(trained.values()), cotangent,
-                        retain_graph=True, materialize_grads=True,
-                    )  # fmt: skip
-                    values = [take(g.to_dense() if g.is_sparse else g) for g in found]
-                    by_term.append(dict(zip(trained, values, strict=True)))
-                yield view, by_term
-
-
-def _parts(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    views: Views,
-    uses: Mapping[str, Sequence[str]],
-) -> dict[str, dict[str, Tensor]]:
-    """Returns gradients by name, view, replica, microbatch, term and use."""
-    names = [use for every in uses.values() for use in every]
-    found = {name: {view: list[Tensor]() for view in views.by_name} for name in uses}
-    for view, by_term in _flowed(model, data, outputs, views, names, take=sampled):
-        for name, every in uses.items():
-            # A use that cannot be untied is counted with the first one.
-            zero = torch.zeros_like(by_term[0][name])
-            rows = [torch.stack([own.get(use, zero) for use in every]) for own in by_term]
-            found[name][view].append(torch.stack(rows))
-    shape = len(data.batches), len(data.batches[0])
-    return {
-        name: {view: torch.stack(rows).unflatten(0, shape) for view, rows in of_name.items()}
-        for name, of_name in found.items()
-    }
-
-
-def _accumulated(
-    model: nn.Module,
-    data: Data,
-    outputs: Outputs,
-    views: Views,
-    uses: Mapping[str, Sequence[str]],
-) -> dict[str, Tensor]:
-    """Returns the sums of all parts of the whole."""
-    names = [use for every in uses.values() for use in every]
-    whole = replace(views, by_name=views.whole)
-    total = dict[str, Tensor]()
-    for _, by_term in _flowed(model, data, outputs, whole, names, take=lambda gradient: gradient):
-        for own, (first, every) in itertools.product(by_term, uses.items()):
-            part = _sum(own, every)
-            total[first] = total[first] + part if first in total else part
-    return total
-
-
 def _noise(
     model: nn.Module,
     data: Data,
@@ -369,15 +349,12 @@ def _noise(
     [kind] = kinds if len(kinds) == 1 else [torch.float32]
     for buffer in same.buffers():
         buffer.data = buffer.data.to(kind) if buffer.is_floating_point() else buffer.data
-    rounded = replace(
-        data,
-        batches=[[_cast(one, kind) for one in of_replica] for of_replica in data.batches],
-        whole=_cast(data.whole, kind),
-    )
+    rounded = _data_in(data, kind)
     # Small gradients of float16 are 0 without a scale of the loss, which trainings have, too.
     scale = _LOSS_SCALE if torch.float16 in kinds else 1.0
     try:
-        with _autocast(autocast), torch.enable_grad():
+        is_cast = autocast is not None
+        with torch.autocast("cpu", autocast, enabled=is_cast), torch.enable_grad():
             loss = math.nan
             for of_part in _losses(same, rounded, outputs, truth):
                 loss = float(of_part.detach())
@@ -386,13 +363,12 @@ def _noise(
         # It cannot compute in these dtypes as one process: nothing more than rounding is allowed.
         return {}, truth.loss
     parameters = dict(same.named_parameters())
-    found = {}
+    result = {}
     for name, right in truth.gradients.items():
         gradient = parameters[name].grad
         if gradient is not None:
-            dense = gradient.to_dense() if gradient.is_sparse else gradient
-            found[name] = relative(dense.double() / scale - right, right)
-    return found, loss
+            result[name] = relative(_dense(gradient).double() / scale - right, right)
+    return result, loss
 
 
 def _losses(model: nn.Module, data: Data, outputs: Outputs, truth: Truth) -> Iterator[Tensor]:
@@ -410,19 +386,3 @@ def relative(difference: Tensor, right: Tensor) -> float:
     """Returns the norm of a difference by that of what is right."""
     tiny = torch.finfo(torch.float64).tiny
     return float(difference.norm() / right.norm().clamp_min(tiny))
-
-
-def _cast(batch: Batch, dtype: torch.dtype) -> Batch:
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.cpu().to(dtype) if tensor.is_floating_point() else tensor.cpu()
-
-    return _each(batch[0], cast), _each(batch[1], cast)
-
-
-@contextlib.contextmanager
-def _autocast(dtype: torch.dtype | None) -> Iterator[None]:
-    if dtype is None:
-        yield
-        return
-    with torch.autocast("cpu", dtype=dtype):
-        yield

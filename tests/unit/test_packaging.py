@@ -43,8 +43,7 @@ MAY_PICKLE = {
     "testing/ranks.py": "a parent and the ranks that it has started, over a pipe of theirs",
     "testing/handler_scenario.py": "a parent and a child, over the child's standard input",
     "testing/plugin_contract.py": "reads what it has written itself, to see whether a value lasts",
-    "audit/seen.py": "asks whether a value can be pickled, and reads none",
-    "audit/audit.py": "the classes and options of any optimizer go to rank 0, over torch's groups",
+    "audit/audit.py": "what ranks have seen goes to rank 0, over torch's groups",
 }
 FACE_NAMES = 6
 

@@ -92,8 +92,8 @@ class PipelineModule(nn.Module):
 class Engine:
     """What an engine of DeepSpeed does, with torch's schedule."""
 
-    def __init__(self, module: PipelineModule, *, reduces: bool) -> None:
-        self.module, self._reduces = module, reduces
+    def __init__(self, module: PipelineModule, *, reduces: bool, clip_norm: float = 0.0) -> None:
+        self.module, self._reduces, self._clip_norm = module, reduces, clip_norm
         self._schedule = schedule_of(module)
         self._optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
         self.grid = SimpleNamespace(
@@ -104,7 +104,14 @@ class Engine:
         return MICROBATCHES
 
     def gradient_clipping(self) -> float:
-        return 0.0
+        return self._clip_norm
+
+    def clip_fp32_gradients(self) -> None:
+        """Clips by its own code, and by the norm of this rank alone."""
+        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+        factor = self._clip_norm / float(nn.utils.get_total_norm(gradients))
+        for gradient in gradients:
+            gradient.mul_(factor)
 
     def get_global_grad_norm(self) -> None:
         return None
@@ -119,15 +126,17 @@ class Engine:
             self._schedule.step(target=targets, losses=losses)
         if self._reduces:
             dist.all_reduce(self.module.tied_modules["ends"].weight.grad)
+        if self._clip_norm:
+            self.clip_fp32_gradients()
         self._optimizer.step()
         loss = torch.stack(losses).mean().detach() if losses else torch.zeros(())
         dist.broadcast(loss, src=1)
         return loss
 
 
-def deepspeed_engine(reduces: bool) -> Audit:
+def deepspeed_engine(reduces: bool, clip_norm: float = 0.0) -> Audit:
     model = uncut()
-    engine = Engine(PipelineModule(own_layers(model)), reduces=reduces)
+    engine = Engine(PipelineModule(own_layers(model)), reduces=reduces, clip_norm=clip_norm)
     return of_deepspeed(engine, model=model, batches=batches())
 
 
@@ -197,3 +206,9 @@ def test_a_tie_that_a_runtime_leaves_is_named_alone(audit_of: Callable[[bool], A
     [finding] = audit_of(False).run().findings
     assert finding.cause.startswith("the tie is not reduced")
     assert (finding.names, finding.ranks) == (("0.weight",), (0, 1))
+
+
+@pytest.mark.ranks(2)
+def test_a_norm_that_deepspeed_does_not_keep_is_named() -> None:
+    causes = [finding.cause for finding in deepspeed_engine(True, 0.01).run().findings]
+    assert causes == ["the gradient norm is that of this rank's parameters alone"]

@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from pipegrad.audit.clipping import factor, judged, right_norm, unclipped
-from pipegrad.audit.placed import Entry, entries_of
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
+from pipegrad.audit.states import Entry, entries_of
+from pipegrad.errors import PlanError
 
 # Two stages of two replicas: stage s of replica r is rank 2 s + r. Both stages hold "tie".
 STAGES = {"tie": (0, 1), "first": (0,), "other": (0,), "last": (1,), "bias": (1,)}
@@ -44,7 +45,7 @@ def of_rank(rank: int) -> Seen:
         rank=rank, replica=rank % 2, groups=dict.fromkeys(held, (rank,)),
         uses={name: (name,) for name in held}, before={},
         gradients={name: GRADIENTS[name] for name in held}, unclipped={}, after={},
-        buffers=({}, {}), norm=None, clip_norm=None, losses=(), optimizers=[],
+        buffers=({}, {}), norm=None, clip_norm=None, losses=(), updates=[],
     )  # fmt: skip
 
 
@@ -167,9 +168,12 @@ SEEN: dict[str, tuple[Sequence[Seen], float | None, dict[int, str]]] = {
     "before, below": (watched_by(same(RIGHT), clip_norm=100.0), 100.0, {}),
     "before, above": ([replace(s, unclipped=s.gradients) for s in EVERY], CLIP_NORM, NOT_CLIPPED),
     "one rank did not mark its clipping": (UNMARKED, None, {}),
-    "after, a stage below": (clipped_by(LOCAL, clip_norm=15.0), 15.0, said(LOCALLY)),
-    "after, not clipped": (EVERY, CLIP_NORM, NOT_CLIPPED),
-    "after, below": (EVERY, 100.0, {}),
+    "after, a stage below": (
+        [replace(s, norm=LOCAL[s.rank]) for s in clipped_by(LOCAL, clip_norm=15.0)],
+        15.0,
+        said(LOCALLY),
+    ),
+    "after, below": ([replace(s, norm=RIGHT) for s in EVERY], 100.0, {}),
 }
 
 
@@ -177,7 +181,7 @@ SEEN: dict[str, tuple[Sequence[Seen], float | None, dict[int, str]]] = {
 def test_gradients_before_clipping_are_known_and_a_wrong_norm_is_found(
     seen: Sequence[Seen], clip_norm: float | None, expected: dict[int, str]
 ) -> None:
-    before, findings, _ = unclipped(seen, NAMES, GRADIENTS, clip_norm)
+    before, findings, _ = unclipped(seen, NAMES, clip_norm)
     assert is_unclipped(before)
     assert causes_of(findings) == expected
 
@@ -196,33 +200,41 @@ AFTER: dict[str, tuple[Mapping[int, float], dict[int, str]]] = {
 
 
 @pytest.mark.parametrize(("norms", "expected"), AFTER.values(), ids=AFTER)
-@pytest.mark.parametrize("is_returned", [False, True])
-def test_a_norm_follows_from_gradients_that_were_seen_only_after_clipping(
-    norms: Mapping[int, float], expected: dict[int, str], is_returned: bool
+@pytest.mark.parametrize("sees_before", [False, True])
+def test_a_norm_that_is_returned_or_follows_from_gradients_before_clipping_is_compared(
+    norms: Mapping[int, float], expected: dict[int, str], sees_before: bool
 ) -> None:
-    norm = norms if is_returned else dict.fromkeys(range(4))
-    seen = [replace(one, norm=norm[one.rank]) for one in clipped_by(norms)]
-    before, findings, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    returned = [replace(one, norm=norms[one.rank]) for one in clipped_by(norms)]
+    seen = watched_by(norms) if sees_before else returned
+    before, findings, _ = unclipped(seen, NAMES, CLIP_NORM)
     assert is_unclipped(before)
     assert causes_of(findings) == expected
 
 
+def test_a_norm_of_which_nothing_is_known_is_refused() -> None:
+    with pytest.raises(PlanError, match=r"the norm of rank 0 was not seen: call .*before_clipping"):
+        unclipped(clipped_by(same(RIGHT)), NAMES, CLIP_NORM)
+
+
 def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
     """A wrong gradient that is clipped rightly is no wrong norm."""
+    norm = math.hypot(6, 80, 2, 24, 7)
     wrong = [
-        replace(one, gradients={**one.gradients, "first": GRADIENTS["first"] * 10})
+        replace(one, norm=norm, gradients={**one.gradients, "first": GRADIENTS["first"] * 10})
         if one.rank < 2
-        else one
+        else replace(one, norm=norm)
         for one in EVERY
     ]
-    seen = clipped_by(same(math.hypot(6, 80, 2, 24, 7)), wrong)
-    assert unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)[1] == []
+    seen = clipped_by(same(norm), wrong)
+    assert unclipped(seen, NAMES, CLIP_NORM)[1] == []
 
+    norm = math.hypot(18, 18, 8, 2, 24, 7)
     wrong = [
-        replace(one, gradients={**one.gradients, "tie": GRADIENTS["tie"] * 3}) for one in EVERY
+        replace(one, norm=norm, gradients={**one.gradients, "tie": GRADIENTS["tie"] * 3})
+        for one in EVERY
     ]
-    seen = clipped_by(same(math.hypot(18, 18, 8, 2, 24, 7)), wrong)
-    before, findings, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    seen = clipped_by(same(norm), wrong)
+    before, findings, _ = unclipped(seen, NAMES, CLIP_NORM)
     assert causes_of(findings) == said(COPIED)
     for entry in before:
         assert entry.gradient is not None
@@ -231,9 +243,9 @@ def test_a_wrong_norm_is_found_beside_a_wrong_gradient() -> None:
 
 
 def test_a_missing_gradient_stays_missing() -> None:
-    seen = clipped_by(same(RIGHT))
+    seen = [replace(one, norm=RIGHT) for one in clipped_by(same(RIGHT))]
     seen[2] = replace(seen[2], gradients={**seen[2].gradients, "last": None})
-    before, _, _ = unclipped(seen, NAMES, GRADIENTS, CLIP_NORM)
+    before, _, _ = unclipped(seen, NAMES, CLIP_NORM)
     assert [e.ranks for e in before if e.gradient is None] == [(2,)]
 
 

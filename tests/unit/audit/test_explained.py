@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.audit.causes import OTHER_VALUES
-from pipegrad.audit.judge import Judge, Sizes
-from pipegrad.audit.outputs import Data
+from pipegrad.audit.judge import Judge
+from pipegrad.audit.parts import Data
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.truth import leaves_cut
 
@@ -167,18 +167,15 @@ def seen_of(one: Job, weight: Weight, noise: float = 0.0) -> list[Seen]:
                     norm=None,
                     clip_norm=None,
                     losses=(),
-                    optimizers=[],
+                    updates=[],
                 )
             )
     return found
 
 
 def causes_of(one: Job, seen: list[Seen]) -> set[str]:
-    sizes = Sizes(
-        MICROBATCHES, one.replicas, tuple(int(t) for t in one.targets.flatten()), len(seen)
-    )
-    judge = Judge(one.model, clip_norm=None, tolerance=None, autocast=None)
-    return {finding.cause for finding in judge.judge(seen, one.data, 1, sizes).findings}
+    judge = Judge(one.model)
+    return {finding.cause for finding in judge.judge(seen, one.data, 1)[0]}
 
 
 def tie(factor: Callable[[Job], float]) -> Weight:

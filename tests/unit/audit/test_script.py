@@ -13,7 +13,7 @@ import pytest
 from torch import nn
 
 from pipegrad.audit import Audit, Report, script
-from pipegrad.audit.script import Run, function, made
+from pipegrad.audit.script import Run, audit_of, function
 from pipegrad.errors import ConfigError
 
 REPORT = Report((), (), (), 1, 1, 0.0)
@@ -95,13 +95,13 @@ def ranks(monkeypatch: pytest.MonkeyPatch) -> Ranks:
 def test_a_function_of_a_file_or_module_makes_the_audit(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert made(f"{file}:audited").microbatches == 5
+    assert audit_of(f"{file}:audited").microbatches == 5
     assert function(f"{file}:audited") is function(f"{file}:audited")  # it is imported once
-    assert isinstance(made(recorded), Recorded)
+    assert isinstance(audit_of(recorded), Recorded)
     monkeypatch.syspath_prepend(file.parent)
-    assert made("somebodys_script:audited").microbatches == 5
+    assert audit_of("somebodys_script:audited").microbatches == 5
     monkeypatch.chdir(file.parent)
-    assert made(f"{file.name}:audited").microbatches == 5
+    assert audit_of(f"{file.name}:audited").microbatches == 5
 
 
 @pytest.mark.parametrize("target", ["script.py", "module", ":f", "script.py:", ""])
@@ -123,7 +123,7 @@ def test_a_target_without_a_file_or_a_function_is_refused(target: str) -> None:
 def test_what_is_missing_or_no_audit_is_named(file: Path, target: str, words: str) -> None:
     known = {"folder": file.parent, "file": file}
     with pytest.raises(ConfigError, match=words.format(**known)):
-        made(target.format(**known))
+        audit_of(target.format(**known))
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_an_error_of_the_file_is_said_with_its_cause_and_may_be_repaired(
         function(f"{file}:audited")
     assert caught.value.__cause__ is not None
     file.write_text(SCRIPT)
-    assert made(f"{file}:audited").microbatches == 5
+    assert audit_of(f"{file}:audited").microbatches == 5
 
 
 def test_ranks_get_the_whole_path_of_a_file_and_a_module_as_it_is(
@@ -164,7 +164,7 @@ def test_ranks_get_the_whole_path_of_a_file_and_a_module_as_it_is(
 @pytest.mark.parametrize(
     ("target", "words"),
     [
-        (lambda: made(recorded), "is no function at the top level of a file"),
+        (lambda: audit_of(recorded), "is no function at the top level of a file"),
         (functools.partial(recorded), "is no function at the top level of a file"),
         (Ranks.__call__, "is no function at the top level of a file"),
         (f"{__file__}:adited", "has no function"),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.outputs import (
+from pipegrad.audit.parts import (
     BEFORE,
     BEHIND,
     WHOLE,
@@ -20,16 +20,16 @@ from pipegrad.audit.outputs import (
     Data,
     LossFn,
 )
-from pipegrad.audit.outputs import (
+from pipegrad.audit.parts import (
     MICROBATCHES as OF_MICROBATCHES,
 )
-from pipegrad.audit.outputs import (
+from pipegrad.audit.parts import (
     REPLICAS as OF_REPLICAS,
 )
 from pipegrad.audit.truth import (
     Truth,
+    cast,
     compute,
-    doubled,
     leaves_cut,
     relative,
     sampled,
@@ -367,7 +367,7 @@ def test_trees_are_cut_along_the_first_dimension_and_their_numbers_become_float6
         assert part["more"][2] is scalar
         assert (part["mode"], part["mask"]) == ("sum", None)
     assert leaves_cut(None, 3) == [None, None, None]
-    inputs, target = doubled(({"x": torch.ones(2), "scale": 2.0}, torch.ones(2).long()))
+    inputs, target = cast(({"x": torch.ones(2), "scale": 2.0}, torch.ones(2).long()), torch.float64)
     assert (inputs["x"].dtype, inputs["scale"], target.dtype) == (torch.float64, 2.0, torch.int64)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.matching import match
+from pipegrad.audit.checks import match
 from pipegrad.errors import PlanError
 
 
