@@ -179,7 +179,7 @@ class Placed:
         """Returns this rank's piece of a gradient in the shape of its parameter."""
         if value is None or name not in self.groups:
             return value
-        parameter, shard = (self._live[name].parameter, self._live[name].placed.main_shard)
+        parameter, shard = self._live[name].parameter, self._live[name].main_shard
         if value.shape == parameter.shape:
             return value
         begin = 0 if shard is None else shard.main_range.begin
