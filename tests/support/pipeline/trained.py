@@ -132,6 +132,7 @@ def train(
     parts: int | Sequence[int] = 1,
     clip: tuple[float, float] | None = None,
     set_to_none: bool = True,
+    look: Callable[[int], object] = abs,
 ) -> Seen:
     """Trains, on every rank or in one process.
 
@@ -144,6 +145,7 @@ def train(
         parts: How many batches a step, or each step, accumulates.
         clip: Maximum and type of the norm.
         set_to_none: What becomes of gradients after a step.
+        look: Is called after a step of the optimizer, while gradients are still there.
     """
     seen = Seen()
     for number in range(steps):
@@ -162,6 +164,7 @@ def train(
                 seen.norms.append(sync.clip_grad_norm_(*clip))
         if optimizer is not None:
             optimizer.step()
+            look(number)
             optimizer.zero_grad(set_to_none=set_to_none)
         else:
             for parameter in held().values():
@@ -216,23 +219,31 @@ def differences(
     return wrong(found, most) | wrong(numbers, later or most) | wrong(ends, parameters or 0.0)
 
 
-def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each.
+def digests_of(
+    tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]
+) -> dict[str, list[set[str]]]:
+    """Returns the bits of copies, by name: a set for each rank that holds some.
 
     Args:
         tensors: Of this rank.
         ties: Names that belong together; each counts as the first of them.
     """
     first = {name: tie[0] for tie in ties for name in tie}
-    mine = [(first.get(name, name), digest(tensor)) for name, tensor in tensors.items()]
-    held, digests = dict[str, int](), dict[str, set[str]]()
+    mine = dict[str, set[str]]()
+    for name, tensor in tensors.items():
+        mine.setdefault(first.get(name, name), set()).add(digest(tensor))
+    found = dict[str, list[set[str]]]()
     for others in gathered(mine):
-        for name, value in others:
-            digests.setdefault(name, set()).add(value)
-        for name in {name for name, _ in others}:
-            held[name] = held.get(name, 0) + 1
-    assert {name: found for name, found in digests.items() if len(found) > 1} == {}
-    return held
+        for name, known in others.items():
+            found.setdefault(name, []).append(known)
+    return found
+
+
+def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each."""
+    found = digests_of(tensors, ties)
+    assert {name: known for name, known in found.items() if len(set().union(*known)) > 1} == {}
+    return {name: len(known) for name, known in found.items()}
 
 
 def scheduled(
