@@ -75,13 +75,6 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
     return sent
 
 
-def on_first(value: T) -> list[T] | None:
-    """Returns the values of all ranks on the first one, which compares them."""
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(packed(value), values)
-    return None if values is None else [pickle.loads(one) for one in values]
-
-
 class _Tensors(pickle.Pickler):
     """Pickles what tensors hold; for small ones torch takes fifty times as long."""
 
