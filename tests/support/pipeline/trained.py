@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import pytest
@@ -21,12 +22,23 @@ from torch import Tensor, nn
 
 from pipegrad import GradientSync, Scheduler, Topology, find_tied, schedules
 from pipegrad.schedules import Schedule
+from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import loss_of
-from tests.support.pipeline.schedulers import cut, digest, error, named, wrong
+from tests.support.pipeline.schedulers import (
+    MOST,
+    batch,
+    cut,
+    digest,
+    error,
+    named,
+    topology,
+    wrong,
+)
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS
 
 T = TypeVar("T")
+tied = partial(build, "tied")
 Held = Mapping[str, nn.Parameter]
 
 
@@ -268,3 +280,49 @@ def scheduled(
 def held_by(scheduler: Scheduler) -> dict[str, nn.Parameter]:
     """Returns the parameters of this rank."""
     return named(list(scheduler._stages.values()))
+
+
+class Twins:
+    """A model of eight layers over two ranks, a stage on each, and the same in one process."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Sequential] = tied,
+        num_microbatches: int = 4,
+        *,
+        schedule: str | Schedule = "1f1b",
+        most: float = MOST,
+    ) -> None:
+        self.true, self.rows, self.most = make(), 2 * num_microbatches, most
+        number = num_microbatches if isinstance(schedule, str) else None
+        self.scheduler = scheduled(make(), schedule, topology(2), number)
+        self.stages = list(self.scheduler._stages.values())
+        self.close = self.scheduler.close
+
+    def step(self, seed: int, *, num_parts: int = 1) -> None:
+        """Takes a step on both sides, in one process with a batch in parts, and compares them."""
+        tokens, target = batch(seed, self.rows)
+        loss = self.scheduler.step(tokens, target=target).loss
+        assert error(loss, self.alone(tokens, target, num_parts)) <= MOST
+        assert wrong(self.apart(), self.most) == {}
+
+    def alone(self, tokens: Tensor, target: Tensor, num_parts: int = 1) -> Tensor:
+        """Runs one process; returns the loss."""
+        total = torch.zeros(())
+        for x, y in zip(tokens.chunk(num_parts), target.chunk(num_parts), strict=True):
+            total += backward(loss_of(self.true(x), y) / num_parts).detach()
+        return total
+
+    def apart(self) -> dict[str, float]:
+        """Returns how far gradients are apart, by name in the uncut model; and forgets them."""
+        mine, theirs = (
+            {name.replace("_orig_mod.", ""): parameter for name, parameter in known}
+            for known in (
+                held_by(self.scheduler).items(),
+                self.true.named_parameters(remove_duplicate=False),
+            )
+        )
+        found = {name: error(p.grad, theirs[name].grad) for name, p in mine.items()}
+        for parameter in (*mine.values(), *theirs.values()):
+            parameter.grad = None
+        return found
