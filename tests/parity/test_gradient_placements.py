@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from pipegrad import GradientSync, ParameterRecord, Placement
-from tests.support.gradients.cases import outcome, rank, stage
+from tests.support.gradients.cases import rank, stage
 from tests.support.gradients.placements import (
     OWNER,
     REPLICATE,
@@ -25,7 +25,8 @@ from tests.support.gradients.placements import (
     stepped,
     update,
 )
-from tests.support.pipeline.trained import on_first
+from tests.support.pipeline.trained import copied
+from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
 
@@ -109,39 +110,6 @@ def options_of(record: ParameterRecord) -> dict[str, Any]:
     return {"weight_decay": 0.0 if len(record.shape) < 2 else 0.1}
 
 
-def train(mixture: Mixture) -> Any:
-    """Returns what this rank stepped and has in the end."""
-    topology = mesh(**mixture.axes).with_stages(mixture.stages or range(mixture.axes.get("pp", 1)))
-    modules = {at: model(at) for at in topology.local_stages}
-    handlers = [
-        By(axis, placed, "mean" if axis == mixture.mean else "sum")
-        for axis, placed in mixture.placed.items()
-    ]
-    sync = GradientSync(
-        modules,
-        topology,
-        tied=[["tie"]] if topology.num_stages > 1 else (),
-        handlers=handlers,
-        comm_streams=mixture.comm_streams,
-        bucket_bytes=mixture.bucket_bytes,
-    )
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(options_of), lr=0.1, momentum=0.9)
-    report: dict[str, Any] = {"stages": topology.local_stages, "begun": wholes(sync), "steps": []}
-    for number in range(STEPS):
-        compute(sync, partial(backward, modules, number))
-        held = {key: p.grad is None for key, p in live(sync).items()}
-        sums = stepped(sync)
-        norms = [sync.clip_grad_norm_(most, kind).item() for most, kind in NORMS]
-        report["steps"].append((sums, held, norms))
-        update(sync, optimizer)
-        report["drift"] = outcome(sync.check_replicas)
-    sync.wait_parameters()
-    report["ended"] = wholes(sync)
-    report["groups"] = [group["weight_decay"] for group in optimizer.param_groups]
-    sync.close()
-    return report
-
-
 def backward(modules: Mapping[int, nn.Module], number: int) -> None:
     for at, module in modules.items():
         for name, p in module.named_parameters():
@@ -156,20 +124,20 @@ def live(sync: GradientSync) -> dict[str, nn.Parameter]:
     return {record.key: sync.parameter(record) for record in sync.records()}
 
 
-def wholes(sync: GradientSync) -> dict[str, torch.Tensor]:
-    return {key: p.detach().clone() for key, p in live(sync).items()}
-
-
 class OneProcess:
-    """The same model and the same contributions, summed here and stepped as a whole."""
+    """The same model and the same contributions, summed here and stepped as a whole.
 
-    def __init__(self, mixture: Mixture, found: list[Any]) -> None:
-        self.found = found
-        self.divisor = mixture.axes.get(mixture.mean, 1)
-        begun = {key: whole for report in found for key, whole in report["begun"].items()}
-        self.parameters = {
-            key: nn.Parameter(p.clone()) for key, p in begun.items() if "frozen" not in key
-        }
+    Args:
+        keys: Of all parameters, wherever they are.
+        stages: For each rank its stages.
+        divisor: Of the sums.
+    """
+
+    def __init__(self, keys: set[str], stages: list[tuple[int, ...]], divisor: int) -> None:
+        self.stages, self.divisor = stages, divisor
+        parts = [key.split(".") for key in sorted(keys)]
+        wholes = {f"{home}.{name}": model(int(home)).get_parameter(name) for home, name in parts}
+        self.parameters = {key: p for key, p in wholes.items() if p.requires_grad}
         groups = [
             {"params": [p], "weight_decay": 0.0 if p.dim() < 2 else 0.1}
             for p in self.parameters.values()
@@ -179,13 +147,13 @@ class OneProcess:
     def gradients(self, number: int) -> dict[str, torch.Tensor]:
         """Key -> sum of all contributions, for every gradient that there is."""
         sums: dict[str, torch.Tensor] = {}
-        for at, report in enumerate(self.found):
-            for where in report["stages"]:
+        for at, stages in enumerate(self.stages):
+            for where in stages:
                 for key, p in self.parameters.items():
                     home, name = key.split(".")
                     if name == SILENT or (int(home) != where and name != "tie"):
                         continue
-                    if name != LONELY or at == len(self.found) - 1:
+                    if name != LONELY or at == len(self.stages) - 1:
                         given = contribution(p, f"{where}{name}", at, number) / self.divisor
                         sums[key] = sums[key] + given if key in sums else given
         return sums
@@ -205,28 +173,31 @@ def norm(gradients: Mapping[str, torch.Tensor], kind: float) -> float:
     return float(torch.linalg.vector_norm(torch.cat(whole), kind))
 
 
-def check_gradients(
-    mixture: Mixture, gradients: Mapping[str, torch.Tensor], found: list[Any]
+def assert_gradients(
+    mixture: Mixture, sync: GradientSync, gradients: Mapping[str, torch.Tensor]
 ) -> None:
-    """Asserts what each rank stepped in a step, what it had not, and the norms."""
-    seen = {key: torch.zeros(g.numel(), dtype=torch.bool) for key, g in gradients.items()}
-    for mine, held, norms in found:
-        assert norms == found[0][2]
-        assert norms == pytest.approx(
-            [norm(gradients, kind) for _, kind in NORMS], rel=rounding(200)
-        )
-        for key, (begin, gradient) in mine.items():
-            if key not in gradients:
-                assert gradient is None, key
-                continue
-            part = in_memory_order(gradient)
-            span = slice(begin, begin + part.numel())
-            assert torch.equal(part, in_memory_order(gradients[key])[span]), key
-            seen[key][span] = True
-        for key, is_none in held.items():
-            has_whole = key in mine and key in gradients and SHARD not in placed(mixture, key)
-            assert is_none == (not has_whole), key
-    assert all(bool(where.all()) for where in seen.values())
+    """Asserts what this rank steps, what it has not, the norms, and that nothing is missing."""
+    mine = stepped(sync)
+    held = {key: p.grad is None for key, p in live(sync).items()}
+    norms = [sync.clip_grad_norm_(most, kind).item() for most, kind in NORMS]
+    assert gathered(norms) == [norms] * torch.distributed.get_world_size()
+    true = [norm(gradients, kind) for _, kind in NORMS]
+    assert norms == pytest.approx(true, rel=rounding(200))
+    spans = dict[str, tuple[int, int]]()
+    for key, (begin, gradient) in mine.items():
+        if key not in gradients:
+            assert gradient is None, key
+            continue
+        part = in_memory_order(gradient)
+        spans[key] = begin, begin + part.numel()
+        assert torch.equal(part, in_memory_order(gradients[key])[slice(*spans[key])]), key
+    for key, is_none in held.items():
+        has_whole = key in mine and key in gradients and SHARD not in placed(mixture, key)
+        assert is_none == (not has_whole), key
+    everywhere = gathered(spans)
+    for key, gradient in gradients.items():
+        seen = {i for some in everywhere if key in some for i in range(*some[key])}
+        assert seen == {*range(gradient.numel())}, key
 
 
 def placed(mixture: Mixture, key: str) -> set[Placement]:
@@ -247,26 +218,44 @@ def test_any_mixture_trains_like_one_process(mixture: Mixture) -> None:
 
     Turned, an owner of the later stage passed its rows on before it had got the others'.
     """
-    found = on_first(train(mixture))
-    if found is None:
-        return
-    whole = OneProcess(mixture, found)
+    topology = mesh(**mixture.axes).with_stages(mixture.stages or range(mixture.axes.get("pp", 1)))
+    modules = {at: model(at) for at in topology.local_stages}
+    handlers = [
+        By(axis, placed, "mean" if axis == mixture.mean else "sum")
+        for axis, placed in mixture.placed.items()
+    ]
+    sync = GradientSync(
+        modules,
+        topology,
+        tied=[["tie"]] if topology.num_stages > 1 else (),
+        handlers=handlers,
+        comm_streams=mixture.comm_streams,
+        bucket_bytes=mixture.bucket_bytes,
+    )
+    optimizer = torch.optim.SGD(sync.optimizer_parameters(options_of), lr=0.1, momentum=0.9)
+    begun = copied(live(sync))
+    keys, stages = set().union(*gathered({*begun})), gathered(topology.local_stages)
+    whole = OneProcess(keys, stages, mixture.axes.get(mixture.mean, 1))
     gradients: Mapping[str, torch.Tensor] = {}
     for number in range(STEPS):
+        compute(sync, partial(backward, modules, number))
         gradients = whole.gradients(number)
-        check_gradients(mixture, gradients, [report["steps"][number] for report in found])
+        assert_gradients(mixture, sync, gradients)
+        update(sync, optimizer)
+        sync.check_replicas()
         whole.step(gradients)
-    for report in found:
-        assert (report["drift"], sorted(report["groups"])) == ("None", [0.0, 0.1])
-        assert report["groups"] == found[0]["groups"]
-        for key, value in report["ended"].items():
-            begun = report["begun"][key]
-            assert value.stride() == begun.stride()
-            if key in gradients:
-                low = value.dtype == torch.bfloat16  # an eps of it: the last place is another
-                exact = 2 * torch.finfo(value.dtype).eps if low else rounding(STEPS * 4)
-                expected = whole.parameters[key].detach()
-                torch.testing.assert_close(value, expected, rtol=exact, atol=exact)
-                assert value.numel() == 0 or not torch.equal(value, begun)
-            else:  # neither weight decay nor momentum touch it
-                assert torch.equal(value, begun)
+    sync.wait_parameters()
+    for key, value in copied(live(sync)).items():
+        assert value.stride() == begun[key].stride()
+        if key in gradients:
+            low = value.dtype == torch.bfloat16  # an eps of it: the last place is another
+            exact = 2 * torch.finfo(value.dtype).eps if low else rounding(STEPS * 4)
+            expected = whole.parameters[key].detach()
+            torch.testing.assert_close(value, expected, rtol=exact, atol=exact)
+            assert value.numel() == 0 or not torch.equal(value, begun[key])
+        else:  # neither weight decay nor momentum touch it
+            assert torch.equal(value, begun[key])
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    assert sorted(decays) == [0.0, 0.1]
+    assert gathered(decays) == [decays] * len(stages)
+    sync.close()

@@ -9,22 +9,21 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
+from tests.support.gradients.cases import rank
 from tests.support.pairwise import everything
 from tests.support.pipeline.placements import (
     FACTORS,
     MAX_NORM,
     Case,
-    Comparison,
+    Known,
     Run,
-    Seen,
-    misses,
     product,
 )
-from tests.support.pipeline.trained import on_first, on_ranks
+from tests.support.pipeline.trained import on_ranks
+from tests.support.ranked import gathered
 
 PAIRS = """
 replicate     gpipe       2x1 fp32      again SGD   free 2 2 one   eval         close zero
@@ -108,67 +107,86 @@ if everything():
 SMOKE = next(case for case in CASES if (case.handlers, case.mesh) == ("owner+sharded", "2x2"))
 
 
-def compared(case: Case) -> Comparison | None:
-    """Trains on every rank; returns on the first one what can be compared with one process."""
-    seen = on_first(Run(case).train())
-    return None if seen is None else Comparison(case, seen)
-
-
-def names(distances: dict[str, Any]) -> set[str]:
-    return {name.partition(" ")[0] for name in distances}
+def trained(case: Case) -> Run:
+    run = Run(case)
+    run.train()
+    return run
 
 
 @pytest.mark.parametrize("case", on_ranks(CASES, SMOKE))
 def test_every_rank_ends_up_with_what_one_process_has(case: Case) -> None:
-    if found := compared(case):
-        check_numbers(found)
-        # The first gradients, wherever they are stepped.
-        gradients = found.gradients()
-        assert names(gradients) == {*found.trained}
-        assert misses(gradients) == {}
-        # In the end, however they came there: by publish, by whatever reads them, or by close.
-        parameters = found.parameters()
-        assert names(parameters) == {*found.named}
-        assert any("after a step" in name for name in parameters) == (case.after == "read")
-        assert misses(parameters) == {}
-        # What is stepped is what one optimizer makes of the gradients, to the rounding of fp32 at
-        # any precision: no step of a master copy begins with less.
-        replayed = found.replayed()
-        assert bool(replayed) == (case.steps == 3)
-        assert misses(replayed) == {}
-        # All copies have the bits of what is stepped.
-        copies = found.copies()
-        assert names(copies) == {*found.roots.values()}
-        assert misses(copies) == {}
-        # Each rank steps its part alone, and has state of it alone.
-        assert misses(found.states()) == {}
-        whole = sum(found.named[name].numel() for name in found.trained)
-        most = max(seen.padding for seen in found.seen)
-        assert most / case.data < whole / 4, "shares of ranks could be anything"
+    run = trained(case)
+    seen, true = run.seen, run.true
+    # Losses, those of an evaluation right after a step, and norms: the same bits on all ranks.
+    assert run.numbers() == {}
+    numbers = seen.losses, seen.evaluated, seen.norms
+    evaluates, clips = case.after.endswith("eval"), case.clip == "clip"
+    sizes = [case.steps * int(case.parts), case.steps * evaluates, case.steps * clips]
+    assert [*map(len, numbers)] == sizes
+    assert (
+        len({tuple(float(one) for some in found for one in some) for found in gathered(numbers)})
+        == 1
+    )
+    assert not clips or true.norms[0] > MAX_NORM, "nothing was clipped"
+    # The first gradients, wherever they are stepped.
+    assert_each_is_stepped_where_it_must_be(run)
+    assert run.gradients() == {}
+    # In the end, however they came there: by publish, by whatever reads them, or by close.
+    assert run.parameters() == {}
+    assert set().union(*gathered({*seen.parameters})) == {*run.named}
+    assert bool(seen.read) == (case.after == "read")
+    # What is stepped is what one optimizer makes of the gradients, to the rounding of fp32 at
+    # any precision: no step of a master copy begins with less.
+    assert run.replays() == {}
+    # All copies have the bits of what is stepped.
+    assert run.copies() == set()
 
 
-def check_numbers(found: Comparison) -> None:
-    """Asserts losses, those of an evaluation right after a step, and norms."""
-    case, losses, evaluated = found.case, found.losses(), found.evaluated()
-    assert len(losses) == case.steps * int(case.parts)
-    assert misses(losses) == {}
-    assert len(evaluated) == (case.steps if case.after.endswith("eval") else 0)
-    assert misses(evaluated) == {}
-    norms = found.norms()
-    assert len(norms) == (case.steps if case.clip == "clip" else 0)
-    assert misses(norms) == {}
-    assert case.clip == "free" or found.true.norms[0] > MAX_NORM, "nothing was clipped"
+def assert_each_is_stepped_where_it_must_be(run: Run) -> None:
+    """Ranks step the pieces of each parameter, and nothing else; and have state of these alone."""
+    case, everywhere = (
+        run.case,
+        gathered({r: (p.begin, p.tensor.numel()) for r, p in run.mains.items()}),
+    )
+    for root in run.trained:
+        steppers = run.steppers(root)
+        for ranks in steppers:
+            end = 0
+            for begin, numel in (everywhere[r].get(root, (0, 0)) for r in ranks):
+                assert not numel or begin == end, root
+                end += numel
+            assert end == run.named[root].numel(), root
+        assert {r for r, held in enumerate(everywhere) if root in held} <= set().union(*steppers)
+    assert run.idle == []
+    for root, one in run.mains.items():
+        state = run.optimizer.state.get(one.tensor, {})
+        held = [state[name].numel() for name in ("momentum_buffer", "exp_avg") if name in state]
+        is_used = run.true.gradients[0][root] is not None
+        assert sum(held) == is_used * one.tensor.numel(), root
+    # A rank has its part of what is padded, or of whole ones one more than another rank.
+    mine = [
+        run.named[root].numel()
+        for root in run.trained
+        if any(rank() in ranks for ranks in run.steppers(root))
+    ]
+    allowed = max(mine) * case.data if case.is_whole else run.padding
+    excess = sum(one.tensor.numel() for one in run.mains.values()) * (
+        case.data if case.is_sharded else 1
+    )
+    assert excess - sum(mine) <= allowed
+    whole = sum(run.named[name].numel() for name in run.trained)
+    assert run.padding / case.data < whole / 4, "shares of ranks could be anything"
 
 
 @pytest.mark.ranks(4)
 def test_without_a_reduction_it_is_wrong() -> None:
     """A control: these comparisons can fail."""
-    if found := compared(replace(cases_of(CHAINS)[0], handlers="noop")):
-        tied = {root for root in found.roots.values() if len(found.ties[root]) > 1}
-        assert names(misses(found.gradients())) == tied
-        assert tied <= names(misses(found.copies()))
-        assert misses(found.losses())
-        assert misses(found.parameters())
+    run = trained(replace(cases_of(CHAINS)[0], handlers="noop"))
+    tied = {root for root in run.roots.values() if len(run.ties[root]) > 1}
+    assert set().union(*gathered({*run.gradients()})) == tied
+    assert tied <= run.copies()
+    assert any(name.startswith("losses") for name in run.numbers())
+    assert any(gathered(run.parameters()))
 
 
 # To handlers it is one whether all stages compute before any of them computes backward.
@@ -210,6 +228,6 @@ def test_chains_of_owners_have_three_ranks_and_four() -> None:
     lengths: dict[str, set[int]] = {"owner": set(), "owner+sharded": set()}
     for case in CASES:
         if case.is_placed and case.handlers in lengths:
-            chains = Comparison(case, list[Seen]())
+            chains = Known(case)
             lengths[case.handlers].update(len(chains.holders(root)) for root in chains.trained)
     assert lengths == {"owner": {1, 2, 3, 4}, "owner+sharded": {1, 2, 3}}

@@ -15,17 +15,16 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage
+from pipegrad import Scheduler
 from pipegrad.pipeline import edges
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pairwise import everything
 from tests.support.pipeline import layers, schedulers
-from tests.support.pipeline.layers import NUM_MICROBATCHES, distance, mean_square, normal
-from tests.support.pipeline.schedulers import topology
+from tests.support.pipeline.layers import NUM_MICROBATCHES, distance, make, mean_square, normal
 
 pytestmark = pytest.mark.ranks(3)
-NAMES: Any = [(["x"], ["x", "y"]), (["x", "y"], ["x"]), ()]  # of two values
-ROWS, WIDTH, STAGES = 2, 3, 3  # rows of a microbatch
+NAMES: Any = {0: (["x"], ["x", "y"]), 1: (["x", "y"], ["x"])}  # of two values
+ROWS, WIDTH = 2, 3  # rows of a microbatch
 MOST = layers.MOST, schedulers.MOST  # of gradients, and of losses, which are float32
 
 
@@ -233,17 +232,10 @@ def test_a_habit_is_right_or_refused(
 ) -> None:
     habit = HABITS[name]
     monkeypatch.setattr(edges, "has_tags", lambda *_: tags)  # messages of a device have none
-    module = parts(habit)[rank()]
-    names = NAMES[rank()] if habit.first else ()
-    scheduler = Scheduler(
-        [Stage(module, rank(), *names, recompute=recompute)],
-        topology(STAGES),
-        schedule=schedule,
-        num_microbatches=NUM_MICROBATCHES,
-        loss_fn=mean_square,
-        handlers=["noop"],
-    )
-    with closing(scheduler):
-        said = outcome(lambda: compared(habit, scheduler, module))
+    modules = parts(habit)
+    with closing(
+        make(*modules, names=NAMES if habit.first else None, schedule=schedule, recompute=recompute)
+    ) as scheduler:
+        said = outcome(lambda: compared(habit, scheduler, modules[rank()]))
     refused = habit.recomputed if recompute else habit.refused
     assert refused in said if refused else said == "{}"

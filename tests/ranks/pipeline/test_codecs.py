@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology, codecs, measure_costs, simulate
+from pipegrad import Scheduler, codecs, measure_costs, simulate
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.codecs import Fails, Holds, RefusesOdd
-from tests.support.pipeline.layers import counted
+from tests.support.pipeline.layers import counted, one_stage_each
 from tests.support.ranked import gathered
 
 RANKS, WIDTH, ROWS, MICROBATCHES = 3, 32, 2, 4
@@ -29,14 +29,9 @@ def layer(dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def made(spec: Any, *, module: nn.Module | None = None, **options: Any) -> Scheduler:
-    options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, **options}
-    return Scheduler(
-        [options.pop("stage", None) or Stage(module or layer(), rank())],
-        Topology.create(pipeline=RANKS),
-        loss_fn=lambda out, target: (out - target).float().square().mean(),
-        codecs=spec,
-        **{"handlers": ["data-parallel"], **options},
-    )
+    options |= {"loss_fn": lambda out, target: (out - target).float().square().mean()}
+    modules = [module or layer()] * RANKS
+    return one_stage_each(*modules, codecs=spec, **{"handlers": ["data-parallel"], **options})
 
 
 def batch(seed: int = 0, rows: int = ROWS * MICROBATCHES) -> tuple[Tensor, Tensor]:
@@ -121,9 +116,10 @@ def test_what_is_not_of_floats_or_would_not_be_shorter_crosses_as_it_is() -> Non
             return self.linear(x) * mask[:, None] + ids[:, None] + scalar
 
     inputs = ["x", "mask", "ids", "scalar"]
-    stage = Stage(Rest(), rank(), inputs, ["x"]) if rank() else Stage(First(), 0, ["x"], inputs)
-    x, target = batch()
-    with closing(made("int8", stage=stage, handlers=["noop"])) as scheduler:
+    rest = {"inputs": inputs, "outputs": ["x"]}
+    names = [{"inputs": ["x"], "outputs": inputs}, rest, rest]
+    module, (x, target) = Rest() if rank() else First(), batch()
+    with closing(made("int8", module=module, of_stage=names, handlers=["noop"])) as scheduler:
         for _ in range(2):
             scheduler.step(x, target=target)
     parts = [part for _ in range(2) for part in x.chunk(MICROBATCHES)] if rank() else []

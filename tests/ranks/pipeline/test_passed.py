@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology
 from pipegrad.errors import AgreementError, PipegradError, StepError
 from pipegrad.pipeline.step_result import StepResult
 from tests.support.gradients.cases import rank
+from tests.support.pipeline.layers import one_stage_each
 from tests.support.ranked import gathered
 
 WORDS = (
@@ -33,20 +33,11 @@ class Job:
     """Two stages, two replicas: ranks 0 and 2 are a pipeline, 1 and 3 another one."""
 
     def __init__(self, **options: Any) -> None:
-        topology = Topology.create(pipeline=2)
-        self.stage, self.replica = topology.coordinate("pp"), topology.coordinate("dp")
         torch.manual_seed(0)
-        module = [nn.Linear(4, 4) for _ in range(2)][self.stage]
-        self.scheduler = Scheduler(
-            [Stage(module, self.stage)],
-            topology,
-            **{
-                "schedule": "1f1b",
-                "num_microbatches": 2,
-                "loss_fn": nn.functional.mse_loss,
-                **options,
-            },
-        )
+        modules = [nn.Linear(4, 4) for _ in range(2)]
+        self.scheduler = one_stage_each(*modules, num_microbatches=2, **options)
+        at = self.scheduler.topology
+        self.stage, self.replica = at.coordinate("pp"), at.coordinate("dp")
         self.optimizer = self.scheduler.optimizer(torch.optim.SGD, lr=0.1)
 
     def step(self, x: object, y: object, **more: Any) -> StepResult:

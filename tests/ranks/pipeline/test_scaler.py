@@ -16,6 +16,7 @@ from torch.nn.functional import mse_loss
 
 import pipegrad
 from tests.support.gradients.cases import outcome, rank
+from tests.support.pipeline.layers import one_stage_each
 from tests.support.ranked import gathered
 
 SCALE, STEPS, ROWS = 4.0, 4, 4
@@ -35,12 +36,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def pipeline(part: nn.Module, **options: Any) -> pipegrad.Scheduler:
-    stage = {"losses": options.pop("losses", ())}
-    return pipegrad.Scheduler(
-        [pipegrad.Stage(part, rank(), **stage)],
-        pipegrad.Topology.create(pipeline=2),
-        **{"schedule": "1f1b", "num_microbatches": 2, "loss_fn": mse_loss, **options},
-    )
+    return one_stage_each(part, part, **{"num_microbatches": 2, "loss_fn": mse_loss, **options})
 
 
 def overflow(module: nn.Module, step: int) -> None:
@@ -194,6 +190,9 @@ class WithLoss(nn.Linear):
         return {"x": found, "aux": found.square().mean()}
 
 
+AUX = [{"losses": ("aux",)}] * 2
+
+
 def test_losses_of_stages_are_scaled_and_a_mean_over_rows_is_divided() -> None:
     """Losses of every stage: without a scaler, with it, and scaled twice."""
     scalers, norms = list[pipegrad.GradScaler](), list[float]()
@@ -205,7 +204,7 @@ def test_losses_of_stages_are_scaled_and_a_mean_over_rows_is_divided() -> None:
 
         torch.manual_seed(rank())
         scheduler = pipeline(
-            WithLoss(4, 4), losses=("aux",), loss_fn=loss_fn, loss_reduction="token_mean"
+            WithLoss(4, 4), of_stage=AUX, loss_fn=loss_fn, loss_reduction="token_mean"
         )
         optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
         scalers[:] = [pipegrad.GradScaler(scheduler.sync, enabled=enabled)]

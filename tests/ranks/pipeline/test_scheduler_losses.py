@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, Topology, schedules
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pairwise import pairwise
+from tests.support.pipeline.layers import one_stage_each
 from tests.support.pipeline.scales import ELSEWHERE
 from tests.support.pipeline.schedulers import error
 from tests.support.rounding import rounding
@@ -52,15 +53,8 @@ def counted(x: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 def make(*modules: nn.Module, **options: Any) -> Scheduler:
     """Returns a pipeline of two stages, over two or four ranks."""
-    topology = Topology.create(pipeline=2)
-    here = topology.coordinate("pp")
-    of_stage = options.pop("stages", ({}, {}))[here]
-    stages = modules or (Scale(), Scale())
-    return Scheduler(
-        [Stage(stages[here], here, **of_stage)],
-        topology,
-        **{"schedule": "1f1b", "num_microbatches": MICROBATCHES, "loss_fn": mean, **options},
-    )
+    options = {"num_microbatches": MICROBATCHES, "loss_fn": mean, **options}
+    return one_stage_each(*(modules or (Scale(), Scale())), **options)
 
 
 def weighted(*modules: nn.Module) -> Scheduler:
@@ -338,7 +332,7 @@ def test_a_stage_returns_its_losses_and_a_divisor_divides_them() -> None:
     """Losses of one name are summed over stages; one that is detached counts in the loss alone."""
 
     def trained(function: Callable[[Tensor], Any], options: Any = AUX) -> tuple[str, Any]:
-        with closing(make(*[Scale(function)] * 2, stages=(options, options))) as scheduler:
+        with closing(make(*[Scale(function)] * 2, of_stage=(options, options))) as scheduler:
             return train(scheduler), gradient_of(scheduler)
 
     said, gradient = trained(with_loss)
@@ -355,9 +349,9 @@ def test_a_stage_returns_its_losses_and_a_divisor_divides_them() -> None:
     assert without != gradient
     # A divisor divides losses of stages too. The rank of a stage with a loss needs the divisor,
     # too; then all is divided by it.
-    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
+    with closing(make(Scale(with_loss), Scale(), of_stage=(AUX, {}))) as scheduler:
         assert train(scheduler, loss_divisor=8).endswith(f"{{'aux': {loss_of_stage() / 8}}})")
-    with closing(make(Scale(with_loss), Scale(), stages=(AUX, {}))) as scheduler:
+    with closing(make(Scale(with_loss), Scale(), of_stage=(AUX, {}))) as scheduler:
         options: Any = {"loss_divisor": 8} if rank() == 1 else {}
         said = train(scheduler, **options)
     assert said.startswith("AgreementError")
@@ -368,7 +362,7 @@ def test_a_stage_returns_its_losses_and_a_divisor_divides_them() -> None:
 def test_a_loss_may_be_all_that_gives_a_stage_its_gradient(schedule: str) -> None:
     """Nothing comes back to its outputs."""
     first = Scale(lambda x: (x.detach(), x.square().sum()))
-    with closing(make(first, Scale(), stages=(AUX, {}), schedule=schedule)) as scheduler:
+    with closing(make(first, Scale(), of_stage=(AUX, {}), schedule=schedule)) as scheduler:
         for _ in range(2):
             train(scheduler)
         gradient = gradient_of(scheduler)
@@ -395,7 +389,7 @@ OTHER = "stage 0, microbatch 0: the stage"
 def test_a_stage_that_does_not_return_its_losses_is_refused_on_all_ranks(
     function: Callable[[Tensor], Any], words: str
 ) -> None:
-    with closing(make(Scale(function), Scale(), stages=(AUX, {}))) as scheduler:
+    with closing(make(Scale(function), Scale(), of_stage=(AUX, {}))) as scheduler:
         assert words in train(scheduler)
 
 
@@ -404,7 +398,7 @@ def test_outputs_come_on_request_of_each_microbatch() -> None:
     scheduler = make(
         Scale(),
         Scale(lambda x: (x, x.sum())),
-        stages=({}, {"outputs": ("x", "total")}),
+        of_stage=({}, {"outputs": ("x", "total")}),
         loss_fn=lambda x, total, target: mean(x, target) + 0 * total,
     )
     values = batch()
@@ -425,7 +419,7 @@ def test_outputs_come_on_request_of_each_microbatch() -> None:
     scheduler = make(
         Scale(with_loss),
         Scale(),
-        stages=(AUX, {}),
+        of_stage=(AUX, {}),
         loss_fn=lambda x, y: (mean(x, y), {"b": 1, "a": 2}),
     )
     shapes = "[(4, 3)]" if rank() else "[]"
@@ -443,7 +437,7 @@ def test_outputs_come_on_request_of_each_microbatch() -> None:
     scheduler = make(
         Scale(),
         Scale(lambda x: (x, number.add_(1))),
-        stages=({}, {"outputs": ("x", "count")}),
+        of_stage=({}, {"outputs": ("x", "count")}),
         loss_fn=lambda x, count, target: mean(x, target) + 0 * count.sum(),
     )
     outputs = scheduler.step(**batch(), outputs=True).outputs
@@ -470,7 +464,7 @@ def test_a_loss_may_be_all_of_a_stage_or_come_of_the_callers_graph() -> None:
     scheduler.close()
     # Mistakes with losses of stages are refused in words. On all ranks: also where no stage makes
     # one.
-    options: Any = {"stages": (AUX, {}), "loss_fn": lambda x, y: (mean(x, y), {"aux": 1})}
+    options: Any = {"of_stage": (AUX, {}), "loss_fn": lambda x, y: (mean(x, y), {"aux": 1})}
     with closing(make(Scale(with_loss), Scale(), **options)) as scheduler:
         said = train(scheduler)
         assert "loss_fn returned the metrics ['aux'], which are names of losses of stages" in said
@@ -482,7 +476,7 @@ def test_a_loss_may_be_all_of_a_stage_or_come_of_the_callers_graph() -> None:
         ({"outputs": ()}, {}, f"stage 0 has the outputs []: {more}"),
     ]
     for first, last, words in wrong:
-        assert words in outcome(partial(make, stages=(first, last)))
+        assert words in outcome(partial(make, of_stage=(first, last)))
     for reduction, words in (
         ("tokens", "loss_reduction is 'tokens', expected one of ['mean', 'token_mean']"),
         (("mean", "token_mean")[rank()], "ranks disagree on the schedule"),

@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology
 from pipegrad.pipeline import edges, transfers
 from pipegrad.pipeline.edges import Spec
 from tests.support.gradients.cases import outcome, rank
@@ -272,14 +271,7 @@ def test_a_value_has_a_gradient_always_or_never_and_a_header_describes_it() -> N
 def test_sequences_of_any_length_go_through_four_stages_in_time() -> None:
     """Megatron-LM issue 5100: variable lengths, four stages and 1F1B never ended there."""
     modules, twins = [[Layer() for _ in range(4)] for _ in range(2)]
-    scheduler = Scheduler(
-        [Stage(modules[rank()], rank())],
-        Topology.create(pipeline=4),
-        schedule="1f1b",
-        num_microbatches=8,
-        loss_fn=total,
-        handlers=["noop"],
-    )
+    scheduler = make(*modules, num_microbatches=8, loss_fn=total)
     for step in range(6):
         lengths = torch.randint(1, LONGEST, (8,), generator=torch.Generator().manual_seed(step))
         parts = [normal(ROWS, n, WIDTH, seed=n) for n in lengths.tolist()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
@@ -41,23 +41,35 @@ def normal(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=generator, dtype=torch.float64)
 
 
+def one_stage_each(
+    *modules: nn.Module, of_stage: Sequence[Mapping[str, Any]] | None = None, **options: Any
+) -> Scheduler:
+    """Returns a pipeline whose stages are these modules, one on each of its ranks.
+
+    Args:
+        *modules: In order.
+        of_stage: Options of each Stage.
+        **options: Of the Scheduler.
+    """
+    at = Topology.create(pipeline=len(modules))
+    here = at.coordinate("pp")
+    stage = Stage(modules[here], here, **(of_stage[here] if of_stage else {}))
+    defaults = {"schedule": "1f1b", "num_microbatches": NUM_MICROBATCHES, "loss_fn": mean_square}
+    return Scheduler([stage], at, **{**defaults, **options})
+
+
 def make(*modules: nn.Module, names: Mapping[int, Any] | None = None, **options: Any) -> Scheduler:
-    """Returns a pipeline of a stage a rank, or of all stages on each."""
-    here = [rank()] if len(modules) == 2 else [0]
-    if len(modules) == 1:
-        options = {"handlers": ["data-parallel"], **options}
-    stages = [
-        Stage(modules[i], i, *(names or {}).get(i, ()), recompute=options.pop("recompute", False))
-        for i in here
+    """Returns a pipeline of a stage a rank, with names of what stages take and make."""
+    recompute = options.pop("recompute", False)
+    of_stage = [
+        {
+            "recompute": recompute,
+            **dict(zip(("inputs", "outputs"), (names or {}).get(i, ()), strict=False)),
+        }
+        for i in range(len(modules))
     ]
-    options = {
-        "schedule": "1f1b",
-        "num_microbatches": NUM_MICROBATCHES,
-        "loss_fn": mean_square,
-        "handlers": ["noop"],
-        **options,
-    }
-    return Scheduler(stages, Topology.create(pipeline=len(modules)), **options)
+    options = {"handlers": ["noop" if len(modules) > 1 else "data-parallel"], **options}
+    return one_stage_each(*modules, of_stage=of_stage, **options)
 
 
 def train(scheduler: Scheduler, *inputs: Any, **named: Any) -> float:
@@ -73,17 +85,7 @@ class Pipeline:
     def __init__(self, num_stages: int = 2, **options: Any) -> None:
         self.layers, self.true = [[Layer() for _ in range(num_stages)] for _ in range(2)]
         self.own = self.layers[rank()]
-        self.scheduler = Scheduler(
-            [Stage(self.own, rank())],
-            Topology.create(pipeline=num_stages),
-            **{
-                "schedule": "1f1b",
-                "num_microbatches": NUM_MICROBATCHES,
-                "loss_fn": mean_square,
-                "handlers": ["noop"],
-                **options,
-            },
-        )
+        self.scheduler = one_stage_each(*self.layers, **{"handlers": ["noop"], **options})
         self.close = self.scheduler.close
 
     def step(self, rows: int, **options: Any) -> str:

@@ -6,7 +6,7 @@ import copy
 import tempfile
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -58,11 +58,8 @@ class Case:
     options: tuple[tuple[str, Any], ...] = ()
 
     def __str__(self) -> str:
-        fields = self.__dataclass_fields__.values()
-        told = {f.name: getattr(self, f.name) for f in fields}
-        changed = {f.name: told[f.name] for f in fields if told[f.name] != f.default}
-        words = [v if isinstance(v, str) else f"{name}={v}" for name, v in changed.items()]
-        return " ".join(words)
+        told = changed(self).items()
+        return " ".join(v if isinstance(v, str) else f"{name}={v}" for name, v in told)
 
     def batch(self, step: int, part: int, num_data_ranks: int) -> tuple[Tensor, Tensor]:
         """Returns tokens, and what they must become: something that can be learned."""
@@ -85,6 +82,12 @@ class Case:
     @property
     def traced(self) -> bool:
         return self.cut in ("split-point", "pipe-split")
+
+
+def changed(case: Any) -> dict[str, Any]:
+    """Returns what of a case is not as by default."""
+    told = {f.name: (getattr(case, f.name), f.default) for f in fields(case)}
+    return {name: value for name, (value, default) in told.items() if value != default}
 
 
 def loss_of(logits: Tensor, target: Tensor) -> Tensor:

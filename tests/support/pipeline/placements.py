@@ -1,7 +1,6 @@
 """One model under any placement, trained by ranks and by one process; and how they are compared.
 
-It has a loop of its own: what is stepped are pieces of parameters, on some ranks, and parameters
-come back in several ways.
+What is stepped are pieces of parameters, on some ranks, and parameters come back in several ways.
 """
 
 from __future__ import annotations
@@ -11,9 +10,7 @@ import functools
 import itertools
 import math
 import random
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,10 +21,19 @@ from torch import Tensor, nn
 from pipegrad import GradientHandler, Scheduler, Stage, cut, find_tied, schedules
 from pipegrad.plugins.handler import handlers as registry
 from pipegrad.schedules import Schedule
-from tests.support.gradients.placements import WHOLE, By
+from tests.support.gradients.placements import WHOLE, By, in_memory_order
 from tests.support.pipeline.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
-from tests.support.pipeline.schedulers import ROWS, batch, digest, error, share, topology
-from tests.support.pipeline.trained import OnMesh
+from tests.support.pipeline.schedulers import ROWS, batch, error, share, topology, wrong
+from tests.support.pipeline.trained import (
+    OnMesh,
+    Seen,
+    backward,
+    copied,
+    differences,
+    digests_of,
+    once,
+    train,
+)
 from tests.support.rounding import ADAM_EPS, rounding
 
 HANDLERS: dict[str, list[Any]] = {
@@ -156,6 +162,16 @@ class Case(OnMesh):
     def made(self) -> Schedule:
         return make_schedule(self.schedule, self.pipeline, self.num_microbatches)
 
+    @property
+    def training(self) -> dict[str, Any]:
+        """How `train` trains it."""
+        return {
+            "steps": self.steps,
+            "parts": int(self.parts),
+            "clip": (MAX_NORM, 2.0) if self.clip == "clip" else None,
+            "set_to_none": self.zeroed == "none",
+        }
+
     def batch(self, step: int, part: int) -> tuple[Tensor, Tensor]:
         """Returns tokens and targets, over all data ranks."""
         return batch(200 + 2 * step + part, ROWS * self.num_microbatches * self.data)
@@ -227,25 +243,17 @@ def loss_of(logits: Tensor, target: Tensor) -> Tensor:
 
 
 @dataclass
-class Truth:
+class Truth(Seen):
     """What one process sees, or a rank that says the same.
 
     Attributes:
-        losses: Of every batch.
-        evaluated: Of the first batch of each step, after it.
-        norms: Before clipping.
+        evaluated: Losses of the first batch of each step, after it.
         read: Parameters after the first step.
-        parameters: In the end.
-        gradients: Of the first step, before clipping.
-        terms: For each of these the sum of the absolute values of all that it is a sum of.
+        terms: For each gradient of the first step the sum of the absolute values of its terms.
     """
 
-    losses: list[float] = field(default_factory=list)
-    evaluated: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
+    evaluated: list[Tensor] = field(default_factory=list)
     read: dict[str, Tensor] = field(default_factory=dict)
-    parameters: dict[str, Tensor] = field(default_factory=dict)
-    gradients: dict[str, Tensor | None] = field(default_factory=dict)
     terms: dict[str, Tensor] = field(default_factory=dict)
 
 
@@ -255,122 +263,103 @@ def truth(case: Case) -> Truth:
     return _truth(known)
 
 
-@functools.cache
+@once
 def _truth(case: Case) -> Truth:
-    model = build(case).float()  # the master copy, where parameters are of lower precision
+    model, true = build(case).float(), Truth()  # the master copy, where parameters are lower
     worker = nn.Sequential(*map(copy.deepcopy, model)).to(case.dtype)  # no two layers share any
     named = dict(model.named_parameters(remove_duplicate=False))
-    optimizer, true = case.make_optimizer(model.parameters()), Truth()
-    for step in range(case.steps):
-        for part in range(int(case.parts)):
-            terms = true.terms if step == 0 else {}
-            whole = case.batch(step, part)
-            true.losses.append(_backward(case, model, worker, *whole, terms=terms))
-        true.gradients = true.gradients or {name: _copy(p.grad) for name, p in named.items()}
-        if case.clip == "clip":
-            true.norms.append(nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=case.zeroed == "none")
-        with torch.no_grad():
-            if not case.is_exact:
-                for name, copied in worker.named_parameters():
-                    copied.copy_(named[name])
-            true.evaluated.append(_evaluate(case, model, worker, *case.batch(step, 0)))
-        true.parameters = {name: p.detach().clone() for name, p in named.items()}
-        true.read = true.read or true.parameters
-    return true
+
+    def step(number: int, part: int) -> Tensor:
+        """What a rank rounds within a microbatch is rounded here too; what it adds up is not."""
+        tokens, target = case.batch(number, part)
+        if case.is_exact:
+            return backward(loss_of(model(tokens), target))
+        losses = list[Tensor]()
+        for loss in _losses(case, worker, tokens, target):
+            losses.append(backward(loss / case.num_microbatches).detach() / case.data)
+            for name, parameter in worker.named_parameters():
+                if parameter.grad is not None:
+                    term, master = parameter.grad.float() / case.data, named[name]
+                    master.grad = term.clone() if master.grad is None else master.grad + term
+                    if number == 0:
+                        true.terms[name] = true.terms.get(name, torch.zeros(())) + term.abs()
+                    parameter.grad = None
+        return torch.stack(losses).sum()
+
+    @torch.no_grad()
+    def look(number: int) -> None:
+        tokens, target = case.batch(number, 0)
+        losses = [loss_of(model(tokens), target)]
+        if not case.is_exact:
+            for name, parameter in worker.named_parameters():
+                parameter.copy_(named[name])
+            losses = [*_losses(case, worker, tokens, target)]
+        true.evaluated.append(torch.stack(losses).mean())
+        true.read = true.read or copied(named)
+
+    optimizer = case.make_optimizer(model.parameters())
+    seen = train(step, lambda: named, optimizer=optimizer, look=look, **case.training)
+    return replace(true, **vars(seen))
 
 
-def _backward(
-    case: Case,
-    model: nn.Sequential,
-    worker: nn.Sequential,
-    tokens: Tensor,
-    target: Tensor,
-    *,
-    terms: dict[str, Tensor],
-) -> float:
-    """Adds to the gradients; returns the loss.
-
-    What a rank rounds within a microbatch is rounded here too, whatever it adds up is not.
-    """
-    if case.is_exact:
-        whole = loss_of(model(tokens), target)
-        whole.backward()
-        return whole.item()
-    losses = list[float]()
-    masters = dict(model.named_parameters(remove_duplicate=False))
-    for one, its_target in _microbatches(case, tokens, target):
-        loss = loss_of(worker(one), its_target)
-        (loss / case.num_microbatches).backward()
-        losses.append(loss.item())
-        for name, parameter in worker.named_parameters():
-            if parameter.grad is not None:
-                term, master = parameter.grad.float() / case.data, masters[name]
-                master.grad = term.clone() if master.grad is None else master.grad + term
-                terms[name] = terms.get(name, torch.zeros(())) + term.abs()
-                parameter.grad = None
-    return sum(losses) / len(losses)
-
-
-def _evaluate(
-    case: Case, model: nn.Sequential, worker: nn.Sequential, tokens: Tensor, target: Tensor
-) -> float:
-    if case.is_exact:
-        return loss_of(model(tokens), target).item()
-    parts = _microbatches(case, tokens, target)
-    losses = [loss_of(worker(one), its_target).item() for one, its_target in parts]
-    return sum(losses) / len(losses)
-
-
-def _microbatches(case: Case, tokens: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _losses(case: Case, model: nn.Module, tokens: Tensor, target: Tensor) -> Iterator[Tensor]:
+    """Yields the losses of the microbatches of all ranks."""
     number = case.num_microbatches * case.data
-    return zip(tokens.chunk(number), target.chunk(number), strict=True)
+    for one, its_target in zip(tokens.chunk(number), target.chunk(number), strict=True):
+        yield loss_of(model(one), its_target)
 
 
 # The ranks.
 
 
-@dataclass
-class Piece:
-    """Elements of a parameter, or of its gradient, from `begin` on as they lie in memory."""
-
-    name: str
-    begin: int
-    tensor: Tensor | None
-
-    @property
-    def numel(self) -> int:
-        return 0 if self.tensor is None else self.tensor.numel()
-
-
-@dataclass
-class Seen(Truth):
-    """What one rank sees.
+class Known:
+    """What is known of the model of a case without training it.
 
     Attributes:
-        first: The first step's gradients, before clipping, of what its optimizer steps.
-        clipped: Those of each step, after clipping, where steps are few.
-        stepped: What its optimizer has made of these parameters.
-        state: For each of them how many elements of a state the optimizer has.
-        idle: Parameters whose gradient is there, and nothing steps.
+        named: Parameters of the uncut model as they begin.
+        ties: Names of each parameter.
+        roots: The first name of each parameter, by which others are known too.
+        trained: Roots of those that require a gradient.
+    """
+
+    def __init__(self, case: Case) -> None:
+        self.case, model = case, build(case)
+        self.named = dict(model.named_parameters(remove_duplicate=False))
+        self.ties = {name: [name] for name in self.named}
+        self.ties |= {name: list(tie) for tie in find_tied(model) for name in tie}
+        self.roots = {name: tie[0] for name, tie in self.ties.items()}
+        self.trained = [
+            name for name, p in self.named.items() if p.requires_grad and self.roots[name] == name
+        ]
+
+    def holders(self, root: str) -> list[int]:
+        """Returns who holds a parameter, along the pipeline."""
+        places = self.case.made.stage_to_rank
+        starts = [0, *boundaries(len(places))]
+        layers = {int(name.partition(".")[0]) for name in self.ties[root]}
+        return sorted({places[sum(start <= layer for start in starts) - 1] for layer in layers})
+
+    def steppers(self, root: str) -> list[tuple[int, ...]]:
+        """Returns the ranks that together step a parameter, in the order of their rows."""
+        holders, data = self.holders(root), self.case.data
+        if self.case.is_owned:
+            holders = holders[:1]
+        rows = [tuple(range(place * data, (place + 1) * data)) for place in holders]
+        return rows if self.case.is_sharded else [(rank,) for row in rows for rank in row]
+
+
+class Run(Known):
+    """One case on one rank, and what of it is not as in one process, by name.
+
+    Attributes:
+        idle: Parameters whose gradient is there in the first step, and nothing steps.
+        replayed: What one optimizer makes of the gradients that this rank steps.
         padding: Elements of its sharded buckets that are no parameter's.
     """
 
-    first: list[Piece] = field(default_factory=list)
-    clipped: list[list[Piece]] = field(default_factory=list)
-    stepped: list[Piece] = field(default_factory=list)
-    state: dict[str, int] = field(default_factory=dict)
-    idle: list[str] = field(default_factory=list)
-    padding: int = 0
-
-
-class Run:
-    """One case on one rank."""
-
     def __init__(self, case: Case) -> None:
-        self.case, self.seen, self.at = case, Seen(), topology(case.pipeline)
-        places = case.made.stage_to_rank
+        super().__init__(case)
+        self.at, places = topology(case.pipeline), case.made.stage_to_rank
         parts = cut(build(case), len(places), boundaries=boundaries(len(places)))
         local = self.at.with_stages(places).local_stages
         self.modules = {stage: parts.modules[stage] for stage in local}
@@ -391,272 +380,164 @@ class Run:
             if case.after.startswith("publish")
             else self.scheduler.optimizer(case.make_optimizer)
         )
+        self.seen, self.idle, self.padding = Truth(), list[str](), 0
+        self.replayed = {
+            root: nn.Parameter(self.part(root, self.named[root].detach().float()))
+            for root in self.mains
+        }
+        self._replay = case.make_optimizer(self.replayed.values())
 
-    def train(self) -> Seen:
-        for step in range(self.case.steps):
-            self._find_gradients(step)
-            if self.case.clip == "clip":
-                self.seen.norms.append(self.sync.clip_grad_norm_(MAX_NORM).item())
-            if self.case.steps == 3:
-                self.seen.clipped.append(self._pieces(of_gradients=True))
-            self.optimizer.step()
-            self._look(step)
-            self.optimizer.zero_grad(set_to_none=self.case.zeroed == "none")
+    def train(self) -> None:
+        seen = train(
+            self._step,
+            lambda: {root: one.tensor for root, one in self.mains.items()},
+            sync=self.sync,
+            optimizer=self.optimizer,
+            look=self._look,
+            **self.case.training,
+        )
+        self.seen = replace(self.seen, **vars(seen))
         if self.case.end == "wait":
             self.sync.wait_parameters()
-            self.seen.parameters = self._parameters()
+            self.seen.parameters = copied(self._held)
             self.sync.check_replicas()
         self.scheduler.close()
-        self.seen.parameters = self.seen.parameters or self._parameters()
-        self.seen.stepped = self._pieces()
-        self._count()
-        return self.seen
+        if self.case.end == "close":
+            self.seen.parameters = copied(self._held)
+        for bucket in self.sync.plan.buckets:
+            if len(bucket.region(self.at.rank, len(bucket.route))) < bucket.payload_numel:
+                self.padding += bucket.payload_numel - sum(s.numel for s in bucket.slots)
 
-    def _find_gradients(self, step: int) -> None:
-        parts = int(self.case.parts)
-        for part in range(parts):
-            tokens, target = (share(whole, self.at) for whole in self.case.batch(step, part))
-            with self.sync.accumulate() if part + 1 < parts else nullcontext():
-                result = self.scheduler.step(tokens, target=target)
-            self.seen.losses.append(result.loss.item())
-        if step == 0:
-            self.seen.first = self._pieces(of_gradients=True)
-            used = {id(one.tensor) for one in self.sync.main_parameters()}
-            left = [(name, p) for name, p in self._named() if p.grad is not None]
-            self.seen.idle = [name for name, p in left if id(p) not in used]
+    def _step(self, number: int, part: int) -> Tensor:
+        tokens, target = (share(whole, self.at) for whole in self.case.batch(number, part))
+        loss = self.scheduler.step(tokens, target=target).loss
+        if number == 0 and part + 1 == int(self.case.parts):
+            used = {id(one.tensor) for one in self.mains.values()}
+            left = {name: p for name, p in self._held.items() if p.grad is not None}
+            self.idle = [name for name, p in left.items() if id(p) not in used]
+        return loss
 
-    def _look(self, step: int) -> None:
-        """Does what comes after a step of the optimizer."""
+    def _look(self, number: int) -> None:
+        """Does what comes after a step of the optimizer, whose gradients are still there."""
+        for root, one in self.mains.items():
+            gradient = one.tensor.grad
+            self.replayed[root].grad = None if gradient is None else self.flat(root, gradient)
+        self._replay.step()
         if self.case.after.startswith("publish"):
             self.sync.publish()
         if self.case.after.endswith("eval"):
-            tokens, target = (share(whole, self.at) for whole in self.case.batch(step, 0))
-            self.seen.evaluated.append(self.scheduler.evaluate(tokens, target=target).loss.item())
+            tokens, target = (share(whole, self.at) for whole in self.case.batch(number, 0))
+            self.seen.evaluated.append(self.scheduler.evaluate(tokens, target=target).loss)
         if self.case.after == "read":
             self.sync.wait_parameters()
-            self.seen.read = self.seen.read or self._parameters()
+            self.seen.read = self.seen.read or copied(self._held)
 
-    def _pieces(self, *, of_gradients: bool = False) -> list[Piece]:
-        stepped = [(one, one.tensor) for one in self.sync.main_parameters()]
-        return [
-            Piece(one.record.name, one.begin, _copy(tensor.grad if of_gradients else tensor))
-            for one, tensor in stepped
-        ]
+    @property
+    def mains(self) -> dict[str, Any]:
+        """What this rank's optimizer steps, by root."""
+        return {self.roots[one.record.name]: one for one in self.sync.main_parameters()}
 
-    def _named(self) -> list[tuple[str, nn.Parameter]]:
+    @property
+    def _held(self) -> dict[str, nn.Parameter]:
         modules = self.modules.values()
-        return [pair for m in modules for pair in m.named_parameters(remove_duplicate=False)]
+        return {n: p for m in modules for n, p in m.named_parameters(remove_duplicate=False)}
 
-    def _parameters(self) -> dict[str, Tensor]:
-        return {name: p.detach().clone() for name, p in self._named()}
+    def flat(self, root: str, tensor: Tensor) -> Tensor:
+        """Returns the elements of a parameter, or of a piece of it, as they lie in memory."""
+        if tensor.shape == self.named[root].shape:
+            tensor = torch.empty_like(self.named[root], dtype=tensor.dtype).copy_(tensor)
+        return in_memory_order(tensor)
 
-    def _count(self) -> None:
-        for one in self.sync.main_parameters():
-            state = self.optimizer.state.get(one.tensor, {})
-            held = [state[name] for name in ("momentum_buffer", "exp_avg") if name in state]
-            self.seen.state[one.record.name] = sum(tensor.numel() for tensor in held)
-        for bucket in self.sync.plan.buckets:
-            if len(bucket.region(self.at.rank, len(bucket.route))) < bucket.payload_numel:
-                self.seen.padding += bucket.payload_numel - sum(s.numel for s in bucket.slots)
+    def part(self, root: str, whole: Tensor) -> Tensor:
+        """Returns the elements that this rank steps."""
+        one = self.mains[root]
+        return self.flat(root, whole)[one.begin : one.begin + one.tensor.numel()]
 
-
-def _copy(tensor: Tensor | None) -> Tensor | None:
-    return None if tensor is None else tensor.detach().clone()
-
-
-# What is compared.
-
-# How far something is from what it must be, and how far it may be, by name.
-Distances = dict[str, tuple[float, float]]
-
-
-def misses(distances: Distances) -> Distances:
-    return {name: (e, most) for name, (e, most) in distances.items() if not e <= most}  # nor nan
-
-
-class Comparison:
-    """What all ranks saw of a case, and one process. Each aspect of it tells distances by name.
-
-    Args:
-        case: What was trained.
-        seen: By rank.
-    """
-
-    def __init__(self, case: Case, seen: Sequence[Seen]) -> None:
-        self.case, self.seen = case, seen
-        model = build(case)
-        self.named = dict(model.named_parameters(remove_duplicate=False))
-        self.ties = {name: [name] for name in self.named}
-        self.ties |= {name: list(tie) for tie in find_tied(model) for name in tie}
-        self.roots = {name: tie[0] for name, tie in self.ties.items()}
-        self.trained = [
-            name for name, p in self.named.items() if p.requires_grad and self.roots[name] == name
-        ]
-        self.exact = case.exact()
-        # Of a lower precision it is a unit in the last place.
-        self.loss_limit = case.exact(steps=case.steps) if case.is_exact else 2 * ROUNDING
+    # What is not as in one process.
 
     @functools.cached_property
     def true(self) -> Truth:
         return truth(self.case)
 
-    def losses(self) -> Distances:
-        return self._numbers([seen.losses for seen in self.seen], self.true.losses)
+    def numbers(self) -> dict[str, float]:
+        """Of losses, of those of an evaluation right after a step, and of norms."""
+        case = self.case  # of a lower precision it is a unit in the last place
+        most = case.exact(steps=case.steps) if case.is_exact else 2 * ROUNDING
+        pairs = zip(self.seen.evaluated, self.true.evaluated, strict=False)
+        evaluated = {f"evaluated {n}": error(*pair) for n, pair in enumerate(pairs)}
+        numbers = differences(replace(self.seen, gradients=[]), self.true, most)
+        return numbers | wrong(evaluated, most)
 
-    def evaluated(self) -> Distances:
-        """Tells that of losses right after a step."""
-        if not self.case.after.endswith("eval"):
-            return {}
-        return self._numbers([seen.evaluated for seen in self.seen], self.true.evaluated)
-
-    def norms(self) -> Distances:
-        return self._numbers([seen.norms for seen in self.seen], self.true.norms)
-
-    def gradients(self) -> Distances:
-        """Tells that of the first step's, wherever they are stepped."""
-        found = self._wholes([seen.first for seen in self.seen])
-        return {
-            f"{root} of ranks {ranks}": self._gradient(root, gradient)
-            for (root, ranks), gradient in found.items()
-        }
-
-    def parameters(self) -> Distances:
-        """Tells that of each rank's."""
+    def gradients(self) -> dict[str, float]:
+        """Of the first step's, wherever they are stepped: how many times what they may be."""
         found = {}
-        for rank, seen in enumerate(self.seen):
-            for when, mine, true in (
-                ("in the end", seen.parameters, self.true.parameters),
-                ("after a step", seen.read, self.true.read),
-            ):
-                for name, parameter in mine.items():
-                    value = error(parameter.float(), true[name].to(self.case.dtype).float())
-                    limit = self._parameter_limit(self.roots[name])
-                    found[f"{name} of rank {rank} {when}"] = (value, limit)
-        return found
+        for root, mine in self.seen.gradients[0].items():
+            true = self.true.gradients[0][root]
+            if mine is None or true is None:
+                found[root] = 0.0 if mine is true else math.inf
+                continue
+            limits = torch.full_like(true, self.case.exact() * true.abs().max().item())
+            if not self.case.is_exact:
+                # An element is rounded with each addend on its way, by at most so much of them all.
+                for name in self.ties[root]:
+                    terms = self.true.terms.get(name, torch.zeros(()))
+                    limits += self._num_roundings(root) * ROUNDING * terms
+            apart = (self.flat(root, mine).float() - self.part(root, true)).abs()
+            used = apart / self.part(root, limits).clamp(min=1e-30)
+            found[root] = used.max().item() if len(used) else 0.0
+        return wrong(found, 1.0)
 
-    def replayed(self) -> Distances:
-        """Tells that of what was stepped from what one optimizer makes of the same gradients."""
-        number = len(self.seen[0].clipped)
-        steps = [self._wholes([seen.clipped[i] for seen in self.seen]) for i in range(number)]
-        if not steps:
-            return {}
-        replayed = {it: nn.Parameter(self.named[it[0]].detach().float().clone()) for it in steps[0]}
-        optimizer = self.case.make_optimizer(replayed.values())
-        for gradients in steps:
-            for it, parameter in replayed.items():
-                parameter.grad = gradients[it]
-            optimizer.step()
-        found = self._wholes([seen.stepped for seen in self.seen])
-        return {
-            f"{root} of ranks {ranks}": (error(found[root, ranks], p.detach()), self.exact)
-            for (root, ranks), p in replayed.items()
-        }
+    def parameters(self) -> dict[str, float]:
+        """In the end, and after the first step if they were read then."""
+        found = {}
+        for when, mine, true in (
+            ("in the end", self.seen.parameters, self.true.parameters),
+            ("after a step", self.seen.read, self.true.read),
+        ):
+            for name, parameter in mine.items():
+                value = error(parameter.float(), true[name].to(self.case.dtype).float())
+                found[f"{name} {when}"] = value / self._parameter_limit(self.roots[name])
+        return wrong(found, 1.0)
 
-    def copies(self) -> Distances:
-        """Tells how many others there are of the bits of a parameter; what is stepped is one."""
-        found = defaultdict[str, set[str]](set)
-        for seen in self.seen:
-            for name, parameter in seen.parameters.items():
-                found[self.roots[name]].add(digest(parameter))
-            for name, parameter in seen.read.items():
-                found[f"{self.roots[name]} after a step"].add(digest(parameter))
-        for (root, _), stepped in self._wholes([seen.stepped for seen in self.seen]).items():
-            found[root].add(digest(None if stepped is None else stepped.to(self.case.dtype)))
-        return {name: (len(digests) - 1.0, 0.0) for name, digests in found.items()}
+    def replays(self) -> dict[str, float]:
+        """Of what was stepped, against what one optimizer makes of the same gradients."""
+        found = {}
+        for root, one in self.mains.items():
+            mine, like = self.flat(root, one.tensor.detach()), self.replayed[root].detach()
+            found[root] = error(mine, like) if len(mine) else 0.0
+        return wrong(found, self.case.exact())
 
-    def states(self) -> Distances:
-        """Tells that of the number of elements that a rank steps, and has state of."""
-        found: Distances = {}
-        for rank, seen in enumerate(self.seen):
-            mine = [r for r in self.trained if any(rank in ranks for ranks in self.steppers(r))]
-            held = {self.roots[piece.name]: piece.numel for piece in seen.stepped}
-            # A rank has its part of what is padded; that no element is missing `gradients` tells.
-            excess = sum(held.values()) * (self.case.data if self.case.is_sharded else 1)
-            excess -= sum(self.named[root].numel() for root in mine)
-            # One rank may have more whole parameters than another, by the largest of them.
-            most = max((self.named[root].numel() for root in mine), default=0)
-            allowed = most * self.case.data if self.case.is_whole else seen.padding
-            found[f"all of rank {rank}"] = (max(0, excess), allowed)
-            found[f"others' of rank {rank}"] = (len(held.keys() - {*mine}), 0)
-            found[f"idle of rank {rank}"] = (len(seen.idle), 0)
-            for name, size in seen.state.items():
-                root = self.roots[name]
-                used = 0 if self.true.gradients[root] is None else held[root]
-                found[f"{name} of rank {rank}"] = (abs(size - used), 0)
-        return found
-
-    # Where things must be.
-
-    def holders(self, root: str) -> list[int]:
-        """Returns who holds a parameter, along the pipeline."""
-        places = self.case.made.stage_to_rank
-        starts = [0, *boundaries(len(places))]
-        layers = {int(name.partition(".")[0]) for name in self.ties[root]}
-        stages = {sum(start <= layer for start in starts) - 1 for layer in layers}
-        return sorted({places[stage] for stage in stages})
-
-    def steppers(self, root: str) -> list[tuple[int, ...]]:
-        """Returns the ranks that together step a parameter, in the order of their rows."""
-        holders, data = self.holders(root), self.case.data
-        if self.case.is_owned:
-            holders = holders[:1]
-        rows = [tuple(range(place * data, (place + 1) * data)) for place in holders]
-        return rows if self.case.is_sharded else [(rank,) for row in rows for rank in row]
-
-    def _wholes(
-        self, pieces: Sequence[Sequence[Piece]]
-    ) -> dict[tuple[str, tuple[int, ...]], Tensor | None]:
-        """Returns what the ranks' pieces are of, by name and ranks; of what is missing nan."""
-        by_rank = [{self.roots[piece.name]: piece for piece in mine} for mine in pieces]
-        return {
-            (root, ranks): joined(
-                [by_rank[rank][root] for rank in ranks if root in by_rank[rank]], self.named[root]
+    def copies(self) -> set[str]:
+        """Names of which two ranks, or a rank and what it has stepped, have other bits."""
+        found = set[str]()
+        for tensors in (self.seen.parameters, self.seen.read):
+            digests = digests_of(tensors, [*self.ties.values()])
+            found |= {name for name, known in digests.items() if len(set().union(*known)) > 1}
+        for root, one in self.mains.items():
+            stepped = self.flat(root, one.tensor.detach()).to(self.case.dtype)
+            name = next(name for name in self.ties[root] if name in self.seen.parameters)
+            found |= (
+                set()
+                if torch.equal(stepped, self.part(root, self.seen.parameters[name]))
+                else {root}
             )
-            for root in self.trained
-            for ranks in self.steppers(root)
-        }
+        return found
 
     # How far they may be.
 
-    def _numbers(self, found: Sequence[Sequence[float]], true: Sequence[float]) -> Distances:
-        """Compares numbers that all ranks have, in the same bits."""
-        return {
-            f"{number}": (
-                abs(one - mine[0]) / abs(one) if len({*mine}) == 1 else math.inf,
-                self.loss_limit,
-            )
-            for number, (one, *mine) in enumerate(zip(true, *found, strict=True))
-        }
-
     def _parameter_limit(self, root: str) -> float:
-        if self.case.is_exact:
-            return self.loss_limit + self._moved_by_rounding(root)
+        case, largest = self.case, self.true.parameters[root].abs().max().item()
+        gradient, rate = self.true.gradients[0][root], LEARNING_RATES["AdamW"] * case.steps
+        if case.is_exact:
+            limit = case.exact(steps=case.steps)
+            if case.optimizer == "AdamW" and gradient is not None:  # which moves it for rounding
+                limit += rate / ADAM_EPS * case.exact() * gradient.abs().max().item() / largest
+            return limit
         # What began with zeros is a sum of gradients; a bit less of a cast makes a unit.
         limit = (self._num_roundings(root) + 2) * ROUNDING
-        if self.case.optimizer == "AdamW":  # whichever sign rounding has left a gradient
-            moved = LEARNING_RATES["AdamW"] * self.case.steps
-            limit += 2 * moved / self.true.parameters[root].abs().max().item()
+        if case.optimizer == "AdamW":  # whichever sign rounding has left a gradient
+            limit += 2 * rate / largest
         return limit
-
-    def _moved_by_rounding(self, root: str) -> float:
-        """Returns how far AdamW moves a parameter for what rounding adds to its gradient."""
-        gradient = self.true.gradients[root]
-        if self.case.optimizer != "AdamW" or gradient is None:
-            return 0.0
-        added = self.exact * gradient.abs().max()
-        moved = LEARNING_RATES["AdamW"] / ADAM_EPS * added * self.case.steps
-        return (moved / self.true.parameters[root].abs().max()).item()
-
-    def _gradient(self, root: str, found: Tensor | None) -> tuple[float, float]:
-        true = self.true.gradients[root]
-        value = error(found, true)
-        if self.case.is_exact or found is None or true is None:
-            return (value, self.exact)
-        # An element is rounded with each addend on its way, by at most so much of all of them.
-        terms = sum(self.true.terms.get(name, torch.zeros(())) for name in self.ties[root])
-        limits = self._num_roundings(root) * ROUNDING * terms + self.exact * true.abs().max()
-        used = ((found - true).abs() / limits).max().item()
-        return (value, value / used if used else self.exact)
 
     def _num_roundings(self, root: str) -> int:
         """Returns how often a gradient is rounded to bf16: into a bucket, by each sum and mean."""
@@ -664,20 +545,6 @@ class Comparison:
         if self.case.dtype == torch.bfloat16:
             number += self.case.num_microbatches * int(self.case.parts) * len(self.ties[root])
         return number
-
-
-def joined(pieces: Sequence[Piece], like: Tensor) -> Tensor | None:
-    """Returns what pieces are of, which lies in memory like a parameter; of what is missing nan."""
-    if pieces and all(piece.tensor is None for piece in pieces):
-        return None
-    if len(pieces) == 1 and (only := pieces[0].tensor) is not None and only.shape == like.shape:
-        return only.float()
-    flat, end = torch.full((like.numel(),), math.nan), 0
-    for piece in pieces:
-        if piece.tensor is not None and piece.tensor.dim() == 1 and piece.begin == end:
-            end += piece.numel
-            flat[piece.begin : end] = piece.tensor
-    return flat.as_strided(like.shape, like.stride())
 
 
 def product(steps: int = 3) -> Iterator[Case]:

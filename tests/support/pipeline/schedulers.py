@@ -134,23 +134,6 @@ def digest(tensor: Tensor | None) -> str:
     return hashlib.sha256(raw.numpy().tobytes()).hexdigest()
 
 
-def compare(
-    errors: dict[str, float],
-    step: object,
-    mine: Mapping[str, nn.Parameter],
-    true: nn.Module,
-    *,
-    lenient: bool = False,
-) -> None:
-    """Adds the errors of all gradients, and forgets the gradients."""
-    theirs = dict(true.named_parameters(remove_duplicate=False))
-    for name, parameter in mine.items():
-        found = error(parameter.grad, theirs[name].grad, lenient=lenient)
-        errors[f"step {step} {name}"] = found
-    for parameter in (*mine.values(), *theirs.values()):
-        parameter.grad = None
-
-
 # What a rank has, and is given.
 
 

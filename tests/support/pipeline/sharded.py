@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,7 @@ from pipegrad import GradientSync, Scheduler, Stage, Topology, find_tied
 from pipegrad.model.dtensor import local
 from pipegrad.plugins.handler import Exchange
 from tests.support.pipeline import models
-from tests.support.pipeline.pipelines import CPU, VEES, loss_of
+from tests.support.pipeline.pipelines import CPU, VEES, changed, loss_of
 from tests.support.pipeline.schedulers import digest
 from tests.support.pipeline.trained import Seen, backward, once, train
 from tests.support.rounding import ADAM_EPS
@@ -88,10 +88,7 @@ class Case:
     num_ranks: int = 4
 
     def __str__(self) -> str:
-        fields = self.__dataclass_fields__.values()
-        told = {f.name: getattr(self, f.name) for f in fields}
-        changed = [f"{f.name}={told[f.name]}" for f in fields if told[f.name] != f.default]
-        return " ".join(changed)
+        return " ".join(f"{name}={value}" for name, value in changed(self).items())
 
     @property
     def num_terms(self) -> int:
@@ -220,9 +217,11 @@ class Run:
     def step(self, number: int, part: int) -> Tensor | None:
         tokens, target = given(self.case, self.num_shares, number, part)
         mine = [t.chunk(self.num_shares)[self.share] for t in (tokens, target)]
-        with counting() as calls:
+        name = "foreach_reduce_scatter_copy_in"  # what FSDP2 asks of torch.distributed
+        asked = mock.patch.object(_fsdp_collectives, name, wraps=getattr(_fsdp_collectives, name))
+        with asked as calls:
             loss: Tensor | None = self.run(*mine)
-        self.reduce_scatters.append(calls["reduce_scatter"])
+        self.reduce_scatters.append(calls.call_count)
         if part + 1 == self.case.accumulate:
             self.early.append(self.sync.statistics().early)
         return loss
@@ -290,21 +289,3 @@ def low_step(model: nn.Sequential, tokens: Tensor, target: Tensor, parts: int) -
                 found = parameter.grad.to(true[name].dtype) / parts
                 true[name].grad = found if before is None else before + found
     return total
-
-
-@contextlib.contextmanager
-def counting() -> Iterator[dict[str, int]]:
-    """Counts what FSDP2 asks of torch.distributed."""
-    calls = {"reduce_scatter": 0}
-    module: Any = _fsdp_collectives
-    before = module.foreach_reduce_scatter_copy_in
-
-    def counted(*args: Any) -> Any:
-        calls["reduce_scatter"] += 1
-        return before(*args)
-
-    module.foreach_reduce_scatter_copy_in = counted
-    try:
-        yield calls
-    finally:
-        module.foreach_reduce_scatter_copy_in = before

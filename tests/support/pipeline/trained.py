@@ -12,6 +12,7 @@ import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 import pytest
@@ -21,12 +22,23 @@ from torch import Tensor, nn
 
 from pipegrad import GradientSync, Scheduler, Topology, find_tied, schedules
 from pipegrad.schedules import Schedule
+from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import loss_of
-from tests.support.pipeline.schedulers import cut, digest, error, named, wrong
+from tests.support.pipeline.schedulers import (
+    MOST,
+    batch,
+    cut,
+    digest,
+    error,
+    named,
+    topology,
+    wrong,
+)
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS
 
 T = TypeVar("T")
+tied = partial(build, "tied")
 Held = Mapping[str, nn.Parameter]
 
 
@@ -73,13 +85,6 @@ def once(function: Callable[..., T]) -> Callable[..., T]:
         return pickle.loads(found[0] or b"")
 
     return sent
-
-
-def on_first(value: T) -> list[T] | None:
-    """Returns the values of all ranks on the first one, which compares them."""
-    values: list[Any] | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(packed(value), values)
-    return None if values is None else [pickle.loads(one) for one in values]
 
 
 class _Tensors(pickle.Pickler):
@@ -132,6 +137,7 @@ def train(
     parts: int | Sequence[int] = 1,
     clip: tuple[float, float] | None = None,
     set_to_none: bool = True,
+    look: Callable[[int], object] = abs,
 ) -> Seen:
     """Trains, on every rank or in one process.
 
@@ -144,6 +150,7 @@ def train(
         parts: How many batches a step, or each step, accumulates.
         clip: Maximum and type of the norm.
         set_to_none: What becomes of gradients after a step.
+        look: Is called after a step of the optimizer, while gradients are still there.
     """
     seen = Seen()
     for number in range(steps):
@@ -162,6 +169,7 @@ def train(
                 seen.norms.append(sync.clip_grad_norm_(*clip))
         if optimizer is not None:
             optimizer.step()
+            look(number)
             optimizer.zero_grad(set_to_none=set_to_none)
         else:
             for parameter in held().values():
@@ -216,23 +224,31 @@ def differences(
     return wrong(found, most) | wrong(numbers, later or most) | wrong(ends, parameters or 0.0)
 
 
-def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each.
+def digests_of(
+    tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]
+) -> dict[str, list[set[str]]]:
+    """Returns the bits of copies, by name: a set for each rank that holds some.
 
     Args:
         tensors: Of this rank.
         ties: Names that belong together; each counts as the first of them.
     """
     first = {name: tie[0] for tie in ties for name in tie}
-    mine = [(first.get(name, name), digest(tensor)) for name, tensor in tensors.items()]
-    held, digests = dict[str, int](), dict[str, set[str]]()
+    mine = dict[str, set[str]]()
+    for name, tensor in tensors.items():
+        mine.setdefault(first.get(name, name), set()).add(digest(tensor))
+    found = dict[str, list[set[str]]]()
     for others in gathered(mine):
-        for name, value in others:
-            digests.setdefault(name, set()).add(value)
-        for name in {name for name, _ in others}:
-            held[name] = held.get(name, 0) + 1
-    assert {name: found for name, found in digests.items() if len(found) > 1} == {}
-    return held
+        for name, known in others.items():
+            found.setdefault(name, []).append(known)
+    return found
+
+
+def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each."""
+    found = digests_of(tensors, ties)
+    assert {name: known for name, known in found.items() if len(set().union(*known)) > 1} == {}
+    return {name: len(known) for name, known in found.items()}
 
 
 def scheduled(
@@ -264,3 +280,49 @@ def scheduled(
 def held_by(scheduler: Scheduler) -> dict[str, nn.Parameter]:
     """Returns the parameters of this rank."""
     return named(list(scheduler._stages.values()))
+
+
+class Twins:
+    """A model of eight layers over two ranks, a stage on each, and the same in one process."""
+
+    def __init__(
+        self,
+        make: Callable[[], nn.Sequential] = tied,
+        num_microbatches: int = 4,
+        *,
+        schedule: str | Schedule = "1f1b",
+        most: float = MOST,
+    ) -> None:
+        self.true, self.rows, self.most = make(), 2 * num_microbatches, most
+        number = num_microbatches if isinstance(schedule, str) else None
+        self.scheduler = scheduled(make(), schedule, topology(2), number)
+        self.stages = list(self.scheduler._stages.values())
+        self.close = self.scheduler.close
+
+    def step(self, seed: int, *, num_parts: int = 1) -> None:
+        """Takes a step on both sides, in one process with a batch in parts, and compares them."""
+        tokens, target = batch(seed, self.rows)
+        loss = self.scheduler.step(tokens, target=target).loss
+        assert error(loss, self.alone(tokens, target, num_parts)) <= MOST
+        assert wrong(self.apart(), self.most) == {}
+
+    def alone(self, tokens: Tensor, target: Tensor, num_parts: int = 1) -> Tensor:
+        """Runs one process; returns the loss."""
+        total = torch.zeros(())
+        for x, y in zip(tokens.chunk(num_parts), target.chunk(num_parts), strict=True):
+            total += backward(loss_of(self.true(x), y) / num_parts).detach()
+        return total
+
+    def apart(self) -> dict[str, float]:
+        """Returns how far gradients are apart, by name in the uncut model; and forgets them."""
+        mine, theirs = (
+            {name.replace("_orig_mod.", ""): parameter for name, parameter in known}
+            for known in (
+                held_by(self.scheduler).items(),
+                self.true.named_parameters(remove_duplicate=False),
+            )
+        )
+        found = {name: error(p.grad, theirs[name].grad) for name, p in mine.items()}
+        for parameter in (*mine.values(), *theirs.values()):
+            parameter.grad = None
+        return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import Case, Cut, loss_of
-from tests.support.pipeline.schedulers import digest
 from tests.support.pipeline.trained import Seen, adamw, once, train
 
 
@@ -61,23 +60,6 @@ def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim
     return torch.optim.SGD(parameters, lr=0.0 if standing else 0.05, momentum=0.9)
 
 
-@dataclass
-class Measured(Seen):
-    """What one rank saw.
-
-    Attributes:
-        bits: Digests of each parameter, all names of a tie under its first one.
-        inert: Whether evaluation left every bit of every gradient, and launched nothing.
-        early: Buckets of the last step that were sent before their stage ended.
-        num_buckets: How many there are.
-    """
-
-    bits: dict[str, set[str]] | None = None
-    inert: bool = True
-    early: int = 0
-    num_buckets: int = 0
-
-
 launches: list[str] = []
 
 
@@ -98,14 +80,20 @@ class CountingData(DataParallel):
 
 
 class Run:
-    """One case on one rank."""
+    """One case on one rank.
+
+    Attributes:
+        inert: Whether evaluation left every bit of every gradient, and launched nothing.
+        early: Buckets of the last step that were sent before their stage ended.
+        num_buckets: How many there are.
+    """
 
     def __init__(self, case: Case, topology: Topology) -> None:
         self.case = case
         self.cut = Cut(case, topology)
         self.schedule = self.cut.schedule()
         self.sync: GradientSync | None = None
-        self.inert = True
+        self.inert, self.early, self.num_buckets = True, 0, 0
         early_optimizer = self._optimizer() if case.optimizer_first else None
         if case.attached:
             options: Any = {"handlers": (CountingShared, CountingData), **dict(case.options)}
@@ -114,7 +102,7 @@ class Run:
             )
         self.optimizer = early_optimizer or self._optimizer()
 
-    def train(self) -> Measured:
+    def train(self) -> Seen:
         seen = train(
             self._step,
             lambda: dict(self.cut.named()),
@@ -122,16 +110,12 @@ class Run:
             optimizer=self.optimizer,
             **self.case.training,
         )
-        measured = Measured(**vars(seen), bits={}, inert=self.inert)
-        first = {name: tie[0] for tie in self.cut.ties for name in tie}
-        for name, parameter in self.cut.named():
-            measured.bits.setdefault(first.get(name, name), set()).add(digest(parameter))  # type: ignore[union-attr]
         if self.sync is not None:
-            measured.early = self.sync.statistics().early
-            measured.num_buckets = len(self.sync.plan.buckets)
+            self.early = self.sync.statistics().early
+            self.num_buckets = len(self.sync.plan.buckets)
             self.sync.check_replicas()
             self.sync.close()
-        return measured
+        return seen
 
     def _optimizer(self) -> torch.optim.Optimizer:
         return make_optimizer(self.case.optimizer, self.cut.parameters())

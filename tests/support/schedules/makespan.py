@@ -1,10 +1,13 @@
-"""How long a step takes where ranks wait for nothing but what they consume."""
+"""How long a step takes: where ranks wait for nothing but what they consume, and simulated."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from pipegrad.schedules import Action, Kind, Schedule
+from pipegrad.schedules import Action, Kind, Program, Schedule
+from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.timeline import Timeline
 
 
 def makespan(
@@ -46,3 +49,10 @@ def warm_ups(schedule: Schedule) -> list[int]:
     """Returns for each rank how many forwards come before its first backward, or first I."""
     kinds = ([action.kind for action in row] for row in schedule.actions)
     return [next(at for at, kind in enumerate(row) if kind != "F") for row in kinds]
+
+
+def recorded(program: Program, costs: Costs, num_steps: int = 1) -> Timeline:
+    """Returns the timeline of a simulation."""
+    timeline = simulate(program, costs, num_steps=num_steps).timeline
+    assert timeline is not None
+    return timeline

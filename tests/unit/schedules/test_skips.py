@@ -7,7 +7,7 @@ import pytest
 from pipegrad.schedules import Action, Schedule, build, lower
 from pipegrad.schedules.program.program import Channel, Link, Program
 from pipegrad.simulation.costs import Costs, Network, StageCosts
-from pipegrad.simulation.simulator import simulate
+from tests.support.schedules.makespan import recorded
 
 NEXT = tuple(Link("x", stage, (stage + 1,)) for stage in range(3))
 LOOP, V, ROW = (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 3)  # stages to ranks
@@ -64,8 +64,7 @@ def test_an_evaluation_knows_the_same_channels() -> None:
 def arrivals(program: Program) -> dict[str, float]:
     """Returns when values of the first microbatch come to rank 1, if NICs send a byte a second."""
     stages = (StageCosts(1.0, 2.0, outputs={"x": 1, "skip": 10}),) * 4
-    timeline = simulate(program, Costs(stages, Network(nic_bytes_per_second=1.0))).timeline
-    assert timeline is not None
+    timeline = recorded(program, Costs(stages, Network(nic_bytes_per_second=1.0)))
     spans = (s for s in timeline.spans if s.kind == "transfer" and (s.rank, s.peer) == (0, 1))
     return {s.label.split(" of ")[0]: s.end for s in spans if s.label.endswith("of 0F0")}
 

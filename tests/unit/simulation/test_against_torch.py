@@ -10,8 +10,8 @@ import pytest
 from pipegrad.schedules import Action, Schedule, build, lower
 from pipegrad.schedules.schedule import Kind
 from pipegrad.simulation.costs import Costs, StageCosts
-from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import COMPUTE
+from tests.support.schedules.makespan import recorded
 
 # Private, and so missing in some versions of torch.
 visualizer = pytest.importorskip("torch.distributed.pipelining._schedule_visualizer")
@@ -50,9 +50,7 @@ def parsed(text: str) -> Action:
 def simulated(schedule: Schedule) -> Begins:
     """Returns the same of a simulation."""
     costs = Costs((StageCosts(1.0, 2.0, 1.0),) * len(schedule.stage_to_rank))
-    timeline = simulate(lower(schedule), costs).timeline
-    assert timeline is not None
-    computes = (span for span in timeline.spans if span.kind in COMPUTE)
+    computes = (s for s in recorded(lower(schedule), costs).spans if s.kind in COMPUTE)
     return {parsed(span.action): span.begin for span in computes}
 
 

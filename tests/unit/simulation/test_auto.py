@@ -12,6 +12,7 @@ from pipegrad.errors import PluginOptionError, ScheduleError
 from pipegrad.schedules.measured import Times
 from pipegrad.simulation.auto import Auto, costs_of
 from pipegrad.simulation.costs import Costs, Network, StageCosts
+from tests.support.schedules.makespan import warm_ups as warm_ups_of
 
 STAGE = StageCosts(forward_seconds=0.01, backward_seconds=0.02, outputs={"x": 2**20})
 COSTS = Costs((STAGE,) * 4, Network(nic_bytes_per_second=125e6))
@@ -19,8 +20,7 @@ SIZES = {"num_ranks": 4, "num_microbatches": 16}
 
 
 def warm_ups(generator: Auto) -> list[int]:
-    rows = generator.generate(**SIZES).actions
-    return [[action.kind for action in row].index("B") for row in rows]
+    return warm_ups_of(generator.generate(**SIZES))
 
 
 def test_costs_may_be_a_file_its_content_or_themselves(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from pipegrad.simulation.costs import (
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, ON_RANK, Timeline
+from tests.support.schedules.makespan import recorded
 
 IDEAL = Network()
 NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
@@ -48,12 +49,6 @@ def unit_costs(made: Program, network: Network = IDEAL, **held: int) -> Costs:
 
 def seconds(made: Program, costs: Costs) -> float:
     return simulate(made, costs, records=False).step_seconds[0]
-
-
-def recorded(made: Program, costs: Costs, num_steps: int = 1) -> Timeline:
-    timeline = simulate(made, costs, num_steps=num_steps).timeline
-    assert timeline is not None
-    return timeline
 
 
 @pytest.mark.parametrize(

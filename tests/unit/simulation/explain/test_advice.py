@@ -18,6 +18,7 @@ from pipegrad.simulation.explain.inferred import costs_of, program_of
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Span, Timeline
+from tests.support.schedules.makespan import recorded
 
 
 def program_and_costs(
@@ -28,12 +29,6 @@ def program_and_costs(
     )
     schedule = build(name, num_ranks=4, num_microbatches=8)
     return lower(schedule), Costs(stages, Network(nic_bytes_per_second=125e6))
-
-
-def recorded(program: Program, costs: Costs, num_steps: int = 2) -> Timeline:
-    timeline = simulate(program, costs, num_steps=num_steps).timeline
-    assert timeline is not None
-    return timeline
 
 
 def by_change(advice: tuple[Advice, ...], begin: str) -> Advice:
@@ -96,9 +91,9 @@ def test_nothing_helps_what_takes_no_time_and_one_rank_has_no_hop() -> None:
     assert [each.change for each in advice] == ["rank 0 computes 10 % faster"]
     for step in (-1, 2):
         with pytest.raises(ScheduleError, match="which has steps 0 to 1"):
-            explain(recorded(*program_and_costs()), step=step)
+            explain(recorded(*program_and_costs(), 2), step=step)
     with pytest.raises(ScheduleError, match="which has no step that has ended"):
-        explain(replace(recorded(*program_and_costs()), step_ends=()))
+        explain(replace(recorded(*program_and_costs(), 2), step_ends=()))
 
 
 def test_exposed_reductions_and_smaller_buckets_that_leave_earlier() -> None:
@@ -138,7 +133,7 @@ def as_measured(timeline: Timeline) -> Timeline:
 
 def test_costs_of_a_recording() -> None:
     program, costs = program_and_costs(factors=(1, 1, 1.5, 1), megabytes=1)
-    lookup = Lookup(as_measured(recorded(program, costs)))
+    lookup = Lookup(as_measured(recorded(program, costs, 2)))
     assert any(not lookup.has_end(s) for s in lookup.timeline.spans if s.kind == "transfer")
     again = simulate(program_of(lookup, 0), costs_of(lookup)).step_seconds[0]
     assert again == pytest.approx(lookup.timeline.step_ends[0], rel=0.01)
@@ -161,7 +156,7 @@ def test_several_stages_on_a_rank() -> None:
     collectives = [Collective(f"stage {s}", (s % 2,), (s,), s) for s in (3, 2, 1, 0)]
     times = {c.name: CollectiveCosts(num_bytes=1, seconds=0.1) for c in collectives}
     costs = Costs((StageCosts(0.01, 0.02, optimizer_seconds=0.004),) * 4, collectives=times)
-    lookup = Lookup(recorded(lower(schedule, collectives=collectives), costs))
+    lookup = Lookup(recorded(lower(schedule, collectives=collectives), costs, 2))
     found = program_of(lookup, 0).collectives
     assert {c.name: c.stages[:1] for c in found if c.stages[0] > 1} == {
         "stage 3": (3,),
@@ -176,7 +171,7 @@ def test_several_stages_on_a_rank() -> None:
 def test_whether_ranks_meet_is_seen(ranks_meet: bool) -> None:
     program, costs = program_and_costs()
     stages = (*costs.stages[:3], replace(costs.stages[3], optimizer_seconds=0.3))
-    lookup = Lookup(recorded(program, replace(costs, stages=stages, ranks_meet=ranks_meet)))
+    lookup = Lookup(recorded(program, replace(costs, stages=stages, ranks_meet=ranks_meet), 2))
     assert costs_of(lookup).ranks_meet is ranks_meet
 
 
@@ -192,7 +187,7 @@ def test_a_parameter_sync_shows_in_the_next_step() -> None:
 
 def test_gains_are_called_rough_where_the_simulation_is_off() -> None:
     program, costs = program_and_costs(megabytes=1)
-    timeline = as_measured(recorded(program, costs, num_steps=1))
+    timeline = as_measured(recorded(program, costs))
     assert not explain(timeline).notes
     slow = replace(timeline, step_ends=(1.2 * timeline.seconds,))
     (note,) = explain(slow).notes
@@ -202,7 +197,7 @@ def test_gains_are_called_rough_where_the_simulation_is_off() -> None:
 def test_a_large_program_has_less_advice() -> None:
     program = lower(build("1f1b", num_ranks=16, num_microbatches=100))
     costs = Costs((StageCosts(0.01, 0.02, outputs={"x": 10**6}),) * 16, Network(125e6))
-    timeline = recorded(program, costs, num_steps=1)
+    timeline = recorded(program, costs)
     explanation = explain(timeline, program=program, costs=costs)
     assert explanation.notes == ["the schedule is large: not all changes were simulated"]
     assert explanation.advice
@@ -226,7 +221,7 @@ def test_costs_of_a_timeline(name: str) -> None:
     program, costs = program_and_costs(name, factors=(1, 1.2, 0.7, 1), megabytes=2)
     stages = tuple(replace(stage, optimizer_seconds=0.005) for stage in costs.stages)
     costs = replace(costs, stages=stages, host=HostCosts(1e-4, 0.0, 0.002))
-    timeline = recorded(program, costs)
+    timeline = recorded(program, costs, 2)
     lookup = Lookup(timeline)
     found, inferred = program_of(lookup, 1), costs_of(lookup)
     assert found.schedule.actions == program.schedule.actions
@@ -251,7 +246,7 @@ def test_skips_over_stages_are_found() -> None:
     )
     stages = tuple(StageCosts(0.01, 0.02, outputs={"h": 10**6, "mask": 10**3}) for _ in range(4))
     costs = Costs(stages, Network(nic_bytes_per_second=125e6))
-    lookup = Lookup(recorded(lower(schedule, links=links), costs))
+    lookup = Lookup(recorded(lower(schedule, links=links), costs, 2))
     assert sorted(program_of(lookup, 0).links) == sorted(links)
 
 
@@ -295,7 +290,7 @@ def test_a_timeline_is_explained_without_a_program() -> None:
 
 def test_a_step_recorded_in_part_has_no_advice() -> None:
     program, costs = program_and_costs()
-    timeline = recorded(program, costs, num_steps=1)
+    timeline = recorded(program, costs)
     spans = tuple(span for span in timeline.spans if (span.kind, span.microbatch) != ("B", 3))
     explanation = explain(replace(timeline, spans=spans))
     assert not explanation.advice
@@ -316,9 +311,7 @@ def test_a_rank_that_computes_faster_has_shorter_weight_gradients_too() -> None:
     program = lower(build("zb-h1", num_ranks=2, num_microbatches=4))
     own = StageCosts(1.0, 2.0, weight_seconds=0.5), StageCosts(3.0, 6.0, weight_seconds=1.5)
     costs = Costs(own)
-    timeline = simulate(program, costs).timeline
-    assert timeline is not None
-    path = critical_path(Lookup(timeline), 0)
+    path = critical_path(Lookup(recorded(program, costs)), 0)
     changes = {found.change: found.costs for found in what_ifs(program, costs, path)}
     (evened,) = (own for change, own in changes.items() if change.startswith("layers moved"))
     slow = evened.stages[1]

@@ -17,6 +17,7 @@ from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import WAITS, Span, Timeline
+from tests.support.schedules.makespan import recorded
 
 # Rank 1 computes what rank 0 sends, and sends back. Rank 0 reduces and steps; rank 1 steps early.
 TWO_RANKS = Timeline(
@@ -230,10 +231,9 @@ def test_what_is_on_the_path_is_what_the_step_depends_on(name: str, seed: int, d
     """
     schedule = build(name, num_ranks=4, num_microbatches=6)
     program, costs = lower(schedule, depth=depth), uneven(schedule.stage_to_rank, seed)
-    simulation = simulate(program, costs)
-    assert simulation.timeline is not None
-    path = critical_path(Lookup(simulation.timeline), 0)
-    check_whole(path, 0.0, simulation.step_seconds[0])
+    timeline = recorded(program, costs)
+    path = critical_path(Lookup(timeline), 0)
+    check_whole(path, 0.0, timeline.step_ends[0])
     little = 1e-7
     for stage in range(len(costs.stages)):
         longer = list(costs.stages)
@@ -279,9 +279,7 @@ def uneven(stage_to_rank: tuple[int, ...], seed: int) -> Costs:
 @pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (4, 2), (1, 3), (8, 32)])
 def test_1f1b_without_communication(num_ranks: int, num_microbatches: int) -> None:
     program = lower(build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches))
-    simulation = simulate(program, Costs((StageCosts(1.0, 2.0),) * num_ranks), num_steps=2)
-    assert simulation.timeline is not None
-    lookup = Lookup(simulation.timeline)
+    lookup = Lookup(recorded(program, Costs((StageCosts(1.0, 2.0),) * num_ranks), num_steps=2))
     rounds = num_microbatches + num_ranks - 1
     for step in (0, 1):
         breakdown = break_down(lookup, step)
@@ -306,11 +304,10 @@ def test_reductions_of_a_simulation() -> None:
             "tied": CollectiveCosts(num_bytes=1, seconds=9.0),
         },
     )
-    simulation = simulate(lower(schedule, collectives=collectives), costs)
-    assert simulation.timeline is not None
-    lookup = Lookup(simulation.timeline)
+    timeline = recorded(lower(schedule, collectives=collectives), costs)
+    lookup = Lookup(timeline)
     path = critical_path(lookup, 0)
-    check_whole(path, 0.0, simulation.step_seconds[0])
+    check_whole(path, 0.0, timeline.step_ends[0])
     assert path.shares["reduction"] == {"tied": 9.0}
     hidden = {r.name: r.hidden for r in break_down(lookup, 0).reductions}
     # Half of the bytes are complete in the middle of rank 0's last backward, which takes 2 seconds.
@@ -327,11 +324,10 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
         uneven(schedule.stage_to_rank, seed),
         collectives={"tied": CollectiveCosts(seconds=0.1, sync_seconds=0.05, sync_bytes=1)},
     )
-    simulation = simulate(lower(schedule, collectives=collectives), costs, num_steps=2)
-    assert simulation.timeline is not None
+    timeline = recorded(lower(schedule, collectives=collectives), costs, num_steps=2)
     clocks = [chance.uniform(-0.02, 0.02) for _ in range(3)]
     spans = []
-    for span in simulation.timeline.spans:
+    for span in timeline.spans:
         late, jitter = clocks[span.rank], chance.uniform(0, 0.005)
         moved = span._replace(begin=span.begin + late - jitter, end=span.end + late + jitter)
         if chance.random() < 0.05:
@@ -341,7 +337,7 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
         if chance.random() < 0.02:
             moved = moved._replace(begin=chance.choice([-math.inf, math.nan]), end=math.inf)
         spans += [moved] * (chance.random() > 0.1)
-    broken = replace(simulation.timeline, spans=tuple(spans), source="measured")
+    broken = replace(timeline, spans=tuple(spans), source="measured")
     lookup = Lookup(broken)
     for step, (begin, end) in enumerate(
         zip((0.0, *broken.step_ends), broken.step_ends, strict=False)

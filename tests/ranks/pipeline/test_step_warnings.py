@@ -1,0 +1,121 @@
+"""What a training step warns of once: dropout that is off, and labels that do not all count."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.support.gradients.cases import rank
+from tests.support.pipeline.layers import make
+
+pytestmark = pytest.mark.ranks(2)
+F = nn.functional
+
+
+def warned(words: str, *calls: Callable[[], object]) -> list[str]:
+    """Returns the warnings with these words that calls give."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for call in calls:
+            call()
+    return [str(w.message) for w in caught if words in str(w.message)]
+
+
+# A training step in evaluation mode.
+
+WORDS = "all modules of this rank are in evaluation mode, so '{}' drops nothing out"
+# What a stage has, and what is warned of.
+MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), "1"),
+    "attention": (lambda: Attends(0.2), "attention"),
+    "dropout of nothing": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.0)), ""),
+    "none": (lambda: nn.Linear(4, 4), ""),
+}
+
+
+class Attends(nn.Module):
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(4, 2, dropout=dropout, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.attention(*[x.unsqueeze(1)] * 3)[0]
+        return out.squeeze(1)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_dropout_that_is_off_in_a_training_step_is_warned_of_once(name: str) -> None:
+    build, where = MODULES[name]
+    module = build()
+    scheduler, x, said = (
+        make(module, module, num_microbatches=2, loss_fn=nn.MSELoss()),
+        torch.ones(4, 4),
+        list[list[str]](),
+    )
+    for trains in (True, False, False):
+        module.train(trains)
+        calls = lambda: scheduler.step(x, target=x), lambda: scheduler.evaluate(x, target=x)
+        said.append(warned("evaluation mode", *calls))
+        module.zero_grad()
+    assert [len(each) for each in said] == [0, bool(where), 0]
+    assert not where or WORDS.format(where) in said[1][0]
+    scheduler.close()
+
+
+# A mean of means over labels that do not all count: with the size of it.
+
+
+def labels(*ignored: int, value: int = -100) -> Tensor:
+    """Returns labels of two microbatches, each of 2 x 4, with so many ignored ones."""
+    given = torch.arange(16).reshape(4, 4) % 5
+    for microbatch, number in enumerate(ignored):
+        given[2 * microbatch : 2 * microbatch + 2].view(-1)[:number] = value
+    return given
+
+
+def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten())
+
+
+def weighted(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    loss = F.cross_entropy(out.flatten(0, 1), target.flatten(), reduction="sum")
+    return loss, (target != -100).sum()
+
+
+class Entropy(nn.CrossEntropyLoss):
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        return super().forward(out.flatten(0, 1), target.flatten())
+
+
+OTHER = {"loss_fn": Entropy(ignore_index=0)}
+WEIGHTED = {"loss_fn": weighted, "loss_reduction": "token_mean"}
+CASES: dict[str, tuple[Tensor, dict[str, Any], str]] = {
+    "uneven": (labels(2, 5), {}, "3 to 6 labels that count. If loss_fn is a mean over them, a la"),
+    "by how much": (labels(2, 5), {}, "a label of one microbatch weighs 2 times as much as one of"),
+    "one has none": (labels(2, 8), {}, "have 0 to 6 labels that count"),
+    "of a module": (labels(0, 4, value=0), OTHER, "targets have 0, "),
+    "even": (labels(3, 3), {}, ""),
+    "all count": (labels(), {}, ""),
+    "weights": (labels(2, 5), WEIGHTED, ""),
+    "sums": (labels(2, 5), {"loss_fn": Entropy(reduction="sum")}, ""),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_uneven_labels_that_count_are_warned_of_once(name: str) -> None:
+    target, options, words = CASES[name]
+    torch.manual_seed(rank())
+    module = nn.Embedding(5, 8) if rank() == 0 else nn.Linear(8, 5)
+    scheduler = make(module, module, **{"num_microbatches": 2, "loss_fn": cross_entropy, **options})
+    x, said = torch.arange(16).reshape(4, 4) % 5, list[str]()
+    for given in (labels(), target, target):  # the first step has nothing to say
+        said += warned("labels that count", lambda: scheduler.step(x, target=given))  # noqa: B023
+        module.zero_grad()
+    assert len(said) == bool(words and rank() == 1)
+    assert not said or words in said[0]
+    scheduler.close()
