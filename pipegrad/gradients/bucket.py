@@ -174,6 +174,8 @@ class GradientBucket:
             complete: A bound method; called when the last gradient is final in a backward.
             late: A bound method; it makes the step fail in `finish`.
         """
+        # The step holds its buckets. Strong references back would be a circle, and hooks and memory
+        # of a GradientSync that nobody holds any more would stay until Python's collector runs.
         self._on_complete, self._on_late = weakref.WeakMethod(complete), weakref.WeakMethod(late)
 
     def follow(self) -> None:
@@ -264,6 +266,8 @@ class GradientBucket:
 
         Sync: on the current stream. It may scale gradients of earlier steps.
         """
+        # Everything that may refuse the step has run in `check` and `refuse_values`, for all
+        # buckets: this changes gradients.
         before, self._divisor = self._divisor, divisor * self._own_divisor
         if self._before is not None:
             # Now one division at the end is right for the gradients of all steps. One that the
@@ -275,6 +279,7 @@ class GradientBucket:
                 if scale != 1:
                     with torch.no_grad():
                         gradient.mul_(scale)
+            # The list would hold the memory of gradients that move into their slots in this step.
             self._before = None
         self._results = ()
         if not continuing:
@@ -282,6 +287,8 @@ class GradientBucket:
             if self._cleared:
                 self._drop_zeros()
         self._restart()
+        # A slot that is written by its first gradient needs no zeros. So only slots are zeroed to
+        # which somebody adds without autograd.
         self.buffer.reset(self._to_share)
         self._begin_hooks()
 
@@ -357,6 +364,9 @@ class GradientBucket:
         if not self._is_last:
             if self._is_large[number]:
                 self._adopt(number)
+            # On CPU one call in a step says enough: a gradient was made. On a device the next
+            # microbatch may run on another stream, for which `fill` must wait, too. So there the
+            # hook goes on.
             if not self._has_streams:
                 self._hooks[number].rest()
             return
@@ -387,6 +397,8 @@ class GradientBucket:
 
         Sync: the current stream must be after everything that wrote them.
         """
+        # Another stage of this rank may still add to these gradients. Then nobody divides or sends
+        # them yet: the last of these stages makes them final.
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return
         if self._has_streams:
@@ -411,6 +423,8 @@ class GradientBucket:
             return False
         if self._has_streams:
             self.buffer.note_stream()
+        # One stage fewer is waited for. So a backward that was announced before may be the last one
+        # of the bucket now, and its hooks must count.
         self._update_last()
         return not self.waiting
 
@@ -429,6 +443,8 @@ class GradientBucket:
             return
         if self.buffer.slots and gradient is self.buffer.slots[number]:
             return
+        # The stream that has made the gradient copies it. So the gradient may be freed at once: who
+        # gets its memory next, on that stream, runs behind the copy.
         slot = self.buffer.claim()[number]
         write(slot, gradient)
         self._live[number].grad = slot
@@ -478,7 +494,9 @@ class GradientBucket:
             or not self._runs_last(number)
             or (self.buffer.slots and gradient is self.buffer.slots[number])
         ):
-            return  # `fill` does what is left
+            # `fill` does what is left. It runs behind all hooks of users, and one of theirs behind
+            # this one may still change the gradient.
+            return
         slot = self.buffer.claim()[number]
         write(slot, gradient, divisor)
         self._divided.add(number)
@@ -492,6 +510,8 @@ class GradientBucket:
 
         Sync: on the current stream, behind all streams that wrote.
         """
+        # All gradients are final. What autograd adds from here on is found by `late`, from version
+        # counters, so no hook costs anything until the next step.
         self._rest()
         self.buffer.made()
         slots, present = self.buffer.slots, self._read_all()
@@ -511,6 +531,9 @@ class GradientBucket:
         )
         with self.buffer.filling():
             self.buffer.fill(gradients, numbers, absent)
+        # Only behind `filling`: the streams that have made these gradients wait for the copy by
+        # now, so they may take the memory again. Where the memory of the bucket goes, no gradient
+        # may stay a view of it, or all of it would stay.
         live, goes = self._live, self.buffer.goes
         for number in range(len(live)) if goes else numbers:
             live[number].grad = None if goes else slots[number]
@@ -557,6 +580,8 @@ class GradientBucket:
                 return too_late(self.buffer.bucket.names if several else repr(self._key(0)))
             if all(map(is_, gradients, slots)):
                 return None
+        # `fill` has set each gradient to None if the memory goes. So a gradient that is there now
+        # has come later.
         for number, gradient in enumerate(gradients):
             if gradient is not None and (self.buffer.goes or gradient is not slots[number]):
                 return too_late(repr(self._key(number)))
@@ -590,6 +615,8 @@ class GradientBucket:
         asked = [i for i in self._absent if i not in self._cleared]
         if not asked or not any(p.has_result for p in self.parameters):
             return ()
+        # The flags were summed with the gradients. To read them blocks the host, so a rank reads
+        # them for gradients that it lacks itself, and in most steps not at all.
         contributed = self.buffer.contributed()
         return {i for i in asked if not contributed[i]}
 
@@ -696,6 +723,8 @@ def _watching(number: int, called: weakref.ref[GradientBucket]) -> Callable[[nn.
 def _counting(
     number: int, final: bytearray, left: list[int], called: weakref.ref[GradientBucket]
 ) -> Callable[[nn.Parameter], None]:
+    # It counts in two plain buffers, without the bucket: this runs for each parameter in each step.
+    # The bucket is called for the last one alone, by a weak reference: see `Hook`.
     def count(_: nn.Parameter) -> None:
         if final[number]:
             if (bucket := called()) is not None:

@@ -202,6 +202,8 @@ class BucketBuffer:
         """
         current = sync_points.in_use.current(self.device) if self._streams else None
         others = [stream for stream in self._streams if stream != current]
+        # One wait for each stream, not for each gradient: an event covers all that a stream has
+        # done before it.
         for stream in others:
             GATHER(WROTE(self.device, stream), self.device)
         self.made().acquire(FILL_FREE)
@@ -329,6 +331,8 @@ class BucketBuffer:
         Sync: the stream on which it was made waits for the comm stream.
         """
         if self._memory is not None and self.is_taken:
+            # The host frees memory that the comm stream may still read. So its first stream waits
+            # before the allocator gives it out again there.
             self._memory.return_home(GONE)
             self._memory, self.slots = None, []
 
@@ -340,6 +344,8 @@ class BucketBuffer:
         if self._memory is not None:
             self._memory.release(RELEASED)
         if self._part is not None:
+            # A view of the part, here or in `payload`, would keep its memory when the user has
+            # dropped all gradients.
             self._part = None
             self._locate(self.nothing())
 
@@ -435,6 +441,7 @@ class BucketBuffer:
                 ]
                 if self._counts_each:
                     self.slots = [slot.data for slot in self.slots]
+                # Last: other threads read it without the lock, and must find the slots then.
                 self._memory = FlatBuffer(flat)
             return self._memory
 

@@ -167,6 +167,8 @@ class DriftCheck:
         """
         if self._groups.world is None or step == self._last_step:
             return False
+        # Two callers count a step: `finish`, and `abort` where it fails behind that. Counted twice,
+        # this rank would compare in another step than the others.
         self._last_step = step
         self._num_steps += 1
         is_wanted, self._is_wanted = self._is_wanted, False
@@ -356,6 +358,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     # Integers, so that the order of additions does not matter. Sums wrap around modulo 2^64. All
     # weights are odd, so the product of a change and a weight is never a multiple of 2^64.
     words, rest = _words(tensor)
+    # A weight for each word would be a second tensor as large as the first. So blocks have weights,
+    # and the words of a block are summed.
     whole = words.numel() // _BLOCK * _BLOCK
     total = words[whole:].sum()
     if rest is not None:

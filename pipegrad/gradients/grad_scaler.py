@@ -149,6 +149,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             StepError: As `unscale_`.
         """
+        # Not raised here: the other ranks come to the all-reduce below and would wait for this one.
+        # It goes there as a flag, and all ranks raise.
         error = self._complaint(gradients.values(), allow_fp16=False)
         # In float64 no square of a float32 overflows. So the norm is infinite exactly if an element
         # is, as in torch's decision.
@@ -312,6 +314,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _refuse(self, error: Exception | None) -> NoReturn:
         """Raises the same error on all ranks, with the messages of ranks that have an error."""
+        # All ranks have read the same flags, so all come here. Words do not fit into a message of a
+        # few numbers: they go through the store.
         message = "" if error is None else in_words(error)
         ranks = sorted(self._sync.topology.ranks)
         get_scale = super().get_scale

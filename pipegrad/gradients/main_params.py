@@ -107,6 +107,8 @@ class MainShard:
         Sync: on the current stream.
         """
         if self.copied:
+            # Through `.data`, which has a counter of its own: this is no write of the user that has
+            # to be refused.
             self._source.copy_(self.tensor.data)
 
     def take(self, gradient: torch.Tensor | None, *, adds: bool = False) -> None:
@@ -117,6 +119,8 @@ class MainShard:
             adds: Whether to add it to the gradient of the last step, which was not zeroed.
         """
         if gradient is not None:
+            # A master copy has its gradient in its own dtype, because torch's optimizers want both
+            # alike. A gradient of that dtype is not copied: `.grad` is a view of the bucket.
             gradient = gradient.detach().to(self._dtype if self.copied else self._gradient_dtype)
         if not adds or self.tensor.grad is None:
             self.tensor.grad = gradient

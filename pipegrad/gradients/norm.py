@@ -189,6 +189,8 @@ class GlobalNorm:
         term = self.term(gradients, norm_type, device=device, dtype=dtype, least=least)
         if group is None:
             return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+        # A rank that has no gradient that counts takes part as well, with a zero: every rank must
+        # come to each collective.
         began = self._tape.now()
         ranks = dist.get_process_group_ranks(group)
         if self._own is not None:
@@ -229,6 +231,7 @@ class GlobalNorm:
         """
         own = terms if self._own is None else terms[self._own]
         norm = own.max() if math.isinf(norm_type) else own.sum().pow(1.0 / norm_type)
+        # A replica that skips the step while others make it would count other steps than they do.
         norm = norm.where(terms.isfinite().all(), terms.sum())
         return (norm * factor).to(self._dtype)
 

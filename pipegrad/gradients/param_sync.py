@@ -130,6 +130,7 @@ class ParameterSync:
         for parameter in self._parameters:
             if parameter.main_shard is not None:
                 parameter.main_shard.copy_back()
+        # Behind the copies, so that `check_published` sees only what was written later.
         self._note_versions([p for p in self._parameters if p.is_updated_elsewhere])
         self.send()
 
@@ -154,6 +155,9 @@ class ParameterSync:
         """
         if self.is_due:
             self.publish()
+            # The loop may still call `publish` itself, as it must with an optimizer of its own.
+            # That call may send nothing: other ranks count these messages, and would take them for
+            # the next ones.
             self._due = Due.BY_HOOK
 
     def publish_if_due(self) -> None:
@@ -207,6 +211,8 @@ class ParameterSync:
 
     def expect(self) -> None:
         """Notes that new gradients are there, so the optimizer will step next."""
+        # The optimizer may step from here on. Counters of now, compared later, say whether it has,
+        # whoever made it.
         self._due, self.is_moving = Due.NOW, False
         self._note_versions(self._parameters)
 
@@ -245,6 +251,8 @@ class ParameterSync:
 
         Sync: as `first_use`.
         """
+        # On all comm streams: this rank's own sends must have ended too, before who called this
+        # writes into the parameters.
         self._reducer.wait()
         self.coming.clear()
         self.is_moving = False

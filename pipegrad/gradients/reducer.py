@@ -170,6 +170,9 @@ class Reducer:
         Sync: `fill` runs on the current stream, collectives on the comm streams. May be called from
         autograd's threads.
         """
+        # Threads of autograd may complete two buckets at a time. Without the lock a later launch
+        # could overtake an earlier one, and two ranks would wait for each other in different
+        # collectives.
         with self._lock:
             if bucket in self._complete:
                 return
@@ -198,6 +201,7 @@ class Reducer:
             buffer = self.buffers[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
+            # The comm stream waits for the writes, and not the host: backward goes on.
             after = [] if buffer.event is None else [buffer.event]
             ticket = self.submit(comm_stream, partial(self._reduce, launch), after)
             if launch.step == buffer.scatters_at and self._room is not None:
@@ -261,6 +265,8 @@ class Reducer:
         if flat.arriving is None:
             step, inbox = bucket.route[launch.step], self._inboxes[launch]
             with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
+                # One memory serves all steps. The sum of the last step was added by a task of this
+                # comm stream, so it was read before this task.
                 inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
                 flat.expect(inbox.buffer, group)
@@ -268,6 +274,8 @@ class Reducer:
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind the one before it. On a comm stream."""
         comm_stream = self.comm_streams[launch.comm_stream]
+        # The reduction before it on the route is not complete: this one would send what is not
+        # summed yet. It waits behind it, and other buckets go on.
         if launch.bucket in self._ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
@@ -278,6 +286,7 @@ class Reducer:
             group = self._groups.of(step.ranks, launch.comm_stream)
             if launch in self._inboxes:
                 self._expect(launch)
+            # Here and not in `fill`: the comm stream divides beside the backward that goes on.
             if launch.step == 0:
                 buffer.divide()
             if buffer.goes:
@@ -335,6 +344,9 @@ class Reducer:
                 yield
         except BaseException as error:
             reason = error if isinstance(error, Exception) else repr(error)
+            # Posted before it is raised. Other ranks wait for this one in the same collective, and
+            # read the board while they wait: they fail within a second, with this reason, not after
+            # a timeout.
             message = self.notice.post(f"{description} failed: {reason}", final=True)
             if not ends_in_words(error):
                 raise
@@ -358,10 +370,14 @@ class Reducer:
         """
         start, began = time.perf_counter(), self.tape.now()
         if self._room is not None:
+            # In the order of launches, and each bucket's memory is freed when its part was copied,
+            # while the next ones are still on their way.
             for ticket in self._room.tickets():
                 self.wait_for(ticket)
                 self._room.free_done()
         self._wait_for_comm_streams()
+        # What was put off waits for a rank that answers at the end of its own step: see [Note: pair
+        # exchange] in `reductions`. So it comes last, and no other collective waits behind it.
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
             comm_stream.submit(comm_stream.run_late, ())
@@ -371,6 +387,8 @@ class Reducer:
         return time.perf_counter() - start
 
     def _wait_for_comm_streams(self) -> None:
+        # Each wait is short: between two of them this rank reads whether another one has failed. In
+        # one long wait it would learn of that only from the timeout of the backend.
         for comm_stream in self.comm_streams:
             while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
@@ -426,6 +444,8 @@ class Reducer:
         what, ranks = "meeting of all ranks", dist.get_process_group_ranks(None)
         host = self._groups.host
         if host is not None:
+            # Without a thread, and not on a comm stream: the device may still run backward, and the
+            # host needs only that all ranks have come.
             with self.reporting(what, ranks):
                 work = dist.all_reduce(torch.zeros(1), group=host, async_op=True)
             return partial(self._wait_on_host, work, what, ranks)
@@ -449,6 +469,8 @@ class Reducer:
 
     def _raise_refusal(self) -> None:
         """Raises an error if a verb was refused on another rank, and was not called again."""
+        # A rank that refused a verb may call it again in the next moment. So a refusal must stay
+        # for some seconds before it ends the wait; a failure ends it at once.
         message = self.notice.read_refusal()
         now = time.monotonic()
         if message is None or message != self._refusal:

@@ -294,6 +294,8 @@ class PairSum:
 
         Other rows would change nothing.
         """
+        # The messages of the last step have kept their memory until here. A wait right behind the
+        # sends would have lasted until the other rank came to its receives.
         self.settle()
         flat = real(self._buffer)
         parts = [rows.of(flat) for rows in self._rows]
@@ -306,6 +308,8 @@ class PairSum:
         # The receiver needs the counts first: they say how long the message is.
         self._send(torch.tensor(counts, device=flat.device), COUNTS)
         self._send(content, BACK)
+        # The wait comes behind the sends. The other rank needs them to end its step, and would wait
+        # for this rank as long as this rank waits for it.
         collectives.reduce_chain(self._buffer, arriving, group)
 
     def _add_rows(self) -> None:

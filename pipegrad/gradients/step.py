@@ -209,13 +209,21 @@ class Step:
                 "reverse: give it a number in all of them, or None and their divisor to the last "
                 "finish()"
             )
+        # The user may have stepped an optimizer that has no hook of ours. What it has written must
+        # reach the other ranks before their forward; what was written behind `publish` never would,
+        # and is refused.
         if self._parameter_sync.is_needed:
             self._parameter_sync.publish_if_due()
             self._parameter_sync.check_published()
         if not continues and self._agreed.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._agreed.wrapped)
+        # Between two steps a user may replace parameters, by a checkpoint or a new initialisation.
+        # Hooks must be on the present tensors before the first gradient.
         self._parts.parameters.look_up(self._follow)
+        # All checks come before the first `begin`. A step that is refused has changed nothing: the
+        # user may call zero_grad() and then this verb once more. Reversed, the error names the
+        # first parameter of the model.
         for gradients in reversed(self._everything):
             gradients.check(continuing=continues)
         self._divides_late = divisor is None
@@ -237,6 +245,7 @@ class Step:
         self._note_versions(*self._by_stage)
         self._watch.expect(has_gradients=False)
         self._only_accumulates = self._is_accumulating
+        # Last: whatever was refused above has left the state as it was.
         self._go("prepare")
         self._parts.ending.note_in_vain(True)
 
@@ -414,6 +423,8 @@ class Step:
                     "was None in prepare(), and only then"
                 )
         try:
+            # Before the wait: other ranks may already wait for this one, and `abort` posts the
+            # reason for them. Behind it, they could take sums that lack a gradient.
             late = (gradients.late() for gradients in self._everything)
             if (error := self._late_error or next(filter(None, late), None)) is not None:
                 raise error
@@ -427,6 +438,8 @@ class Step:
         except BaseException as error:
             self.abort(error)
             raise
+        # Asked here and not when the step began: the user may make a scaler at any time, and what
+        # it has scaled must be unscaled where overflows are looked for.
         scaler = self._watch.scaler()
         divides = divisor if scaler is None else None
         if divides is not None:
@@ -442,6 +455,8 @@ class Step:
     def _put_in_place(self, exposed_seconds: float, divisor: torch.Tensor | None) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
         early = sum(bucket.num_early for bucket in self._buckets.values())
+        # Before `end_step`: results are views of this rank's part, which belongs to them alone from
+        # then on.
         copies = sum(bucket.finish() for bucket in self._buckets.values())
         if self._local is not None:
             self._local.finish(divisor)
@@ -509,8 +524,12 @@ class Step:
             # wait for each other; see [Note: failed steps].
             if launches or self.plan.independent_axes:
                 self._give_up(begun=begun)
+            # A failed step counts, too. Otherwise this rank would compare copies in another step
+            # than the others, and all would wait.
             compares = self._keeps_equal and self._parts.drift.count(self._failures.step)
             if self._is_together(compares=compares):
+                # It is started and not waited for. The other ranks wait for it in `finish`, and the
+                # user must see this rank's error now.
                 self._reducer.meet()
             if launches:
                 self._parameter_sync.send()
@@ -614,6 +633,8 @@ class Step:
         """Sends a bucket whose gradients are all final. Autograd's threads may call it."""
         if not self.is_in_step or bucket.state is not BucketState.OPEN:
             return
+        # Before anything leaves: `prepare` must be refused from now on, since no division can be
+        # taken back.
         self._state = State.LEAVING
         if self._late_error is not None:
             # `finish` posts it, and only then launches what is left: no rank ends this step before.
