@@ -136,6 +136,8 @@ def agree_keeping(
     outcome: tuple[Own, T] | _Failure
     try:
         outcome = function()
+        # Inside `try`: a result that cannot be sent is an error of this rank, which all ranks
+        # raise.
         payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, str(caught))
@@ -254,6 +256,7 @@ def _exchange(
         subjects = {rank: other for rank, (*_, other) in replies.items()}
         raise AgreementError(f"ranks are in different places of the program: {subjects}")
     digests = [digest for digest, *_ in replies.values()]
+    # Sorted, and each once: ranks read a large common result once, and not once for each rank.
     payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
     if any(_digest(payload) != digest for digest, payload in payloads.items()):
         raise MessageError(f"{subject}: what a rank has sent was changed on its way")
@@ -277,6 +280,8 @@ def _meeting(ranks: tuple[int, ...], name: str | None) -> str:
         life = store().count(f"pipegrad/lives/{members}/{dist.get_rank()}")
         by_ranks[ranks] = _Meetings(life)
     meetings = by_ranks[ranks]
+    # A meeting with a name is not counted: a rank that stays away from it would count otherwise
+    # from then on, and look for all later meetings at wrong keys.
     if name is None:
         meetings.number += 1
     return f"{members}/{meetings.life}/{name or meetings.number}"

@@ -107,6 +107,8 @@ class FailureNotice:
         """
         notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
+        # Behind the post: the store has taken one first message of all ranks, so each rank reads
+        # the same cause. Before it, two ranks that fail at once would each find none.
         self._first = self.cause()
         return self._first
 
@@ -248,6 +250,7 @@ class FailedSteps:
             self.settle()
         if self._final is not None:
             self._notice.next_step()
+            # The other ranks begin this step, too, and wait for this rank: its board must say why.
             self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
             raise ReduceError(
                 f"this GradientSync {FAILED_BEFORE} and its communicators are out of step; end "

@@ -62,6 +62,8 @@ class Groups:
         if len(ranks) > 1:
             self.world = new_group(ranks, "pipegrad", device)
             self.own.append(self.world)
+        # A flag that NCCL reduces waits behind all that the device has to do, and the host behind
+        # the flag. This group is for hosts alone.
         self.host: dist.ProcessGroup | None = None
         if not self.block_host(device):
             self.host = new_group(ranks, "pipegrad host", torch.device("cpu"), "gloo")
@@ -145,6 +147,7 @@ def new_group(
     group: dist.ProcessGroup = dist.new_group(
         list(ranks), collective_timeout(device), backend, group_desc=description
     )
+    # Held weakly: a group that its owner has destroyed must not stay for `cut_all`.
     if dist.get_rank() in ranks:
         _made.add(group)
     return group
@@ -157,6 +160,7 @@ def cut_all() -> None:
     """
     world = dist.group.WORLD
     for group in [*_made, *([] if world is None else [world])]:
+        # A group may be destroyed already, or broken. The others must be closed all the same.
         with suppress(RuntimeError, ValueError):
             cut(group) if dist.get_backend(group) == "gloo" else group.abort()
 

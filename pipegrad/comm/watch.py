@@ -86,6 +86,8 @@ class Watch:
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
         self._store = store().clone()
+        # A store may outlive a process group, and still have its alarm. So each watch has keys of
+        # its own. All ranks make each watch, so each rank counts alone and has the same number.
         life = self._store.count(f"pipegrad/watch/lives/{self.rank}")
         self._prefix = f"pipegrad/watch/{life}"
         self._neighbours = Neighbours(self._store, self._key("process"), self.rank)
@@ -116,6 +118,9 @@ class Watch:
             self._report_alone("the other ranks have made no report")
         with self._moved:
             self._go(State.TAKEN)
+            # Under the lock under which `_end` raises. What it has raised and this thread has not
+            # seen yet is withdrawn: it would come in the middle of the error that this thread is
+            # about to raise.
             _raise_in(threading.get_ident(), None)
         return self._report
 
@@ -163,6 +168,8 @@ class Watch:
     def _take(self, report: FailureReport, *, shows: bool = False) -> None:
         """Takes the first report for that of the job, and wakes the thread of verbs."""
         with self._moved:
+            # The store may answer late, after this rank has reported alone. The user sees one
+            # report.
             if self._report.cause:
                 return
             self._report = report
@@ -237,6 +244,8 @@ class Watch:
         if in_debugger():
             self._store.set(key, f"{self.rank} {now}")
             return True
+        # The store is asked only when half of the time is over: most waits end long before, and
+        # cost no message.
         if self._account.late(share=0.5) is None or not self._store.check([key]):
             return False
         # Whoever has ended in his debugger tells nothing new.
@@ -259,6 +268,8 @@ class Watch:
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
         first = self._store.set_first(self._key("alarm"), f"{self.rank} {self._alarm}")
+        # The other thread takes this for a sign that the store answers, and waits longer for the
+        # report.
         self._go(State.ASKED)
         number, _, words = first.decode().partition(" ")
         self._store.set(self._key("state", self.rank), plain.dumps(self._account.record()))
@@ -291,6 +302,8 @@ class Watch:
                 if self._store.check([key := self._key("state", rank)]):
                     records[rank] = plain.loads(self._store.get(key), Record)
                     silent.remove(rank)
+            # A process that has ended or is stopped will not answer. Some looks later the others
+            # may still, so nobody is given up earlier.
             if time.monotonic() > known_by and silent <= self._neighbours.gone():
                 break
             time.sleep(_TICK_SECONDS)

@@ -50,11 +50,9 @@ class ShardedStages:
         ]
 
     def begin(self, *, forward_only: bool) -> None:
-        """Begins a step: backwards accumulate until the last one.
-
-        An evaluation frees parameters that an earlier forward left gathered: they may be out of
-        date.
-        """
+        """Begins a step: backwards accumulate until the last one."""
+        # An earlier forward may have left parameters gathered, and the optimizer has changed their
+        # shards since. An evaluation must not compute with the old values.
         if forward_only:
             for parts in self._parts.values():
                 reshard(parts)
@@ -68,6 +66,8 @@ class ShardedStages:
     def last_backward(self, stage: int) -> None:
         """Marks the next backward of a stage as its last, for the gradient layer too."""
         self._sync.stage_last_backward(stage)
+        # While steps accumulate no backward is the last for FSDP2: it would reduce, and the next
+        # steps would add to a gradient that is reduced already.
         if not self._sync.is_accumulating:
             _set_last_backward(self._parts[stage], is_last=True)
 

@@ -272,6 +272,8 @@ class Edges:
     def cut(self) -> None:
         """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
         self.is_cut = True
+        # Only a closed connection ends the wait of a rank in gloo. This rank cannot say which
+        # messages it has sent, so it cannot send the missing ones.
         both = (*self._hosts.values(), *self._beside.values())
         for group in dict.fromkeys(group for group, _ in both):
             cut(group)
@@ -305,6 +307,7 @@ class Inbox:
 
     def post(self) -> None:
         """Starts to receive one more header."""
+        # Zeros: the mark, the first word of a header, says without a wait that the header is there.
         head = torch.zeros(WORDS, dtype=torch.int64)
         work = sync_points.in_use.receive(self._group, head, self._peer, HEADERS)
         self.posted.append((head, head.numpy(), work))

@@ -289,6 +289,8 @@ class Losses:
         """
         if not continues:
             self._weight = torch.zeros_like(self._weight)
+        # Set before anything can fail: a rank whose step fails sends its part all the same, in
+        # `send`. Otherwise the others would wait for it in this all-reduce.
         self._owes_weight = reduces
 
     def refuse_earlier(self) -> None:
@@ -297,6 +299,9 @@ class Losses:
         Raises:
             StepError: If ranks were given what does not belong together, and nobody has read it.
         """
+        # The message of the last step may still be on its way, and a wait for it would end the
+        # overlap of two steps. The one before it has come long ago. On a device even a message that
+        # has come cannot be read without a wait for all that was enqueued before it.
         if len(self._unread) == 2 and self._device.type == "cpu":
             message = self._unread.popleft()
             if not message.is_refused:
@@ -470,6 +475,8 @@ class Losses:
                 message[place] = number
         work: dist.Work | None = None
         if self._group is not None:
+            # Not waited for: most loops read a loss some steps later or never, and the next step
+            # begins at once.
             work = dist.all_reduce(message, group=self._group, async_op=True)
             # A result may be thrown away unread. Its work must live until it has ended.
             _have_ended(self._leaving)

@@ -175,6 +175,8 @@ class Programs:
         generator = self._generator.planned(times)
         if generator is self._generator:
             return None
+        # Nothing of this rank changes before all ranks have agreed: a rank whose meeting fails goes
+        # on with the schedule that the others have, too.
         schedule = self._agreed(generator, step)
         self.spec = self._generator = generator
         return schedule
@@ -182,6 +184,8 @@ class Programs:
     def take(self, schedule: Schedule) -> None:
         """Takes a schedule that `adapted` returned, on all ranks alike."""
         self.schedule = schedule
+        # They were made for the schedule before. All ranks forget them at once: in `of_number` a
+        # rank says nothing of a schedule that all have compared.
         self._others.clear()
 
     def _agreed(self, generator: MeasuredGenerator, step: int) -> Schedule:
@@ -238,6 +242,8 @@ class Programs:
         by_rank = dict(zip(self._ranks, replies, strict=True))
         same(what, {rank: words for rank, (words, _) in by_rank.items()})
         same("the schedule", {rank: grid for rank, (_, grid) in by_rank.items()})
+        # Behind the meeting: if it fails on any rank, all of them compare the schedule again the
+        # next time.
         self._others[number] = schedule
         return schedule
 

@@ -187,6 +187,8 @@ class Steps:
         with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"):
             if self._closed:
                 raise StepError("this Scheduler is closed: make another one")
+            # Before anything can fail on this rank alone: all ranks count each call, since the
+            # number is in the keys of the board.
             notice.next_step()
             try:
                 if not forward_only and self._measured is not None:
@@ -362,6 +364,8 @@ class Steps:
     def _rewind(self, kind: StepKind) -> None:
         """Begins what counts a step, before anything of it can fail."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
+        # A step that fails before its first item must make all of its transfers. So the position is
+        # set here, in front of all that may raise.
         kind.executor.rewind()
         if training and (recorder := sync.tape.recorder) is not None:
             recorder.begin_step(self._notice.step, kind.program)
@@ -433,6 +437,7 @@ class Steps:
             divisor = divisor if late is None else late
         if training:
             self._loose.refuse(kind.program.schedule.num_microbatches)
+            # Asked once more: this step may have found its first tensor of this kind.
             self._refuse_graphs()
             self._loose.end(divisor)
         self.batches.outer.backward(divisor)
@@ -453,6 +458,8 @@ class Steps:
         # find the cause there.
         self._notice.fail(error)
         if not forward_only:
+            # Before the transfers, which wait for other ranks: the collectives that this starts do
+            # not, and other ranks may already wait in `finish`.
             sync.abort(error, begun=begun, final=executor.is_in_doubt)
         interrupt: BaseException | None = None
         if not executor.is_in_doubt:

@@ -293,6 +293,8 @@ class Transfers:
         if end is None:
             return
         self.is_in_doubt = True  # see [Note: interrupts]
+        # Reserved before the receive of the value is posted, or the value could be there before its
+        # header: see [Note: headers].
         if end.inbox.spare:
             end.inbox.spare -= 1
         else:
@@ -335,6 +337,7 @@ class Transfers:
             self._read_header(inbox)
         assert receive.work is not None
         RECEIVED(receive.work)
+        # The mark is read without a wait. The value is there, so its header is, too, if it has one.
         while self._is_tagged and inbox.posted and inbox.posted[0][1][0]:
             self._read_header(inbox)
         self.is_in_doubt = True
@@ -390,6 +393,8 @@ class Transfers:
         if wire.nbytes > receive.memory.nbytes:
             receive.memory, receive.like = _memory_for(wire, self._device), wire
             receive.is_free = FREED(self._device)
+        # On a side stream: on the current one all computes behind the receive would wait until the
+        # message is there.
         with sync_points.in_use.running(self._inbound):
             REUSED(receive.is_free, self._device)
             if wire.nbytes:  # NCCL sends no message of none
@@ -484,6 +489,8 @@ class Transfers:
                 head = self._head(end, key, spec)
                 self._start(key, end.host, head, end.host_peer, HEADERS)
             tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
+            # The posted receive is too small. An empty message ends it, and the receiver, which has
+            # the header, posts another one behind it.
             if tensor.nbytes > sizes.capacity:
                 self._start(key, end.group, torch.empty(0), end.peer, tag)
             self.is_in_doubt = True
@@ -545,7 +552,9 @@ class Transfers:
             return
         key = channel, microbatch
         self._start(key, end.host, header(key, None), end.host_peer, HEADERS)
-        if self._is_tagged:  # which ends the receive
+        # Between processors a receive is posted and only a message ends it. Between devices it is
+        # enqueued when its header is there, and this header says that none follows.
+        if self._is_tagged:
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
         self.is_in_doubt = False
 

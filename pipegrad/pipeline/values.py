@@ -347,6 +347,8 @@ class Values:
             value = self._held[link, microbatch]
             value.num_readers -= 1
             if not value.num_readers:
+                # The last reader has run. Its memory goes now and not at the end of the step: the
+                # schedule's bound on activations counts on that.
                 del self._held[link, microbatch]
                 gradient = value.tensor.grad
                 if gradient is None and value.is_received and value.tensor.requires_grad:
@@ -361,6 +363,7 @@ class Values:
         Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
         gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
         """
+        # Once in a step, and not once in a backward: a gradient that is there is not made anew.
         missing = [p for p in parameters if p.grad is None and p.requires_grad]
         if stage in self._sharded.stages:
             missing = [p for p in missing if not self._sharded.reduces(p)]
@@ -393,6 +396,7 @@ class Values:
             for owner in _overlapping(sharers) if len(sharers) > 1 else ():
                 assert owner.grad is not None
                 owner.grad = owner.grad.clone()
+        # What has its gradient now is not looked at again: later backwards add to it in place.
         if missing:
             self._without_gradient[stage] = [p for p in missing if p.grad is None]
 

@@ -158,6 +158,8 @@ class _Lowering:
                 if last_inputs.get(action.stage) == position < last.get(action.stage, -1):
                     items.extend(self._inputs_final(action.stage, launches))
                 if last.get(action.stage) == position:
+                    # Right behind the last backward or W, behind the sends that other ranks compute
+                    # with: gradients leave while this rank goes on with other stages.
                     items.append(encode(Op.FINAL, action.stage))
                     items.extend(launches.after(action.stage))
             # No message proves that these sends have arrived. So they are released at the end of
