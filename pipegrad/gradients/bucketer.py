@@ -369,6 +369,7 @@ class Bucketer:
 
         It also returns if a bucket takes longer than `seconds`.
         """
+        # A callback has added inputs. The loop that runs it, further up, goes on with them.
         if self._in_callback:
             return
         self._in_callback = True
@@ -378,6 +379,7 @@ class Bucketer:
                     return
                 bucket = self._in_flight.popleft()
                 self._errors += bucket.call_back()
+                # Behind the callbacks, which get views of this memory.
                 self._reclaim(bucket)
         finally:
             self._in_callback = False

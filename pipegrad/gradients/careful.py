@@ -36,6 +36,8 @@ class CarefulBucket(GradientBucket):
         # Whether autograd can add to a slot. Otherwise the result is copied back.
         self._can_share = bucket.dtype == bucket.wire_dtype
         self._is_plain = False
+        # Somebody may add to a slot without autograd, and no hook tells which one. So each slot
+        # counts its writes here, and one counter for all does not do.
         self.buffer.count_each()
         self._watched = set(range(len(self.parameters)))
         self._zeroed_versions: dict[int, int] = {}

@@ -363,6 +363,8 @@ class LooseLeaves:
         self._before.clear()
 
     def _put_aside(self, leaf: Tensor) -> None:
+        # What a leaf has from earlier steps is divided already, or is the user's. So it waits
+        # beside, and `end` adds it behind the division.
         if id(leaf) not in self._before:
             self._before[id(leaf)] = weakref.ref(leaf), leaf.grad
             leaf.grad = None

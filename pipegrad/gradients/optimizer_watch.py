@@ -132,6 +132,8 @@ class OptimizerWatch:
             if self._adopted and not self.has_gradients and not self._is_part(optimizer):
                 raise StepError(self._untimely(optimizer))
         except PipegradError as refusal:
+            # Ranks that step nothing, or whose optimizer is right, go on to the next step. They
+            # learn from the board why this rank does not come.
             if (on_refusal := self._on_refusal()) is not None:
                 on_refusal(refusal)
             raise

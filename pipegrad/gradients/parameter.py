@@ -105,6 +105,7 @@ class ParameterBuffer:
         if parameter.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(parameter)
+            # The object stays the same: optimizers, ties and hooks of users have it.
             parameter.data = view
 
     def shard(self, key: str, begin: int, end: int) -> torch.Tensor:

@@ -143,6 +143,8 @@ class GradientSync(Step):
         self.tape = parts.reducer.tape
         self.outer_optimizer = self._outer_optimizer()
         self._synchronize()
+        # Behind `_synchronize`, which makes the main shards: an optimizer is looked for by its
+        # tensors.
         self._watch.start()
         _every.add(self)
         watch()
@@ -189,6 +191,8 @@ class GradientSync(Step):
                 world = self._parts.groups.world
                 norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
         if inverse_scale is not None or not math.isinf(max_norm):
+            # These writes are pipegrad's. Without `note_results` the next optimizer would be warned
+            # of gradients that somebody has changed.
             clip_(list(gradients.values()), norm, max_norm, inverse_scale)
             self.note_results()
         return norm
@@ -589,12 +593,14 @@ class GradientSync(Step):
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
         with self.bounded("synchronize_parameters()"):
+            # Broadcasts follow. A rank that refused alone would leave the others in them.
             agree("synchronize_parameters", check, ranks=ranks, timeout_seconds=seconds)
             self._synchronize()
 
     def _synchronize(self) -> None:
         self.reshard()
         parts = self._parts
+        # Values first: shards and master copies are made of them, and must be equal on all ranks.
         make_equal(self.plan.packs, self._parameters, parts.groups, self.device)
         for parameter in self._parameters.values():
             parameter.settle()
@@ -677,6 +683,8 @@ class GradientSync(Step):
             return
         parts = self._parts
         try:
+            # Inside a step, or after a failed one, other ranks may never run what is in flight
+            # here. Then nothing is waited for.
             if not self.is_in_step and not parts.failures.are_in_doubt:
                 parts.reducer.settle()
                 if self._parameter_sync.is_taken:

@@ -166,6 +166,7 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         sync.prepare(divisor=divisor(schedule))
     elif not sync.is_closed:
         sync.publish_if_due()
+        # Parameters that FSDP2 gathered before the optimizer's step have old values.
         sync.reshard()
 
 

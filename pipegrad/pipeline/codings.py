@@ -238,6 +238,8 @@ class Coding:
         with self._named("encode"):
             self._codec.plugin.encode(value, message, self._carried)
         if self._feedback is not None:
+            # The receiver computes with what it decodes. The same decoding here says which part of
+            # the gradient that lacks.
             decoded = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             self.decode(message, decoded)
             self._feedback.add(position, value, decoded)
@@ -366,11 +368,9 @@ class Feedback:
         return gradient + error.to(gradient.device)
 
     def add(self, position: Position, total: Tensor, decoded: Tensor) -> None:
-        """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten.
-
-        nan and inf must not stay: a step that overflowed would spoil all that follow.
-        """
+        """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten."""
         error = decoded.neg_().add_(total)
+        # A step that overflowed would spoil all that follow, so nan and inf do not stay.
         self._pending[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self) -> None:
