@@ -7,7 +7,7 @@
    step. It sends zeros. So no other rank waits for ever, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
    long wait. It raises an error with the first message; a failed rank, too (`raise_first`).
-4. A rank begins its next step when everything that it launched has ended (`FailedSteps.settle`).
+4. A rank begins its next step when everything that it launched has ended (`FailedSteps.wait`).
    This needs no message.
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
    Then no rank can go on, and all ranks raise an error.
@@ -53,8 +53,8 @@ FAILED_ELSEWHERE = "a step failed on another rank"
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
 Kind = Literal["common", "raised", "lost"]
-# What ranks put before an error that they tell each other.
-_TOLD = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
+# What ranks put before an error of another rank.
+_RELAYED = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
 
 class FailureNotice:
@@ -88,8 +88,8 @@ class FailureNotice:
         # A store takes no surrogates, as names of files may have.
         message = message.encode("utf-8", "backslashreplace").decode()
         # This board may be read by the rank that is the cause before it has posted here itself.
-        told = told_by(message) if FAILED_ELSEWHERE in message else None
-        message = told[1] if told else f"rank {dist.get_rank()}: {message}"
+        source = source_of(message) if FAILED_ELSEWHERE in message else None
+        message = source[1] if source else f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
             store().set_first(self._key, message)
@@ -228,7 +228,7 @@ class FailedSteps:
         """Whether `error` was posted, and no step has begun since."""
         return error is self._doubt
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until everything that a failed step launched on this rank has ended."""
         # The collectives of the failed step use the same communicators as those of the next step.
         # If one of them never ends, the communicators of two ranks are at different collectives,
@@ -247,7 +247,7 @@ class FailedSteps:
             ReduceError: If an earlier failure is final. It contains that failure.
         """
         if self._doubt is not None:
-            self.settle()
+            self.wait()
         if self._final is not None:
             self._notice.next_step()
             # The other ranks begin this step, too, and wait for this rank: its board must say why.
@@ -405,9 +405,9 @@ def find_cause(
     if own:
         return [own[0].rank], f"{_error(own[0])}{own[0].failure.note}", "raised"
     for record in failed:
-        told = told_by(record.failure.error)
-        if told is not None and not is_of_others(told[1]):
-            return [told[0]], told[1], "raised"
+        source = source_of(record.failure.error)
+        if source is not None and not is_of_others(source[1]):
+            return [source[0]], source[1], "raised"
     if failed and not silent:
         return *_who_was_awaited(records, failed), "lost"
     ranks, words = list(silent), _some(f"rank {rank} {sign}" for rank, sign in silent.items())
@@ -471,10 +471,10 @@ def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
 def _error(record: Record) -> str:
     """Returns the error of a rank, and where it was."""
     # What this rank has posted, or others have told back to it, names it already.
-    told = told_by(record.failure.error)
+    source = source_of(record.failure.error)
     words = f"rank {record.rank}: {record.failure.error}"
-    if told is not None and told[0] == record.rank:
-        words = told[1]
+    if source is not None and source[0] == record.rank:
+        words = source[1]
     return f"{words} [{record.at}]" if record.at else words
 
 
@@ -503,8 +503,8 @@ def _sentences(*parts: str) -> str:
     return ". ".join(part for part in parts if part)
 
 
-def told_by(words: str) -> tuple[int, str] | None:
-    """Returns the rank whose error is told in these words, and its words; None if none is named."""
-    chain = _TOLD.match(words, max(0, words.find(FAILED_ELSEWHERE)))
+def source_of(words: str) -> tuple[int, str] | None:
+    """Returns the rank whose error these words repeat, and its words; None if none is named."""
+    chain = _RELAYED.match(words, max(0, words.find(FAILED_ELSEWHERE)))
     begin = words.rfind("rank ", chain.start(), chain.end()) if chain else -1
     return None if begin < 0 else (int(words[begin + 5 :].partition(":")[0]), words[begin:])

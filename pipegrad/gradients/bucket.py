@@ -125,7 +125,7 @@ class GradientBucket:
         self.num_early = 0
         self.state = BucketState.RESTS
         self._device = buffer.device
-        self._own_divisor = buffer.bucket.divisor
+        self._fixed_divisor = buffer.bucket.divisor
         self._mean = mean
         self._divisor = 1.0
         number = len(parameters)
@@ -268,11 +268,11 @@ class GradientBucket:
         """
         # Everything that may refuse the step has run in `check` and `refuse_values`, for all
         # buckets: this changes gradients.
-        before, self._divisor = self._divisor, divisor * self._own_divisor
+        before, self._divisor = self._divisor, divisor * self._fixed_divisor
         if self._before is not None:
             # Now one division at the end is right for the gradients of all steps. One that the
             # user has set is not divided by the step's divisor.
-            scale = self._divisor / (before if continuing else self._own_divisor)
+            scale = self._divisor / (before if continuing else self._fixed_divisor)
             for number, gradient in enumerate(self._before):
                 if gradient is None or (number in self._cleared and not continuing):
                     continue
@@ -363,7 +363,7 @@ class GradientBucket:
         self._fired[number] = 1
         if not self._is_last:
             if self._is_large[number]:
-                self._adopt(number)
+                self._move(number)
             # On CPU one call in a step says enough: a gradient was made. On a device the next
             # microbatch may run on another stream, for which `fill` must wait, too. So there the
             # hook goes on.
@@ -376,7 +376,7 @@ class GradientBucket:
         self._final[number] = 1
         self._left[0] -= 1
         if self._is_large[number]:
-            (self._take if self._accumulates_once else self._adopt)(number)
+            (self._take if self._accumulates_once else self._move)(number)
         if not self._left[0]:
             self.counted(number)
 
@@ -432,7 +432,7 @@ class GradientBucket:
         if (complete := self._on_complete()) is not None:
             complete(self)
 
-    def _adopt(self, number: int) -> None:
+    def _move(self, number: int) -> None:
         """Moves a new gradient into its slot; autograd adds the next ones to it.
 
         Sync: on the current stream, on which autograd has made the gradient.
@@ -449,10 +449,10 @@ class GradientBucket:
         write(slot, gradient)
         self._live[number].grad = slot
 
-    def adopt(self) -> None:
+    def move_all(self) -> None:
         """Moves all new gradients into their slots.
 
-        Sync: as `_adopt`.
+        Sync: as `_move`.
         """
         if self.state is not BucketState.OPEN:
             return
@@ -485,7 +485,7 @@ class GradientBucket:
     def _take(self, number: int) -> None:
         """Copies a final gradient into its slot, divided in the same pass.
 
-        Sync: as `_adopt`.
+        Sync: as `_move`.
         """
         gradient, divisor = self._live[number].grad, self._divisor * self._mean
         if (
@@ -604,7 +604,7 @@ class GradientBucket:
                 self._live[number].grad = self.buffer.slots[number] if has_any else None
         else:
             for number in range(len(self._live)):
-                self._place(number, has_any=number not in nobody)
+                self._put_result(number, has_any=number not in nobody)
         self.note_results()
         return 0
 
@@ -620,7 +620,7 @@ class GradientBucket:
         contributed = self.buffer.contributed()
         return {i for i in asked if not contributed[i]}
 
-    def _place(self, number: int, *, has_any: bool) -> None:
+    def _put_result(self, number: int, *, has_any: bool) -> None:
         """Puts one result where its placement says."""
         main_shard = self._main_shards[number]
         if self._is_sharded:

@@ -23,8 +23,8 @@ RESET_FREE = sync_points.Wait(
     "buffer.reset-free", "the last step may still be read on another stream"
 )
 RESET = sync_points.Record("buffer.reset", "what a producer writes must not be zeroed over")
-ADOPT_FREE = sync_points.Wait(
-    "buffer.adopt-free", "the memory may be zeroed, or read, on another stream still"
+CLAIM_FREE = sync_points.Wait(
+    "buffer.claim-free", "the memory may be zeroed, or read, on another stream still"
 )
 FILL_FREE = sync_points.Wait("buffer.fill-free", "the zeroing may still run on another stream")
 WRITTEN = sync_points.Record(
@@ -185,7 +185,7 @@ class BucketBuffer:
 
         Sync: the current stream may write to them then.
         """
-        self.made().acquire(ADOPT_FREE)
+        self.made().acquire(CLAIM_FREE)
         return self.slots
 
     def note_stream(self) -> None:

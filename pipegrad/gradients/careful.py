@@ -99,7 +99,7 @@ class CarefulBucket(GradientBucket):
         if self._is_last and not self._is_attribute:
             self._run(range(len(self._live)), self._watch)
 
-    def _adopt(self, number: int) -> None:
+    def _move(self, number: int) -> None:
         if not (self._is_attribute and self._can_share):
             return
         tensor = self._live[number]
@@ -112,14 +112,14 @@ class CarefulBucket(GradientBucket):
                 write(slot, gradient)
                 self._set(number, slot)
 
-    def adopt(self) -> None:
+    def move_all(self) -> None:
         """Moves all new gradients into their slots."""
         if self.state is BucketState.OPEN:
             if self._has_streams:
                 self.buffer.note_stream()
             for number, final in enumerate(self._final):
                 if not final:
-                    self._adopt(number)
+                    self._move(number)
 
     def _take(self, number: int) -> None:
         """Leaves a final gradient to `fill`."""
@@ -194,9 +194,9 @@ class CarefulBucket(GradientBucket):
         super().finish()
         return self._num_copied
 
-    def _place(self, number: int, *, has_any: bool) -> None:
+    def _put_result(self, number: int, *, has_any: bool) -> None:
         if self._is_sharded:
-            super()._place(number, has_any=has_any)
+            super()._put_result(number, has_any=has_any)
             return
         if has_any and self.parameters[number].has_result:
             self._take_result(number, self.buffer.result(number))

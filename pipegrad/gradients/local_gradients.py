@@ -47,7 +47,7 @@ class LocalGradients:
     ) -> None:
         self.parameters = parameters
         self._accessor = accessor
-        self._own_divisors = divisors
+        self._fixed_divisors = divisors
         self._main_shards = [p.main_shard for p in parameters]
         self._is_attribute = isinstance(accessor, GradAttribute)
         self._is_open = False
@@ -60,7 +60,7 @@ class LocalGradients:
         self._results: list[TensorWeakRef | int | None] = []
         self._result_versions: list[int] = []
         # Gradients that were there when the step began: they are where the user wants them.
-        self._kept: set[int] = set()
+        self._present: set[int] = set()
         self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
         self._shown = ShownResults(accessor)
         self.follow()
@@ -129,12 +129,12 @@ class LocalGradients:
         """
         if not continuing:
             self._shown.drop(self._live)
-        self._kept = set()
+        self._present = set()
         for number, gradient in enumerate(self._before or ()):
             if gradient is None:
                 continue
-            self._kept.add(number)
-            own = self._own_divisors[number]
+            self._present.add(number)
+            own = self._fixed_divisors[number]
             # A result was divided. One that the user has set is not divided by the step's divisor.
             before = own * self._divisor if continuing else 1.0 if number in self._adds else own
             if before != divisor * own:
@@ -167,13 +167,13 @@ class LocalGradients:
         """
         self._is_open = False
         gradients = self._read_all()
-        by = {own: self._divisor * own for own in {*self._own_divisors}}
+        by = {own: self._divisor * own for own in {*self._fixed_divisors}}
         if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)
             if divisor is not None:
                 divide_([g for g in gradients if g is not None], divisor)
             for own, factor in by.items():
-                some = zip(gradients, self._own_divisors, strict=True)
+                some = zip(gradients, self._fixed_divisors, strict=True)
                 if factor != 1:
                     _divide([g for g, o in some if g is not None and o == own], factor)
         for number, main_shard in enumerate(self._main_shards):
@@ -195,7 +195,7 @@ class LocalGradients:
             if gradient is None or gradient.layout != torch.strided:
                 continue
             address = gradient.untyped_storage().data_ptr()
-            if address in taken and number not in self._kept:
+            if address in taken and number not in self._present:
                 copied = gradients[number] = gradient.clone()
                 self._accessor.write(self._live[number], copied)
             taken.add(address)

@@ -99,7 +99,7 @@ class ParameterBuffer:
             for slot in bucket.slots
         }
 
-    def adopt(self, key: str, parameter: nn.Parameter) -> None:
+    def make_view(self, key: str, parameter: nn.Parameter) -> None:
         """Makes a parameter a view of the buffer, which frees its old memory."""
         view = self.views[key]
         if parameter.data_ptr() != view.data_ptr():
@@ -205,7 +205,7 @@ class LiveParameter:
             return self.main_shard.tensor.grad
         return self._accessor.read(self.live)
 
-    def settle(self) -> None:
+    def move(self) -> None:
         """Moves the parameter into its buffer, and its values into the main parameter.
 
         Sync: on the current stream.
@@ -214,7 +214,7 @@ class LiveParameter:
         # 9 of the journey of a gradient.
         parameter = self.parameter
         if self._buffer is not None:
-            self._buffer.adopt(self.record.key, parameter)
+            self._buffer.make_view(self.record.key, parameter)
         if self.main_shard is not None:
             main_range, source = self.main_shard.main_range, parameter.data
             if main_range.sharded and self._buffer is not None:

@@ -52,7 +52,7 @@ class Reducer:
     Attributes:
         buffers: The memory of each bucket, by its number.
         notice: The board.
-        meets_always: Whether only a meeting says that no rank has failed: no wait blocks the host.
+        needs_barrier: Whether only a barrier says that no rank has failed: no wait blocks the host.
         comm_streams: They run the collectives.
         tape: Where collectives are noted.
     """
@@ -88,7 +88,7 @@ class Reducer:
             for comm_stream in range(comm_streams)
         ]
         self._groups = groups
-        self.meets_always = groups.host is not None
+        self.needs_barrier = groups.host is not None
         self.notice = notice
         self.tape = Tape()
         self._lock = threading.Lock()
@@ -290,7 +290,7 @@ class Reducer:
             if launch.step == 0:
                 buffer.divide()
             if buffer.goes:
-                flat.place(buffer.part(launch.step))
+                flat.use(buffer.part(launch.step))
             flat.begin()
             with record_function(label):
                 work = self._handlers[step.handler].launch(flat, step, group)
@@ -321,7 +321,7 @@ class Reducer:
         is_sum_of_mean = step.op == "mean" and not flat.is_mean
         buffer.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
         if buffer.goes:
-            flat.place(buffer.nothing())
+            flat.use(buffer.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     def _words_of(self, launch: Launch) -> tuple[str, str]:
@@ -406,12 +406,12 @@ class Reducer:
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
         return [
-            self.submit(launch.comm_stream, flat.pair_sum.settle, ())
+            self.submit(launch.comm_stream, flat.pair_sum.wait_sent, ())
             for launch, flat in self._flat.items()
             if flat.pair_sum is not None
         ]
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Waits until all messages of pair exchanges were sent.
 
         Raises:
@@ -435,13 +435,13 @@ class Reducer:
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
 
-    def meet(self) -> Callable[[], None]:
+    def barrier(self) -> Callable[[], None]:
         """Starts a collective of all ranks; ranks that have failed take part, too.
 
         Returns:
             What waits until all ranks have started it. On the host: the device goes on.
         """
-        what, ranks = "meeting of all ranks", dist.get_process_group_ranks(None)
+        what, ranks = "barrier of all ranks", dist.get_process_group_ranks(None)
         host = self._groups.host
         if host is not None:
             # Without a thread, and not on a comm stream: the device may still run backward, and the
@@ -450,12 +450,12 @@ class Reducer:
                 work = dist.all_reduce(torch.zeros(1), group=host, async_op=True)
             return partial(self._wait_on_host, work, what, ranks)
 
-        def meeting() -> None:
+        def on_comm_stream() -> None:
             assert self._groups.world is not None
             with self.reporting(what, ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
 
-        return partial(self.wait_for, self.submit(0, meeting, ()))
+        return partial(self.wait_for, self.submit(0, on_comm_stream, ()))
 
     def _wait_on_host(self, work: dist.Work, what: str, ranks: Sequence[int]) -> None:
         began = time.monotonic()

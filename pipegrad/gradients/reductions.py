@@ -74,14 +74,14 @@ class StepBucket:
         self.pair_sum = pair_sum
         self.is_mean = self._is_divided = is_divided
         self.arriving: collectives.Arriving | None = None
-        self.place(buffer)
+        self.use(buffer)
 
-    def place(self, buffer: torch.Tensor) -> None:
+    def use(self, buffer: torch.Tensor) -> None:
         """Makes `buffer` the tensor that is reduced: the memory of a bucket may be new."""
         self.buffer = buffer
         self.payload, self.flags = buffer[: -self.num_flags], buffer[-self.num_flags :]
         if self.pair_sum is not None:
-            self.pair_sum.place(buffer)
+            self.pair_sum.use(buffer)
 
     def begin(self) -> None:
         """Starts a reduction: what is launched next is a sum, unless it says otherwise."""
@@ -258,7 +258,7 @@ class PairSum:
         self._back = back
         self._sending: list[tuple[torch.Tensor, Work]] = []
 
-    def place(self, buffer: torch.Tensor) -> None:
+    def use(self, buffer: torch.Tensor) -> None:
         """Makes `buffer` the tensor that is summed: payload and flags, flat."""
         self._buffer = buffer
 
@@ -283,7 +283,7 @@ class PairSum:
         collectives.reduce_chain(self._buffer, None, group)
         return LateWork(self._add_rows)
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Waits until the last messages of this rank were sent."""
         for _, work in self._sending:
             SENT(work)
@@ -296,7 +296,7 @@ class PairSum:
         """
         # The messages of the last step have kept their memory until here. A wait right behind the
         # sends would have lasted until the other rank came to its receives.
-        self.settle()
+        self.wait_sent()
         flat = real(self._buffer)
         parts = [rows.of(flat) for rows in self._rows]
         touched = [part.view(torch.uint8).any(dim=1).nonzero().flatten() for part in parts]

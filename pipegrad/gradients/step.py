@@ -149,7 +149,7 @@ class Step:
         self._final_stages: set[int] = set()
         self._waiting: set[int] = set()  # stages that are not final in this step
         self._late_error: StepError | None = None
-        self._last_together = 0  # the last step of which all ranks have met at its end
+        self._last_together = 0  # the last step with a barrier at its end
         self._watch = OptimizerWatch(
             self._parameters.values(),
             parameter_sync=parts.parameter_sync,
@@ -347,7 +347,7 @@ class Step:
         Sync: writes on the current stream, which must be the one that made the gradients.
         """
         for bucket in self._by_stage[stage] if self.is_in_step else ():
-            bucket.adopt()
+            bucket.move_all()
 
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
@@ -433,7 +433,7 @@ class Step:
             if self._is_together(compares=compares):
                 # A failed rank takes part in this collective, too. So after it, the board says
                 # whether to compare, and no rank compares alone.
-                self._reducer.meet()()
+                self._reducer.barrier()()
             self._reducer.notice.refuse_failed()
         except BaseException as error:
             self.abort(error)
@@ -504,7 +504,7 @@ class Step:
         if self._failures.has_posted(error):
             return self._failures.cause()
         if not begun:
-            self._failures.settle()
+            self._failures.wait()
             if self._failures.are_final:
                 return None  # `prepare` has posted it
         # A step that only accumulates may be followed by the next one without `finish`.
@@ -519,7 +519,7 @@ class Step:
         if is_unfinished:
             self.drop_gradients()
         if reduces and not final:
-            # The same order as in a step that ends well: the collectives, the meeting of `finish`,
+            # The same order as in a step that ends well: the collectives, the barrier of `finish`,
             # and the parameter sync that other ranks may publish after it. Otherwise ranks would
             # wait for each other; see [Note: failed steps].
             if launches or self.plan.independent_axes:
@@ -530,13 +530,13 @@ class Step:
             if self._is_together(compares=compares):
                 # It is started and not waited for. The other ranks wait for it in `finish`, and the
                 # user must see this rank's error now.
-                self._reducer.meet()
+                self._reducer.barrier()
             if launches:
                 self._parameter_sync.send()
         return cause
 
     def _is_together(self, *, compares: bool) -> bool:
-        """Whether all ranks meet at the end of this step. The second call for a step returns False.
+        """Whether this step ends with a barrier. The second call for a step returns False.
 
         Args:
             compares: Whether they compare copies then.
@@ -545,7 +545,7 @@ class Step:
         # together, and count the same steps. And where waits do not block the host, a rank could
         # read the board before a slower rank has posted, and step with its zeros.
         before, self._last_together = self._last_together, self._failures.step
-        always = bool(self.plan.independent_axes) or self._reducer.meets_always
+        always = bool(self.plan.independent_axes) or self._reducer.needs_barrier
         return compares or (always and before != self._failures.step)
 
     def drop_gradients(self) -> None:

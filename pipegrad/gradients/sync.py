@@ -339,7 +339,7 @@ class GradientSync(Step):
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.take()
-        self._watch.adopt(optimizer)
+        self._watch.add(optimizer)
         return optimizer
 
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
@@ -603,7 +603,7 @@ class GradientSync(Step):
         # Values first: shards and master copies are made of them, and must be equal on all ranks.
         make_equal(self.plan.packs, self._parameters, parts.groups, self.device)
         for parameter in self._parameters.values():
-            parameter.settle()
+            parameter.move()
         self._parameter_sync.forget()
         if self.outer_optimizer is not None:
             self.outer_optimizer.begin()
@@ -686,7 +686,7 @@ class GradientSync(Step):
             # Inside a step, or after a failed one, other ranks may never run what is in flight
             # here. Then nothing is waited for.
             if not self.is_in_step and not parts.failures.are_in_doubt:
-                parts.reducer.settle()
+                parts.reducer.wait_sent()
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
         except BaseException:

@@ -32,13 +32,13 @@ from pipegrad.interop.torch_schedule import (
     divisor,
     leave,
     num_microbatches,
-    placed_on,
     refuse_other_shapes,
     refuse_written_outputs,
     renew_inputs,
     replace,
     stage_ticks,
     stages_of,
+    with_stages_of,
 )
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import is_fsdp2
@@ -106,21 +106,21 @@ def attach(
         check_stages(stages)
         check_split_backward(schedule)
         check_sharded(schedule, stages)
-        placed = placed_on(topology, stages[0])
-        refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], placed)
+        staged = with_stages_of(topology, stages[0])
+        refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], staged)
 
     # Anything that can fail on one rank alone is checked inside `agree`, so all ranks raise. Only
     # then are methods replaced.
     agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
     for instance in (schedule, *stages):
         leave(instance)  # removes the methods of an earlier attach, which is closed
-    placed = placed_on(topology, stages[0])
+    staged = with_stages_of(topology, stages[0])
     sync = GradientSync(
         {stage.stage_index: stage.submod for stage in stages},
-        placed,
+        staged,
         tied=tied,
         handlers=handlers,
-        stage_ticks=stage_ticks(schedule, placed),
+        stage_ticks=stage_ticks(schedule, staged),
         **options,
     )
     failure = TorchFailure(schedule, sync)
@@ -213,7 +213,7 @@ def _follow_stage(
     weights = stage.backward_weight_one_chunk
 
     @functools.wraps(weights)
-    def adopted_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
+    def watched_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
         # torch sets the first gradients of weights itself, and no hook sees them.
         weights(*args, **kwargs)
         sync.adopt(index)
@@ -242,7 +242,7 @@ def _follow_stage(
     methods: dict[str, Callable[..., object]] = {
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
-        "backward_weight_one_chunk": adopted_weights,
+        "backward_weight_one_chunk": watched_weights,
         "perform_reduce_grad": final,
         "scale_grads": final,
     }

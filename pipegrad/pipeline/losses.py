@@ -470,9 +470,9 @@ class Losses:
             # The host waits for nothing. `torch.tensor(..., device=...)` would make it wait: it
             # copies from memory that is not pinned.
             message = message.pin_memory().to(self._device, non_blocking=True)
-        for place, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
-                message[place] = number
+                message[index] = number
         work: dist.Work | None = None
         if self._group is not None:
             # Not waited for: most loops read a loss some steps later or never, and the next step

@@ -334,26 +334,26 @@ class StepTimes:
         for (_, kind), stamps in self._computes.items():
             row = _FORWARD if kind == "F" else _BACKWARD
             median = statistics.median(_seconds(begin, end) for begin, end in stamps)
-            numbers[self.place_of_compute(row)] += median
+            numbers[self.index_of_compute(row)] += median
             if kind == "W":
-                numbers[self.place_of_compute(_WEIGHTS)] += median
+                numbers[self.index_of_compute(_WEIGHTS)] += median
         marks = self._transfers
         for microbatch in range(self.num_samples):
             out, back = ("F", True, microbatch), ("B", False, microbatch)
             if out in marks and back in marks:  # t1 and t4
                 seconds = _seconds(marks[out], marks[back])
-                numbers[self.place_of_hop(microbatch, self._rank)] = seconds
+                numbers[self.index_of_hop(microbatch, self._rank)] = seconds
             out, back = ("F", False, microbatch), ("B", True, microbatch)
             if out in marks and back in marks:  # t2 and t3
                 seconds = _seconds(marks[out], marks[back])
-                numbers[self.place_of_hop(microbatch, self._rank - 1)] = -seconds
+                numbers[self.index_of_hop(microbatch, self._rank - 1)] = -seconds
         return numbers
 
-    def place_of_compute(self, row: int) -> int:
+    def index_of_compute(self, row: int) -> int:
         """Returns where this rank has its forwards, backwards or W."""
         return self._first + row * self._num_ranks + self._rank
 
-    def place_of_hop(self, microbatch: int, hop: int) -> int:
+    def index_of_hop(self, microbatch: int, hop: int) -> int:
         """Returns where a hop of this pipeline has a microbatch."""
         hops = self._first + len(_ROWS) * self._num_ranks
         return hops + microbatch * (self._num_ranks - 1) + hop

@@ -304,7 +304,7 @@ TWINS: dict[str, Twin] = {
     "buffer.allocated": Twin(two_steps, {"allocation": 1}),
     "buffer.reset-free": Twin(two_steps, {"reader": 1}),
     "buffer.reset": Twin(two_steps, _LATE_ZEROES),
-    "buffer.adopt-free": Twin(adopted, {"reader": 1}),
+    "buffer.claim-free": Twin(adopted, {"reader": 1}),
     "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
     "buffer.written": Twin(two_steps, {"filler": 1}),
     "buffer.wrote": Twin(two_steps, {"producer of a": 1}),
