@@ -34,9 +34,9 @@ _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
 _OF_OTHERS = re.compile(
     rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
 )
-_OWN, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
+_PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
 # Lines of these do not help: pipegrad's own, torch's, and those of Python's standard library.
-_SKIPPED = (_OWN, _TORCH, f"{os.sep}click{os.sep}", "<")
+_SKIPPED = (_PIPEGRAD, _TORCH, f"{os.sep}click{os.sep}", "<")
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 # Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
 # pydevd, which VS Code and PyCharm use.
@@ -159,11 +159,11 @@ def _spot_of(stack: Sequence[Activity]) -> Spot:
 
 def failed_at(error: BaseException | None) -> Spot | None:
     """Returns what a thread was at when an error, or the one that it follows from, was raised."""
-    found: Spot | None = None
+    spot: Spot | None = None
     while error is not None:
-        found = getattr(error, _FAILED, None) or found
+        spot = getattr(error, _FAILED, None) or spot
         error = error.__cause__
-    return found
+    return spot
 
 
 def verb_thread() -> int:
@@ -250,7 +250,7 @@ def is_of_others(words: str) -> bool:
 def _is_raised_by_user(error: BaseException) -> bool:
     """Whether the line that has raised an error is neither torch's nor pipegrad's."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not any(part in frames[-1].filename for part in (_TORCH, _OWN))
+    return bool(frames) and not any(part in frames[-1].filename for part in (_TORCH, _PIPEGRAD))
 
 
 # What the rank is at.

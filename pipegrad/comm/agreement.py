@@ -25,7 +25,7 @@ from pipegrad.comm.store import SignedStore
 from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
 
 T = TypeVar("T")
-Own = TypeVar("Own")
+Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
@@ -108,12 +108,12 @@ def agree(
 
 def agree_keeping(
     what: str,
-    function: Callable[[], tuple[Own, T]],
+    function: Callable[[], tuple[Local, T]],
     *,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = AGREE_SECONDS,
     meeting: str | None = None,
-) -> tuple[Own, list[T]]:
+) -> tuple[Local, list[T]]:
     """Runs `function` as `agree` does; returns what this rank keeps, and the replies of all ranks.
 
     Args:
@@ -128,12 +128,12 @@ def agree_keeping(
         PipegradError: As `agree` does.
     """
     if not dist.is_initialized():
-        own, reply = _alone(what, function)
-        return own, [reply]
+        local, reply = _alone(what, function)
+        return local, [reply]
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     error: BaseException | None = None
     began: float | None = None
-    outcome: tuple[Own, T] | _Failure
+    outcome: tuple[Local, T] | _Failure
     try:
         outcome = function()
         # Inside `try`: a result that cannot be sent is an error of this rank, which all ranks

@@ -379,12 +379,12 @@ def _post_receives(
 
 def _add_up(
     output: torch.Tensor,
-    own: torch.Tensor,
+    part: torch.Tensor,
     me: int,
     terms: Mapping[int, torch.Tensor],
     arriving: Mapping[int, Work],
 ) -> None:
-    """Sums in the order of ranks. `own` is the part of rank `me`; `output` may be the same."""
+    """Sums in the order of ranks. `part` is the part of rank `me`; `output` may be the same."""
     # The terms of lower ranks are summed apart first, since `output` may still hold this rank's own
     # part. So every rank adds in the order of ranks, and the result has the same bits everywhere.
     before: torch.Tensor | None = None
@@ -392,21 +392,21 @@ def _add_up(
         RECEIVED(arriving[rank])
         before = terms[rank] if before is None else before.add_(terms[rank])
     if before is not None:
-        torch.add(before, own, out=output)
-    elif output.data_ptr() != own.data_ptr():
-        output.copy_(own)
+        torch.add(before, part, out=output)
+    elif output.data_ptr() != part.data_ptr():
+        output.copy_(part)
     for rank in range(me + 1, len(terms) + 1):
         RECEIVED(arriving[rank])
         output.add_(terms[rank])
 
 
 def _in_order(
-    own: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
+    part: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
 ) -> Iterator[torch.Tensor]:
     """Yields the parts of all ranks in the order of ranks, each when it has arrived."""
     for rank in range(len(terms) + 1):
         if rank == me:
-            yield own
+            yield part
         else:
             RECEIVED(arriving[rank])
             yield terms[rank]

@@ -121,15 +121,15 @@ class FailureNotice:
             error: Of this rank.
             kind: The class of the error that takes its place.
         """
-        is_own = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
-        if self._first is not None and not is_own:
+        stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
+        if self._first is not None and not stays:
             raise kind(f"{FAILED_ELSEWHERE}: {self._first}") from error
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
         first = self.read()
-        own = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
-        return None if first is None or (own and first.startswith(own)) else first
+        prefix = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
+        return None if first is None or (prefix and first.startswith(prefix)) else first
 
     def refuse_failed(self, kind: type[PipegradError] = ReduceError) -> None:
         """Raises an error if a rank has posted that this step failed.
@@ -397,13 +397,13 @@ def find_cause(
     """Returns the ranks that are the cause, words, and their kind: see the note above."""
     failed = [record for record in records.values() if record.failure.error]
     failed.sort(key=lambda record: (record.failure.time, record.rank))
-    own = [record for record in failed if not record.failure.follows]
-    errors = {record.failure.error for record in own}
+    causes = [record for record in failed if not record.failure.follows]
+    errors = {record.failure.error for record in causes}
     every = {record.failure.error for record in records.values()}
     if every == errors and len(errors) == 1 < len(records) and not silent:
-        return [], own[0].failure.error, "common"
-    if own:
-        return [own[0].rank], f"{_error(own[0])}{own[0].failure.note}", "raised"
+        return [], causes[0].failure.error, "common"
+    if causes:
+        return [causes[0].rank], f"{_error(causes[0])}{causes[0].failure.note}", "raised"
     for record in failed:
         source = source_of(record.failure.error)
         if source is not None and not is_of_others(source[1]):

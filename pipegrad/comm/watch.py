@@ -366,18 +366,18 @@ class Bounded(Activity):
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error, world = raised[1], dist.group.WORLD
-        own = None if world is None else _watches.get(world)
-        if own is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
+        ours = None if world is None else _watches.get(world)
+        if ours is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
             return
         if error is None and self.within_seconds is not None:
-            own.last_verb = self.what
-        if own.has_alarm:
+            ours.last_verb = self.what
+        if ours.has_alarm:
             # Also a verb that has ended well: after an alarm other ranks have ended.
-            raise StallError(own.report().cause) from error
+            raise StallError(ours.report().cause) from error
         if error is not None and has_lost_connection(error):
             # A symptom: another rank has ended, or its machine is gone. The watch knows more.
-            words = f"Rank {own.rank} lost the connection in {self.what}"
-            raise StallError(own.fail(error, words=words).cause) from error
+            words = f"Rank {ours.rank} lost the connection in {self.what}"
+            raise StallError(ours.fail(error, words=words).cause) from error
 
 
 def _raise_in(thread: int, error: type[StallError] | None) -> None:
@@ -389,12 +389,12 @@ def _raise_in(thread: int, error: type[StallError] | None) -> None:
 
 def _stalled(words: str) -> type[StallError]:
     """Returns a StallError that needs no arguments: Python raises a class in another thread."""
-    own = {
+    attributes = {
         "__module__": StallError.__module__,
         "__init__": lambda self: super(StallError, self).__init__(words),
         "__reduce__": lambda _: (StallError, (words,)),
     }
-    return type(StallError.__name__, (StallError,), own)
+    return type(StallError.__name__, (StallError,), attributes)
 
 
 def _started(name: str, target: Callable[[], object]) -> threading.Thread:
@@ -406,8 +406,8 @@ def _started(name: str, target: Callable[[], object]) -> threading.Thread:
 @atexit.register
 def _at_exit() -> None:
     # Python would end these threads inside of torch, which aborts the process.
-    for own in list(_watches.values()):
-        own.leave()
+    for each in list(_watches.values()):
+        each.leave()
 
 
 def _print(text: str) -> None:
@@ -439,8 +439,8 @@ class Neighbours:
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self.known: dict[int, tuple[int, str]] = {}
         self._store, self._prefix = store, prefix
-        self._machine, own = _machine(), os.getpid()
-        store.set(f"{prefix}/{rank}", f"{own} {process_state(own)[1]} {self._machine}")
+        self._machine, pid = _machine(), os.getpid()
+        store.set(f"{prefix}/{rank}", f"{pid} {process_state(pid)[1]} {self._machine}")
         local, num_local = (os.environ.get(f"LOCAL_{name}") for name in ("RANK", "WORLD_SIZE"))
         first = rank - int(local or 0)
         self._unread = {*range(first, first + int(num_local or 1))} - {rank}

@@ -513,7 +513,7 @@ class GradientBucket:
         # All gradients are final. What autograd adds from here on is found by `late`, from version
         # counters, so no hook costs anything until the next step.
         self._rest()
-        self.buffer.made()
+        self.buffer.allocated()
         slots, present = self.buffer.slots, self._read_all()
         # In most steps all gradients are new, or all are in their slots. One look says so.
         numbers = [

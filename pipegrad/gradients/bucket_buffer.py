@@ -147,7 +147,7 @@ class BucketBuffer:
     @property
     def buffer(self) -> torch.Tensor:
         """All slots and flags, flat."""
-        return self.made().buffer
+        return self.allocated().buffer
 
     def reset(self, zeroed: Sequence[int] = ()) -> None:
         """Begins a step, and zeroes some slots.
@@ -168,7 +168,7 @@ class BucketBuffer:
             self._home = sync_points.in_use.current(self.device)
             if self._memory is None and not zeroed:
                 return
-        memory = self.made()
+        memory = self.allocated()
         memory.acquire(RESET_FREE)
         if len(zeroed) == len(self.slots):
             memory.buffer.zero_()
@@ -185,7 +185,7 @@ class BucketBuffer:
 
         Sync: the current stream may write to them then.
         """
-        self.made().acquire(CLAIM_FREE)
+        self.allocated().acquire(CLAIM_FREE)
         return self.slots
 
     def note_stream(self) -> None:
@@ -206,7 +206,7 @@ class BucketBuffer:
         # done before it.
         for stream in others:
             GATHER(WROTE(self.device, stream), self.device)
-        self.made().acquire(FILL_FREE)
+        self.allocated().acquire(FILL_FREE)
         yield
         if others:
             copied = COPIED(self.device)
@@ -262,7 +262,7 @@ class BucketBuffer:
         # One event for the whole bucket: whoever completes it has made the current stream wait for
         # all other streams that wrote.
         self._divisor, self._divided = divisor, divided
-        self.event = self.made().written(WRITTEN)
+        self.event = self.allocated().written(WRITTEN)
 
     def divide(self) -> None:
         """Divides the gradients, but those that are divided; call it once, before any reduction.
@@ -413,7 +413,7 @@ class BucketBuffer:
         end = max(len(flat) - len(self.bucket.slots), 0)
         self.payload, self._flags = flat[:end], flat[end:]
 
-    def made(self) -> FlatBuffer:
+    def allocated(self) -> FlatBuffer:
         """Returns the memory, which is made if there is none.
 
         Sync: zeroes the gaps between slots on the current stream, if it is made.

@@ -265,7 +265,7 @@ class DriftCheck:
         Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
         """
         rows = {name: self._row(name, sums) for name in self._copies}
-        found = []
+        differing = []
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
         for ranks, names in sorted(self._over.items()):
             table = torch.stack([rows[name] for name in names])
@@ -273,8 +273,8 @@ class DriftCheck:
             largest, complements = table.chunk(2, dim=1)
             is_nowhere = (largest == _LEAST) & (complements == _LEAST)
             unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
-            found += [(n, ranks) for n, differs in zip(names, unequal, strict=True) if differs]
-        return found
+            differing += [(n, ranks) for n, differs in zip(names, unequal, strict=True) if differs]
+        return differing
 
     def _row(self, name: Name, sums: Sums) -> torch.Tensor:
         """Returns the sums and their complements; the least numbers if the tensor is not here."""
@@ -284,8 +284,8 @@ class DriftCheck:
         if tensor is None:
             number = 2 * len(sums(torch.zeros(0)))
             return torch.full((number,), _LEAST, device=self._device)
-        own = sums(tensor)
-        return torch.cat([own, ~own])
+        values = sums(tensor)
+        return torch.cat([values, ~values])
 
 
 def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:

@@ -134,12 +134,12 @@ class LocalGradients:
             if gradient is None:
                 continue
             self._present.add(number)
-            own = self._fixed_divisors[number]
+            fixed = self._fixed_divisors[number]
             # A result was divided. One that the user has set is not divided by the step's divisor.
-            before = own * self._divisor if continuing else 1.0 if number in self._adds else own
-            if before != divisor * own:
+            before = fixed * self._divisor if continuing else 1.0 if number in self._adds else fixed
+            if before != divisor * fixed:
                 with torch.no_grad():
-                    gradient.mul_(divisor * own / before)
+                    gradient.mul_(divisor * fixed / before)
         self._before, self._results, self._divisor, self._is_open = None, [], divisor, True
 
     def claim(self, number: int) -> torch.Tensor | None:
@@ -167,15 +167,15 @@ class LocalGradients:
         """
         self._is_open = False
         gradients = self._read_all()
-        by = {own: self._divisor * own for own in {*self._fixed_divisors}}
+        by = {fixed: self._divisor * fixed for fixed in {*self._fixed_divisors}}
         if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)
             if divisor is not None:
                 divide_([g for g in gradients if g is not None], divisor)
-            for own, factor in by.items():
+            for fixed, factor in by.items():
                 some = zip(gradients, self._fixed_divisors, strict=True)
                 if factor != 1:
-                    _divide([g for g, o in some if g is not None and o == own], factor)
+                    _divide([g for g, o in some if g is not None and o == fixed], factor)
         for number, main_shard in enumerate(self._main_shards):
             if main_shard is not None:
                 adds = number in self._adds
@@ -273,7 +273,7 @@ class LooseLeaves:
         self._num_steps = 0
         self._known = weakref.WeakValueDictionary[int, Tensor]()  # by id
         self._seen = dict[int, tuple[weakref.ref[Tensor], int, int]]()  # stage, and how often
-        self._own = set[int]()  # ids of parameters
+        self._parameter_ids = set[int]()  # ids of parameters
         self._before = dict[int, tuple[weakref.ref[Tensor], Tensor | None]]()  # its gradient
         self.is_looking = False
 
@@ -282,34 +282,34 @@ class LooseLeaves:
         """Whether no loose leaf is known."""
         return not self._known
 
-    def begin(self, given: Iterable[object] = ()) -> None:
+    def begin(self, passed: Iterable[object] = ()) -> None:
         """Begins a step; the gradients of known leaves are put aside, if they are not yet.
 
         Args:
-            given: What the caller gives the step. Leaves among it are known, and this replica's.
+            passed: What the caller gives the step. Leaves among it are known, and this replica's.
         """
         self._num_steps += 1
         self._seen.clear()
         self.is_looking = not self._num_steps & (self._num_steps - 1)
         if self.is_looking:
-            self._own = {id(self._sync.parameter(r)) for r in self._sync.records()}
-        for value in given:
+            self._parameter_ids = {id(self._sync.parameter(r)) for r in self._sync.records()}
+        for value in passed:
             if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
                 self._known[id(value)] = value
         for leaf in self._known.values():
             self._put_aside(leaf)
 
-    def look(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
+    def look(self, stage: int, roots: Sequence[Tensor], passed: Iterable[Tensor]) -> None:
         """Looks for loose leaves of a stage, before a backward.
 
         Args:
             stage: The stage.
             roots: Where the backward begins.
-            given: What the stage and its loss were given.
+            passed: What the stage and its loss were given.
         """
         if stage in self._unseen:
             return
-        others = {*self._own, *map(id, given)}
+        others = {*self._parameter_ids, *map(id, passed)}
         for leaf in _leaves(roots):
             if id(leaf) in others:
                 continue

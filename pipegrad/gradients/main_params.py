@@ -181,15 +181,15 @@ def grouped(
         main_parameters: Of this rank. Those in no group are left out.
     """
     group_of_key: dict[str, list[nn.Parameter]] = {}
-    made = []
+    parameter_groups = []
     for options, keys in groups:
         tensors: list[nn.Parameter] = []
         group_of_key |= dict.fromkeys(keys, tensors)
-        made.append({"params": tensors, **options})
+        parameter_groups.append({"params": tensors, **options})
     for main_parameter in main_parameters:
         if main_parameter.record.key in group_of_key:
             group_of_key[main_parameter.record.key].append(main_parameter.tensor)
-    return made
+    return parameter_groups
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
@@ -367,13 +367,13 @@ class Chunk(Tensor):
         if func in _COPIES:
             chunk = args[0]
             return chunk.with_local(func(chunk.local, *args[1:], **options))
-        found = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
-        if isinstance(found, Tensor):
+        result = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
+        if isinstance(result, Tensor):
             raise TypeError(
                 f"{func} of a Chunk, this rank's part of a sharded state: take its `local` values, "
                 f"or save and load it by torch.distributed.checkpoint"
             )
-        return found
+        return result
 
 
 _COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to}

@@ -174,8 +174,8 @@ class OptimizerWatch:
         # torch's GradScaler gives the scale to an optimizer that unscales by itself, as fused ones
         # do. Then it has looked at the gradients of this rank alone. Other optimizers do not know
         # who calls them, and it divides their gradients without a change of their versions.
-        is_own = scaler is not None and scaler.is_stepping
-        if not (self._alike or is_own) and getattr(optimizer, "grad_scale", None) is not None:
+        is_ours = scaler is not None and scaler.is_stepping
+        if not (self._alike or is_ours) and getattr(optimizer, "grad_scale", None) is not None:
             return PlanError(
                 "torch's GradScaler looks for overflows in the gradients of this rank alone, but "
                 "other ranks have other gradients: one rank would skip a step that others make. "

@@ -331,11 +331,11 @@ class LiveParameters:
         replaced = [tree for tree in self.trees.values() if not tree.check()]
         # This is done for each parameter in each step, so without bytecode for each. No list of
         # shapes is made: it would be garbage that Python counts, and looks through.
-        found = map(dict.get, self._tables, self._names)
+        present = map(dict.get, self._tables, self._names)
         is_as_agreed = (
             not replaced
             and self._is_plain
-            and all(map(is_, found, self._held))
+            and all(map(is_, present, self._held))
             and all(
                 all(map(eq, map(get, self._live), agreed))
                 for get, agreed in zip(_TRAITS, self._agreed, strict=True)

@@ -37,17 +37,15 @@ class ShardedStages:
         self._modules = modules
         # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters in
         # their place while they are gathered.
-        self._own_parameter_ids = frozenset[int]()
+        self._agreed_ids = frozenset[int]()
 
     def reduces(self, parameter: nn.Parameter) -> bool:
         """True if FSDP2 manages a parameter, gathered or not."""
-        return is_dtensor(parameter) or id(parameter) not in self._own_parameter_ids
+        return is_dtensor(parameter) or id(parameter) not in self._agreed_ids
 
     def gathered(self, stage: int) -> list[nn.Parameter]:
         """Returns the gathered parameters of a stage; autograd adds to their gradients."""
-        return [
-            p for p in self._modules[stage].parameters() if id(p) not in self._own_parameter_ids
-        ]
+        return [p for p in self._modules[stage].parameters() if id(p) not in self._agreed_ids]
 
     def begin(self, *, forward_only: bool) -> None:
         """Begins a step: backwards accumulate until the last one."""
@@ -57,9 +55,7 @@ class ShardedStages:
             for parts in self._parts.values():
                 reshard(parts)
             return
-        self._own_parameter_ids = frozenset(
-            id(self._sync.parameter(r)) for r in self._sync.records()
-        )
+        self._agreed_ids = frozenset(id(self._sync.parameter(r)) for r in self._sync.records())
         for parts in self._parts.values():
             _set_last_backward(parts, is_last=False)
 

@@ -279,7 +279,7 @@ class Codings:
         self.feedback = Feedback()
         self._cut = cut
         self.choice = choice
-        self._made: dict[tuple[Hop, Carried], Coding | None] = {}
+        self._codings: dict[tuple[Hop, Carried], Coding | None] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the errors of gradients on this rank, and their cut; empty if there are none."""
@@ -319,11 +319,11 @@ class Codings:
         A coding is the same object in all kinds of step, and for all values of the hop.
         """
         hop = (source, target) if source < target else (target, source)
-        if (hop, carried) not in self._made:
+        if (hop, carried) not in self._codings:
             codec = self.choice.of(hop, carried)
-            made = None if codec is None else Coding(codec, carried, self.feedback)
-            self._made[hop, carried] = made
-        return self._made[hop, carried]
+            coding = None if codec is None else Coding(codec, carried, self.feedback)
+            self._codings[hop, carried] = coding
+        return self._codings[hop, carried]
 
 
 class Feedback:

@@ -214,8 +214,8 @@ class Edges:
         group = new_group(members, name, torch.device("cpu"), "gloo")
         if topology.rank in members:
             self._groups.append(group)
-            (own,) = (p for p in topology.pipelines if topology.rank in p)
-            for peer, rank in enumerate(own):
+            (pipeline_ranks,) = (p for p in topology.pipelines if topology.rank in p)
+            for peer, rank in enumerate(pipeline_ranks):
                 ends[peer] = group, dist.get_group_rank(group, rank)
 
     def _connect_devices(
@@ -226,11 +226,11 @@ class Edges:
         edges: Sequence[tuple[int, int]],
     ) -> None:
         """Makes a group for each directed edge."""
-        me, is_own = topology.coordinate(topology.pipeline), topology.rank in pipeline
+        me, is_here = topology.coordinate(topology.pipeline), topology.rank in pipeline
         for source, target in edges:
             pair = [pipeline[source], pipeline[target]]
             group = new_group(pair, f"pipegrad edge {source} to {target}", device)
-            if is_own and me in (source, target):
+            if is_here and me in (source, target):
                 self._groups.append(group)
                 peer = target if me == source else source
                 end = group, dist.get_group_rank(group, pipeline[peer])

@@ -86,9 +86,11 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
         or not (isinstance(loss, Tensor) and _is_number(loss) and isinstance(metrics, Mapping))
         or (is_weighted and not _is_number(weight))
     ):
-        found = repr(returned) if parts == (returned,) else [type(part).__name__ for part in parts]
+        returns = (
+            repr(returned) if parts == (returned,) else [type(part).__name__ for part in parts]
+        )
         expected = _EXPECTED_WEIGHTS if is_weighted else _EXPECTED
-        raise StepError(f"loss_fn returned {found}, expected {expected}")
+        raise StepError(f"loss_fn returned {returns}, expected {expected}")
     if isinstance(weight, Real) and not 0 <= float(weight) < math.inf:
         raise StepError(f"loss_fn returned the weight {weight}, expected a number from 0 on")
     for name, value in metrics.items():
@@ -396,7 +398,7 @@ class Losses:
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        own, compare = self.passed.of_step(passed, forward_only=forward_only)
+        of_passed, compare = self.passed.of_step(passed, forward_only=forward_only)
         message = self._reduced(
             [  # see [Note: message of a loss]
                 terms.total / self._num_copies,
@@ -404,12 +406,12 @@ class Losses:
                 *((0, 0, 0) if divisor is None else (1, divisor, divisor**2)),
                 terms.weight / self._num_copies if self.is_weighted else 0,
                 num_different,
-                *own,
+                *of_passed,
                 *(terms.metric(name) / self._num_copies for name in names),
                 *times,
             ],
             compare,
-            num_passed=len(own),
+            num_passed=len(of_passed),
         )
         self._unread.append(message)
         return StepResult(

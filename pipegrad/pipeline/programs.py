@@ -363,9 +363,9 @@ class StepTimes:
         size, hops = self._num_ranks, self._num_ranks - 1
         pipelines = list[list[Sequence[float]]]()
         for begin in range(0, self.size, self._of_pipeline):
-            own = numbers[begin : begin + self._of_pipeline]
-            computes = [own[row * size : (row + 1) * size] for row in _ROWS]
-            both_ways = own[len(_ROWS) * size :]
+            of_pipeline = numbers[begin : begin + self._of_pipeline]
+            computes = [of_pipeline[row * size : (row + 1) * size] for row in _ROWS]
+            both_ways = of_pipeline[len(_ROWS) * size :]
             # A clock that is read twice at once may go backwards by a rounding error.
             hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
             pipelines.append([*computes, hop_seconds])

@@ -379,8 +379,8 @@ def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module]) -> None:
 
 def _has_dropout(module: torch.nn.Module) -> bool:
     is_dropout = "Dropout" in type(module).__name__
-    own = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
-    return any(isinstance(p, float) and p > 0 for p in own)
+    rates = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
+    return any(isinstance(p, float) and p > 0 for p in rates)
 
 
 @contextlib.contextmanager

@@ -403,18 +403,18 @@ class Steps:
         Raises:
             StepError: If it is not a number above 0, or if losses have weights.
         """
-        given = batch.loss_divisor
+        chosen = batch.loss_divisor
         if self._losses.is_weighted:
-            if given is not None:
+            if chosen is not None:
                 raise StepError(
-                    f"loss_divisor is {given}, and with loss_reduction='token_mean' the weights "
+                    f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
                     f"that loss_fn returns divide: leave it out"
                 )
             return 1.0, None
-        divisor = float(number if given is None else given)
+        divisor = float(number if chosen is None else chosen)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
-        return divisor, divisor if self._has_loss or given is not None else None
+        return divisor, divisor if self._has_loss or chosen is not None else None
 
     def _refuse_graphs(self) -> None:
         """Refuses gradients that would be divided by the weights of this step alone."""
@@ -507,11 +507,11 @@ class Steps:
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only, is_first=True)
 
         def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
-            result, given = self._run(kind, batch)
+            result, accepted = self._run(kind, batch)
             passed = {name: int(number) for name, number in self.batches.passed.items()}
-            metrics, rows = given.terms.metrics, self.batches.rows
-            learned = Learned(specs.known, given.shared_divisor, metrics, rows, passed)
-            return (result, given.terms), learned
+            metrics, rows = accepted.terms.metrics, self.batches.rows
+            learned = Learned(specs.known, accepted.shared_divisor, metrics, rows, passed)
+            return (result, accepted.terms), learned
 
         what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"
         ranks = sorted(topology.ranks)

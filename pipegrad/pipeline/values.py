@@ -137,12 +137,14 @@ class Values:
             stage: [name for link, name in taken if link is None] + ["target"] * (stage == last)
             for stage, taken in self._inputs.items()
         }
-        self._links_made = {stage: () if stage == last else wiring.made[stage] for stage in stages}
+        self._links_produced = {
+            stage: () if stage == last else wiring.made[stage] for stage in stages
+        }
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, _Value] = {}  # values that stages here take, by link
         self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
         self._newest: dict[int, Spec] = {}  # by link, what that one looks like; kept between steps
-        self._made: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
+        self._produced: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
         self._arrived: dict[Key, Tensor | None] = {}  # received gradients, by channel
         self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
         # By stage, what its last forward handed on with a graph, and the version of each.
@@ -163,7 +165,7 @@ class Values:
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._external = {}
-        for table in (self._held, self._leaving, self._made, self._arrived, self._gradients):
+        for table in (self._held, self._leaving, self._produced, self._arrived, self._gradients):
             table.clear()
         for handed_on in self._handed_on.values():
             handed_on.clear()
@@ -181,8 +183,8 @@ class Values:
         link, kind, _, _ = self._channels[channel]
         if kind == "B":
             # A gradient looks like its value, which this rank made: no header says it.
-            made = self._made[link, microbatch]
-            self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, made)
+            produced = self._produced[link, microbatch]
+            self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, produced)
             return
         tensor = self._transfers.wait(channel, microbatch)
         if tensor is None:
@@ -260,10 +262,10 @@ class Values:
         Raises:
             StepError: If an output has a gradient and had none in the first microbatch, or had one.
         """
-        for link, output in zip(self._links_made[stage], outputs, strict=True):
+        for link, output in zip(self._links_produced[stage], outputs, strict=True):
             if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
-            self._made[link, microbatch] = self._newest[link]
+            self._produced[link, microbatch] = self._newest[link]
             value = self.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
@@ -316,7 +318,7 @@ class Values:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns those outputs of a stage that a gradient came back to, and the gradients."""
         roots, gradients = list[Tensor](), list[Tensor | None]()
-        for root, link in zip(outputs, self._links_made[stage], strict=True):
+        for root, link in zip(outputs, self._links_produced[stage], strict=True):
             if not root.requires_grad:
                 continue
             if (link, microbatch) in self._gradients:  # joined, or of a stage of this rank
@@ -404,7 +406,7 @@ class Values:
 
     def receive_and_drop(self, channel: int, microbatch: int) -> None:
         """Waits for a value or a gradient that no stage will read."""
-        spec = self._made.get((self._channels[channel].link, microbatch))
+        spec = self._produced.get((self._channels[channel].link, microbatch))
         self._transfers.wait(channel, microbatch, spec)
 
     def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:

@@ -136,8 +136,8 @@ class OrderChecker(sync_points.Backend):
         self._exit.enter_context(sync_points.using(self))
         # They are replaced on the class, because torch itself and hooks call them too.
         for name in ("wait", "get_future"):
-            noted = self._noting(getattr(dist.Work, name), foreign=name == "wait")
-            self._exit.enter_context(mock.patch.object(dist.Work, name, noted))
+            recorded = self._noting(getattr(dist.Work, name), foreign=name == "wait")
+            self._exit.enter_context(mock.patch.object(dist.Work, name, recorded))
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
             self._exit.enter_context(following(self))
@@ -245,7 +245,7 @@ class OrderChecker(sync_points.Backend):
             foreign: Whether it also ends collectives outside of comm streams.
         """
 
-        def noted(work: dist.Work, *args: object, **kwargs: object) -> T:
+        def recorded(work: dist.Work, *args: object, **kwargs: object) -> T:
             result = method(work, *args, **kwargs)
             with self._locked():
                 # A Work of a comm stream ends on that stream, others on the strand that waits. An
@@ -257,7 +257,7 @@ class OrderChecker(sync_points.Backend):
                     self._order.join(home or strand, clock)
             return result
 
-        return noted
+        return recorded
 
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:
