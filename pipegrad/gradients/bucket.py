@@ -359,7 +359,7 @@ class GradientBucket:
         if self.state is not BucketState.OPEN:
             return  # `late` compares
         if self._has_streams:
-            self.buffer.note_stream()
+            self.buffer.add_stream()
         self._fired[number] = 1
         if not self._is_last:
             if self._is_large[number]:
@@ -402,7 +402,7 @@ class GradientBucket:
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return
         if self._has_streams:
-            self.buffer.note_stream()
+            self.buffer.add_stream()
         for number in numbers:
             if self._final[number] != 2:
                 self._num_named += 1
@@ -422,7 +422,7 @@ class GradientBucket:
         if self.state is not BucketState.OPEN:
             return False
         if self._has_streams:
-            self.buffer.note_stream()
+            self.buffer.add_stream()
         # One stage fewer is waited for. So a backward that was announced before may be the last one
         # of the bucket now, and its hooks must count.
         self._update_last()
@@ -466,7 +466,7 @@ class GradientBucket:
         ]
         if fresh:
             if self._has_streams:
-                self.buffer.note_stream()
+                self.buffer.add_stream()
             with self.buffer.filling():
                 self.buffer.fill([g for i in fresh if (g := present[i]) is not None], fresh, ())
             for number in fresh:

@@ -188,7 +188,7 @@ class BucketBuffer:
         self.allocated().acquire(CLAIM_FREE)
         return self.slots
 
-    def note_stream(self) -> None:
+    def add_stream(self) -> None:
         """Notes that gradients were made, or slots written, on the current stream."""
         # The event comes when the bucket is filled: one for all gradients of the stream.
         if (stream := sync_points.in_use.current(self.device)) is not None:

@@ -245,7 +245,7 @@ class Bucketer:
             self._finish(at_most=0)
         errors, self._errors = self._errors, []
         if errors:
-            _note(errors[0], errors[1:])
+            _add_notes(errors[0], errors[1:])
             raise errors[0]
 
     @outside_of_graphs
@@ -393,7 +393,7 @@ class Bucketer:
             return True
         except ReduceError as error:
             self._broken = str(error)
-            _note(error, self._errors)
+            _add_notes(error, self._errors)
             raise
 
     def _reclaim(self, bucket: _Bucket) -> None:
@@ -465,6 +465,6 @@ def _reduce(key: _Key, result: torch.Tensor, rows: torch.Tensor) -> None:
         ) from error
 
 
-def _note(error: Exception, others: Sequence[Exception]) -> None:
+def _add_notes(error: Exception, others: Sequence[Exception]) -> None:
     for other in others:
         error.add_note(f"A callback also raised {type(other).__name__}: {other}")

@@ -116,7 +116,7 @@ class CarefulBucket(GradientBucket):
         """Moves all new gradients into their slots."""
         if self.state is BucketState.OPEN:
             if self._has_streams:
-                self.buffer.note_stream()
+                self.buffer.add_stream()
             for number, final in enumerate(self._final):
                 if not final:
                     self._move(number)

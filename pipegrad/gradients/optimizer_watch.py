@@ -118,7 +118,7 @@ class OptimizerWatch:
         # parameter later that it may not step.
         is_added = optimizer in self._added
         searches = not is_added or self._has_replaced
-        parameters, main_shards = self._stepped_by(optimizer) if searches else ([], [])
+        parameters, main_shards = self._tensors_of(optimizer) if searches else ([], [])
         if not (is_added or parameters or main_shards):
             return
         try:
@@ -141,7 +141,7 @@ class OptimizerWatch:
 
     def _look_for_changes(self, optimizer: torch.optim.Optimizer) -> None:
         """Warns once if gradients have changed since the step, as torch's own tools change them."""
-        if not (optimizer in self._added or any(self._stepped_by(optimizer))):
+        if not (optimizer in self._added or any(self._tensors_of(optimizer))):
             return
         self._looks = False  # an optimizer that steps may write gradients itself
         changed = None if (find := self._find_changed()) is None else find()
@@ -185,19 +185,19 @@ class OptimizerWatch:
             return StepError(reason)
         return None
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Notes that `optimizer` has stepped; calls `on_step` if it was added."""
         if not self._added or self._is_part(optimizer):
             return
         is_added = optimizer in self._added
         self._is_stepping = False
-        if is_added or any(self._stepped_by(optimizer)):
+        if is_added or any(self._tensors_of(optimizer)):
             self.has_gradients, self._last = False, weakref.ref(optimizer)
         if is_added and (on_step := self._on_step()) is not None:
             on_step()
 
     @property
-    def has_stepped(self) -> bool:
+    def is_used(self) -> bool:
         """Whether an optimizer has stepped with the gradients that are there."""
         return self._last is not None
 
@@ -206,7 +206,7 @@ class OptimizerWatch:
         self.has_gradients, self._last, self._looks = has_gradients, None, has_gradients
         self._is_stepping = False  # the step may have failed
 
-    def _stepped_by(
+    def _tensors_of(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[list[LiveParameter], list[MainShard]]:
         """Returns which of our parameters and main shards an optimizer has."""
@@ -253,7 +253,7 @@ def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for watch in list(_watches.values()):
-        watch.note_step(optimizer)
+        watch.after_step(optimizer)
 
 
 def _refuse_replaced(parameter: LiveParameter) -> None:

@@ -33,7 +33,7 @@ class Due(Enum):
 
     NOT = "there are no new gradients, or it was called"
     NOW = "there are gradients, and an optimizer may have stepped"
-    IDLE = "there are gradients, and no rank had stepped anything in `find_if_stepped`"
+    IDLE = "there are gradients, and no rank had stepped anything in `find_if_updated`"
     BY_HOOK = "an optimizer's own hook has called it, so the user's call does nothing"
 
 
@@ -104,7 +104,7 @@ class ParameterSync:
     def publish(self) -> None:
         """Sends the parameters that this rank has stepped; returns at once.
 
-        Do not change them until the gradients of the next step are there. After `publish_stepped`
+        Do not change them until the gradients of the next step are there. After `publish_updated`
         it does nothing.
 
         Sync: on the comm streams, after everything on the current stream. An outer optimizer steps
@@ -131,7 +131,7 @@ class ParameterSync:
             if parameter.main_shard is not None:
                 parameter.main_shard.copy_back()
         # Behind the copies, so that `check_published` sees only what was written later.
-        self._note_versions([p for p in self._parameters if p.is_updated_elsewhere])
+        self._record_versions([p for p in self._parameters if p.is_updated_elsewhere])
         self.send()
 
     def refuse_untaken(self) -> None:
@@ -148,7 +148,7 @@ class ParameterSync:
                 "module.parameters()"
             )
 
-    def publish_stepped(self) -> None:
+    def publish_updated(self) -> None:
         """Publishes right after an optimizer's step, from its hook.
 
         Sync: as `publish`.
@@ -168,22 +168,22 @@ class ParameterSync:
         if self.is_due:
             self.publish()
 
-    def publish_if_stepped(self) -> None:
-        """Publishes, unless `find_if_stepped` has found that no rank has stepped."""
+    def publish_if_updated(self) -> None:
+        """Publishes, unless `find_if_updated` has found that no rank has stepped."""
         if self._due is Due.NOW:
             self.publish()
 
-    def find_if_stepped(self) -> None:
+    def find_if_updated(self) -> None:
         """Finds whether any rank has stepped a parameter since the gradients are there.
 
         Sync: on the current stream; one flag is reduced, so all ranks must call it.
         """
         # A rank may have published from its optimizer's hook, and another rank has stepped nothing.
         # Then both must send.
-        has_stepped = self.is_moving or (
+        is_updated = self.is_moving or (
             self.is_due and any(t._version != version for _, t, version in self._versions)
         )
-        is_anywhere = self._groups.is_anywhere(has_stepped)
+        is_anywhere = self._groups.is_anywhere(is_updated)
         if self.is_due:
             self._due = Due.NOW if is_anywhere else Due.IDLE
 
@@ -214,7 +214,7 @@ class ParameterSync:
         # The optimizer may step from here on. Counters of now, compared later, say whether it has,
         # whoever made it.
         self._due, self.is_moving = Due.NOW, False
-        self._note_versions(self._parameters)
+        self._record_versions(self._parameters)
 
     def check_published(self) -> None:
         """Refuses parameters that were changed after `publish`, which other ranks do not have.
@@ -266,7 +266,7 @@ class ParameterSync:
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
-    def _note_versions(self, parameters: Iterable[LiveParameter]) -> None:
+    def _record_versions(self, parameters: Iterable[LiveParameter]) -> None:
         """Remembers how often what this rank steps for these parameters was written."""
         tensors = ((p.record.key, p.main_parameter) for p in parameters)
         self._versions = [

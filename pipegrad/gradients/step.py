@@ -155,7 +155,7 @@ class Step:
             parameter_sync=parts.parameter_sync,
             alike=steps_alike(agreed.manifest, agreed.plan, agreed.topology),
             on_refusal=self._refused,
-            on_step=self._publish_stepped,
+            on_step=self._publish_updated,
             find_changed=self._changed_result,
         )
         self._follow()
@@ -242,12 +242,12 @@ class Step:
             self._reducer.expect()
         self._final_stages.clear()
         self._waiting = set(self._by_stage)
-        self._note_versions(*self._by_stage)
+        self._record_versions(*self._by_stage)
         self._watch.expect(has_gradients=False)
         self._only_accumulates = self._is_accumulating
         # Last: whatever was refused above has left the state as it was.
         self._go("prepare")
-        self._parts.ending.note_in_vain(True)
+        self._parts.ending.set_in_vain(True)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -283,10 +283,10 @@ class Step:
             self._check("stage_first_use")
             if not self._parameter_sync.is_needed:
                 return
-            self._parameter_sync.publish_if_stepped()
+            self._parameter_sync.publish_if_updated()
             if stage in self._parameter_sync.coming:
                 self._parameter_sync.first_use(stage)
-                self._note_versions(stage)
+                self._record_versions(stage)
 
     @outside_of_graphs
     def stage_last_backward(self, stage: int) -> None:
@@ -462,7 +462,7 @@ class Step:
             self._local.finish(divisor)
         self._reducer.end_step()
         self._go("finish")
-        self._parts.ending.note_in_vain(False)
+        self._parts.ending.set_in_vain(False)
         if self._parameter_sync.is_needed:
             exposed_seconds += self._parameter_sync.take_blocked_seconds()
             self._parameter_sync.expect()
@@ -584,10 +584,10 @@ class Step:
         self._state = TRANSITIONS[verb][self._state]
 
     @outside_of_graphs
-    def _publish_stepped(self) -> None:
+    def _publish_updated(self) -> None:
         """Publishes after a step of an optimizer of `GradientSync.optimizer`."""
         if self._state is State.BETWEEN:
-            self._parameter_sync.publish_stepped()
+            self._parameter_sync.publish_updated()
 
     def _check_stage(self, verb: str, stage: int) -> None:
         if self._state is not State.CLOSED and stage not in self._by_stage:
@@ -599,7 +599,7 @@ class Step:
                 f"stage_first_use({stage}) before its first forward"
             )
 
-    def _note_versions(self, *stages: int) -> None:
+    def _record_versions(self, *stages: int) -> None:
         for stage in stages:
             self._versions[stage] = [p.live._version for p in self._unwritten[stage]]
 

@@ -176,7 +176,7 @@ class GradientSync(Step):
                 `GradScaler`, as its `unscale_`.
         """
         self._check("clip_grad_norm_")
-        if self._watch.has_stepped and not math.isinf(max_norm):
+        if self._watch.is_used and not math.isinf(max_norm):
             raise StepError(
                 "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
                 "before"
@@ -422,8 +422,8 @@ class GradientSync(Step):
         self._check("publish_if_due")
         if self._parameter_sync.is_needed:
             with self.bounded("publish_if_due()"):
-                self._parameter_sync.find_if_stepped()
-                self._parameter_sync.publish_if_stepped()
+                self._parameter_sync.find_if_updated()
+                self._parameter_sync.publish_if_updated()
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
@@ -690,7 +690,7 @@ class GradientSync(Step):
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
         except BaseException:
-            parts.ending.note_in_vain(True)
+            parts.ending.set_in_vain(True)
             raise
         finally:
             self._go("close")

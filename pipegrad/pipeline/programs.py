@@ -9,8 +9,8 @@ two steps, on all ranks at once:
 2. Before the next training step, every rank reads the sums. They have the same bits on all ranks:
    each is one number, or a difference of two, and otherwise zeros.
 3. The generator, which is pure, says on every rank whether another schedule is to be taken.
-4. Only then do the ranks meet. They compare the schedules that they have made, and an error of one
-   rank is an error of all. Each rank lowers and proves the Program, and goes on with it.
+4. Only then do the ranks agree. They compare their new schedules, and an error of one rank is an
+   error of all. Each rank lowers and proves the Program, and goes on with it.
 
 The sums of a step in which a rank failed are ignored. A step cannot begin before the message of the
 one before it has arrived. On CPU that costs little, since the first rank ends a step last and
@@ -18,10 +18,10 @@ begins the next one first. Where the device has streams, the host waits for the 
 
 [Note: other numbers] Each number of microbatches has a Program of its own, which is made and proven
 once. All ranks must run the same Program, so a step with a number that is not the Scheduler's own
-begins with a meeting of all ranks. A step of the Scheduler's own number has no meeting, and costs
-no message. So a rank that was not given the number may already run the Scheduler's own Program, and
-wait for a rank that is in the meeting. The meeting then ends after ``agree_seconds``. A rank whose
-meeting fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
+begins with an agreement of all ranks. A step of the Scheduler's own number has none, and costs no
+message. So a rank that was not given the number may already run the Scheduler's own Program, and
+wait for a rank that is in the agreement, which then ends after ``agree_seconds``. A rank whose
+agreement fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
 That sends what the other ranks wait for, and they raise too.
 
 [Note: times of a step] Clocks of two ranks differ, and no clock is read on both ends of a message.
@@ -80,8 +80,8 @@ class Programs:
         spec: What that was made of.
         collectives: The reductions of this rank's pipeline.
         depth: How many receives of an edge are posted ahead.
-        name: Of the meetings; no other Scheduler has it.
-        timeout_seconds: How long a meeting waits for the slowest rank.
+        name: Of the agreements; no other Scheduler has it.
+        timeout_seconds: How long an agreement waits for the slowest rank.
 
     Attributes:
         spec: What schedules are made of now.
@@ -168,15 +168,15 @@ class Programs:
 
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
-                are in the meeting. Then nothing has changed.
+                take part. Then nothing has changed.
         """
         self.times = times
         assert self._generator is not None  # nothing else has steps measured
         generator = self._generator.planned(times)
         if generator is self._generator:
             return None
-        # Nothing of this rank changes before all ranks have agreed: a rank whose meeting fails goes
-        # on with the schedule that the others have, too.
+        # Nothing of this rank changes before all ranks have agreed: a rank whose agreement fails
+        # goes on with the schedule that the others have, too.
         schedule = self._agreed(generator, step)
         self.spec = self._generator = generator
         return schedule
@@ -207,7 +207,7 @@ class Programs:
             make,
             ranks=self._ranks,
             timeout_seconds=self._timeout_seconds,
-            meeting=f"{self._name}/schedule/{step}",
+            name=f"{self._name}/schedule/{step}",
         )
         same("the schedule", dict(zip(self._ranks, replies, strict=True)))
         refuse_moved(schedule, self.schedule)
@@ -216,7 +216,7 @@ class Programs:
     # Other numbers of microbatches.
 
     def of_number(self, number: object, step: int) -> Schedule:
-        """Returns the schedule of a step of another number, after a meeting of all ranks.
+        """Returns the schedule of a step of another number, after an agreement of all ranks.
 
         Args:
             number: How many microbatches this rank has.
@@ -224,7 +224,7 @@ class Programs:
 
         Raises:
             PipegradError: If there is no schedule of this number. Or if another rank has another
-                number, or does not come; then on all ranks that are in the meeting.
+                number, or does not come; then on all ranks that take part.
         """
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
@@ -236,13 +236,13 @@ class Programs:
             lambda: (str(number), "" if number in self._others else str(schedule)),
             ranks=self._ranks,
             timeout_seconds=self._timeout_seconds,
-            # Ranks that stay away from this meeting come to later ones.
-            meeting=f"{self._name}/{step}",
+            # Ranks that stay away from this agreement come to later ones.
+            name=f"{self._name}/{step}",
         )
         by_rank = dict(zip(self._ranks, replies, strict=True))
         same(what, {rank: words for rank, (words, _) in by_rank.items()})
         same("the schedule", {rank: grid for rank, (_, grid) in by_rank.items()})
-        # Behind the meeting: if it fails on any rank, all of them compare the schedule again the
+        # Behind the agreement: if it fails on any rank, all of them compare the schedule again the
         # next time.
         self._others[number] = schedule
         return schedule

@@ -234,7 +234,7 @@ def lives() -> None:
     """Default process groups come and go on one store; last, a sync is closed behind its group."""
     for life in range(3):
         assert agree("the size", lambda: life) == [life, life]  # noqa: B023 - called at once
-        agreement._meetings.clear()  # by default process group: as a new one begins
+        agreement._agreements.clear()  # by default process group: as a new one begins
     module = stage(w=[4])
     sync = pair(module)
     step(sync, module, w=1.0)
