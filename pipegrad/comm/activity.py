@@ -1,8 +1,8 @@
 """Activities: what each thread of this rank does now, and what it has raised, for a report.
 
-An activity costs about a microsecond, so all parts of pipegrad note what they wait for, always. The
-memory is fixed: an activity is gone when it has ended. A `Record` is what the other ranks get to
-know of it when the job fails. A `Tape` is for who records what a rank does.
+An activity costs about a microsecond, so all parts of pipegrad enter what they wait for, always.
+The memory is fixed: an activity is gone when it has ended. A `Record` is what the other ranks get
+to know of it when the job fails. A `Tape` is for who records what a rank does.
 """
 
 from __future__ import annotations
@@ -425,13 +425,13 @@ class Recorder(Protocol):
         """Returns what the step's items need.
 
         Returns:
-            For each item whether the time of its end is kept; and a function that keeps a time.
+            For each item whether the time of its end is wanted; and a function that takes a time.
             It is first given the time of the begin.
         """
 
 
 class Tape:
-    """Takes notes for a recorder; without one, nothing is kept.
+    """Takes notes for a recorder; without one, it takes nothing.
 
     Attributes:
         recorder: Who records now.
@@ -446,6 +446,6 @@ class Tape:
         return None if recorder is None else recorder.now()
 
     def note(self, kind: Noted, key: Key, began: object) -> None:
-        """Notes what began at a result of `now` and has ended; nothing if that is None."""
+        """Passes on what began at a result of `now` and has ended; nothing if that is None."""
         if began is not None and (recorder := self.recorder) is not None:
             recorder.note(kind, key, began)

@@ -255,7 +255,7 @@ def _exchange(
     replies = {rank: kv.text(key).partition(" ") for rank, key in keys.items()}
     if len({other for *_, other in replies.values()}) > 1:
         subjects = {rank: other for rank, (*_, other) in replies.items()}
-        raise AgreementError(f"ranks are in different places of the program: {subjects}")
+        raise AgreementError(f"ranks are at different points of the program: {subjects}")
     digests = [digest for digest, *_ in replies.values()]
     # Sorted, and each once: ranks read a large common result once, and not once for each rank.
     payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
@@ -319,7 +319,7 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
     if not dist.is_initialized():
         function()
         return
-    key = f"pipegrad/told/{os.environ.get('GROUP_RANK', '0')}"
+    key = f"pipegrad/printed/{os.environ.get('GROUP_RANK', '0')}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         function()
         store().set(key, "")

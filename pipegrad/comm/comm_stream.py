@@ -242,7 +242,7 @@ T = TypeVar("T")
 
 
 def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
-    """Returns `verb` so that Python runs it in every step, never a recording of it.
+    """Returns `verb` so that Python runs it in every step, never as a recording.
 
     A replay of a CUDA graph runs no Python. It would send nothing, and other ranks would wait. So
     the verb raises StepError while a graph is captured. In code that torch.compile traces, the

@@ -73,13 +73,13 @@ class Ending:
         self._releases.append(release)
 
     def set_in_vain(self, in_vain: bool) -> None:
-        """Notes whether other ranks may never run the collectives in flight, as inside a step."""
+        """Sets whether other ranks may never run the collectives in flight, as inside a step."""
         self._in_vain = in_vain
 
     def end(self) -> None:
         """Ends everything; a second call does nothing. Every rank must call it.
 
-        Waits for collectives in flight, unless `set_in_vain` said that this is useless.
+        Waits for collectives in flight, unless `set_in_vain` has made that useless.
         """
         self._end(destroy=True, at_exit=False)
 
@@ -143,7 +143,7 @@ def _at_exit() -> None:
 
 
 def set_all_in_vain() -> None:
-    """Notes that the job has failed: no collective in flight is worth a wait at exit."""
+    """Marks the job as failed: no collective in flight is worth a wait at exit."""
     for ending in list(_waiting.values()):
         ending.set_in_vain(True)
 

@@ -4,7 +4,7 @@
 1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
    the first post is stored. It is the cause; errors on other ranks follow from it.
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
-   step. It sends zeros. So no other rank waits for ever, on any backend.
+   step. It sends zeros. So each wait of another rank ends, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
    long wait. It raises an error with the first message; a failed rank, too (`raise_first`).
 4. A rank begins its next step when everything that it launched has ended (`FailedSteps.wait`).
@@ -17,7 +17,7 @@ steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
 
 [Note: the cause of a failure] Most ranks of a failed job only wait. The cause is, in this order:
 
-1. an error that follows from no other rank's; or one that a rank has told to another rank, and that
+1. an error that follows from no other rank's; or one that another rank repeats, of a rank that
    has not answered yet, or not with its error;
 2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
 3. a rank that did not come to an agreement;
@@ -113,13 +113,13 @@ class FailureNotice:
         return self._first
 
     def raise_first(self, error: BaseException, kind: type[PipegradError]) -> None:
-        """Raises the words of the rank that failed before this one, if `fail` has found one.
+        """Raises the words of the rank that failed before this one, if `fail` has read one.
 
         An interrupt stays one. All ranks raise a DriftError, and a StallError has the cause.
 
         Args:
             error: Of this rank.
-            kind: The class of the error that takes its place.
+            kind: The class of the error that is raised instead.
         """
         stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
         if self._first is not None and not stays:
@@ -470,7 +470,7 @@ def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
 
 def _error(record: Record) -> str:
     """Returns the error of a rank, and where it was."""
-    # What this rank has posted, or others have told back to it, names it already.
+    # What this rank has posted, or others have repeated to it, names it already.
     source = source_of(record.failure.error)
     words = f"rank {record.rank}: {record.failure.error}"
     if source is not None and source[0] == record.rank:

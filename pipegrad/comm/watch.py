@@ -76,7 +76,7 @@ class Watch:
         show: Takes the text of a report, on the rank that has made it; by default it prints it.
         ends_process: Whether it may end this process, and a process of this machine that ends
             without `leave` raises the alarm.
-        last_verb: What has ended well on this rank; whoever waits for it is told.
+        last_verb: What has ended well on this rank; ranks that wait for it read this.
     """
 
     def __init__(self) -> None:

@@ -5,7 +5,7 @@ Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md.
 [Note: the unit of work] What happens to every gradient is done once a bucket: by one operator over
 many tensors, or on the flat memory. In the last backward of a stage each parameter has a hook that
 counts. A large gradient is copied by its hook, while it is in the cache. So a parameter costs the
-host a call of Python, and a place in some lists.
+host a call of Python, and an entry in some lists.
 
 [Note: where a gradient is] Where ``.grad`` points to says how far a gradient is:
 
@@ -148,7 +148,7 @@ class GradientBucket:
         self._again = False
         self._announced: set[int] = set()  # stages whose next backward is the last
         self._is_last = False  # whether this holds for all that are waiting
-        self._final = bytearray(number)  # 1: by its hook, 2: somebody has said so
+        self._final = bytearray(number)  # 1: by its hook, 2: by `parameters_final`
         self._left = [0]  # how many are not; shared with the hooks
         self._num_named = 0
         self._fired = bytearray(number)  # of those whose hook runs from the beginning
@@ -414,7 +414,7 @@ class GradientBucket:
             self._complete()
 
     def stage_is_final(self, stage: int) -> bool:
-        """Notes that a stage adds nothing more; returns whether the bucket must be filled now.
+        """Takes a stage out of `waiting`; returns whether the bucket must be filled now.
 
         Sync: the current stream must be after everything that wrote the stage's gradients.
         """
@@ -510,7 +510,7 @@ class GradientBucket:
 
         Sync: on the current stream, behind all streams that wrote.
         """
-        # All gradients are final. What autograd adds from here on is found by `late`, from version
+        # All gradients are final. What autograd adds from here on is seen by `late`, from version
         # counters, so no hook costs anything until the next step.
         self._rest()
         self.buffer.allocated()

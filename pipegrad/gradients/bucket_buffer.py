@@ -189,7 +189,7 @@ class BucketBuffer:
         return self.slots
 
     def add_stream(self) -> None:
-        """Notes that gradients were made, or slots written, on the current stream."""
+        """Adds the current stream to those that made gradients, or wrote slots."""
         # The event comes when the bucket is filled: one for all gradients of the stream.
         if (stream := sync_points.in_use.current(self.device)) is not None:
             self._streams[stream] = None
@@ -285,7 +285,7 @@ class BucketBuffer:
             self.payload[begin:].div_(self._divisor)
 
     def end_reduction(self, step: int, divisor: int) -> None:
-        """Notes that a reduction is done, and divides what this rank has then.
+        """Ends a reduction: divides what this rank has then, and takes its part.
 
         Args:
             step: The number of the reduction.

@@ -125,7 +125,7 @@ class CarefulBucket(GradientBucket):
         """Leaves a final gradient to `fill`."""
 
     def claim(self, number: int) -> torch.Tensor | None:
-        """Returns a slot only if its dtype and its place are those of the gradient."""
+        """Returns a slot only if autograd could make the gradient there, in that dtype."""
         is_common = self._is_attribute and self._can_share and not is_dtensor(self._live[number])
         return super().claim(number) if is_common else None
 

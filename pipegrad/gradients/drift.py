@@ -343,7 +343,7 @@ def _connected(facts: Mapping[int, Facts]) -> Iterator[list[int]]:
 _BLOCK = 1024  # words of 8 bytes
 _PIECE = 2**17  # words: what is mixed at a time fits into a cache
 _LOW = 2**32 - 1
-_ODD = 0x1E3779B97F4A7C15  # the golden ratio, so that products have bits in all places
+_ODD = 0x1E3779B97F4A7C15  # the golden ratio, so that products have bits everywhere
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:

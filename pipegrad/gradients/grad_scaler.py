@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._scale
 
     def note_scaled(self) -> None:
-        """Notes that the losses of a step are scaled, on whichever ranks they are."""
+        """Marks the losses of a step as scaled, on whichever ranks they are."""
         self._is_scaled = True
 
     def get_scale(self) -> float:
@@ -211,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
-        # The gradients stay unscaled until the next step, so what is known of them is kept.
+        # The gradients stay unscaled until the next step, so what is known of them stays.
         self._has_scaled = self._is_scaled = self._has_caller_scaled = False
 
     def refusal(self) -> str | None:
@@ -231,7 +231,8 @@ class GradScaler(torch.amp.GradScaler):
         self._round, self._overflow, self._divisor = number, None, None
         self._unscaled.clear()
         # torch forgets in `update` alone, so gradients of a step that was left out would count as
-        # unscaled for ever. It keeps who has stepped: then `update` was forgotten, and it says so.
+        # unscaled in all later steps. It remembers who has made a step: then `update` was
+        # forgotten, and it says so.
         states = self._per_optimizer_states
         for key in [key for key, each in states.items() if each["stage"] != OptState.STEPPED]:
             del states[key]

@@ -3,7 +3,7 @@
 [Note: loose leaves] A loss may have parameters of its own, and a module may keep a tensor or a
 layer in a list. Nobody reduces their gradients, so they are refused where there are several
 replicas. In one pipeline they are right as soon as they are divided as all others are. Nobody
-declares them: they are found in autograd's graphs, in the steps 1, 2, 4, 8 and so on.
+declares them: they are looked for in autograd's graphs, in the steps 1, 2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -158,7 +158,7 @@ class LocalGradients:
                 redistribute_gradient(tensor)
 
     def finish(self, divisor: torch.Tensor | None) -> None:
-        """Divides the gradients, and gives them to what is stepped.
+        """Divides the gradients, and gives them to what the optimizer updates.
 
         Args:
             divisor: That of the whole step, if it is known only at its end.

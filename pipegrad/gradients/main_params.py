@@ -283,7 +283,7 @@ class Chunk(Tensor):
     checkpoint can be read in other chunks than it was written.
 
     It can be copied and moved to another device. It has no other values than `local`, so nothing
-    else can be computed of it.
+    else can be computed with it.
 
     Attributes:
         local: The elements of this rank, flat and contiguous, box by box.

@@ -37,7 +37,7 @@ _ADVICE: dict[Steps, str] = {
     "everything": "let another optimizer step what is no matrix, others=torch.optim.AdamW",
     "matrices": (
         "name it in the option 'others' of the handler 'owned', beside embeddings and heads; "
-        "'data-parallel' has no such option, so use 'owned' instead of it"
+        "'data-parallel' has no such option, so use 'owned' instead"
     ),
     "others": (
         "Muon is given as others, which step what is no matrix; give torch.optim.AdamW there, and "
@@ -130,7 +130,7 @@ def parts_of(
         options: For `kind`.
         others: Steps what is no matrix.
         records: The trained parameters of all ranks.
-        matrices: Keys that a handler has placed as matrices. If there are none,
+        matrices: Keys of matrices, as a handler says. If there are none,
             `ParameterRecord.is_matrix` says what a matrix is.
 
     Raises:
@@ -295,7 +295,7 @@ def parts_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
 class NamedState:
     """Makes ``state_dict`` and ``load_state_dict`` of an optimizer use names.
 
-    The format is torch's, with names in the places of its numbers: ``"state"`` has this rank's
+    The format is torch's, with names instead of its numbers: ``"state"`` has this rank's
     parameters, and ``"param_groups"`` those of all ranks, so it is the same on all of them. The
     state of a shard is a `Chunk` of the whole parameter. A master copy is the state ``"master"``.
 

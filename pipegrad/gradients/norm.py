@@ -133,7 +133,7 @@ class GlobalNorm:
         plan: Of this rank.
         topology: Over all ranks.
         master_dtype: dtype of main parameters, if it is not that of each parameter.
-        tape: Where the wait for other ranks is noted.
+        tape: Where the wait for other ranks is recorded.
     """
 
     def __init__(

@@ -44,7 +44,7 @@ class OptimizerWatch:
         find_changed: A bound method; returns a parameter whose gradient has changed since a step.
 
     Attributes:
-        has_gradients: Whether a step has finished, and nothing was stepped with its gradients.
+        has_gradients: Whether a step has finished, and no optimizer has used its gradients.
         scaler: Returns the GradScaler of these parameters, if there is one.
     """
 
@@ -68,7 +68,7 @@ class OptimizerWatch:
         self._with_main_shard = [p for p in parameters if p.main_shard]
         self._has_replaced = any(p.is_replaced for p in parameters)
         self._added: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._last: weakref.ref[torch.optim.Optimizer] | None = None  # that has stepped
+        self._last: weakref.ref[torch.optim.Optimizer] | None = None  # whose step was the last
         self._is_stepping = False  # whether one that was added is in its step
         self._looks = False  # whether gradients that have changed are looked for
         self._has_warned = False  # that they have
@@ -157,11 +157,11 @@ class OptimizerWatch:
             )
 
     def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` is stepped by one that was added, which may be made of several."""
+        """Whether `optimizer` is one of several of which one that was added consists."""
         return self._is_stepping and optimizer not in self._added
 
     def _error(self, optimizer: torch.optim.Optimizer) -> PipegradError | None:
-        """Returns the error for an optimizer of these parameters that is stepped in this way."""
+        """Returns the error for an optimizer of these parameters that steps in this way."""
         scaler = self.scaler()
         # If each rank steps all parameters with the same gradients, even an optimizer that depends
         # on all gradients makes the same step on all ranks.
@@ -186,7 +186,7 @@ class OptimizerWatch:
         return None
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that `optimizer` has stepped; calls `on_step` if it was added."""
+        """Called after a step of `optimizer`; calls `on_step` if it was added."""
         if not self._added or self._is_part(optimizer):
             return
         is_added = optimizer in self._added
@@ -198,11 +198,11 @@ class OptimizerWatch:
 
     @property
     def is_used(self) -> bool:
-        """Whether an optimizer has stepped with the gradients that are there."""
+        """Whether an optimizer has used the gradients that are there."""
         return self._last is not None
 
     def expect(self, *, has_gradients: bool) -> None:
-        """Notes whether there are gradients to step with, of a step that has just ended."""
+        """Sets whether there are gradients for an optimizer, of a step that has just ended."""
         self.has_gradients, self._last, self._looks = has_gradients, None, has_gradients
         self._is_stepping = False  # the step may have failed
 

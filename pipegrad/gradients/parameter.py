@@ -1,4 +1,4 @@
-"""The parameters of this rank: where each is, what the ranks agreed on, what is stepped for it."""
+"""The parameters of this rank: where each is, what the ranks agreed on, what is updated for it."""
 
 from __future__ import annotations
 
@@ -148,7 +148,8 @@ class LiveParameter:
         is_sharded: Whether its gradient is reduced with SHARD. With WHOLE it is like with OWNER.
         is_replaced: Whether an optimizer may not step the parameter itself on this rank.
         is_updated_elsewhere: Whether its values come from a parameter sync or a master copy.
-        is_elsewhere: Whether other ranks reduce its gradient too, or something else is stepped.
+        is_elsewhere: Whether other ranks reduce its gradient too, or the optimizer has something
+            else.
     """
 
     def __init__(

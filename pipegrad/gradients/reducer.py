@@ -54,7 +54,7 @@ class Reducer:
         notice: The board.
         needs_barrier: Whether only a barrier says that no rank has failed: no wait blocks the host.
         comm_streams: They run the collectives.
-        tape: Where collectives are noted.
+        tape: Where collectives are recorded.
     """
 
     def __init__(
@@ -134,7 +134,7 @@ class Reducer:
             )
 
     def give_up(self) -> None:
-        """Notes that the step has failed on this rank; call it before the buckets leave as zeros.
+        """Marks the step as failed on this rank; call it before the buckets leave as zeros.
 
         No rank reads the results. See [Note: failed steps].
         """
@@ -523,7 +523,7 @@ class Room:
         self._patience_seconds = self._allowed_seconds
 
     def launched(self, buffer: BucketBuffer, ticket: Ticket) -> None:
-        """Notes a reduction after which the memory of a bucket may go.
+        """Adds a reduction after which the memory of a bucket may go.
 
         Args:
             buffer: Of the bucket.

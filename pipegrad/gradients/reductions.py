@@ -294,7 +294,7 @@ class PairSum:
 
         Other rows would change nothing.
         """
-        # The messages of the last step have kept their memory until here. A wait right behind the
+        # The messages of the last step hold their memory until here. A wait right behind the
         # sends would have lasted until the other rank came to its receives.
         self.wait_sent()
         flat = real(self._buffer)

@@ -56,7 +56,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 def refuse_main_shards(
     manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> None:
-    """Refuses a master copy of a DTensor, and a gradient in another place or dtype.
+    """Refuses a master copy of a DTensor, and a gradient elsewhere or in another dtype.
 
     Raises:
         PlanError: If a DTensor would have one. It names the parameter.

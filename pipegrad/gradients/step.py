@@ -209,7 +209,7 @@ class Step:
                 "reverse: give it a number in all of them, or None and their divisor to the last "
                 "finish()"
             )
-        # The user may have stepped an optimizer that has no hook of ours. What it has written must
+        # The user may have an optimizer that has no hook of ours. What it has written must
         # reach the other ranks before their forward; what was written behind `publish` never would,
         # and is refused.
         if self._parameter_sync.is_needed:

@@ -4,12 +4,12 @@ sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...]
 optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-3)
 for batch in data:
     sync.prepare()              # from here on, gradients move into the buckets
-    sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
+    sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have updated
     ...                         # forward and backward of every microbatch
     sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
     sync.finish()               # waits: every gradient is in place
     sync.clip_grad_norm_(1.0)
-    optimizer.step()            # sends the parameters that this rank has stepped
+    optimizer.step()            # sends the parameters that this rank has updated
     optimizer.zero_grad()
 """
 
@@ -254,9 +254,9 @@ class GradientSync(Step):
         return self._watch.scaler() is not None
 
     def note_scaled(self) -> None:
-        """Notes that the losses of this step are scaled, also if they are on other ranks.
+        """Marks the losses of this step as scaled, also if they are on other ranks.
 
-        So an optimizer that is stepped without the `GradScaler` is refused on all ranks.
+        So the step of an optimizer without the `GradScaler` is refused on all ranks.
         """
         if (scaler := self._watch.scaler()) is not None:
             scaler.note_scaled()
@@ -309,7 +309,7 @@ class GradientSync(Step):
             PlanError: On all ranks, if no parameter is trained, if it cannot step shards, or if
                 there are `others` and no matrix.
             AgreementError: On all ranks, if ranks differ, or one of them fails.
-            StepError: In its ``step()``, if there are no gradients that were not stepped yet.
+            StepError: In its ``step()``, if there are no gradients that were not used yet.
         """
         ranks = sorted(self.topology.ranks)
 
@@ -394,7 +394,7 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def publish(self) -> None:
-        """Sends the parameters that this rank has stepped. Call it after the optimizer's step.
+        """Sends the parameters that this rank has updated. Call it after the optimizer's step.
 
         An optimizer of `optimizer` calls it by itself, and then a second call does nothing.
 
@@ -413,9 +413,9 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def publish_if_due(self) -> None:
-        """Publishes if parameters were stepped and not published, for example before an evaluation.
+        """Publishes if parameters were updated and not published, for example before an evaluation.
 
-        If no rank has stepped a parameter since the gradients are there, it does nothing.
+        If no rank has updated a parameter since the gradients are there, it does nothing.
 
         Sync: if parameters are sent at all, one flag is reduced, so all ranks must call it.
         """
@@ -443,7 +443,7 @@ class GradientSync(Step):
         plan. If replicas train alone, it has this rank's parameters too while they differ.
 
         Raises:
-            StepError: Inside a step, or if parameters were stepped and not published.
+            StepError: Inside a step, or if parameters were updated and not published.
         """
         self._check("state_dict")
         if self.outer_optimizer is not None and self._parameter_sync.is_due:

@@ -35,8 +35,8 @@ class ShardedStages:
         self.stages = frozenset(self._parts)
         self._sync = sync
         self._modules = modules
-        # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters in
-        # their place while they are gathered.
+        # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters
+        # there while they are gathered.
         self._agreed_ids = frozenset[int]()
 
     def reduces(self, parameter: nn.Parameter) -> bool:

@@ -348,7 +348,7 @@ class Feedback:
             self._errors |= pending
 
     def end(self, has_failed: Callable[[], bool]) -> None:
-        """Notes that a step has ended on this rank.
+        """Ends a step on this rank.
 
         Args:
             has_failed: Returns whether its gradients are wrong; it may wait for other ranks.

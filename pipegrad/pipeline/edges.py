@@ -32,7 +32,7 @@ WORDS = 18
 _MOST_DIMENSIONS = WORDS - 5
 MARK = 0x7069706567726164
 _FAILED = -1
-# The number of a dtype in a header is its place here.
+# The number of a dtype in a header is its index here.
 _DTYPES = tuple(
     getattr(torch, name)
     for name in (
@@ -326,7 +326,7 @@ class Inbox:
         self.posted.popleft()
 
     def record_ended(self) -> None:
-        """Notes whether the next header has come: a receive of gloo can be waited for once."""
+        """Records whether the next header has come: a receive of gloo can be waited for once."""
         if self.posted and has_ended(self.posted[0][2]):
             self.posted[0] = *self.posted[0][:2], Done()
 

@@ -217,7 +217,7 @@ class LossTerms:
 
     @property
     def _missing(self) -> list[Tensor]:
-        """What takes the place of a loss, or of metrics, in an evaluation without a target."""
+        """What stands for a loss, or for metrics, in an evaluation without a target."""
         return [self._number(math.nan)] if self._is_last else []
 
     def _number(self, value: Number) -> Tensor:

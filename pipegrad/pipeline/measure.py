@@ -43,7 +43,7 @@ def measure_hops(
         measured = 0.0
         if me in (hop, hop + 1):
             measured = _ping(edges, me, hop, num_bytes=num_bytes, repeats=repeats, device=device)
-        # All ranks meet behind each hop, so hops are measured one after the other.
+        # All ranks agree behind each hop, so hops are measured one after the other.
         replies = agree(
             f"hop {hop}",
             partial(float, measured),

@@ -258,7 +258,7 @@ class Programs:
 class StepTimes:
     """How long the computes of a rank take, and the transfers between neighbours.
 
-    Each rank has a place for its numbers among those that all ranks sum.
+    Each rank has entries for its numbers among those that all ranks sum.
 
     Args:
         program: What all ranks do.
@@ -280,7 +280,7 @@ class StepTimes:
         pipelines = topology.pipelines
         self.size = len(pipelines) * self._of_pipeline
         ranks = topology.ranks_along(topology.pipeline)
-        self._first = pipelines.index(ranks) * self._of_pipeline  # place of this pipeline
+        self._first = pipelines.index(ranks) * self._of_pipeline  # index of this pipeline's numbers
         self.begin()
 
     def begin(self) -> None:

@@ -121,7 +121,7 @@ class Stage:
 
 
 class StageSource(Protocol):
-    """What a `Scheduler` takes in the place of stages: a model that makes any of its stages."""
+    """What a `Scheduler` takes instead of stages: a model that makes any of its stages."""
 
     @property
     def num_stages(self) -> int:

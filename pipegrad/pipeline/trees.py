@@ -11,8 +11,8 @@ each of them another batch, and nothing else would notice. So each rank makes a 
 tensor that it was given, whether its stages take it or not, and all ranks compare them.
 
 In the first step of a kind the numbers are a part of the exchange at its end, and the ranks learn
-the names. In every later step they ride on the message of the loss: a place for each rank and name,
-which the other ranks leave at 0. A rank that was not given a tensor leaves its own at 0.
+the names. In every later step they ride on the message of the loss: an entry for each rank and
+name, which the other ranks leave at 0. A rank that was not given a tensor leaves its own at 0.
 
 Whoever reads the loss compares. On CPU every rank also reads the message of the step before the
 last one when a step begins: it has arrived by then, and all ranks raise in the same step. On other
@@ -145,7 +145,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def _sum(tensor: Tensor) -> Any:  # noqa: ANN401 - an int, or a tensor of a device
-    """Returns the sum of the words of 8 bytes, each times the weight of its place."""
+    """Returns the sum of the words of 8 bytes, each times the weight of its position."""
     if tensor.is_cpu:  # a third of the time that torch takes for few words
         try:
             array = tensor.numpy(force=True)
@@ -171,7 +171,7 @@ def _sum_on_device(tensor: Tensor) -> Tensor:
 
 
 def _scattered(positions: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor
-    """Returns odd numbers that look like chance: with 1, 3, 5, ... sums of tokens would meet."""
+    """Returns odd numbers that look like chance: with 1, 3, 5, ... sums of tokens would be equal."""
     positions = (positions + 1) * _ODD
     return (positions ^ (positions >> 32)) * _ODD | 1
 

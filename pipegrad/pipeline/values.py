@@ -14,7 +14,7 @@
 
 In a split backward all of this comes with I: what W multiplies is held by its products. If a
 consumer is a stage of the producer's rank, `produce` and `take_gradients` hand over without a
-message. In an evaluation `release` takes the place of `take_gradients`.
+message. In an evaluation `release` does what `take_gradients` does here.
 
 [Note: shared memory] The memory of a value belongs to the tensor that holds it. pipegrad writes
 into no value, and gives no memory to two of them. Modules and autograd may still write into it, and

@@ -434,7 +434,7 @@ def _groups(
     comm_stream_of = {
         slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
     }
-    # Steps are told apart by identity: a group may have thousands of ranks, and each of them has
+    # Steps are distinguished by identity: a group may have thousands of ranks, and each of them has
     # the step in its routes, so comparing ranks would take long.
     used = {
         (id(step), comm_stream_of.get(key)): step

@@ -208,7 +208,7 @@ class Registry(Generic[T]):
         try:
             return self._find_installed(target, plugins)
         except PluginError:
-            # A file that was edited in its place leaves its folder as old as before.
+            # A file that was edited leaves its folder as old as before.
             _scans.clear()
             if self._installed() == plugins:
                 raise
@@ -297,8 +297,8 @@ _scans: list[_Scan] = []  # the last one, or none
 def _installed_plugins(group: str) -> tuple[Plugin, ...]:
     """Returns the plug-ins of a group; reads metadata only if something was installed or removed.
 
-    A scan is kept as long as `sys.path` and the times of its folders stay. An installer makes or
-    removes a folder there. It is not kept if a folder is so new that its time might not change.
+    A scan stays valid as long as `sys.path` and the times of its folders stay. An installer makes
+    or removes a folder there. It is dropped if a folder is so new that its time might not change.
     """
     folders = tuple(map(_state, sys.path))
     # A test may replace the function; what it made must not outlive it.

@@ -146,7 +146,7 @@ class OrderChecker(sync_points.Backend):
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    # What the library calls in the place of a device's streams.
+    # What the library calls instead of a device's streams.
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
@@ -238,7 +238,7 @@ class OrderChecker(sync_points.Backend):
             self._local.transfer = None
 
     def _noting(self, method: Callable[..., T], *, foreign: bool) -> Callable[..., T]:
-        """Returns a method of `dist.Work` with a note: the calling strand is after the collective.
+        """Returns a method of `dist.Work` that records: the calling strand is after the collective.
 
         Args:
             method: The method.
@@ -408,7 +408,7 @@ class OrderChecker(sync_points.Backend):
         return str(self._local.thread)
 
     def _freed(self, memory: str) -> None:
-        """Notes that a memory is freed. A finalizer calls it, so it must not lock or raise."""
+        """Records that a memory is freed. A finalizer calls it, so it must not lock or raise."""
         home = self._homes.pop(memory, None)
         if home is not None:
             self._newly_freed.append((self._thread if home in self._threads else home, memory))

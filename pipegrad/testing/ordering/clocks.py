@@ -120,7 +120,7 @@ class HappensBefore:
 
     def access(self, new: Access) -> list[Violation]:
         """Adds an access of the current operation of its strand; returns its violations."""
-        # Only accesses that may race with a later access are kept. So memory and time grow with the
+        # Only accesses that may race with a later access stay. So memory and time grow with the
         # number of strands and byte ranges, not with the number of operations.
         known = self._clocks[new.strand]
         earlier = self._accesses[new.memory]
