@@ -171,7 +171,7 @@ def _sum_on_device(tensor: Tensor) -> Tensor:
 
 
 def _scattered(positions: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor
-    """Returns odd numbers that look like chance: with 1, 3, 5, ... sums of tokens would be equal."""
+    """Returns odd numbers that look random: with 1, 3, 5, ... sums of tokens would be equal."""
     positions = (positions + 1) * _ODD
     return (positions ^ (positions >> 32)) * _ODD | 1
 
