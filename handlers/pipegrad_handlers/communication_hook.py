@@ -111,7 +111,7 @@ class CommunicationHook:
         """
         if state and state.get("hook") != self._table:
             raise ValueError(
-                f"what is to be loaded was kept by the hook {state.get('hook')}, this one is "
+                f"what is to be loaded is of the hook {state.get('hook')}, this one is "
                 f"{self._table!r}: load it with the same hook and options"
             )
         self._hooks.clear()

@@ -540,13 +540,11 @@ class GradientSync(Step):
         def load() -> dict[str, str]:
             if state and state.get("plan") != self.plan.digest:
                 raise PlanError(
-                    "what handlers kept is of another plan: of another model, other handlers, "
+                    "the state of handlers is of another plan: of another model, other handlers, "
                     "buckets or ranks; it fits into its own plan alone"
                 )
             if unknown := sorted(saved.keys() - stateful.keys()):
-                raise PlanError(
-                    f"what is to be loaded was kept by handlers {unknown}, not in use here"
-                )
+                raise PlanError(f"what is to be loaded is of handlers {unknown}, not in use here")
             for name, handler in stateful.items():
                 try:
                     handler.load_state_dict(saved.get(name, {}))
@@ -554,7 +552,7 @@ class GradientSync(Step):
                     raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
             # Handlers that launch nothing on this rank, and join no replicas, have no state here.
             launching = self.plan.launching
-            return {name: "what it kept" if saved.get(name) else "nothing" for name in launching}
+            return {name: "its state" if saved.get(name) else "nothing" for name in launching}
 
         ranks = sorted(self.topology.ranks)
         replies = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))

@@ -294,7 +294,7 @@ class Codings:
                 Then none has errors.
         """
         try:
-            agree("what codecs kept", lambda: self._load(state), ranks=ranks)
+            agree("the state of codecs", lambda: self._load(state), ranks=ranks)
         except PipegradError as error:
             self.feedback.clear()
             raise PlanError(str(error)) from error
@@ -304,12 +304,13 @@ class Codings:
         # shape.
         if not isinstance(state, Mapping):
             raise PlanError(
-                f"what codecs kept is a {type(state).__name__}, expected what state_dict() returns"
+                f"the state of codecs is a {type(state).__name__}, expected what state_dict() "
+                f"returns"
             )
         if state and state.get("cut") != self._cut:
             raise PlanError(
-                "what codecs kept is of another cut: of a model with other stages, or with stages "
-                "on other ranks; it fits into its own cut alone"
+                "the state of codecs is of another cut: of a model with other stages, or with "
+                "stages on other ranks; it fits into its own cut alone"
             )
         self.feedback.load_state_dict(state.get("errors", {}))
 

@@ -297,8 +297,8 @@ class Scheduler:
         Every rank must call it.
 
         Raises:
-            PlanError: On every rank, as `GradientSync.load_state_dict`, or if what codecs kept is
-                none of theirs, or of another cut. Then they start anew.
+            PlanError: On every rank, as `GradientSync.load_state_dict`, or if the state of codecs
+                is none of theirs, or of another cut. Then they start anew.
             StepError: Inside a step.
         """
         codings = self._steps.codings
