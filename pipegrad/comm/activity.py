@@ -193,6 +193,8 @@ def give_back(seconds: float, before: float) -> None:
 
 def activities() -> dict[int, list[Activity]]:
     """Returns the activities of all threads, by thread, outermost first."""
+    # Each thread changes its own list alone, and without a lock: an activity must cost nearly
+    # nothing. So whoever reads takes copies first.
     return {thread: list(stack) for thread, stack in list(_stacks.items())}
 
 
@@ -347,6 +349,7 @@ class Account:
 
     def record(self) -> Record:
         """Returns what this rank is at, or was at when it failed; any thread may call it."""
+        # The watch looks twice a second, so the thread may be at another item by now.
         self.look()
         stacks, now, verbs = activities(), time.monotonic(), verb_thread()
         main = stacks.pop(verbs, [])

@@ -592,8 +592,12 @@ class GradientBucket:
         self.state = BucketState.RESTS
         if self._again:
             self._accumulates_once = False
+        # Known from the first step on: until then only the end of a stage proves that a gradient is
+        # complete.
         elif self._accumulates_once is None and any(f == 1 for f in self._final):
             self._accumulates_once = True
+        # No witness had a gradient, so none could have missed one. Another parameter takes over,
+        # one that is used.
         if self._witnesses <= self._absent:
             used = (i for i in range(len(self._live)) if i not in self._absent)
             self._witnesses = {next(used, 0)}
@@ -683,6 +687,8 @@ class GradientBucket:
 
     def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:
         """Whether a result was zeroed in place. Reads its values only after a write."""
+        # To read values blocks the host on a device. A result that nobody has written since the
+        # step cannot have been zeroed, so it is not read.
         if self._is_unwritten(number, result):
             return False
         slots = self.buffer.slots
@@ -695,6 +701,8 @@ class GradientBucket:
 
     def _drop_zeros(self) -> None:
         """Removes zeroed results in memory that is made again in each step."""
+        # The zeros lie in memory of the last step. Autograd would add to them there, and that
+        # memory would stay beside the new one.
         for number in self._cleared:
             main_shard = self._main_shards[number]
             if self._is_sharded and main_shard is not None:

@@ -334,6 +334,8 @@ class Bucketer:
     def _empty(self, key: _Key, room: int) -> _Bucket:
         """Returns an empty bucket, if possible in the memory of an earlier one."""
         if self._pool_capacity_bytes != self.capacity_bytes:
+            # The user may change the capacity between two calls. Memory of another size fits no
+            # bucket any more.
             self._pool.clear()
             self._pool_capacity_bytes = self.capacity_bytes
         numel = key.num_rows * room
@@ -357,6 +359,8 @@ class Bucketer:
             if self._ending is None:
                 self._ending = Ending(self, threads=self._comm_streams.values(), used=self._used)
             if collectives.backend_of(key.group, key.device) == "gloo":
+                # The group is the user's and is not destroyed. But at exit, if a thread still waits
+                # there, its connections are cut, since only that ends the wait.
                 self._used.add(key.group)
             task = partial(_reduce, key, bucket.result.buffer[: bucket.numel], bucket.rows())
             after = [event for event in events if event is not None]

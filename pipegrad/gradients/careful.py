@@ -92,6 +92,8 @@ class CarefulBucket(GradientBucket):
             self._accessor.accumulated(self._live[number])
         super().accumulated(number)
         if self.state is BucketState.OPEN and not self._is_attribute:
+            # The accessor must see each accumulation, so this hook does not rest until the next
+            # step.
             self._run([number], self._watch)
 
     def _update_last(self) -> None:
@@ -148,6 +150,8 @@ class CarefulBucket(GradientBucket):
                 if gradient is not None and not self._is_slot(number, gradient):
                     write(self.buffer.slots[number], gradient, divisor)
                     self._divided.add(number)
+            # A kernel may have written to an address, which no counter shows. So the values say
+            # whether this rank contributed.
             self.buffer.flag_values(untouched)
         for number, gradient in enumerate(present):
             if self._is_sharded or self.buffer.goes:

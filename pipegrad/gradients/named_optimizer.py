@@ -70,7 +70,7 @@ class Part:
 
         Args:
             groups: For `kind`.
-            sharded: Keys of parameters that are stepped in shards.
+            sharded: Keys of parameters that are updated in shards.
 
         Raises:
             PlanError: As `check`, or if `kind` makes no optimizer.
@@ -177,7 +177,7 @@ def named_optimizer(
     Args:
         parts: Of `parts_of`; if there are several, they become one optimizer.
         group_of: Name and parameter on the meta device -> options of its group.
-        sharded: Keys of parameters that are stepped in shards.
+        sharded: Keys of parameters that are updated in shards.
         main_parameters: Of this rank.
         locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
         joined_locations: The same in a run whose replicas do not train alone.

@@ -449,7 +449,7 @@ class GradientSync(Step):
         if self.outer_optimizer is not None and self._parameter_sync.is_due:
             raise StepError(
                 "state_dict() before the step of the optimizer was published, so the outer "
-                "optimizer has not stepped: call wait_parameters() before, on all ranks"
+                "optimizer has not run: call wait_parameters() before, on all ranks"
             )
         states = {name: of.state_dict() for name, of in self._stateful().items()}
         states = {name: state for name, state in states.items() if state}
@@ -584,7 +584,7 @@ class GradientSync(Step):
             self._check("synchronize_parameters")
             if self._parameter_sync.is_due or self._parameter_sync.is_moving:
                 raise StepError(
-                    "synchronize_parameters() while what other ranks stepped is on its way would "
+                    "synchronize_parameters() while updates of other ranks are on their way would "
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "
                     "loading"
                 )

@@ -142,6 +142,8 @@ def _follow_step(
             sync.refuse_closed()
         result = None
         with sync.bounded("schedule.step()"):
+            # Before anything can fail here: all ranks count the steps, and the number is in the
+            # keys of the board.
             failure.begin()
             try:
                 _begin_step(schedule, sync)

@@ -226,6 +226,8 @@ class Executor:
 
     def details(self) -> Details:
         """Returns what this rank is at; any thread may call it."""
+        # The position is read once: the thread that runs the step goes on meanwhile, and all words
+        # must be of one item.
         topology, position = self._topology, self._position
         begun = list(islice(self._items(), position + 1))
         actions = [self._program.action(item) for item in begun if item.op is Op.COMPUTE]

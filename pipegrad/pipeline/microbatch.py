@@ -255,6 +255,8 @@ class Batches:
             check_kind(path, leaf)
         rows = {path: len(leaf) for path, leaf in leaves.items() if is_cut(leaf)}
         if self._rest is not None and max(rows.values(), default=1) > 1:
+            # Beside tensors of many rows, one of a single row belongs to no sample: a mask or
+            # positions for all.
             single = [path for path, length in rows.items() if length == 1]
             rows = {path: length for path, length in rows.items() if length > 1}
             whole += single

@@ -132,6 +132,8 @@ class Scheduler:
         if not isinstance(stages, Sequence):
             if isinstance(tied, Sequence):  # GradientSync refuses others, on all ranks alike
                 tied = [*stages.tied, *tied]
+            # Before the gradient layer: it makes replicas equal, and master copies, of these
+            # values.
             stages.load(self.topology.local_stages)
         self.sync = GradientSync(
             modules,

@@ -357,6 +357,8 @@ class Values:
                     # Its producer has posted a receive, which only a message can end.
                     gradient = torch.zeros_like(value.tensor)
                 self._gradients[link, microbatch] = gradient
+                # A module may keep its input. It must not keep the gradient with it, which has
+                # left.
                 value.tensor.grad = None
 
     def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:

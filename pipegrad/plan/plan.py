@@ -451,6 +451,7 @@ def _groups(
         specs |= {(step.ranks, 0), (step.ranks, comm_stream or 0)}
         if comm_stream is not None and step.is_pair:
             specs.add((step.ranks, second_communicator(comm_stream)))
+    # torch wants that all ranks make all groups in one order, and each rank computes this alone.
     return tuple(sorted(specs))
 
 

@@ -277,7 +277,7 @@ class SimulatedRank:
     def _last_backward(self, stage: int, _microbatch: int) -> None:
         done = sum(self._input_gradient(stage, m) for m in range(self._num_microbatches))
         if done != self._num_microbatches - 1 or stage in self._announced:
-            self.refuse(f"stage {stage} has not exactly one backward left, or this is said twice")
+            self.refuse(f"stage {stage} has not exactly one backward left, or this comes twice")
         self._announced.add(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:
