@@ -106,11 +106,11 @@ class HappensBefore:
 
     def join(self, strand: str, clock: Clock) -> None:
         """Orders all later operations of `strand` after the operations in `clock`."""
-        clock = self._clocks[strand]
+        present = self._clocks[strand]
         for other, tick in clock.items():
             # A comparison, and no call: a step has as many strands as messages, and joins them all.
-            if tick > clock.get(other, 0):
-                clock[other] = tick
+            if tick > present.get(other, 0):
+                present[other] = tick
 
     def tick(self, strand: str) -> int:
         """Begins the next operation of `strand` and returns its number, from 1."""
