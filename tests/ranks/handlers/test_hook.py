@@ -289,7 +289,7 @@ DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on fr
             POWER_SGD,
             {},
             lambda state: {**state, "plan": "another"},
-            "PlanError: rank 1: PlanError: w",
+            "PlanError: rank 1: PlanError: the state of handlers is of another plan",
         ),
         (
             POWER_SGD,
