@@ -322,10 +322,9 @@ class Topology:
 
     def _select(self, selected: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
         """Returns the ranks at the selected coordinates; other axes keep this rank's own."""
-        own = self._coordinates[self.rank]
+        here = self._coordinates[self.rank]
         spans = tuple(
-            selected.get(name, (own_index,))
-            for (name, _), own_index in zip(self.axes, own, strict=True)
+            selected.get(name, (index,)) for (name, _), index in zip(self.axes, here, strict=True)
         )
         if spans not in self._selections:
             coordinates = itertools.product(*spans)

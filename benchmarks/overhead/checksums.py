@@ -84,9 +84,9 @@ def measured(model: str, steps: int, comparisons: int) -> dict[str, float]:
         result.loss.item()
 
     def compare() -> None:
-        # What `finish` does in a step that compares: ranks meet, and then compare.
+        # What `finish` does in a step that compares: a barrier, and then they compare.
         reducer = sync._parts.reducer
-        reducer.meet()()
+        reducer.barrier()()
         sync._parts.drift.look()
 
     def sums() -> None:

@@ -89,7 +89,7 @@ class CommunicationHook:
         whether the hook starts, the wait for the work blocks the host, on devices too.
         """
         # A hook's callbacks may start collectives in threads of the backend. The comm stream waits
-        # for the work before its next task, so they meet no other collective of this group.
+        # for the work before its next task, so no other collective of this group runs beside them.
         hook = self._of((bucket.index, reduction.ranks), group)
         bucket.is_mean = True
         running = _Running(hook, TorchBucket(bucket), group)
@@ -111,7 +111,7 @@ class CommunicationHook:
         """
         if state and state.get("hook") != self._table:
             raise ValueError(
-                f"what is to be loaded was kept by the hook {state.get('hook')}, this one is "
+                f"what is to be loaded is of the hook {state.get('hook')}, this one is "
                 f"{self._table!r}: load it with the same hook and options"
             )
         self._hooks.clear()

@@ -135,15 +135,15 @@ class Meetings(OuterOptimizer):
 
         Sync: on the current stream.
         """
-        stepped = self._stepped()
+        tensors_of = self._main_tensors()
         frozen = [r for r in self._sync.records() if not r.requires_grad]
-        tensors = [*stepped.values(), *(_local(self._sync.parameter(r)) for r in frozen)]
+        tensors = [*tensors_of.values(), *(_local(self._sync.parameter(r)) for r in frozen)]
         self._send(tensors, self._ranks)
         self._last = self._sync.statistics().steps
         self._momenta.clear()
         self._anchors = {
             key: tensor.to(_wide(tensor.dtype), copy=True)
-            for key, tensor in stepped.items()
+            for key, tensor in tensors_of.items()
             if self._averages(key)
         }
 
@@ -156,15 +156,15 @@ class Meetings(OuterOptimizer):
             DriftError: On all ranks, if the anchors of the replicas differ.
         """
         self._compare()
-        stepped = self._stepped()
+        tensors_of = self._main_tensors()
         self._last = self._sync.statistics().steps
         self.number += 1
         for keys in _packs(self._anchors):
-            self._average({key: stepped[key] for key in keys})
+            self._average({key: tensors_of[key] for key in keys})
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle. The
         # first of a set has its values by then: sets in which it is not the first come before.
         sets: dict[tuple[int, ...], list[Tensor]] = {}
-        for key, tensor in stepped.items():
+        for key, tensor in tensors_of.items():
             for along in self._spread.get(key, ()):
                 sets.setdefault(along.ranks, []).append(tensor)
         for ranks, tensors in sorted(sets.items(), key=itemgetter(0)):
@@ -177,14 +177,14 @@ class Meetings(OuterOptimizer):
         anchors that the present parameters do not give.
         """
         is_apart = self._num_steps > 0
-        stepped = self._stepped()
+        tensors_of = self._main_tensors()
         return {
             "outer": dict(self._options),
             "num_steps": self._num_steps,
             "number": self.number,
             "momenta": _saved(self._momenta),
             "anchors": _saved({k: self._anchors[k] for k in self._wider(is_apart=is_apart)}),
-            "stepped": _saved(stepped if is_apart else {}),
+            "stepped": _saved(tensors_of if is_apart else {}),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -202,23 +202,23 @@ class Meetings(OuterOptimizer):
                 f"it was saved with the outer step {_written(state['outer'])}, and this run has "
                 f"{_written(self._options)}: choose the same numbers"
             )
-        stepped, is_apart = self._stepped(), state["num_steps"] > 0
+        tensors_of, is_apart = self._main_tensors(), state["num_steps"] > 0
         wider = {key: self._anchors[key] for key in self._wider(is_apart=is_apart)}
         _check("the momentum", state["momenta"], self._anchors if state["momenta"] else {})
         _check("the last meeting", state["anchors"], wider)
-        _check("the parameters", state["stepped"], stepped if is_apart else {})
+        _check("the parameters", state["stepped"], tensors_of if is_apart else {})
         for key, values in state["stepped"].items():
-            stepped[key].copy_(values)
-        for key, tensor in stepped.items() if not is_apart else ():
+            tensors_of[key].copy_(values)
+        for key, tensor in tensors_of.items() if not is_apart else ():
             if self._averages(key):
                 self._anchors[key].copy_(tensor)
         self._momenta.clear()
         for saved, held in ((state["momenta"], self._momenta), (state["anchors"], self._anchors)):
-            held.update({k: v.to(stepped[k].device, copy=True) for k, v in saved.items()})
+            held.update({k: v.to(tensors_of[k].device, copy=True) for k, v in saved.items()})
         self._last = self._sync.statistics().steps - int(state["num_steps"])
         self.number = int(state["number"])
 
-    def _stepped(self) -> dict[str, Tensor]:
+    def _main_tensors(self) -> dict[str, Tensor]:
         """Returns what this rank steps, by key, without version counters."""
         # In an order that is the same on all ranks that have a parameter.
         mains = sorted(self._sync.main_parameters(), key=lambda main: main.record.key)
@@ -233,8 +233,8 @@ class Meetings(OuterOptimizer):
         """Returns the keys of the anchors that cannot be made of the present parameters."""
         # Right after a meeting an anchor is equal to the parameter. If it has more bits than that
         # has, it would lose them.
-        stepped = self._stepped()
-        return [k for k, a in self._anchors.items() if is_apart or stepped[k].dtype != a.dtype]
+        tensors_of = self._main_tensors()
+        return [k for k, a in self._anchors.items() if is_apart or tensors_of[k].dtype != a.dtype]
 
     def _compare(self) -> None:
         """Refuses anchors that differ between replicas: they would never be equal again."""
@@ -284,8 +284,8 @@ class Meetings(OuterOptimizer):
 def _local(tensor: Tensor) -> Tensor:
     """Returns this rank's elements. Writes to them are no step of an optimizer."""
     to_local = getattr(tensor, "to_local", None)  # of a DTensor; to import it is slow
-    own: Tensor = tensor if to_local is None else to_local()
-    return own.data
+    part: Tensor = tensor if to_local is None else to_local()
+    return part.data
 
 
 def _packs(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
@@ -328,8 +328,8 @@ def _written(outer: Mapping[str, Any]) -> str:
     return ", ".join(f"{name}={value}" for name, value in outer.items())
 
 
-def _check(what: str, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+def _check(what: str, saved: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
     """Refuses saved values that are not those of this rank's parameters."""
-    found, expected = ({k: tuple(t.shape) for k, t in ts.items()} for ts in (saved, own))
-    if found != expected:
-        raise ValueError(f"{what} has the shapes {found}, expected {expected}")
+    shapes, expected = ({k: tuple(t.shape) for k, t in ts.items()} for ts in (saved, present))
+    if shapes != expected:
+        raise ValueError(f"{what} has the shapes {shapes}, expected {expected}")

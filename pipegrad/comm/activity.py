@@ -1,8 +1,8 @@
 """Activities: what each thread of this rank does now, and what it has raised, for a report.
 
-An activity costs about a microsecond, so all parts of pipegrad note what they wait for, always. The
-memory is fixed: an activity is gone when it has ended. A `Record` is what the other ranks get to
-know of it when the job fails. A `Tape` is for who records what a rank does.
+An activity costs about a microsecond, so all parts of pipegrad enter what they wait for, always.
+The memory is fixed: an activity is gone when it has ended. A `Record` is what the other ranks get
+to know of it when the job fails. A `Tape` is for who records what a rank does.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
 _OF_OTHERS = re.compile(
     rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
 )
-_OWN, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
+_PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
 # Lines of these do not help: pipegrad's own, torch's, and those of Python's standard library.
-_SKIPPED = (_OWN, _TORCH, f"{os.sep}click{os.sep}", "<")
+_SKIPPED = (_PIPEGRAD, _TORCH, f"{os.sep}click{os.sep}", "<")
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 # Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
 # pydevd, which VS Code and PyCharm use.
@@ -159,11 +159,11 @@ def _spot_of(stack: Sequence[Activity]) -> Spot:
 
 def failed_at(error: BaseException | None) -> Spot | None:
     """Returns what a thread was at when an error, or the one that it follows from, was raised."""
-    found: Spot | None = None
+    spot: Spot | None = None
     while error is not None:
-        found = getattr(error, _FAILED, None) or found
+        spot = getattr(error, _FAILED, None) or spot
         error = error.__cause__
-    return found
+    return spot
 
 
 def verb_thread() -> int:
@@ -193,6 +193,8 @@ def give_back(seconds: float, before: float) -> None:
 
 def activities() -> dict[int, list[Activity]]:
     """Returns the activities of all threads, by thread, outermost first."""
+    # Each thread changes its own list alone, and without a lock: an activity must cost nearly
+    # nothing. So whoever reads takes copies first.
     return {thread: list(stack) for thread, stack in list(_stacks.items())}
 
 
@@ -250,7 +252,7 @@ def is_of_others(words: str) -> bool:
 def _is_raised_by_user(error: BaseException) -> bool:
     """Whether the line that has raised an error is neither torch's nor pipegrad's."""
     frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not any(part in frames[-1].filename for part in (_TORCH, _OWN))
+    return bool(frames) and not any(part in frames[-1].filename for part in (_TORCH, _PIPEGRAD))
 
 
 # What the rank is at.
@@ -347,6 +349,7 @@ class Account:
 
     def record(self) -> Record:
         """Returns what this rank is at, or was at when it failed; any thread may call it."""
+        # The watch looks twice a second, so the thread may be at another item by now.
         self.look()
         stacks, now, verbs = activities(), time.monotonic(), verb_thread()
         main = stacks.pop(verbs, [])
@@ -425,13 +428,13 @@ class Recorder(Protocol):
         """Returns what the step's items need.
 
         Returns:
-            For each item whether the time of its end is kept; and a function that keeps a time.
+            For each item whether the time of its end is wanted; and a function that takes a time.
             It is first given the time of the begin.
         """
 
 
 class Tape:
-    """Takes notes for a recorder; without one, nothing is kept.
+    """Takes notes for a recorder; without one, it takes nothing.
 
     Attributes:
         recorder: Who records now.
@@ -446,6 +449,6 @@ class Tape:
         return None if recorder is None else recorder.now()
 
     def note(self, kind: Noted, key: Key, began: object) -> None:
-        """Notes what began at a result of `now` and has ended; nothing if that is None."""
+        """Passes on what began at a result of `now` and has ended; nothing if that is None."""
         if began is not None and (recorder := self.recorder) is not None:
             recorder.note(kind, key, began)

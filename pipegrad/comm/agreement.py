@@ -25,12 +25,12 @@ from pipegrad.comm.store import SignedStore
 from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
 
 T = TypeVar("T")
-Own = TypeVar("Own")
+Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
-# The meetings of each set of ranks, by default process group.
-_meetings: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Meetings]] = (
+# The agreements of each set of ranks, by default process group.
+_agreements: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Agreements]] = (
     WeakKeyDictionary()
 )
 STORE_IS_GONE = (
@@ -49,13 +49,14 @@ class _Failure:
 
 
 @dataclass
-class _Meetings:
-    """The meetings of a set of ranks under one default process group.
+class _Agreements:
+    """The agreements of a set of ranks under one default process group.
 
     Attributes:
         life: How many default process groups these ranks have had on this store, with this group.
-        number: How many meetings there were. `life` and `number` make the keys of a meeting unique.
-        keys: The keys that this rank set in the last meeting.
+        number: How many agreements there were. `life` and `number` make the keys of an agreement
+            unique.
+        keys: The keys that this rank set in the last agreement.
     """
 
     life: int
@@ -69,7 +70,7 @@ def agree(
     *,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = AGREE_SECONDS,
-    meeting: str | None = None,
+    name: str | None = None,
 ) -> list[T]:
     """Runs `function` on every rank and returns all results, or raises the same error on all ranks.
 
@@ -77,15 +78,15 @@ def agree(
 
     Put everything into `function` that can fail on one rank alone: files, imports, devices,
     configuration. Then its error is raised on all ranks. All of `ranks` must call `agree` in the
-    same order, or name the meeting. Equal results are stored once.
+    same order, or name the agreement. Equal results are stored once.
 
     Args:
         what: The subject, the same on all ranks; for messages.
         function: Takes nothing; its result is plain data: see [Note: plain data].
         ranks: Global ranks that take part; all by default.
         timeout_seconds: How long to wait for the slowest rank.
-        meeting: A name that the same ranks use once, where a rank may stay away and go on. Without
-            a name each rank counts its meetings, and all must have counted alike.
+        name: A name that the same ranks use once, where a rank may stay away and go on. Without
+            a name each rank counts its agreements, and all must have counted alike.
 
     Returns:
         The results, by ascending rank.
@@ -101,19 +102,19 @@ def agree(
         lambda: (None, function()),
         ranks=ranks,
         timeout_seconds=timeout_seconds,
-        meeting=meeting,
+        name=name,
     )
     return results
 
 
 def agree_keeping(
     what: str,
-    function: Callable[[], tuple[Own, T]],
+    function: Callable[[], tuple[Local, T]],
     *,
     ranks: Sequence[int] | None = None,
     timeout_seconds: float = AGREE_SECONDS,
-    meeting: str | None = None,
-) -> tuple[Own, list[T]]:
+    name: str | None = None,
+) -> tuple[Local, list[T]]:
     """Runs `function` as `agree` does; returns what this rank keeps, and the replies of all ranks.
 
     Args:
@@ -122,26 +123,28 @@ def agree_keeping(
             anything. The second is this rank's reply: plain data.
         ranks: As for `agree`.
         timeout_seconds: As for `agree`.
-        meeting: As for `agree`.
+        name: As for `agree`.
 
     Raises:
         PipegradError: As `agree` does.
     """
     if not dist.is_initialized():
-        own, reply = _alone(what, function)
-        return own, [reply]
+        local, reply = _alone(what, function)
+        return local, [reply]
     members = tuple(range(dist.get_world_size())) if ranks is None else tuple(sorted(ranks))
     error: BaseException | None = None
     began: float | None = None
-    outcome: tuple[Own, T] | _Failure
+    outcome: tuple[Local, T] | _Failure
     try:
         outcome = function()
+        # Inside `try`: a result that cannot be sent is an error of this rank, which all ranks
+        # raise.
         payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
         began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, str(caught))
         payload = plain.dumps(outcome)
     try:
-        prefix = f"pipegrad/agree/{_meeting(members, meeting)}"
+        prefix = f"pipegrad/agree/{_keys_of(members, name)}"
         # An interrupt or an exit must end this process now. Its message is posted first: then the
         # other ranks do not wait until the timeout.
         if error is not None and not ends_in_words(error):
@@ -252,8 +255,9 @@ def _exchange(
     replies = {rank: kv.text(key).partition(" ") for rank, key in keys.items()}
     if len({other for *_, other in replies.values()}) > 1:
         subjects = {rank: other for rank, (*_, other) in replies.items()}
-        raise AgreementError(f"ranks are in different places of the program: {subjects}")
+        raise AgreementError(f"ranks are at different points of the program: {subjects}")
     digests = [digest for digest, *_ in replies.values()]
+    # Sorted, and each once: ranks read a large common result once, and not once for each rank.
     payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
     if any(_digest(payload) != digest for digest, payload in payloads.items()):
         raise MessageError(f"{subject}: what a rank has sent was changed on its way")
@@ -264,36 +268,38 @@ def _absent(keys: Mapping[int, str], kv: SignedStore) -> list[int]:
     return [rank for rank, key in keys.items() if not kv.check([key])]
 
 
-def _meeting(ranks: tuple[int, ...], name: str | None) -> str:
-    """Returns the keys' part for a meeting of `ranks`, equal on all of them, never used before.
+def _keys_of(ranks: tuple[int, ...], name: str | None) -> str:
+    """Returns the keys' part for an agreement of `ranks`, equal on all of them, never used before.
 
     No message is needed for it: all ranks call `agree` in the same order, so each counts alone.
     """
     members = _digest(repr(ranks).encode())
-    by_ranks = _meetings_by_ranks()
-    # A store may outlive a default process group, and may still hold the replies of its meetings.
+    by_ranks = _agreements_by_ranks()
+    # A store may outlive a default process group, and may still hold the replies of its agreements.
     # So each new process group has a number of its own in the keys.
     if ranks not in by_ranks:
         life = store().count(f"pipegrad/lives/{members}/{dist.get_rank()}")
-        by_ranks[ranks] = _Meetings(life)
-    meetings = by_ranks[ranks]
+        by_ranks[ranks] = _Agreements(life)
+    agreements = by_ranks[ranks]
+    # An agreement with a name is not counted: a rank that stays away from it would count otherwise
+    # from then on, and look for all later agreements at wrong keys.
     if name is None:
-        meetings.number += 1
-    return f"{members}/{meetings.life}/{name or meetings.number}"
+        agreements.number += 1
+    return f"{members}/{agreements.life}/{name or agreements.number}"
 
 
-def _meetings_by_ranks() -> dict[tuple[int, ...], _Meetings]:
+def _agreements_by_ranks() -> dict[tuple[int, ...], _Agreements]:
     world = dist.group.WORLD
     assert world is not None
-    return _meetings.setdefault(world, {})
+    return _agreements.setdefault(world, {})
 
 
 def _delete_last(members: tuple[int, ...], keys: list[str]) -> None:
-    """Deletes the keys that this rank set in the previous meeting."""
-    # The keys of this meeting stay: other ranks may still read them. All ranks have arrived in this
-    # meeting, so all of them have read the keys of the previous meeting.
-    meetings = _meetings_by_ranks()[members]
-    last, meetings.keys = meetings.keys, keys
+    """Deletes the keys that this rank set in the previous agreement."""
+    # The keys of this agreement stay: other ranks may still read them. All ranks have arrived in
+    # this agreement, so all of them have read the keys of the previous one.
+    agreements = _agreements_by_ranks()[members]
+    last, agreements.keys = agreements.keys, keys
     kv = store()
     with contextlib.suppress(RuntimeError):  # some stores cannot delete
         for key in last:
@@ -313,7 +319,7 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
     if not dist.is_initialized():
         function()
         return
-    key = f"pipegrad/told/{os.environ.get('GROUP_RANK', '0')}"
+    key = f"pipegrad/printed/{os.environ.get('GROUP_RANK', '0')}"
     if os.environ.get("LOCAL_RANK", "0") == "0":
         function()
         store().set(key, "")

@@ -88,6 +88,7 @@ def wide_all_reduce(tensor: torch.Tensor, wide: WideSum, group: dist.ProcessGrou
     numel = tensor.numel() // size
     shards, rest = tensor[: numel * size].view(size, -1), tensor[numel * size :]
     reduce_scatter(shards[me], shards.unbind(), group, common=rest, wide=wide)
+    # With fewer elements than ranks all of them are in `rest`, which every rank has summed already.
     if numel:
         all_gather(shards.unbind(), group)
 
@@ -125,6 +126,8 @@ def reduce_scatter(
     if wide is not None:
         _reduce_scatter_wide(output, shards, group, common, wide)
         return
+    # torch scatters shards of one size alone. Every rank knows all sizes, so all leave out the same
+    # reductions.
     if not _are_equal(shards):
         for owner, shard in enumerate(shards):
             if shard.numel():
@@ -242,6 +245,8 @@ def reduce_chain(
         real(tensor).add_(real(arriving.tensor))
     me = dist.get_rank(group)
     if me > 0:
+        # The receiver has posted this at the beginning of its step. So the wait is short, and the
+        # bucket may be written again behind it.
         SENT(send(tensor, me - 1, group, DOWN))
 
 
@@ -293,6 +298,7 @@ class WideSum:
 
     def write(self, parts: Iterator[torch.Tensor], output: torch.Tensor) -> None:
         """Writes the sum of `parts` to `output`, which may be one of them."""
+        # In the order of the parts, which is that of ranks: the bits are the same in every run.
         total = next(parts).to(self.dtype)
         for part in parts:
             total.add_(part)
@@ -308,6 +314,7 @@ def exchange(
 ) -> None:
     """Sums shards by messages; the arguments are those of `collectives.reduce_scatter`."""
     if common is not None:
+        # A copy: `common` is sent to all ranks while the sum is written into it.
         _exchange_shards(common, [common.clone()] * len(shards), group, COMMON, wide)
     _exchange_shards(output, shards, group, SHARDS, wide)
 
@@ -332,6 +339,8 @@ def _exchange_shards(
     for number, piece in enumerate(pieces[:_AHEAD]):
         arriving.append(_post_receives(buffers[number], output[piece], group, tag))
     # Receives before sends, as in `all_gather`.
+    # The first piece for each rank goes before the second piece for any, so that all ranks can
+    # begin to add.
     leaving = [
         send(shards[peer][piece], peer, group, tag)
         for at_once in zip_longest(*away.values())
@@ -370,12 +379,12 @@ def _post_receives(
 
 def _add_up(
     output: torch.Tensor,
-    own: torch.Tensor,
+    part: torch.Tensor,
     me: int,
     terms: Mapping[int, torch.Tensor],
     arriving: Mapping[int, Work],
 ) -> None:
-    """Sums in the order of ranks. `own` is the part of rank `me`; `output` may be the same."""
+    """Sums in the order of ranks. `part` is the part of rank `me`; `output` may be the same."""
     # The terms of lower ranks are summed apart first, since `output` may still hold this rank's own
     # part. So every rank adds in the order of ranks, and the result has the same bits everywhere.
     before: torch.Tensor | None = None
@@ -383,21 +392,21 @@ def _add_up(
         RECEIVED(arriving[rank])
         before = terms[rank] if before is None else before.add_(terms[rank])
     if before is not None:
-        torch.add(before, own, out=output)
-    elif output.data_ptr() != own.data_ptr():
-        output.copy_(own)
+        torch.add(before, part, out=output)
+    elif output.data_ptr() != part.data_ptr():
+        output.copy_(part)
     for rank in range(me + 1, len(terms) + 1):
         RECEIVED(arriving[rank])
         output.add_(terms[rank])
 
 
 def _in_order(
-    own: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
+    part: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
 ) -> Iterator[torch.Tensor]:
     """Yields the parts of all ranks in the order of ranks, each when it has arrived."""
     for rank in range(len(terms) + 1):
         if rank == me:
-            yield own
+            yield part
         else:
             RECEIVED(arriving[rank])
             yield terms[rank]

@@ -62,6 +62,7 @@ class Ticket:
         event, order = self.done.result()
         if done:
             sync_points.in_use.take_over(order)
+        # The thread has only enqueued the task: the device may still be at it.
         return sync_points.in_use.has_happened(event)
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -126,6 +127,8 @@ class CommStream:
         self._late = deque[Task]()
         if threaded:
             self._queue = queue.SimpleQueue()
+            # A daemon: its task may wait for a collective that never ends, which must not hold up
+            # the exit of Python.
             self._thread = threading.Thread(
                 target=_drain, args=(self._queue, self._run), name=name, daemon=True
             )
@@ -143,6 +146,8 @@ class CommStream:
         # gradient calls this.
         self._last = Ticket(self._device)
         item = _Item(task, after, sync_points.in_use.hand_over(), self._last)
+        # Without a thread the caller enqueues by itself: the side stream is the queue, and to
+        # wait there blocks no host.
         if self._queue is None:
             self._run(item)
         else:
@@ -171,6 +176,7 @@ class CommStream:
         Sync: as the tasks. Without a thread, it blocks the host if they do.
         """
         while self._late:
+            # Out of the queue before it runs: it may put something off again, behind the others.
             self._late.popleft()()
 
     def wait(self, timeout_seconds: float) -> bool:
@@ -207,6 +213,8 @@ class CommStream:
 
     def _run(self, item: _Item) -> None:
         try:
+            # A task may read what the failed one before it should have written. So it fails as
+            # well, and who waits for it learns why.
             if self.error is not None:
                 raise self.error
             sync_points.in_use.take_over(item.order)
@@ -234,7 +242,7 @@ T = TypeVar("T")
 
 
 def outside_of_graphs(verb: Callable[P, T]) -> Callable[P, T]:
-    """Returns `verb` so that Python runs it in every step, never a recording of it.
+    """Returns `verb` so that Python runs it in every step, never as a recording.
 
     A replay of a CUDA graph runs no Python. It would send nothing, and other ranks would wait. So
     the verb raises StepError while a graph is captured. In code that torch.compile traces, the

@@ -72,14 +72,14 @@ class Ending:
         """Registers a call for the beginning of the ending. It may not hold the owner."""
         self._releases.append(release)
 
-    def note_in_vain(self, in_vain: bool) -> None:
-        """Notes whether other ranks may never run the collectives in flight, as inside a step."""
+    def set_in_vain(self, in_vain: bool) -> None:
+        """Sets whether other ranks may never run the collectives in flight, as inside a step."""
         self._in_vain = in_vain
 
     def end(self) -> None:
         """Ends everything; a second call does nothing. Every rank must call it.
 
-        Waits for collectives in flight, unless `note_in_vain` said that this is useless.
+        Waits for collectives in flight, unless `set_in_vain` has made that useless.
         """
         self._end(destroy=True, at_exit=False)
 
@@ -142,10 +142,10 @@ def _at_exit() -> None:
         ending._end_by_itself(at_exit=True)
 
 
-def note_all_in_vain() -> None:
-    """Notes that the job has failed: no collective in flight is worth a wait at exit."""
+def set_all_in_vain() -> None:
+    """Marks the job as failed: no collective in flight is worth a wait at exit."""
     for ending in list(_waiting.values()):
-        ending.note_in_vain(True)
+        ending.set_in_vain(True)
 
 
 def cut(group: dist.ProcessGroup) -> None:

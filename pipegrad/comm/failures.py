@@ -4,10 +4,10 @@
 1. A rank that fails in a step posts its error on a board of that step (`FailureNotice.fail`). Only
    the first post is stored. It is the cause; errors on other ranks follow from it.
 2. The failed rank still launches all collectives, and makes all transfers, that are left of the
-   step. It sends zeros. So no other rank waits for ever, on any backend.
+   step. It sends zeros. So each wait of another rank ends, on any backend.
 3. Every rank reads the board at the end of the step (`FailureNotice.refuse_failed`), and during a
    long wait. It raises an error with the first message; a failed rank, too (`raise_first`).
-4. A rank begins its next step when everything that it launched has ended (`FailedSteps.settle`).
+4. A rank begins its next step when everything that it launched has ended (`FailedSteps.wait`).
    This needs no message.
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
    Then no rank can go on, and all ranks raise an error.
@@ -17,7 +17,7 @@ steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
 
 [Note: the cause of a failure] Most ranks of a failed job only wait. The cause is, in this order:
 
-1. an error that follows from no other rank's; or one that a rank has told to another rank, and that
+1. an error that follows from no other rank's; or one that another rank repeats, of a rank that
    has not answered yet, or not with its error;
 2. a rank that does not answer: its process has ended or is stopped, or its network is cut;
 3. a rank that did not come to an agreement;
@@ -53,8 +53,8 @@ FAILED_ELSEWHERE = "a step failed on another rank"
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
 Kind = Literal["common", "raised", "lost"]
-# What ranks put before an error that they tell each other.
-_TOLD = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
+# What ranks put before an error of another rank.
+_RELAYED = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
 
 class FailureNotice:
@@ -88,8 +88,8 @@ class FailureNotice:
         # A store takes no surrogates, as names of files may have.
         message = message.encode("utf-8", "backslashreplace").decode()
         # This board may be read by the rank that is the cause before it has posted here itself.
-        told = told_by(message) if FAILED_ELSEWHERE in message else None
-        message = told[1] if told else f"rank {dist.get_rank()}: {message}"
+        source = source_of(message) if FAILED_ELSEWHERE in message else None
+        message = source[1] if source else f"rank {dist.get_rank()}: {message}"
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
             store().set_first(self._key, message)
@@ -107,27 +107,29 @@ class FailureNotice:
         """
         notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
         self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
+        # Behind the post: the store has taken one first message of all ranks, so each rank reads
+        # the same cause. Before it, two ranks that fail at once would each find none.
         self._first = self.cause()
         return self._first
 
     def raise_first(self, error: BaseException, kind: type[PipegradError]) -> None:
-        """Raises the words of the rank that failed before this one, if `fail` has found one.
+        """Raises the words of the rank that failed before this one, if `fail` has read one.
 
         An interrupt stays one. All ranks raise a DriftError, and a StallError has the cause.
 
         Args:
             error: Of this rank.
-            kind: The class of the error that takes its place.
+            kind: The class of the error that is raised instead.
         """
-        is_own = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
-        if self._first is not None and not is_own:
+        stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
+        if self._first is not None and not stays:
             raise kind(f"{FAILED_ELSEWHERE}: {self._first}") from error
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
         first = self.read()
-        own = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
-        return None if first is None or (own and first.startswith(own)) else first
+        prefix = f"rank {dist.get_rank()}:" if dist.is_initialized() else ""
+        return None if first is None or (prefix and first.startswith(prefix)) else first
 
     def refuse_failed(self, kind: type[PipegradError] = ReduceError) -> None:
         """Raises an error if a rank has posted that this step failed.
@@ -226,7 +228,7 @@ class FailedSteps:
         """Whether `error` was posted, and no step has begun since."""
         return error is self._doubt
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Waits until everything that a failed step launched on this rank has ended."""
         # The collectives of the failed step use the same communicators as those of the next step.
         # If one of them never ends, the communicators of two ranks are at different collectives,
@@ -245,9 +247,10 @@ class FailedSteps:
             ReduceError: If an earlier failure is final. It contains that failure.
         """
         if self._doubt is not None:
-            self.settle()
+            self.wait()
         if self._final is not None:
             self._notice.next_step()
+            # The other ranks begin this step, too, and wait for this rank: its board must say why.
             self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
             raise ReduceError(
                 f"this GradientSync {FAILED_BEFORE} and its communicators are out of step; end "
@@ -394,17 +397,17 @@ def find_cause(
     """Returns the ranks that are the cause, words, and their kind: see the note above."""
     failed = [record for record in records.values() if record.failure.error]
     failed.sort(key=lambda record: (record.failure.time, record.rank))
-    own = [record for record in failed if not record.failure.follows]
-    errors = {record.failure.error for record in own}
+    causes = [record for record in failed if not record.failure.follows]
+    errors = {record.failure.error for record in causes}
     every = {record.failure.error for record in records.values()}
     if every == errors and len(errors) == 1 < len(records) and not silent:
-        return [], own[0].failure.error, "common"
-    if own:
-        return [own[0].rank], f"{_error(own[0])}{own[0].failure.note}", "raised"
+        return [], causes[0].failure.error, "common"
+    if causes:
+        return [causes[0].rank], f"{_error(causes[0])}{causes[0].failure.note}", "raised"
     for record in failed:
-        told = told_by(record.failure.error)
-        if told is not None and not is_of_others(told[1]):
-            return [told[0]], told[1], "raised"
+        source = source_of(record.failure.error)
+        if source is not None and not is_of_others(source[1]):
+            return [source[0]], source[1], "raised"
     if failed and not silent:
         return *_who_was_awaited(records, failed), "lost"
     ranks, words = list(silent), _some(f"rank {rank} {sign}" for rank, sign in silent.items())
@@ -467,11 +470,11 @@ def _waits_for(record: Record, records: Mapping[int, Record]) -> list[int]:
 
 def _error(record: Record) -> str:
     """Returns the error of a rank, and where it was."""
-    # What this rank has posted, or others have told back to it, names it already.
-    told = told_by(record.failure.error)
+    # What this rank has posted, or others have repeated to it, names it already.
+    source = source_of(record.failure.error)
     words = f"rank {record.rank}: {record.failure.error}"
-    if told is not None and told[0] == record.rank:
-        words = told[1]
+    if source is not None and source[0] == record.rank:
+        words = source[1]
     return f"{words} [{record.at}]" if record.at else words
 
 
@@ -500,8 +503,8 @@ def _sentences(*parts: str) -> str:
     return ". ".join(part for part in parts if part)
 
 
-def told_by(words: str) -> tuple[int, str] | None:
-    """Returns the rank whose error is told in these words, and its words; None if none is named."""
-    chain = _TOLD.match(words, max(0, words.find(FAILED_ELSEWHERE)))
+def source_of(words: str) -> tuple[int, str] | None:
+    """Returns the rank whose error these words repeat, and its words; None if none is named."""
+    chain = _RELAYED.match(words, max(0, words.find(FAILED_ELSEWHERE)))
     begin = words.rfind("rank ", chain.start(), chain.end()) if chain else -1
     return None if begin < 0 else (int(words[begin + 5 :].partition(":")[0]), words[begin:])

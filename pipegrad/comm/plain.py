@@ -364,8 +364,8 @@ def _class(name: str) -> type:
     """
     if name not in _MODULES:
         raise MessageError(f"no record is called {name[:100]!r}")
-    module, own = _MODULES[name]
-    kind: type = getattr(import_module(f"pipegrad.{module}"), own)
+    module, attribute = _MODULES[name]
+    kind: type = getattr(import_module(f"pipegrad.{module}"), attribute)
     return kind
 
 

@@ -24,7 +24,7 @@ from pipegrad.comm.collectives import (
 from pipegrad.comm.ending import cut
 
 _CPU = torch.device("cpu")
-_made: WeakSet[dist.ProcessGroup] = WeakSet()  # that this rank is in
+_joined: WeakSet[dist.ProcessGroup] = WeakSet()  # that this rank is in
 
 
 class Groups:
@@ -42,7 +42,7 @@ class Groups:
     Attributes:
         world: The group of all ranks; None if there is one rank.
         host: The same for numbers on the host, if waits in `world` do not block it; else None.
-        own: The groups that this rank is in.
+        joined: The groups that this rank is in.
     """
 
     def __init__(
@@ -57,22 +57,24 @@ class Groups:
         self._device = device
         self._ranks, self._index = sorted(ranks), sorted(ranks).index(rank)
         self.world: dist.ProcessGroup | None = None
-        self.own: list[dist.ProcessGroup] = []
+        self.joined: list[dist.ProcessGroup] = []
         self._groups: dict[tuple[tuple[int, ...], int], dist.ProcessGroup] = {}
         if len(ranks) > 1:
             self.world = new_group(ranks, "pipegrad", device)
-            self.own.append(self.world)
+            self.joined.append(self.world)
+        # A flag that NCCL reduces waits behind all that the device has to do, and the host behind
+        # the flag. This group is for hosts alone.
         self.host: dist.ProcessGroup | None = None
         if not self.block_host(device):
             self.host = new_group(ranks, "pipegrad host", torch.device("cpu"), "gloo")
-            self.own.append(self.host)
+            self.joined.append(self.host)
         for members, comm_stream in specs:
             # torch asks that all ranks make all groups, in one order. Its exception,
             # use_local_synchronization, hangs if groups overlap.
             group = new_group(members, f"pipegrad comm stream {comm_stream}", device)
             if rank in members:
                 self._groups[members, comm_stream] = group
-                self.own.append(group)
+                self.joined.append(group)
         if not self.block_host(device):
             # NCCL connects a communicator in its first collective, and blocks the host until all
             # members are there. In a step, comm streams begin in the order of readiness, which
@@ -145,8 +147,9 @@ def new_group(
     group: dist.ProcessGroup = dist.new_group(
         list(ranks), collective_timeout(device), backend, group_desc=description
     )
+    # Held weakly: a group that its owner has destroyed must not stay for `cut_all`.
     if dist.get_rank() in ranks:
-        _made.add(group)
+        _joined.add(group)
     return group
 
 
@@ -156,7 +159,8 @@ def cut_all() -> None:
     Waits for their collectives fail then. No group can be used again.
     """
     world = dist.group.WORLD
-    for group in [*_made, *([] if world is None else [world])]:
+    for group in [*_joined, *([] if world is None else [world])]:
+        # A group may be destroyed already, or broken. The others must be closed all the same.
         with suppress(RuntimeError, ValueError):
             cut(group) if dist.get_backend(group) == "gloo" else group.abort()
 

@@ -76,7 +76,7 @@ class Watch:
         show: Takes the text of a report, on the rank that has made it; by default it prints it.
         ends_process: Whether it may end this process, and a process of this machine that ends
             without `leave` raises the alarm.
-        last_verb: What has ended well on this rank; whoever waits for it is told.
+        last_verb: What has ended well on this rank; ranks that wait for it read this.
     """
 
     def __init__(self) -> None:
@@ -86,6 +86,8 @@ class Watch:
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
         self._store = store().clone()
+        # A store may outlive a process group, and still have its alarm. So each watch has keys of
+        # its own. All ranks make each watch, so each rank counts alone and has the same number.
         life = self._store.count(f"pipegrad/watch/lives/{self.rank}")
         self._prefix = f"pipegrad/watch/{life}"
         self._neighbours = Neighbours(self._store, self._key("process"), self.rank)
@@ -116,6 +118,9 @@ class Watch:
             self._report_alone("the other ranks have made no report")
         with self._moved:
             self._go(State.TAKEN)
+            # Under the lock under which `_end` raises. What it has raised and this thread has not
+            # seen yet is withdrawn: it would come in the middle of the error that this thread is
+            # about to raise.
             _raise_in(threading.get_ident(), None)
         return self._report
 
@@ -163,6 +168,8 @@ class Watch:
     def _take(self, report: FailureReport, *, shows: bool = False) -> None:
         """Takes the first report for that of the job, and wakes the thread of verbs."""
         with self._moved:
+            # The store may answer late, after this rank has reported alone. The user sees one
+            # report.
             if self._report.cause:
                 return
             self._report = report
@@ -237,6 +244,8 @@ class Watch:
         if in_debugger():
             self._store.set(key, f"{self.rank} {now}")
             return True
+        # The store is asked only when half of the time is over: most waits end long before, and
+        # cost no message.
         if self._account.late(share=0.5) is None or not self._store.check([key]):
             return False
         # Whoever has ended in his debugger tells nothing new.
@@ -259,6 +268,8 @@ class Watch:
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
         first = self._store.set_first(self._key("alarm"), f"{self.rank} {self._alarm}")
+        # The other thread takes this for a sign that the store answers, and waits longer for the
+        # report.
         self._go(State.ASKED)
         number, _, words = first.decode().partition(" ")
         self._store.set(self._key("state", self.rank), plain.dumps(self._account.record()))
@@ -291,6 +302,8 @@ class Watch:
                 if self._store.check([key := self._key("state", rank)]):
                     records[rank] = plain.loads(self._store.get(key), Record)
                     silent.remove(rank)
+            # A process that has ended or is stopped will not answer. Some looks later the others
+            # may still, so nobody is given up earlier.
             if time.monotonic() > known_by and silent <= self._neighbours.gone():
                 break
             time.sleep(_TICK_SECONDS)
@@ -353,18 +366,18 @@ class Bounded(Activity):
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
         error, world = raised[1], dist.group.WORLD
-        own = None if world is None else _watches.get(world)
-        if own is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
+        ours = None if world is None else _watches.get(world)
+        if ours is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
             return
         if error is None and self.within_seconds is not None:
-            own.last_verb = self.what
-        if own.has_alarm:
+            ours.last_verb = self.what
+        if ours.has_alarm:
             # Also a verb that has ended well: after an alarm other ranks have ended.
-            raise StallError(own.report().cause) from error
+            raise StallError(ours.report().cause) from error
         if error is not None and has_lost_connection(error):
             # A symptom: another rank has ended, or its machine is gone. The watch knows more.
-            words = f"Rank {own.rank} lost the connection in {self.what}"
-            raise StallError(own.fail(error, words=words).cause) from error
+            words = f"Rank {ours.rank} lost the connection in {self.what}"
+            raise StallError(ours.fail(error, words=words).cause) from error
 
 
 def _raise_in(thread: int, error: type[StallError] | None) -> None:
@@ -376,12 +389,12 @@ def _raise_in(thread: int, error: type[StallError] | None) -> None:
 
 def _stalled(words: str) -> type[StallError]:
     """Returns a StallError that needs no arguments: Python raises a class in another thread."""
-    own = {
+    attributes = {
         "__module__": StallError.__module__,
         "__init__": lambda self: super(StallError, self).__init__(words),
         "__reduce__": lambda _: (StallError, (words,)),
     }
-    return type(StallError.__name__, (StallError,), own)
+    return type(StallError.__name__, (StallError,), attributes)
 
 
 def _started(name: str, target: Callable[[], object]) -> threading.Thread:
@@ -393,8 +406,8 @@ def _started(name: str, target: Callable[[], object]) -> threading.Thread:
 @atexit.register
 def _at_exit() -> None:
     # Python would end these threads inside of torch, which aborts the process.
-    for own in list(_watches.values()):
-        own.leave()
+    for each in list(_watches.values()):
+        each.leave()
 
 
 def _print(text: str) -> None:
@@ -426,8 +439,8 @@ class Neighbours:
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self.known: dict[int, tuple[int, str]] = {}
         self._store, self._prefix = store, prefix
-        self._machine, own = _machine(), os.getpid()
-        store.set(f"{prefix}/{rank}", f"{own} {process_state(own)[1]} {self._machine}")
+        self._machine, pid = _machine(), os.getpid()
+        store.set(f"{prefix}/{rank}", f"{pid} {process_state(pid)[1]} {self._machine}")
         local, num_local = (os.environ.get(f"LOCAL_{name}") for name in ("RANK", "WORLD_SIZE"))
         first = rank - int(local or 0)
         self._unread = {*range(first, first + int(num_local or 1))} - {rank}

@@ -5,7 +5,7 @@ Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md.
 [Note: the unit of work] What happens to every gradient is done once a bucket: by one operator over
 many tensors, or on the flat memory. In the last backward of a stage each parameter has a hook that
 counts. A large gradient is copied by its hook, while it is in the cache. So a parameter costs the
-host a call of Python, and a place in some lists.
+host a call of Python, and an entry in some lists.
 
 [Note: where a gradient is] Where ``.grad`` points to says how far a gradient is:
 
@@ -125,7 +125,7 @@ class GradientBucket:
         self.num_early = 0
         self.state = BucketState.RESTS
         self._device = buffer.device
-        self._own_divisor = buffer.bucket.divisor
+        self._fixed_divisor = buffer.bucket.divisor
         self._mean = mean
         self._divisor = 1.0
         number = len(parameters)
@@ -148,7 +148,7 @@ class GradientBucket:
         self._again = False
         self._announced: set[int] = set()  # stages whose next backward is the last
         self._is_last = False  # whether this holds for all that are waiting
-        self._final = bytearray(number)  # 1: by its hook, 2: somebody has said so
+        self._final = bytearray(number)  # 1: by its hook, 2: by `parameters_final`
         self._left = [0]  # how many are not; shared with the hooks
         self._num_named = 0
         self._fired = bytearray(number)  # of those whose hook runs from the beginning
@@ -174,6 +174,8 @@ class GradientBucket:
             complete: A bound method; called when the last gradient is final in a backward.
             late: A bound method; it makes the step fail in `finish`.
         """
+        # The step holds its buckets. Strong references back would be a circle, and hooks and memory
+        # of a GradientSync that nobody holds any more would stay until Python's collector runs.
         self._on_complete, self._on_late = weakref.WeakMethod(complete), weakref.WeakMethod(late)
 
     def follow(self) -> None:
@@ -264,17 +266,20 @@ class GradientBucket:
 
         Sync: on the current stream. It may scale gradients of earlier steps.
         """
-        before, self._divisor = self._divisor, divisor * self._own_divisor
+        # Everything that may refuse the step has run in `check` and `refuse_values`, for all
+        # buckets: this changes gradients.
+        before, self._divisor = self._divisor, divisor * self._fixed_divisor
         if self._before is not None:
             # Now one division at the end is right for the gradients of all steps. One that the
             # user has set is not divided by the step's divisor.
-            scale = self._divisor / (before if continuing else self._own_divisor)
+            scale = self._divisor / (before if continuing else self._fixed_divisor)
             for number, gradient in enumerate(self._before):
                 if gradient is None or (number in self._cleared and not continuing):
                     continue
                 if scale != 1:
                     with torch.no_grad():
                         gradient.mul_(scale)
+            # The list would hold the memory of gradients that move into their slots in this step.
             self._before = None
         self._results = ()
         if not continuing:
@@ -282,6 +287,8 @@ class GradientBucket:
             if self._cleared:
                 self._drop_zeros()
         self._restart()
+        # A slot that is written by its first gradient needs no zeros. So only slots are zeroed to
+        # which somebody adds without autograd.
         self.buffer.reset(self._to_share)
         self._begin_hooks()
 
@@ -352,11 +359,14 @@ class GradientBucket:
         if self.state is not BucketState.OPEN:
             return  # `late` compares
         if self._has_streams:
-            self.buffer.note_stream()
+            self.buffer.add_stream()
         self._fired[number] = 1
         if not self._is_last:
             if self._is_large[number]:
-                self._adopt(number)
+                self._move(number)
+            # On CPU one call in a step says enough: a gradient was made. On a device the next
+            # microbatch may run on another stream, for which `fill` must wait, too. So there the
+            # hook goes on.
             if not self._has_streams:
                 self._hooks[number].rest()
             return
@@ -366,7 +376,7 @@ class GradientBucket:
         self._final[number] = 1
         self._left[0] -= 1
         if self._is_large[number]:
-            (self._take if self._accumulates_once else self._adopt)(number)
+            (self._take if self._accumulates_once else self._move)(number)
         if not self._left[0]:
             self.counted(number)
 
@@ -387,10 +397,12 @@ class GradientBucket:
 
         Sync: the current stream must be after everything that wrote them.
         """
+        # Another stage of this rank may still add to these gradients. Then nobody divides or sends
+        # them yet: the last of these stages makes them final.
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
             return
         if self._has_streams:
-            self.buffer.note_stream()
+            self.buffer.add_stream()
         for number in numbers:
             if self._final[number] != 2:
                 self._num_named += 1
@@ -402,7 +414,7 @@ class GradientBucket:
             self._complete()
 
     def stage_is_final(self, stage: int) -> bool:
-        """Notes that a stage adds nothing more; returns whether the bucket must be filled now.
+        """Takes a stage out of `waiting`; returns whether the bucket must be filled now.
 
         Sync: the current stream must be after everything that wrote the stage's gradients.
         """
@@ -410,7 +422,9 @@ class GradientBucket:
         if self.state is not BucketState.OPEN:
             return False
         if self._has_streams:
-            self.buffer.note_stream()
+            self.buffer.add_stream()
+        # One stage fewer is waited for. So a backward that was announced before may be the last one
+        # of the bucket now, and its hooks must count.
         self._update_last()
         return not self.waiting
 
@@ -418,7 +432,7 @@ class GradientBucket:
         if (complete := self._on_complete()) is not None:
             complete(self)
 
-    def _adopt(self, number: int) -> None:
+    def _move(self, number: int) -> None:
         """Moves a new gradient into its slot; autograd adds the next ones to it.
 
         Sync: on the current stream, on which autograd has made the gradient.
@@ -429,14 +443,16 @@ class GradientBucket:
             return
         if self.buffer.slots and gradient is self.buffer.slots[number]:
             return
+        # The stream that has made the gradient copies it. So the gradient may be freed at once: who
+        # gets its memory next, on that stream, runs behind the copy.
         slot = self.buffer.claim()[number]
         write(slot, gradient)
         self._live[number].grad = slot
 
-    def adopt(self) -> None:
+    def move_all(self) -> None:
         """Moves all new gradients into their slots.
 
-        Sync: as `_adopt`.
+        Sync: as `_move`.
         """
         if self.state is not BucketState.OPEN:
             return
@@ -450,7 +466,7 @@ class GradientBucket:
         ]
         if fresh:
             if self._has_streams:
-                self.buffer.note_stream()
+                self.buffer.add_stream()
             with self.buffer.filling():
                 self.buffer.fill([g for i in fresh if (g := present[i]) is not None], fresh, ())
             for number in fresh:
@@ -469,7 +485,7 @@ class GradientBucket:
     def _take(self, number: int) -> None:
         """Copies a final gradient into its slot, divided in the same pass.
 
-        Sync: as `_adopt`.
+        Sync: as `_move`.
         """
         gradient, divisor = self._live[number].grad, self._divisor * self._mean
         if (
@@ -478,7 +494,9 @@ class GradientBucket:
             or not self._runs_last(number)
             or (self.buffer.slots and gradient is self.buffer.slots[number])
         ):
-            return  # `fill` does what is left
+            # `fill` does what is left. It runs behind all hooks of users, and one of theirs behind
+            # this one may still change the gradient.
+            return
         slot = self.buffer.claim()[number]
         write(slot, gradient, divisor)
         self._divided.add(number)
@@ -492,8 +510,10 @@ class GradientBucket:
 
         Sync: on the current stream, behind all streams that wrote.
         """
+        # All gradients are final. What autograd adds from here on is seen by `late`, from version
+        # counters, so no hook costs anything until the next step.
         self._rest()
-        self.buffer.made()
+        self.buffer.allocated()
         slots, present = self.buffer.slots, self._read_all()
         # In most steps all gradients are new, or all are in their slots. One look says so.
         numbers = [
@@ -511,6 +531,9 @@ class GradientBucket:
         )
         with self.buffer.filling():
             self.buffer.fill(gradients, numbers, absent)
+        # Only behind `filling`: the streams that have made these gradients wait for the copy by
+        # now, so they may take the memory again. Where the memory of the bucket goes, no gradient
+        # may stay a view of it, or all of it would stay.
         live, goes = self._live, self.buffer.goes
         for number in range(len(live)) if goes else numbers:
             live[number].grad = None if goes else slots[number]
@@ -557,6 +580,8 @@ class GradientBucket:
                 return too_late(self.buffer.bucket.names if several else repr(self._key(0)))
             if all(map(is_, gradients, slots)):
                 return None
+        # `fill` has set each gradient to None if the memory goes. So a gradient that is there now
+        # has come later.
         for number, gradient in enumerate(gradients):
             if gradient is not None and (self.buffer.goes or gradient is not slots[number]):
                 return too_late(repr(self._key(number)))
@@ -567,8 +592,12 @@ class GradientBucket:
         self.state = BucketState.RESTS
         if self._again:
             self._accumulates_once = False
+        # Known from the first step on: until then only the end of a stage proves that a gradient is
+        # complete.
         elif self._accumulates_once is None and any(f == 1 for f in self._final):
             self._accumulates_once = True
+        # No witness had a gradient, so none could have missed one. Another parameter takes over,
+        # one that is used.
         if self._witnesses <= self._absent:
             used = (i for i in range(len(self._live)) if i not in self._absent)
             self._witnesses = {next(used, 0)}
@@ -579,7 +608,7 @@ class GradientBucket:
                 self._live[number].grad = self.buffer.slots[number] if has_any else None
         else:
             for number in range(len(self._live)):
-                self._place(number, has_any=number not in nobody)
+                self._put_result(number, has_any=number not in nobody)
         self.note_results()
         return 0
 
@@ -590,10 +619,12 @@ class GradientBucket:
         asked = [i for i in self._absent if i not in self._cleared]
         if not asked or not any(p.has_result for p in self.parameters):
             return ()
+        # The flags were summed with the gradients. To read them blocks the host, so a rank reads
+        # them for gradients that it lacks itself, and in most steps not at all.
         contributed = self.buffer.contributed()
         return {i for i in asked if not contributed[i]}
 
-    def _place(self, number: int, *, has_any: bool) -> None:
+    def _put_result(self, number: int, *, has_any: bool) -> None:
         """Puts one result where its placement says."""
         main_shard = self._main_shards[number]
         if self._is_sharded:
@@ -656,6 +687,8 @@ class GradientBucket:
 
     def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:
         """Whether a result was zeroed in place. Reads its values only after a write."""
+        # To read values blocks the host on a device. A result that nobody has written since the
+        # step cannot have been zeroed, so it is not read.
         if self._is_unwritten(number, result):
             return False
         slots = self.buffer.slots
@@ -668,6 +701,8 @@ class GradientBucket:
 
     def _drop_zeros(self) -> None:
         """Removes zeroed results in memory that is made again in each step."""
+        # The zeros lie in memory of the last step. Autograd would add to them there, and that
+        # memory would stay beside the new one.
         for number in self._cleared:
             main_shard = self._main_shards[number]
             if self._is_sharded and main_shard is not None:
@@ -696,6 +731,8 @@ def _watching(number: int, called: weakref.ref[GradientBucket]) -> Callable[[nn.
 def _counting(
     number: int, final: bytearray, left: list[int], called: weakref.ref[GradientBucket]
 ) -> Callable[[nn.Parameter], None]:
+    # It counts in two plain buffers, without the bucket: this runs for each parameter in each step.
+    # The bucket is called for the last one alone, by a weak reference: see `Hook`.
     def count(_: nn.Parameter) -> None:
         if final[number]:
             if (bucket := called()) is not None:

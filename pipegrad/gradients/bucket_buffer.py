@@ -23,8 +23,8 @@ RESET_FREE = sync_points.Wait(
     "buffer.reset-free", "the last step may still be read on another stream"
 )
 RESET = sync_points.Record("buffer.reset", "what a producer writes must not be zeroed over")
-ADOPT_FREE = sync_points.Wait(
-    "buffer.adopt-free", "the memory may be zeroed, or read, on another stream still"
+CLAIM_FREE = sync_points.Wait(
+    "buffer.claim-free", "the memory may be zeroed, or read, on another stream still"
 )
 FILL_FREE = sync_points.Wait("buffer.fill-free", "the zeroing may still run on another stream")
 WRITTEN = sync_points.Record(
@@ -147,7 +147,7 @@ class BucketBuffer:
     @property
     def buffer(self) -> torch.Tensor:
         """All slots and flags, flat."""
-        return self.made().buffer
+        return self.allocated().buffer
 
     def reset(self, zeroed: Sequence[int] = ()) -> None:
         """Begins a step, and zeroes some slots.
@@ -168,7 +168,7 @@ class BucketBuffer:
             self._home = sync_points.in_use.current(self.device)
             if self._memory is None and not zeroed:
                 return
-        memory = self.made()
+        memory = self.allocated()
         memory.acquire(RESET_FREE)
         if len(zeroed) == len(self.slots):
             memory.buffer.zero_()
@@ -185,11 +185,11 @@ class BucketBuffer:
 
         Sync: the current stream may write to them then.
         """
-        self.made().acquire(ADOPT_FREE)
+        self.allocated().acquire(CLAIM_FREE)
         return self.slots
 
-    def note_stream(self) -> None:
-        """Notes that gradients were made, or slots written, on the current stream."""
+    def add_stream(self) -> None:
+        """Adds the current stream to those that made gradients, or wrote slots."""
         # The event comes when the bucket is filled: one for all gradients of the stream.
         if (stream := sync_points.in_use.current(self.device)) is not None:
             self._streams[stream] = None
@@ -202,9 +202,11 @@ class BucketBuffer:
         """
         current = sync_points.in_use.current(self.device) if self._streams else None
         others = [stream for stream in self._streams if stream != current]
+        # One wait for each stream, not for each gradient: an event covers all that a stream has
+        # done before it.
         for stream in others:
             GATHER(WROTE(self.device, stream), self.device)
-        self.made().acquire(FILL_FREE)
+        self.allocated().acquire(FILL_FREE)
         yield
         if others:
             copied = COPIED(self.device)
@@ -260,7 +262,7 @@ class BucketBuffer:
         # One event for the whole bucket: whoever completes it has made the current stream wait for
         # all other streams that wrote.
         self._divisor, self._divided = divisor, divided
-        self.event = self.made().written(WRITTEN)
+        self.event = self.allocated().written(WRITTEN)
 
     def divide(self) -> None:
         """Divides the gradients, but those that are divided; call it once, before any reduction.
@@ -283,7 +285,7 @@ class BucketBuffer:
             self.payload[begin:].div_(self._divisor)
 
     def end_reduction(self, step: int, divisor: int) -> None:
-        """Notes that a reduction is done, and divides what this rank has then.
+        """Ends a reduction: divides what this rank has then, and takes its part.
 
         Args:
             step: The number of the reduction.
@@ -329,6 +331,8 @@ class BucketBuffer:
         Sync: the stream on which it was made waits for the comm stream.
         """
         if self._memory is not None and self.is_taken:
+            # The host frees memory that the comm stream may still read. So its first stream waits
+            # before the allocator gives it out again there.
             self._memory.return_home(GONE)
             self._memory, self.slots = None, []
 
@@ -340,6 +344,8 @@ class BucketBuffer:
         if self._memory is not None:
             self._memory.release(RELEASED)
         if self._part is not None:
+            # A view of the part, here or in `payload`, would keep its memory when the user has
+            # dropped all gradients.
             self._part = None
             self._locate(self.nothing())
 
@@ -407,7 +413,7 @@ class BucketBuffer:
         end = max(len(flat) - len(self.bucket.slots), 0)
         self.payload, self._flags = flat[:end], flat[end:]
 
-    def made(self) -> FlatBuffer:
+    def allocated(self) -> FlatBuffer:
         """Returns the memory, which is made if there is none.
 
         Sync: zeroes the gaps between slots on the current stream, if it is made.
@@ -435,6 +441,7 @@ class BucketBuffer:
                 ]
                 if self._counts_each:
                     self.slots = [slot.data for slot in self.slots]
+                # Last: other threads read it without the lock, and must find the slots then.
                 self._memory = FlatBuffer(flat)
             return self._memory
 

@@ -245,7 +245,7 @@ class Bucketer:
             self._finish(at_most=0)
         errors, self._errors = self._errors, []
         if errors:
-            _note(errors[0], errors[1:])
+            _add_notes(errors[0], errors[1:])
             raise errors[0]
 
     @outside_of_graphs
@@ -334,6 +334,8 @@ class Bucketer:
     def _empty(self, key: _Key, room: int) -> _Bucket:
         """Returns an empty bucket, if possible in the memory of an earlier one."""
         if self._pool_capacity_bytes != self.capacity_bytes:
+            # The user may change the capacity between two calls. Memory of another size fits no
+            # bucket any more.
             self._pool.clear()
             self._pool_capacity_bytes = self.capacity_bytes
         numel = key.num_rows * room
@@ -357,6 +359,8 @@ class Bucketer:
             if self._ending is None:
                 self._ending = Ending(self, threads=self._comm_streams.values(), used=self._used)
             if collectives.backend_of(key.group, key.device) == "gloo":
+                # The group is the user's and is not destroyed. But at exit, if a thread still waits
+                # there, its connections are cut, since only that ends the wait.
                 self._used.add(key.group)
             task = partial(_reduce, key, bucket.result.buffer[: bucket.numel], bucket.rows())
             after = [event for event in events if event is not None]
@@ -369,6 +373,7 @@ class Bucketer:
 
         It also returns if a bucket takes longer than `seconds`.
         """
+        # A callback has added inputs. The loop that runs it, further up, goes on with them.
         if self._in_callback:
             return
         self._in_callback = True
@@ -378,6 +383,7 @@ class Bucketer:
                     return
                 bucket = self._in_flight.popleft()
                 self._errors += bucket.call_back()
+                # Behind the callbacks, which get views of this memory.
                 self._reclaim(bucket)
         finally:
             self._in_callback = False
@@ -391,7 +397,7 @@ class Bucketer:
             return True
         except ReduceError as error:
             self._broken = str(error)
-            _note(error, self._errors)
+            _add_notes(error, self._errors)
             raise
 
     def _reclaim(self, bucket: _Bucket) -> None:
@@ -463,6 +469,6 @@ def _reduce(key: _Key, result: torch.Tensor, rows: torch.Tensor) -> None:
         ) from error
 
 
-def _note(error: Exception, others: Sequence[Exception]) -> None:
+def _add_notes(error: Exception, others: Sequence[Exception]) -> None:
     for other in others:
         error.add_note(f"A callback also raised {type(other).__name__}: {other}")

@@ -36,6 +36,8 @@ class CarefulBucket(GradientBucket):
         # Whether autograd can add to a slot. Otherwise the result is copied back.
         self._can_share = bucket.dtype == bucket.wire_dtype
         self._is_plain = False
+        # Somebody may add to a slot without autograd, and no hook tells which one. So each slot
+        # counts its writes here, and one counter for all does not do.
         self.buffer.count_each()
         self._watched = set(range(len(self.parameters)))
         self._zeroed_versions: dict[int, int] = {}
@@ -90,6 +92,8 @@ class CarefulBucket(GradientBucket):
             self._accessor.accumulated(self._live[number])
         super().accumulated(number)
         if self.state is BucketState.OPEN and not self._is_attribute:
+            # The accessor must see each accumulation, so this hook does not rest until the next
+            # step.
             self._run([number], self._watch)
 
     def _update_last(self) -> None:
@@ -97,7 +101,7 @@ class CarefulBucket(GradientBucket):
         if self._is_last and not self._is_attribute:
             self._run(range(len(self._live)), self._watch)
 
-    def _adopt(self, number: int) -> None:
+    def _move(self, number: int) -> None:
         if not (self._is_attribute and self._can_share):
             return
         tensor = self._live[number]
@@ -110,20 +114,20 @@ class CarefulBucket(GradientBucket):
                 write(slot, gradient)
                 self._set(number, slot)
 
-    def adopt(self) -> None:
+    def move_all(self) -> None:
         """Moves all new gradients into their slots."""
         if self.state is BucketState.OPEN:
             if self._has_streams:
-                self.buffer.note_stream()
+                self.buffer.add_stream()
             for number, final in enumerate(self._final):
                 if not final:
-                    self._adopt(number)
+                    self._move(number)
 
     def _take(self, number: int) -> None:
         """Leaves a final gradient to `fill`."""
 
     def claim(self, number: int) -> torch.Tensor | None:
-        """Returns a slot only if its dtype and its place are those of the gradient."""
+        """Returns a slot only if autograd could make the gradient there, in that dtype."""
         is_common = self._is_attribute and self._can_share and not is_dtensor(self._live[number])
         return super().claim(number) if is_common else None
 
@@ -146,6 +150,8 @@ class CarefulBucket(GradientBucket):
                 if gradient is not None and not self._is_slot(number, gradient):
                     write(self.buffer.slots[number], gradient, divisor)
                     self._divided.add(number)
+            # A kernel may have written to an address, which no counter shows. So the values say
+            # whether this rank contributed.
             self.buffer.flag_values(untouched)
         for number, gradient in enumerate(present):
             if self._is_sharded or self.buffer.goes:
@@ -192,9 +198,9 @@ class CarefulBucket(GradientBucket):
         super().finish()
         return self._num_copied
 
-    def _place(self, number: int, *, has_any: bool) -> None:
+    def _put_result(self, number: int, *, has_any: bool) -> None:
         if self._is_sharded:
-            super()._place(number, has_any=has_any)
+            super()._put_result(number, has_any=has_any)
             return
         if has_any and self.parameters[number].has_result:
             self._take_result(number, self.buffer.result(number))

@@ -167,6 +167,8 @@ class DriftCheck:
         """
         if self._groups.world is None or step == self._last_step:
             return False
+        # Two callers count a step: `finish`, and `abort` where it fails behind that. Counted twice,
+        # this rank would compare in another step than the others.
         self._last_step = step
         self._num_steps += 1
         is_wanted, self._is_wanted = self._is_wanted, False
@@ -263,7 +265,7 @@ class DriftCheck:
         Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
         """
         rows = {name: self._row(name, sums) for name in self._copies}
-        found = []
+        differing = []
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
         for ranks, names in sorted(self._over.items()):
             table = torch.stack([rows[name] for name in names])
@@ -271,8 +273,8 @@ class DriftCheck:
             largest, complements = table.chunk(2, dim=1)
             is_nowhere = (largest == _LEAST) & (complements == _LEAST)
             unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
-            found += [(n, ranks) for n, differs in zip(names, unequal, strict=True) if differs]
-        return found
+            differing += [(n, ranks) for n, differs in zip(names, unequal, strict=True) if differs]
+        return differing
 
     def _row(self, name: Name, sums: Sums) -> torch.Tensor:
         """Returns the sums and their complements; the least numbers if the tensor is not here."""
@@ -282,8 +284,8 @@ class DriftCheck:
         if tensor is None:
             number = 2 * len(sums(torch.zeros(0)))
             return torch.full((number,), _LEAST, device=self._device)
-        own = sums(tensor)
-        return torch.cat([own, ~own])
+        values = sums(tensor)
+        return torch.cat([values, ~values])
 
 
 def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
@@ -341,7 +343,7 @@ def _connected(facts: Mapping[int, Facts]) -> Iterator[list[int]]:
 _BLOCK = 1024  # words of 8 bytes
 _PIECE = 2**17  # words: what is mixed at a time fits into a cache
 _LOW = 2**32 - 1
-_ODD = 0x1E3779B97F4A7C15  # the golden ratio, so that products have bits in all places
+_ODD = 0x1E3779B97F4A7C15  # the golden ratio, so that products have bits everywhere
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -356,6 +358,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     # Integers, so that the order of additions does not matter. Sums wrap around modulo 2^64. All
     # weights are odd, so the product of a change and a weight is never a multiple of 2^64.
     words, rest = _words(tensor)
+    # A weight for each word would be a second tensor as large as the first. So blocks have weights,
+    # and the words of a block are summed.
     whole = words.numel() // _BLOCK * _BLOCK
     total = words[whole:].sum()
     if rest is not None:

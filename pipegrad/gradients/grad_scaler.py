@@ -74,7 +74,7 @@ class GradScaler(torch.amp.GradScaler):
         # What is known of the gradients of one step: whether any rank has an overflow, if clipping
         # has unscaled all of them, and for which optimizers `unscale_` was called.
         self._round = self._first
-        self._found_inf: torch.Tensor | None = None
+        self._overflow: torch.Tensor | None = None
         self._unscaled: set[int] = set()
         self._divisor: torch.Tensor | None = None  # they must still be divided by it
         # torch makes its scale tensor with the first loss, and most ranks have no loss.
@@ -102,7 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         return self._scale
 
     def note_scaled(self) -> None:
-        """Notes that the losses of a step are scaled, on whichever ranks they are."""
+        """Marks the losses of a step as scaled, on whichever ranks they are."""
         self._is_scaled = True
 
     def get_scale(self) -> float:
@@ -127,7 +127,7 @@ class GradScaler(torch.amp.GradScaler):
     def is_due(self) -> bool:
         """Whether clipping must unscale the gradients: it is enabled, and they are scaled."""
         self._begin_round()
-        return self.is_enabled() and self._found_inf is None and not self._unscaled
+        return self.is_enabled() and self._overflow is None and not self._unscaled
 
     def measure(
         self, norm: GlobalNorm, gradients: dict[str, torch.Tensor], norm_type: float
@@ -149,6 +149,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             StepError: As `unscale_`.
         """
+        # Not raised here: the other ranks come to the all-reduce below and would wait for this one.
+        # It goes there as a flag, and all ranks raise.
         error = self._complaint(gradients.values(), allow_fp16=False)
         # In float64 no square of a float32 overflows. So the norm is infinite exactly if an element
         # is, as in torch's decision.
@@ -159,7 +161,7 @@ class GradScaler(torch.amp.GradScaler):
         inverse = self._scale.double().reciprocal()
         if self._divisor is not None:
             inverse = inverse / self._divisor
-        self._found_inf = (~terms.isfinite()).any().float()
+        self._overflow = (~terms.isfinite()).any().float()
         return norm.total(terms, norm_type, factor=inverse), inverse.float()
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -192,7 +194,7 @@ class GradScaler(torch.amp.GradScaler):
         self._begin_round()
         # A fused optimizer unscales by itself, but it knows neither of what clipping has done nor
         # of a divisor.
-        is_known = self._found_inf is not None or self._divisor is not None
+        is_known = self._overflow is not None or self._divisor is not None
         if is_known and id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
         self.is_stepping = True
@@ -209,7 +211,7 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
-        # The gradients stay unscaled until the next step, so what is known of them is kept.
+        # The gradients stay unscaled until the next step, so what is known of them stays.
         self._has_scaled = self._is_scaled = self._has_caller_scaled = False
 
     def refusal(self) -> str | None:
@@ -226,10 +228,11 @@ class GradScaler(torch.amp.GradScaler):
         number = self._sync.statistics().steps
         if number == self._round or not self.is_enabled():
             return
-        self._round, self._found_inf, self._divisor = number, None, None
+        self._round, self._overflow, self._divisor = number, None, None
         self._unscaled.clear()
         # torch forgets in `update` alone, so gradients of a step that was left out would count as
-        # unscaled for ever. It keeps who has stepped: then `update` was forgotten, and it says so.
+        # unscaled in all later steps. It remembers who has made a step: then `update` was
+        # forgotten, and it says so.
         states = self._per_optimizer_states
         for key in [key for key, each in states.items() if each["stage"] != OptState.STEPPED]:
             del states[key]
@@ -244,9 +247,9 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales, and returns whether any rank has an overflow. torch then skips the step."""
         self._begin_round()
         tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        if self._found_inf is not None:
+        if self._overflow is not None:
             self._check_unscaled(tensors)
-            return {self._found_inf.device: self._found_inf}
+            return {self._overflow.device: self._overflow}
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         error = self._complaint(gradients, allow_fp16=allow_fp16)
         overflow = torch.zeros((), device=self._sync.device)
@@ -255,19 +258,19 @@ class GradScaler(torch.amp.GradScaler):
         if error is None:
             # An error on one rank must not leave the others in a collective.
             try:
-                found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+                overflows = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
                 self._sync.note_results()
-                for each in found.values():
+                for each in overflows.values():
                     overflow = torch.maximum(overflow, each.to(overflow.device))
             except Exception as caught:  # noqa: BLE001 - all ranks raise it, below
                 error = caught
-        found_anywhere = self._gather(overflow, error).max().float()
-        return {found_anywhere.device: found_anywhere}
+        anywhere = self._gather(overflow, error).max().float()
+        return {anywhere.device: anywhere}
 
     def _check_unscaled(self, tensors: Iterable[torch.Tensor]) -> None:
         """Refuses an optimizer of gradients that clipping has not unscaled."""
-        own = {id(main.tensor) for main in self._sync.main_parameters()}
-        if any(tensor.grad is not None and id(tensor) not in own for tensor in tensors):
+        known = {id(main.tensor) for main in self._sync.main_parameters()}
+        if any(tensor.grad is not None and id(tensor) not in known for tensor in tensors):
             error = StepError(
                 "clip_grad_norm_() has unscaled the gradients of its GradientSync, and this "
                 "optimizer has others: call scaler.unscale_() for every optimizer before clipping"
@@ -312,6 +315,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def _refuse(self, error: Exception | None) -> NoReturn:
         """Raises the same error on all ranks, with the messages of ranks that have an error."""
+        # All ranks have read the same flags, so all come here. Words do not fit into a message of a
+        # few numbers: they go through the store.
         message = "" if error is None else in_words(error)
         ranks = sorted(self._sync.topology.ranks)
         get_scale = super().get_scale

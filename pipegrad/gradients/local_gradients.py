@@ -3,7 +3,7 @@
 [Note: loose leaves] A loss may have parameters of its own, and a module may keep a tensor or a
 layer in a list. Nobody reduces their gradients, so they are refused where there are several
 replicas. In one pipeline they are right as soon as they are divided as all others are. Nobody
-declares them: they are found in autograd's graphs, in the steps 1, 2, 4, 8 and so on.
+declares them: they are looked for in autograd's graphs, in the steps 1, 2, 4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LocalGradients:
     ) -> None:
         self.parameters = parameters
         self._accessor = accessor
-        self._own_divisors = divisors
+        self._fixed_divisors = divisors
         self._main_shards = [p.main_shard for p in parameters]
         self._is_attribute = isinstance(accessor, GradAttribute)
         self._is_open = False
@@ -60,7 +60,7 @@ class LocalGradients:
         self._results: list[TensorWeakRef | int | None] = []
         self._result_versions: list[int] = []
         # Gradients that were there when the step began: they are where the user wants them.
-        self._kept: set[int] = set()
+        self._present: set[int] = set()
         self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
         self._shown = ShownResults(accessor)
         self.follow()
@@ -129,17 +129,17 @@ class LocalGradients:
         """
         if not continuing:
             self._shown.drop(self._live)
-        self._kept = set()
+        self._present = set()
         for number, gradient in enumerate(self._before or ()):
             if gradient is None:
                 continue
-            self._kept.add(number)
-            own = self._own_divisors[number]
+            self._present.add(number)
+            fixed = self._fixed_divisors[number]
             # A result was divided. One that the user has set is not divided by the step's divisor.
-            before = own * self._divisor if continuing else 1.0 if number in self._adds else own
-            if before != divisor * own:
+            before = fixed * self._divisor if continuing else 1.0 if number in self._adds else fixed
+            if before != divisor * fixed:
                 with torch.no_grad():
-                    gradient.mul_(divisor * own / before)
+                    gradient.mul_(divisor * fixed / before)
         self._before, self._results, self._divisor, self._is_open = None, [], divisor, True
 
     def claim(self, number: int) -> torch.Tensor | None:
@@ -158,7 +158,7 @@ class LocalGradients:
                 redistribute_gradient(tensor)
 
     def finish(self, divisor: torch.Tensor | None) -> None:
-        """Divides the gradients, and gives them to what is stepped.
+        """Divides the gradients, and gives them to what the optimizer updates.
 
         Args:
             divisor: That of the whole step, if it is known only at its end.
@@ -167,15 +167,15 @@ class LocalGradients:
         """
         self._is_open = False
         gradients = self._read_all()
-        by = {own: self._divisor * own for own in {*self._own_divisors}}
+        by = {fixed: self._divisor * fixed for fixed in {*self._fixed_divisors}}
         if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)
             if divisor is not None:
                 divide_([g for g in gradients if g is not None], divisor)
-            for own, factor in by.items():
-                some = zip(gradients, self._own_divisors, strict=True)
+            for fixed, factor in by.items():
+                some = zip(gradients, self._fixed_divisors, strict=True)
                 if factor != 1:
-                    _divide([g for g, o in some if g is not None and o == own], factor)
+                    _divide([g for g, o in some if g is not None and o == fixed], factor)
         for number, main_shard in enumerate(self._main_shards):
             if main_shard is not None:
                 adds = number in self._adds
@@ -195,7 +195,7 @@ class LocalGradients:
             if gradient is None or gradient.layout != torch.strided:
                 continue
             address = gradient.untyped_storage().data_ptr()
-            if address in taken and number not in self._kept:
+            if address in taken and number not in self._present:
                 copied = gradients[number] = gradient.clone()
                 self._accessor.write(self._live[number], copied)
             taken.add(address)
@@ -273,7 +273,7 @@ class LooseLeaves:
         self._num_steps = 0
         self._known = weakref.WeakValueDictionary[int, Tensor]()  # by id
         self._seen = dict[int, tuple[weakref.ref[Tensor], int, int]]()  # stage, and how often
-        self._own = set[int]()  # ids of parameters
+        self._parameter_ids = set[int]()  # ids of parameters
         self._before = dict[int, tuple[weakref.ref[Tensor], Tensor | None]]()  # its gradient
         self.is_looking = False
 
@@ -282,34 +282,34 @@ class LooseLeaves:
         """Whether no loose leaf is known."""
         return not self._known
 
-    def begin(self, given: Iterable[object] = ()) -> None:
+    def begin(self, passed: Iterable[object] = ()) -> None:
         """Begins a step; the gradients of known leaves are put aside, if they are not yet.
 
         Args:
-            given: What the caller gives the step. Leaves among it are known, and this replica's.
+            passed: What the caller gives the step. Leaves among it are known, and this replica's.
         """
         self._num_steps += 1
         self._seen.clear()
         self.is_looking = not self._num_steps & (self._num_steps - 1)
         if self.is_looking:
-            self._own = {id(self._sync.parameter(r)) for r in self._sync.records()}
-        for value in given:
+            self._parameter_ids = {id(self._sync.parameter(r)) for r in self._sync.records()}
+        for value in passed:
             if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
                 self._known[id(value)] = value
         for leaf in self._known.values():
             self._put_aside(leaf)
 
-    def look(self, stage: int, roots: Sequence[Tensor], given: Iterable[Tensor]) -> None:
+    def look(self, stage: int, roots: Sequence[Tensor], passed: Iterable[Tensor]) -> None:
         """Looks for loose leaves of a stage, before a backward.
 
         Args:
             stage: The stage.
             roots: Where the backward begins.
-            given: What the stage and its loss were given.
+            passed: What the stage and its loss were given.
         """
         if stage in self._unseen:
             return
-        others = {*self._own, *map(id, given)}
+        others = {*self._parameter_ids, *map(id, passed)}
         for leaf in _leaves(roots):
             if id(leaf) in others:
                 continue
@@ -363,6 +363,8 @@ class LooseLeaves:
         self._before.clear()
 
     def _put_aside(self, leaf: Tensor) -> None:
+        # What a leaf has from earlier steps is divided already, or is the user's. So it waits
+        # beside, and `end` adds it behind the division.
         if id(leaf) not in self._before:
             self._before[id(leaf)] = weakref.ref(leaf), leaf.grad
             leaf.grad = None

@@ -107,6 +107,8 @@ class MainShard:
         Sync: on the current stream.
         """
         if self.copied:
+            # Through `.data`, which has a counter of its own: this is no write of the user that has
+            # to be refused.
             self._source.copy_(self.tensor.data)
 
     def take(self, gradient: torch.Tensor | None, *, adds: bool = False) -> None:
@@ -117,6 +119,8 @@ class MainShard:
             adds: Whether to add it to the gradient of the last step, which was not zeroed.
         """
         if gradient is not None:
+            # A master copy has its gradient in its own dtype, because torch's optimizers want both
+            # alike. A gradient of that dtype is not copied: `.grad` is a view of the bucket.
             gradient = gradient.detach().to(self._dtype if self.copied else self._gradient_dtype)
         if not adds or self.tensor.grad is None:
             self.tensor.grad = gradient
@@ -177,15 +181,15 @@ def grouped(
         main_parameters: Of this rank. Those in no group are left out.
     """
     group_of_key: dict[str, list[nn.Parameter]] = {}
-    made = []
+    parameter_groups = []
     for options, keys in groups:
         tensors: list[nn.Parameter] = []
         group_of_key |= dict.fromkeys(keys, tensors)
-        made.append({"params": tensors, **options})
+        parameter_groups.append({"params": tensors, **options})
     for main_parameter in main_parameters:
         if main_parameter.record.key in group_of_key:
             group_of_key[main_parameter.record.key].append(main_parameter.tensor)
-    return made
+    return parameter_groups
 
 
 def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
@@ -279,7 +283,7 @@ class Chunk(Tensor):
     checkpoint can be read in other chunks than it was written.
 
     It can be copied and moved to another device. It has no other values than `local`, so nothing
-    else can be computed of it.
+    else can be computed with it.
 
     Attributes:
         local: The elements of this rank, flat and contiguous, box by box.
@@ -363,13 +367,13 @@ class Chunk(Tensor):
         if func in _COPIES:
             chunk = args[0]
             return chunk.with_local(func(chunk.local, *args[1:], **options))
-        found = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
-        if isinstance(found, Tensor):
+        result = super().__torch_function__(func, types, args, options)  # type: ignore[no-untyped-call]
+        if isinstance(result, Tensor):
             raise TypeError(
                 f"{func} of a Chunk, this rank's part of a sharded state: take its `local` values, "
                 f"or save and load it by torch.distributed.checkpoint"
             )
-        return found
+        return result
 
 
 _COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to}

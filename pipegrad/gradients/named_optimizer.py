@@ -37,7 +37,7 @@ _ADVICE: dict[Steps, str] = {
     "everything": "let another optimizer step what is no matrix, others=torch.optim.AdamW",
     "matrices": (
         "name it in the option 'others' of the handler 'owned', beside embeddings and heads; "
-        "'data-parallel' has no such option, so use 'owned' instead of it"
+        "'data-parallel' has no such option, so use 'owned' instead"
     ),
     "others": (
         "Muon is given as others, which step what is no matrix; give torch.optim.AdamW there, and "
@@ -65,12 +65,12 @@ class Part:
     def __str__(self) -> str:
         return f"{written(self.kind)} with {written(self.options)}"
 
-    def made(self, groups: list[dict[str, Any]], sharded: Container[str]) -> torch.optim.Optimizer:
+    def make(self, groups: list[dict[str, Any]], sharded: Container[str]) -> torch.optim.Optimizer:
         """Returns the optimizer of some parameter groups.
 
         Args:
             groups: For `kind`.
-            sharded: Keys of parameters that are stepped in shards.
+            sharded: Keys of parameters that are updated in shards.
 
         Raises:
             PlanError: As `check`, or if `kind` makes no optimizer.
@@ -92,8 +92,8 @@ class Part:
         Raises:
             PlanError: If it cannot step shards, and some are, or has vectors and takes none.
         """
-        made = optimizer.func if isinstance(optimizer, partial) else optimizer
-        kind = made if isinstance(made, type) else type(made)
+        function = optimizer.func if isinstance(optimizer, partial) else optimizer
+        kind = function if isinstance(function, type) else type(function)
         if not issubclass(kind, torch.optim.Optimizer):
             return
         other = next((record for record in self.records if len(record.shape) != 2), None)
@@ -130,7 +130,7 @@ def parts_of(
         options: For `kind`.
         others: Steps what is no matrix.
         records: The trained parameters of all ranks.
-        matrices: Keys that a handler has placed as matrices. If there are none,
+        matrices: Keys of matrices, as a handler says. If there are none,
             `ParameterRecord.is_matrix` says what a matrix is.
 
     Raises:
@@ -138,10 +138,10 @@ def parts_of(
     """
     if not records:
         raise PlanError("no parameter requires a gradient, so an optimizer has nothing to step")
-    for made_by in (kind, others):
-        if made_by is not None and not callable(made_by):
+    for factory in (kind, others):
+        if factory is not None and not callable(factory):
             raise PlanError(
-                f"an optimizer cannot be made by an object of class {type(made_by).__name__}: give "
+                f"an optimizer cannot be made by an object of class {type(factory).__name__}: give "
                 f"a class of torch.optim, or a function of parameter groups, as in "
                 f"partial(torch.optim.AdamW, lr=3e-4)"
             )
@@ -177,14 +177,14 @@ def named_optimizer(
     Args:
         parts: Of `parts_of`; if there are several, they become one optimizer.
         group_of: Name and parameter on the meta device -> options of its group.
-        sharded: Keys of parameters that are stepped in shards.
+        sharded: Keys of parameters that are updated in shards.
         main_parameters: Of this rank.
         locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
         joined_locations: The same in a run whose replicas do not train alone.
         strides: Key -> strides of the parameter in its module.
 
     Raises:
-        PlanError: As `Part.made`.
+        PlanError: As `Part.make`.
     """
     names = uncut_names([record for part in parts for record in part.records])
 
@@ -193,18 +193,19 @@ def named_optimizer(
         return {} if group_of is None else group_of(names[record.key], shown) or {}
 
     groups_of_parts = [group_keys(part.records, options_of) for part in parts]
-    made = [
-        part.made(grouped(groups, main_parameters), sharded)
+    optimizers = [
+        part.make(grouped(groups, main_parameters), sharded)
         for part, groups in zip(parts, groups_of_parts, strict=True)
     ]
-    optimizer = made[0] if len(made) == 1 else JoinedOptimizer(made)
+    optimizer = optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
     groups = [group for groups in groups_of_parts for group in groups]
     named = {names[main.record.key] + locations[main.record.key]: main for main in main_parameters}
     joined = {n: names[m.record.key] + joined_locations[m.record.key] for n, m in named.items()}
     names_of_groups = [[names[key] for key in keys] for _, keys in groups]
     NamedState(optimizer, named, names_of_groups, strides=strides, joined=joined)
     described = [
-        f"{written(own)} for {len(keys)} parameters ({_digest(keys)})" for own, keys in groups
+        f"{written(options)} for {len(keys)} parameters ({_digest(keys)})"
+        for options, keys in groups
     ]
     return optimizer, f"{', '.join(map(str, parts))}; groups: {', '.join(described)}"
 
@@ -294,7 +295,7 @@ def parts_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
 class NamedState:
     """Makes ``state_dict`` and ``load_state_dict`` of an optimizer use names.
 
-    The format is torch's, with names in the places of its numbers: ``"state"`` has this rank's
+    The format is torch's, with names instead of its numbers: ``"state"`` has this rank's
     parameters, and ``"param_groups"`` those of all ranks, so it is the same on all of them. The
     state of a shard is a `Chunk` of the whole parameter. A master copy is the state ``"master"``.
 
@@ -355,12 +356,13 @@ class NamedState:
         Raises:
             PlanError: If it is of another model, or has other groups or shards.
         """
-        saved, own = state_dict["param_groups"], [_identity(group) for group in self._groups]
-        by_names = {_identity(group["params"]): group for group in saved[: len(own)]}
-        if by_names.keys() != set(own) or len(saved) != len(optimizer.param_groups):
+        saved = state_dict["param_groups"]
+        present_groups = [_identity(group) for group in self._groups]
+        by_names = {_identity(group["params"]): group for group in saved[: len(present_groups)]}
+        if by_names.keys() != set(present_groups) or len(saved) != len(optimizer.param_groups):
             raise PlanError(_other_groups(self._groups, [group["params"] for group in saved]))
         groups, first = [], 0
-        ordered = [*(by_names[group] for group in own), *saved[len(own) :]]
+        ordered = [*(by_names[group] for group in present_groups), *saved[len(present_groups) :]]
         for group, present in zip(ordered, optimizer.param_groups, strict=True):
             count = len(present["params"])
             groups.append({**group, "params": list(range(first, first + count))})
@@ -381,7 +383,7 @@ class NamedState:
     def _loaded(self, main: MainParameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a parameter's state; sets its master copy."""
         stride = self._strides[main.record.key]
-        values = {key: _own(main, value, stride) for key, value in saved.items()}
+        values = {key: _of_rank(main, value, stride) for key, value in saved.items()}
         master = values.pop(_MASTER, None)
         if master is not None and main.copied:
             # `.data` has its own version counter: this is no step of the optimizer.
@@ -400,14 +402,14 @@ def _identity(names: Sequence[object]) -> tuple[str, ...]:
     return tuple(sorted(map(str, names)))
 
 
-def _other_groups(own: Sequence[Sequence[str]], saved: Sequence[Sequence[object]]) -> str:
+def _other_groups(present: Sequence[Sequence[str]], saved: Sequence[Sequence[object]]) -> str:
     """Returns the message for a state of other groups, or of another model."""
-    here, there = ({str(name) for group in groups for name in group} for groups in (own, saved))
+    here, there = ({str(name) for group in groups for name in group} for groups in (present, saved))
     if here == there:
         return (
             f"the optimizer's state has groups of {[len(group) for group in saved]} parameters, "
-            f"expected {[len(group) for group in own]}: give the group_of, and the others, of the "
-            f"run that saved it"
+            f"expected {[len(group) for group in present]}: give the group_of, and the others, of "
+            f"the run that saved it"
         )
     return (
         f"the optimizer's state is of another model: it has {sorted(there - here)[:4]}, which are "
@@ -431,7 +433,7 @@ def _slice(begin: int, size: int) -> slice:
     return slice(begin, begin + size)
 
 
-def _own(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa: ANN401 - as above
+def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa: ANN401 - as above
     """Returns this rank's part of a value: of a `Chunk`, or of the whole parameter.
 
     Args:
@@ -453,9 +455,9 @@ def _own(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa
             elements = torch.cat([value.new_empty(0), *parts])
         else:
             return value
-        own = torch.empty_like(tensor, dtype=value.dtype)
-        local(own).copy_(elements.view_as(local(own)))
-        return own
+        result = torch.empty_like(tensor, dtype=value.dtype)
+        local(result).copy_(elements.view_as(local(result)))
+        return result
     if isinstance(value, Chunk):
         if (value.begin, *value.local.shape, *value.shape) != (
             main.begin,

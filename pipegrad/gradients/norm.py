@@ -46,8 +46,8 @@ def local_term(
     norms = [torch.zeros(1, dtype=dtype, device=device)]
     for some in _by_dtype(gradients).values():
         at_least = torch.promote_types(some[0].dtype, least)
-        found = torch._foreach_norm(some, norm_type, dtype=at_least)
-        norms.append(torch.stack(found).to(dtype))
+        of_each = torch._foreach_norm(some, norm_type, dtype=at_least)
+        norms.append(torch.stack(of_each).to(dtype))
     stacked = torch.cat(norms)
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
@@ -133,7 +133,7 @@ class GlobalNorm:
         plan: Of this rank.
         topology: Over all ranks.
         master_dtype: dtype of main parameters, if it is not that of each parameter.
-        tape: Where the wait for other ranks is noted.
+        tape: Where the wait for other ranks is recorded.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class GlobalNorm:
         self._num_ranks, self._index = len(ranks), ranks.index(rank)
         alone = plan.independent_axes
         replica = topology.ranks_along(tuple(a for a, _ in topology.axes if a not in alone))
-        self._own = [ranks.index(r) for r in replica] if alone else None
+        self._replica = [ranks.index(r) for r in replica] if alone else None
 
     def of(
         self,
@@ -189,9 +189,11 @@ class GlobalNorm:
         term = self.term(gradients, norm_type, device=device, dtype=dtype, least=least)
         if group is None:
             return term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
+        # A rank that has no gradient that counts takes part as well, with a zero: every rank must
+        # come to each collective.
         began = self._tape.now()
         ranks = dist.get_process_group_ranks(group)
-        if self._own is not None:
+        if self._replica is not None:
             terms = torch.zeros(self._num_ranks, dtype=self._dtype, device=device)
             terms[self._index] = term
             with Activity("the norms of the replicas", ranks):
@@ -227,8 +229,9 @@ class GlobalNorm:
         If replicas train alone, it is the norm of this rank's replica. If the norm of any replica
         is not finite, that of every replica is not, so that all skip the step or none does.
         """
-        own = terms if self._own is None else terms[self._own]
-        norm = own.max() if math.isinf(norm_type) else own.sum().pow(1.0 / norm_type)
+        of_replica = terms if self._replica is None else terms[self._replica]
+        norm = of_replica.max() if math.isinf(norm_type) else of_replica.sum().pow(1.0 / norm_type)
+        # A replica that skips the step while others make it would count other steps than they do.
         norm = norm.where(terms.isfinite().all(), terms.sum())
         return (norm * factor).to(self._dtype)
 
@@ -285,8 +288,8 @@ def merge_non_finite(
     records = sorted(manifest.parameters, key=lambda record: (record.holders[0], record.position))
     names = uncut_names(records)
     ranks_of: dict[str, list[int]] = {}
-    for rank, own in sorted(keys.items()):
-        for key in own:
+    for rank, of_rank in sorted(keys.items()):
+        for key in of_rank:
             ranks_of.setdefault(key, []).append(rank)
     return tuple(
         NonFinite(names[record.key], record.holders, tuple(ranks_of[record.key]))
@@ -295,11 +298,11 @@ def merge_non_finite(
     )
 
 
-def in_a_sentence(found: Sequence[NonFinite]) -> str:
+def in_a_sentence(non_finite: Sequence[NonFinite]) -> str:
     """Returns which gradients are not finite, for a message: the first one, and how many others."""
-    if not found:
+    if not non_finite:
         return "each gradient is finite, and the sum of their squares overflows"
-    if len(found) == 1:
-        return f"the gradient of {found[0]} is not finite"
-    others = f"{len(found) - 1} other{'s' if len(found) > 2 else ''}"
-    return f"the gradients of {found[0]} and {others} are not finite"
+    if len(non_finite) == 1:
+        return f"the gradient of {non_finite[0]} is not finite"
+    others = f"{len(non_finite) - 1} other{'s' if len(non_finite) > 2 else ''}"
+    return f"the gradients of {non_finite[0]} and {others} are not finite"

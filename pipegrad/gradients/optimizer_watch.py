@@ -40,11 +40,11 @@ class OptimizerWatch:
         parameter_sync: Knows whether main parameters were given to an optimizer.
         alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
         on_refusal: A bound method; called with the error if an optimizer is refused.
-        on_step: A bound method; called after each step of an optimizer that was adopted.
+        on_step: A bound method; called after each step of an optimizer that was added.
         find_changed: A bound method; returns a parameter whose gradient has changed since a step.
 
     Attributes:
-        has_gradients: Whether a step has finished, and nothing was stepped with its gradients.
+        has_gradients: Whether a step has finished, and no optimizer has used its gradients.
         scaler: Returns the GradScaler of these parameters, if there is one.
     """
 
@@ -65,11 +65,11 @@ class OptimizerWatch:
         self._on_refusal = weakref.WeakMethod(on_refusal)
         self._on_step = weakref.WeakMethod(on_step)
         self._find_changed = weakref.WeakMethod(find_changed)
-        self._placed = [p for p in parameters if p.main_shard]
+        self._with_main_shard = [p for p in parameters if p.main_shard]
         self._has_replaced = any(p.is_replaced for p in parameters)
-        self._adopted: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._last: weakref.ref[torch.optim.Optimizer] | None = None  # that has stepped
-        self._is_stepping = False  # whether one that was adopted is in its step
+        self._added: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._last: weakref.ref[torch.optim.Optimizer] | None = None  # whose step was the last
+        self._is_stepping = False  # whether one that was added is in its step
         self._looks = False  # whether gradients that have changed are looked for
         self._has_warned = False  # that they have
         self.follow({id(p.live): p for p in parameters})
@@ -91,9 +91,9 @@ class OptimizerWatch:
         """Looks for these parameters from now on; keys are the ids of their tensors."""
         self._live = live
 
-    def adopt(self, optimizer: torch.optim.Optimizer) -> None:
+    def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes `on_step` follow each step of `optimizer`, which has all main parameters."""
-        self._adopted.add(optimizer)
+        self._added.add(optimizer)
 
     def remove(self) -> None:
         """Stops the checks."""
@@ -112,14 +112,14 @@ class OptimizerWatch:
             self._look_for_changes(optimizer)
         error = self._error(optimizer)
         is_untaken = self._parameter_sync.is_needed and not self._parameter_sync.is_taken
-        if not (error or self._adopted or self._has_replaced or is_untaken):
+        if not (error or self._added or self._has_replaced or is_untaken):
             return
-        # An optimizer that was adopted is known. It is searched only if it could have got a
+        # An optimizer that was added is known. It is searched only if it could have got a
         # parameter later that it may not step.
-        is_adopted = optimizer in self._adopted
-        searches = not is_adopted or self._has_replaced
-        parameters, main_shards = self._stepped_by(optimizer) if searches else ([], [])
-        if not (is_adopted or parameters or main_shards):
+        is_added = optimizer in self._added
+        searches = not is_added or self._has_replaced
+        parameters, main_shards = self._tensors_of(optimizer) if searches else ([], [])
+        if not (is_added or parameters or main_shards):
             return
         try:
             if any(main_shard.main_range.sharded for main_shard in main_shards):
@@ -129,17 +129,19 @@ class OptimizerWatch:
             self._parameter_sync.refuse_untaken()
             if error is not None:
                 raise error
-            if self._adopted and not self.has_gradients and not self._is_part(optimizer):
+            if self._added and not self.has_gradients and not self._is_part(optimizer):
                 raise StepError(self._untimely(optimizer))
         except PipegradError as refusal:
+            # Ranks that step nothing, or whose optimizer is right, go on to the next step. They
+            # learn from the board why this rank does not come.
             if (on_refusal := self._on_refusal()) is not None:
                 on_refusal(refusal)
             raise
-        self._is_stepping |= is_adopted
+        self._is_stepping |= is_added
 
     def _look_for_changes(self, optimizer: torch.optim.Optimizer) -> None:
         """Warns once if gradients have changed since the step, as torch's own tools change them."""
-        if not (optimizer in self._adopted or any(self._stepped_by(optimizer))):
+        if not (optimizer in self._added or any(self._tensors_of(optimizer))):
             return
         self._looks = False  # an optimizer that steps may write gradients itself
         changed = None if (find := self._find_changed()) is None else find()
@@ -155,11 +157,11 @@ class OptimizerWatch:
             )
 
     def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Whether `optimizer` is stepped by one that was adopted, which may be made of several."""
-        return self._is_stepping and optimizer not in self._adopted
+        """Whether `optimizer` is one of several of which one that was added consists."""
+        return self._is_stepping and optimizer not in self._added
 
     def _error(self, optimizer: torch.optim.Optimizer) -> PipegradError | None:
-        """Returns the error for an optimizer of these parameters that is stepped in this way."""
+        """Returns the error for an optimizer of these parameters that steps in this way."""
         scaler = self.scaler()
         # If each rank steps all parameters with the same gradients, even an optimizer that depends
         # on all gradients makes the same step on all ranks.
@@ -172,8 +174,8 @@ class OptimizerWatch:
         # torch's GradScaler gives the scale to an optimizer that unscales by itself, as fused ones
         # do. Then it has looked at the gradients of this rank alone. Other optimizers do not know
         # who calls them, and it divides their gradients without a change of their versions.
-        is_own = scaler is not None and scaler.is_stepping
-        if not (self._alike or is_own) and getattr(optimizer, "grad_scale", None) is not None:
+        is_ours = scaler is not None and scaler.is_stepping
+        if not (self._alike or is_ours) and getattr(optimizer, "grad_scale", None) is not None:
             return PlanError(
                 "torch's GradScaler looks for overflows in the gradients of this rank alone, but "
                 "other ranks have other gradients: one rank would skip a step that others make. "
@@ -183,34 +185,34 @@ class OptimizerWatch:
             return StepError(reason)
         return None
 
-    def note_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Notes that `optimizer` has stepped; calls `on_step` if it was adopted."""
-        if not self._adopted or self._is_part(optimizer):
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Called after a step of `optimizer`; calls `on_step` if it was added."""
+        if not self._added or self._is_part(optimizer):
             return
-        is_adopted = optimizer in self._adopted
+        is_added = optimizer in self._added
         self._is_stepping = False
-        if is_adopted or any(self._stepped_by(optimizer)):
+        if is_added or any(self._tensors_of(optimizer)):
             self.has_gradients, self._last = False, weakref.ref(optimizer)
-        if is_adopted and (on_step := self._on_step()) is not None:
+        if is_added and (on_step := self._on_step()) is not None:
             on_step()
 
     @property
-    def has_stepped(self) -> bool:
-        """Whether an optimizer has stepped with the gradients that are there."""
+    def is_used(self) -> bool:
+        """Whether an optimizer has used the gradients that are there."""
         return self._last is not None
 
     def expect(self, *, has_gradients: bool) -> None:
-        """Notes whether there are gradients to step with, of a step that has just ended."""
+        """Sets whether there are gradients for an optimizer, of a step that has just ended."""
         self.has_gradients, self._last, self._looks = has_gradients, None, has_gradients
         self._is_stepping = False  # the step may have failed
 
-    def _stepped_by(
+    def _tensors_of(
         self, optimizer: torch.optim.Optimizer
     ) -> tuple[list[LiveParameter], list[MainShard]]:
         """Returns which of our parameters and main shards an optimizer has."""
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         main_shard_of = {
-            id(p.main_shard.tensor): p.main_shard for p in self._placed if p.main_shard
+            id(p.main_shard.tensor): p.main_shard for p in self._with_main_shard if p.main_shard
         }
         return (
             [p for t in tensors if (p := self._live.get(id(t)))],
@@ -251,7 +253,7 @@ def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
 
 def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for watch in list(_watches.values()):
-        watch.note_step(optimizer)
+        watch.after_step(optimizer)
 
 
 def _refuse_replaced(parameter: LiveParameter) -> None:

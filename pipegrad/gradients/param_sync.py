@@ -32,13 +32,13 @@ class Due(Enum):
     """Whether `publish` has something to send."""
 
     NOT = "there are no new gradients, or it was called"
-    NOW = "there are gradients, and an optimizer may have stepped"
-    IDLE = "there are gradients, and no rank had stepped anything in `find_if_stepped`"
+    NOW = "there are gradients, and an optimizer may have used them"
+    IDLE = "there are gradients, and no rank had updated anything in `find_if_updated`"
     BY_HOOK = "an optimizer's own hook has called it, so the user's call does nothing"
 
 
 class ParameterSync:
-    """Sends the parameters that this rank has stepped, and waits for those of other ranks.
+    """Sends the parameters that this rank has updated, and waits for those of other ranks.
 
     The end of a step makes it due, `publish` sends, and the first use of a stage waits. If no rank
     needs it, all of this does nothing.
@@ -55,7 +55,7 @@ class ParameterSync:
     Attributes:
         coming: Stages whose parameters may still be on the wire.
         is_moving: Whether parameters were published and not all ranks have waited for them. It is
-            the same on all ranks that have stepped.
+            the same on all ranks whose optimizers made a step.
         is_needed: The same.
         is_taken: Whether an optimizer has got the main parameters.
     """
@@ -85,7 +85,7 @@ class ParameterSync:
         self.is_taken = False
         self._blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
-        # stepped, and whether a parameter was changed after it was published.
+        # written, and whether a parameter was changed after it was published.
         self._versions: list[tuple[str, nn.Parameter, int]] = []
 
     @property
@@ -98,13 +98,13 @@ class ParameterSync:
         self._before_publish = step
 
     def take(self) -> None:
-        """Notes that the caller has got the main parameters, for an optimizer."""
+        """Called when the main parameters go to an optimizer."""
         self.is_taken = True
 
     def publish(self) -> None:
-        """Sends the parameters that this rank has stepped; returns at once.
+        """Sends the parameters that this rank has updated; returns at once.
 
-        Do not change them until the gradients of the next step are there. After `publish_stepped`
+        Do not change them until the gradients of the next step are there. After `publish_updated`
         it does nothing.
 
         Sync: on the comm streams, after everything on the current stream. An outer optimizer steps
@@ -130,7 +130,8 @@ class ParameterSync:
         for parameter in self._parameters:
             if parameter.main_shard is not None:
                 parameter.main_shard.copy_back()
-        self._note_versions([p for p in self._parameters if p.is_updated_elsewhere])
+        # Behind the copies, so that `check_published` sees only what was written later.
+        self._record_versions([p for p in self._parameters if p.is_updated_elsewhere])
         self.send()
 
     def refuse_untaken(self) -> None:
@@ -147,13 +148,16 @@ class ParameterSync:
                 "module.parameters()"
             )
 
-    def publish_stepped(self) -> None:
+    def publish_updated(self) -> None:
         """Publishes right after an optimizer's step, from its hook.
 
         Sync: as `publish`.
         """
         if self.is_due:
             self.publish()
+            # The loop may still call `publish` itself, as it must with an optimizer of its own.
+            # That call may send nothing: other ranks count these messages, and would take them for
+            # the next ones.
             self._due = Due.BY_HOOK
 
     def publish_if_due(self) -> None:
@@ -164,22 +168,22 @@ class ParameterSync:
         if self.is_due:
             self.publish()
 
-    def publish_if_stepped(self) -> None:
-        """Publishes, unless `find_if_stepped` has found that no rank has stepped."""
+    def publish_if_updated(self) -> None:
+        """Publishes, unless `find_if_updated` has learned that no rank has updated any."""
         if self._due is Due.NOW:
             self.publish()
 
-    def find_if_stepped(self) -> None:
-        """Finds whether any rank has stepped a parameter since the gradients are there.
+    def find_if_updated(self) -> None:
+        """Learns whether any rank has updated a parameter since the gradients are there.
 
         Sync: on the current stream; one flag is reduced, so all ranks must call it.
         """
-        # A rank may have published from its optimizer's hook, and another rank has stepped nothing.
+        # A rank may have published from its optimizer's hook, and another rank has updated nothing.
         # Then both must send.
-        has_stepped = self.is_moving or (
+        is_updated = self.is_moving or (
             self.is_due and any(t._version != version for _, t, version in self._versions)
         )
-        is_anywhere = self._groups.is_anywhere(has_stepped)
+        is_anywhere = self._groups.is_anywhere(is_updated)
         if self.is_due:
             self._due = Due.NOW if is_anywhere else Due.IDLE
 
@@ -206,9 +210,11 @@ class ParameterSync:
                 self.coming.setdefault(stage, []).append(ticket)
 
     def expect(self) -> None:
-        """Notes that new gradients are there, so the optimizer will step next."""
+        """Called when new gradients are there: the optimizer comes next."""
+        # The optimizer may step from here on. Counters of now, compared later, say whether it has,
+        # whoever made it.
         self._due, self.is_moving = Due.NOW, False
-        self._note_versions(self._parameters)
+        self._record_versions(self._parameters)
 
     def check_published(self) -> None:
         """Refuses parameters that were changed after `publish`, which other ranks do not have.
@@ -245,12 +251,14 @@ class ParameterSync:
 
         Sync: as `first_use`.
         """
+        # On all comm streams: this rank's own sends must have ended too, before who called this
+        # writes into the parameters.
         self._reducer.wait()
         self.coming.clear()
         self.is_moving = False
 
     def forget(self) -> None:
-        """Notes that all ranks have the same parameters now, whoever has changed them."""
+        """Forgets all changes: all ranks have the same parameters now."""
         self._versions.clear()
 
     def take_blocked_seconds(self) -> float:
@@ -258,7 +266,7 @@ class ParameterSync:
         seconds, self._blocked_seconds = self._blocked_seconds, 0.0
         return seconds
 
-    def _note_versions(self, parameters: Iterable[LiveParameter]) -> None:
+    def _record_versions(self, parameters: Iterable[LiveParameter]) -> None:
         """Remembers how often what this rank steps for these parameters was written."""
         tensors = ((p.record.key, p.main_parameter) for p in parameters)
         self._versions = [

@@ -1,4 +1,4 @@
-"""The parameters of this rank: where each is, what the ranks agreed on, what is stepped for it."""
+"""The parameters of this rank: where each is, what the ranks agreed on, what is updated for it."""
 
 from __future__ import annotations
 
@@ -99,12 +99,13 @@ class ParameterBuffer:
             for slot in bucket.slots
         }
 
-    def adopt(self, key: str, parameter: nn.Parameter) -> None:
+    def make_view(self, key: str, parameter: nn.Parameter) -> None:
         """Makes a parameter a view of the buffer, which frees its old memory."""
         view = self.views[key]
         if parameter.data_ptr() != view.data_ptr():
             with torch.no_grad():
                 view.copy_(parameter)
+            # The object stays the same: optimizers, ties and hooks of users have it.
             parameter.data = view
 
     def shard(self, key: str, begin: int, end: int) -> torch.Tensor:
@@ -147,7 +148,8 @@ class LiveParameter:
         is_sharded: Whether its gradient is reduced with SHARD. With WHOLE it is like with OWNER.
         is_replaced: Whether an optimizer may not step the parameter itself on this rank.
         is_updated_elsewhere: Whether its values come from a parameter sync or a master copy.
-        is_elsewhere: Whether other ranks reduce its gradient too, or something else is stepped.
+        is_elsewhere: Whether other ranks reduce its gradient too, or the optimizer has something
+            else.
     """
 
     def __init__(
@@ -204,7 +206,7 @@ class LiveParameter:
             return self.main_shard.tensor.grad
         return self._accessor.read(self.live)
 
-    def settle(self) -> None:
+    def move(self) -> None:
         """Moves the parameter into its buffer, and its values into the main parameter.
 
         Sync: on the current stream.
@@ -213,7 +215,7 @@ class LiveParameter:
         # 9 of the journey of a gradient.
         parameter = self.parameter
         if self._buffer is not None:
-            self._buffer.adopt(self.record.key, parameter)
+            self._buffer.make_view(self.record.key, parameter)
         if self.main_shard is not None:
             main_range, source = self.main_shard.main_range, parameter.data
             if main_range.sharded and self._buffer is not None:
@@ -330,11 +332,11 @@ class LiveParameters:
         replaced = [tree for tree in self.trees.values() if not tree.check()]
         # This is done for each parameter in each step, so without bytecode for each. No list of
         # shapes is made: it would be garbage that Python counts, and looks through.
-        found = map(dict.get, self._tables, self._names)
+        present = map(dict.get, self._tables, self._names)
         is_as_agreed = (
             not replaced
             and self._is_plain
-            and all(map(is_, found, self._held))
+            and all(map(is_, present, self._held))
             and all(
                 all(map(eq, map(get, self._live), agreed))
                 for get, agreed in zip(_TRAITS, self._agreed, strict=True)

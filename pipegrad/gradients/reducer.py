@@ -52,9 +52,9 @@ class Reducer:
     Attributes:
         buffers: The memory of each bucket, by its number.
         notice: The board.
-        meets_always: Whether only a meeting says that no rank has failed: no wait blocks the host.
+        needs_barrier: Whether only a barrier says that no rank has failed: no wait blocks the host.
         comm_streams: They run the collectives.
-        tape: Where collectives are noted.
+        tape: Where collectives are recorded.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Reducer:
             for comm_stream in range(comm_streams)
         ]
         self._groups = groups
-        self.meets_always = groups.host is not None
+        self.needs_barrier = groups.host is not None
         self.notice = notice
         self.tape = Tape()
         self._lock = threading.Lock()
@@ -134,7 +134,7 @@ class Reducer:
             )
 
     def give_up(self) -> None:
-        """Notes that the step has failed on this rank; call it before the buckets leave as zeros.
+        """Marks the step as failed on this rank; call it before the buckets leave as zeros.
 
         No rank reads the results. See [Note: failed steps].
         """
@@ -170,6 +170,9 @@ class Reducer:
         Sync: `fill` runs on the current stream, collectives on the comm streams. May be called from
         autograd's threads.
         """
+        # Threads of autograd may complete two buckets at a time. Without the lock a later launch
+        # could overtake an earlier one, and two ranks would wait for each other in different
+        # collectives.
         with self._lock:
             if bucket in self._complete:
                 return
@@ -198,6 +201,7 @@ class Reducer:
             buffer = self.buffers[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
+            # The comm stream waits for the writes, and not the host: backward goes on.
             after = [] if buffer.event is None else [buffer.event]
             ticket = self.submit(comm_stream, partial(self._reduce, launch), after)
             if launch.step == buffer.scatters_at and self._room is not None:
@@ -261,6 +265,8 @@ class Reducer:
         if flat.arriving is None:
             step, inbox = bucket.route[launch.step], self._inboxes[launch]
             with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
+                # One memory serves all steps. The sum of the last step was added by a task of this
+                # comm stream, so it was read before this task.
                 inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
                 flat.expect(inbox.buffer, group)
@@ -268,6 +274,8 @@ class Reducer:
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind the one before it. On a comm stream."""
         comm_stream = self.comm_streams[launch.comm_stream]
+        # The reduction before it on the route is not complete: this one would send what is not
+        # summed yet. It waits behind it, and other buckets go on.
         if launch.bucket in self._ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
@@ -278,10 +286,11 @@ class Reducer:
             group = self._groups.of(step.ranks, launch.comm_stream)
             if launch in self._inboxes:
                 self._expect(launch)
+            # Here and not in `fill`: the comm stream divides beside the backward that goes on.
             if launch.step == 0:
                 buffer.divide()
             if buffer.goes:
-                flat.place(buffer.part(launch.step))
+                flat.use(buffer.part(launch.step))
             flat.begin()
             with record_function(label):
                 work = self._handlers[step.handler].launch(flat, step, group)
@@ -312,7 +321,7 @@ class Reducer:
         is_sum_of_mean = step.op == "mean" and not flat.is_mean
         buffer.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
         if buffer.goes:
-            flat.place(buffer.nothing())
+            flat.use(buffer.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     def _words_of(self, launch: Launch) -> tuple[str, str]:
@@ -335,6 +344,9 @@ class Reducer:
                 yield
         except BaseException as error:
             reason = error if isinstance(error, Exception) else repr(error)
+            # Posted before it is raised. Other ranks wait for this one in the same collective, and
+            # read the board while they wait: they fail within a second, with this reason, not after
+            # a timeout.
             message = self.notice.post(f"{description} failed: {reason}", final=True)
             if not ends_in_words(error):
                 raise
@@ -358,10 +370,14 @@ class Reducer:
         """
         start, began = time.perf_counter(), self.tape.now()
         if self._room is not None:
+            # In the order of launches, and each bucket's memory is freed when its part was copied,
+            # while the next ones are still on their way.
             for ticket in self._room.tickets():
                 self.wait_for(ticket)
                 self._room.free_done()
         self._wait_for_comm_streams()
+        # What was put off waits for a rank that answers at the end of its own step: see [Note: pair
+        # exchange] in `reductions`. So it comes last, and no other collective waits behind it.
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
             comm_stream.submit(comm_stream.run_late, ())
@@ -371,6 +387,8 @@ class Reducer:
         return time.perf_counter() - start
 
     def _wait_for_comm_streams(self) -> None:
+        # Each wait is short: between two of them this rank reads whether another one has failed. In
+        # one long wait it would learn of that only from the timeout of the backend.
         for comm_stream in self.comm_streams:
             while not comm_stream.wait(_POLL_SECONDS):
                 self._raise_peer_failure()
@@ -388,12 +406,12 @@ class Reducer:
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
         return [
-            self.submit(launch.comm_stream, flat.pair_sum.settle, ())
+            self.submit(launch.comm_stream, flat.pair_sum.wait_sent, ())
             for launch, flat in self._flat.items()
             if flat.pair_sum is not None
         ]
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Waits until all messages of pair exchanges were sent.
 
         Raises:
@@ -417,25 +435,27 @@ class Reducer:
         while not ticket.wait(_POLL_SECONDS):
             self._raise_peer_failure()
 
-    def meet(self) -> Callable[[], None]:
+    def barrier(self) -> Callable[[], None]:
         """Starts a collective of all ranks; ranks that have failed take part, too.
 
         Returns:
             What waits until all ranks have started it. On the host: the device goes on.
         """
-        what, ranks = "meeting of all ranks", dist.get_process_group_ranks(None)
+        what, ranks = "barrier of all ranks", dist.get_process_group_ranks(None)
         host = self._groups.host
         if host is not None:
+            # Without a thread, and not on a comm stream: the device may still run backward, and the
+            # host needs only that all ranks have come.
             with self.reporting(what, ranks):
                 work = dist.all_reduce(torch.zeros(1), group=host, async_op=True)
             return partial(self._wait_on_host, work, what, ranks)
 
-        def meeting() -> None:
+        def on_comm_stream() -> None:
             assert self._groups.world is not None
             with self.reporting(what, ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
 
-        return partial(self.wait_for, self.submit(0, meeting, ()))
+        return partial(self.wait_for, self.submit(0, on_comm_stream, ()))
 
     def _wait_on_host(self, work: dist.Work, what: str, ranks: Sequence[int]) -> None:
         began = time.monotonic()
@@ -449,6 +469,8 @@ class Reducer:
 
     def _raise_refusal(self) -> None:
         """Raises an error if a verb was refused on another rank, and was not called again."""
+        # A rank that refused a verb may call it again in the next moment. So a refusal must stay
+        # for some seconds before it ends the wait; a failure ends it at once.
         message = self.notice.read_refusal()
         now = time.monotonic()
         if message is None or message != self._refusal:
@@ -501,7 +523,7 @@ class Room:
         self._patience_seconds = self._allowed_seconds
 
     def launched(self, buffer: BucketBuffer, ticket: Ticket) -> None:
-        """Notes a reduction after which the memory of a bucket may go.
+        """Adds a reduction after which the memory of a bucket may go.
 
         Args:
             buffer: Of the bucket.

@@ -74,14 +74,14 @@ class StepBucket:
         self.pair_sum = pair_sum
         self.is_mean = self._is_divided = is_divided
         self.arriving: collectives.Arriving | None = None
-        self.place(buffer)
+        self.use(buffer)
 
-    def place(self, buffer: torch.Tensor) -> None:
+    def use(self, buffer: torch.Tensor) -> None:
         """Makes `buffer` the tensor that is reduced: the memory of a bucket may be new."""
         self.buffer = buffer
         self.payload, self.flags = buffer[: -self.num_flags], buffer[-self.num_flags :]
         if self.pair_sum is not None:
-            self.pair_sum.place(buffer)
+            self.pair_sum.use(buffer)
 
     def begin(self) -> None:
         """Starts a reduction: what is launched next is a sum, unless it says otherwise."""
@@ -258,7 +258,7 @@ class PairSum:
         self._back = back
         self._sending: list[tuple[torch.Tensor, Work]] = []
 
-    def place(self, buffer: torch.Tensor) -> None:
+    def use(self, buffer: torch.Tensor) -> None:
         """Makes `buffer` the tensor that is summed: payload and flags, flat."""
         self._buffer = buffer
 
@@ -283,7 +283,7 @@ class PairSum:
         collectives.reduce_chain(self._buffer, None, group)
         return LateWork(self._add_rows)
 
-    def settle(self) -> None:
+    def wait_sent(self) -> None:
         """Waits until the last messages of this rank were sent."""
         for _, work in self._sending:
             SENT(work)
@@ -294,7 +294,9 @@ class PairSum:
 
         Other rows would change nothing.
         """
-        self.settle()
+        # The messages of the last step hold their memory until here. A wait right behind the
+        # sends would have lasted until the other rank came to its receives.
+        self.wait_sent()
         flat = real(self._buffer)
         parts = [rows.of(flat) for rows in self._rows]
         touched = [part.view(torch.uint8).any(dim=1).nonzero().flatten() for part in parts]
@@ -306,6 +308,8 @@ class PairSum:
         # The receiver needs the counts first: they say how long the message is.
         self._send(torch.tensor(counts, device=flat.device), COUNTS)
         self._send(content, BACK)
+        # The wait comes behind the sends. The other rank needs them to end its step, and would wait
+        # for this rank as long as this rank waits for it.
         collectives.reduce_chain(self._buffer, arriving, group)
 
     def _add_rows(self) -> None:

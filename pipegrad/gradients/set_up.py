@@ -56,7 +56,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 def refuse_main_shards(
     manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
 ) -> None:
-    """Refuses a master copy of a DTensor, and a gradient in another place or dtype.
+    """Refuses a master copy of a DTensor, and a gradient elsewhere or in another dtype.
 
     Raises:
         PlanError: If a DTensor would have one. It names the parameter.
@@ -373,7 +373,7 @@ def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Endi
         is_patient=topology.size(topology.pipeline) == 1,
     )
     ending = Ending(
-        owner, threads=reducer.comm_streams, groups=groups.own, is_local=is_local(device)
+        owner, threads=reducer.comm_streams, groups=groups.joined, is_local=is_local(device)
     )
     # A pair exchange may still be sending. If its group were destroyed first, another rank would
     # never receive the message.
@@ -454,5 +454,5 @@ def _local(agreed: Agreed, parameters: Mapping[str, LiveParameter]) -> LocalGrad
     reduced = {slot.key for bucket in agreed.plan.buckets for slot in bucket.slots}
     alone = [p for k, p in parameters.items() if k not in reduced and p.record.requires_grad]
     divisors = dict(agreed.plan.divisors)
-    own = [divisors.get(p.record.key, 1.0) for p in alone]
-    return LocalGradients(alone, agreed.accessor, own) if alone else None
+    fixed = [divisors.get(p.record.key, 1.0) for p in alone]
+    return LocalGradients(alone, agreed.accessor, fixed) if alone else None

@@ -149,13 +149,13 @@ class Step:
         self._final_stages: set[int] = set()
         self._waiting: set[int] = set()  # stages that are not final in this step
         self._late_error: StepError | None = None
-        self._last_together = 0  # the last step of which all ranks have met at its end
+        self._last_together = 0  # the last step with a barrier at its end
         self._watch = OptimizerWatch(
             self._parameters.values(),
             parameter_sync=parts.parameter_sync,
             alike=steps_alike(agreed.manifest, agreed.plan, agreed.topology),
             on_refusal=self._refused,
-            on_step=self._publish_stepped,
+            on_step=self._publish_updated,
             find_changed=self._changed_result,
         )
         self._follow()
@@ -209,13 +209,21 @@ class Step:
                 "reverse: give it a number in all of them, or None and their divisor to the last "
                 "finish()"
             )
+        # The user may have an optimizer that has no hook of ours. What it has written must
+        # reach the other ranks before their forward; what was written behind `publish` never would,
+        # and is refused.
         if self._parameter_sync.is_needed:
             self._parameter_sync.publish_if_due()
             self._parameter_sync.check_published()
         if not continues and self._agreed.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._agreed.wrapped)
+        # Between two steps a user may replace parameters, by a checkpoint or a new initialisation.
+        # Hooks must be on the present tensors before the first gradient.
         self._parts.parameters.look_up(self._follow)
+        # All checks come before the first `begin`. A step that is refused has changed nothing: the
+        # user may call zero_grad() and then this verb once more. Reversed, the error names the
+        # first parameter of the model.
         for gradients in reversed(self._everything):
             gradients.check(continuing=continues)
         self._divides_late = divisor is None
@@ -234,11 +242,12 @@ class Step:
             self._reducer.expect()
         self._final_stages.clear()
         self._waiting = set(self._by_stage)
-        self._note_versions(*self._by_stage)
+        self._record_versions(*self._by_stage)
         self._watch.expect(has_gradients=False)
         self._only_accumulates = self._is_accumulating
+        # Last: whatever was refused above has left the state as it was.
         self._go("prepare")
-        self._parts.ending.note_in_vain(True)
+        self._parts.ending.set_in_vain(True)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -274,10 +283,10 @@ class Step:
             self._check("stage_first_use")
             if not self._parameter_sync.is_needed:
                 return
-            self._parameter_sync.publish_if_stepped()
+            self._parameter_sync.publish_if_updated()
             if stage in self._parameter_sync.coming:
                 self._parameter_sync.first_use(stage)
-                self._note_versions(stage)
+                self._record_versions(stage)
 
     @outside_of_graphs
     def stage_last_backward(self, stage: int) -> None:
@@ -338,7 +347,7 @@ class Step:
         Sync: writes on the current stream, which must be the one that made the gradients.
         """
         for bucket in self._by_stage[stage] if self.is_in_step else ():
-            bucket.adopt()
+            bucket.move_all()
 
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
@@ -414,6 +423,8 @@ class Step:
                     "was None in prepare(), and only then"
                 )
         try:
+            # Before the wait: other ranks may already wait for this one, and `abort` posts the
+            # reason for them. Behind it, they could take sums that lack a gradient.
             late = (gradients.late() for gradients in self._everything)
             if (error := self._late_error or next(filter(None, late), None)) is not None:
                 raise error
@@ -422,11 +433,13 @@ class Step:
             if self._is_together(compares=compares):
                 # A failed rank takes part in this collective, too. So after it, the board says
                 # whether to compare, and no rank compares alone.
-                self._reducer.meet()()
+                self._reducer.barrier()()
             self._reducer.notice.refuse_failed()
         except BaseException as error:
             self.abort(error)
             raise
+        # Asked here and not when the step began: the user may make a scaler at any time, and what
+        # it has scaled must be unscaled where overflows are looked for.
         scaler = self._watch.scaler()
         divides = divisor if scaler is None else None
         if divides is not None:
@@ -442,12 +455,14 @@ class Step:
     def _put_in_place(self, exposed_seconds: float, divisor: torch.Tensor | None) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
         early = sum(bucket.num_early for bucket in self._buckets.values())
+        # Before `end_step`: results are views of this rank's part, which belongs to them alone from
+        # then on.
         copies = sum(bucket.finish() for bucket in self._buckets.values())
         if self._local is not None:
             self._local.finish(divisor)
         self._reducer.end_step()
         self._go("finish")
-        self._parts.ending.note_in_vain(False)
+        self._parts.ending.set_in_vain(False)
         if self._parameter_sync.is_needed:
             exposed_seconds += self._parameter_sync.take_blocked_seconds()
             self._parameter_sync.expect()
@@ -489,7 +504,7 @@ class Step:
         if self._failures.has_posted(error):
             return self._failures.cause()
         if not begun:
-            self._failures.settle()
+            self._failures.wait()
             if self._failures.are_final:
                 return None  # `prepare` has posted it
         # A step that only accumulates may be followed by the next one without `finish`.
@@ -504,20 +519,24 @@ class Step:
         if is_unfinished:
             self.drop_gradients()
         if reduces and not final:
-            # The same order as in a step that ends well: the collectives, the meeting of `finish`,
+            # The same order as in a step that ends well: the collectives, the barrier of `finish`,
             # and the parameter sync that other ranks may publish after it. Otherwise ranks would
             # wait for each other; see [Note: failed steps].
             if launches or self.plan.independent_axes:
                 self._give_up(begun=begun)
+            # A failed step counts, too. Otherwise this rank would compare copies in another step
+            # than the others, and all would wait.
             compares = self._keeps_equal and self._parts.drift.count(self._failures.step)
             if self._is_together(compares=compares):
-                self._reducer.meet()
+                # It is started and not waited for. The other ranks wait for it in `finish`, and the
+                # user must see this rank's error now.
+                self._reducer.barrier()
             if launches:
                 self._parameter_sync.send()
         return cause
 
     def _is_together(self, *, compares: bool) -> bool:
-        """Whether all ranks meet at the end of this step. The second call for a step returns False.
+        """Whether this step ends with a barrier. The second call for a step returns False.
 
         Args:
             compares: Whether they compare copies then.
@@ -526,7 +545,7 @@ class Step:
         # together, and count the same steps. And where waits do not block the host, a rank could
         # read the board before a slower rank has posted, and step with its zeros.
         before, self._last_together = self._last_together, self._failures.step
-        always = bool(self.plan.independent_axes) or self._reducer.meets_always
+        always = bool(self.plan.independent_axes) or self._reducer.needs_barrier
         return compares or (always and before != self._failures.step)
 
     def drop_gradients(self) -> None:
@@ -565,10 +584,10 @@ class Step:
         self._state = TRANSITIONS[verb][self._state]
 
     @outside_of_graphs
-    def _publish_stepped(self) -> None:
+    def _publish_updated(self) -> None:
         """Publishes after a step of an optimizer of `GradientSync.optimizer`."""
         if self._state is State.BETWEEN:
-            self._parameter_sync.publish_stepped()
+            self._parameter_sync.publish_updated()
 
     def _check_stage(self, verb: str, stage: int) -> None:
         if self._state is not State.CLOSED and stage not in self._by_stage:
@@ -580,7 +599,7 @@ class Step:
                 f"stage_first_use({stage}) before its first forward"
             )
 
-    def _note_versions(self, *stages: int) -> None:
+    def _record_versions(self, *stages: int) -> None:
         for stage in stages:
             self._versions[stage] = [p.live._version for p in self._unwritten[stage]]
 
@@ -614,6 +633,8 @@ class Step:
         """Sends a bucket whose gradients are all final. Autograd's threads may call it."""
         if not self.is_in_step or bucket.state is not BucketState.OPEN:
             return
+        # Before anything leaves: `prepare` must be refused from now on, since no division can be
+        # taken back.
         self._state = State.LEAVING
         if self._late_error is not None:
             # `finish` posts it, and only then launches what is left: no rank ends this step before.

@@ -4,12 +4,12 @@ sync = GradientSync({0: module}, topology, tied=find_tied(model), handlers=[...]
 optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-3)
 for batch in data:
     sync.prepare()              # from here on, gradients move into the buckets
-    sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have stepped
+    sync.stage_first_use(0)     # waits for parameters of stage 0 that other ranks have updated
     ...                         # forward and backward of every microbatch
     sync.stage_final(0)         # the gradients of stage 0 are final: launches its buckets
     sync.finish()               # waits: every gradient is in place
     sync.clip_grad_norm_(1.0)
-    optimizer.step()            # sends the parameters that this rank has stepped
+    optimizer.step()            # sends the parameters that this rank has updated
     optimizer.zero_grad()
 """
 
@@ -143,6 +143,8 @@ class GradientSync(Step):
         self.tape = parts.reducer.tape
         self.outer_optimizer = self._outer_optimizer()
         self._synchronize()
+        # Behind `_synchronize`, which makes the main shards: an optimizer is looked for by its
+        # tensors.
         self._watch.start()
         _every.add(self)
         watch()
@@ -174,7 +176,7 @@ class GradientSync(Step):
                 `GradScaler`, as its `unscale_`.
         """
         self._check("clip_grad_norm_")
-        if self._watch.has_stepped and not math.isinf(max_norm):
+        if self._watch.is_used and not math.isinf(max_norm):
             raise StepError(
                 "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
                 "before"
@@ -189,6 +191,8 @@ class GradientSync(Step):
                 world = self._parts.groups.world
                 norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
         if inverse_scale is not None or not math.isinf(max_norm):
+            # These writes are pipegrad's. Without `note_results` the next optimizer would be warned
+            # of gradients that somebody has changed.
             clip_(list(gradients.values()), norm, max_norm, inverse_scale)
             self.note_results()
         return norm
@@ -250,9 +254,9 @@ class GradientSync(Step):
         return self._watch.scaler() is not None
 
     def note_scaled(self) -> None:
-        """Notes that the losses of this step are scaled, also if they are on other ranks.
+        """Marks the losses of this step as scaled, also if they are on other ranks.
 
-        So an optimizer that is stepped without the `GradScaler` is refused on all ranks.
+        So the step of an optimizer without the `GradScaler` is refused on all ranks.
         """
         if (scaler := self._watch.scaler()) is not None:
             scaler.note_scaled()
@@ -305,7 +309,7 @@ class GradientSync(Step):
             PlanError: On all ranks, if no parameter is trained, if it cannot step shards, or if
                 there are `others` and no matrix.
             AgreementError: On all ranks, if ranks differ, or one of them fails.
-            StepError: In its ``step()``, if there are no gradients that were not stepped yet.
+            StepError: In its ``step()``, if there are no gradients that were not used yet.
         """
         ranks = sorted(self.topology.ranks)
 
@@ -335,7 +339,7 @@ class GradientSync(Step):
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.take()
-        self._watch.adopt(optimizer)
+        self._watch.add(optimizer)
         return optimizer
 
     def optimizer_parameters(self, group_of: GroupOf | None = None) -> list[dict[str, Any]]:
@@ -390,7 +394,7 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def publish(self) -> None:
-        """Sends the parameters that this rank has stepped. Call it after the optimizer's step.
+        """Sends the parameters that this rank has updated. Call it after the optimizer's step.
 
         An optimizer of `optimizer` calls it by itself, and then a second call does nothing.
 
@@ -409,17 +413,17 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def publish_if_due(self) -> None:
-        """Publishes if parameters were stepped and not published, for example before an evaluation.
+        """Publishes if parameters were updated and not published, for example before an evaluation.
 
-        If no rank has stepped a parameter since the gradients are there, it does nothing.
+        If no rank has updated a parameter since the gradients are there, it does nothing.
 
         Sync: if parameters are sent at all, one flag is reduced, so all ranks must call it.
         """
         self._check("publish_if_due")
         if self._parameter_sync.is_needed:
             with self.bounded("publish_if_due()"):
-                self._parameter_sync.find_if_stepped()
-                self._parameter_sync.publish_if_stepped()
+                self._parameter_sync.find_if_updated()
+                self._parameter_sync.publish_if_updated()
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
@@ -439,13 +443,13 @@ class GradientSync(Step):
         plan. If replicas train alone, it has this rank's parameters too while they differ.
 
         Raises:
-            StepError: Inside a step, or if parameters were stepped and not published.
+            StepError: Inside a step, or if parameters were updated and not published.
         """
         self._check("state_dict")
         if self.outer_optimizer is not None and self._parameter_sync.is_due:
             raise StepError(
                 "state_dict() before the step of the optimizer was published, so the outer "
-                "optimizer has not stepped: call wait_parameters() before, on all ranks"
+                "optimizer has not run: call wait_parameters() before, on all ranks"
             )
         states = {name: of.state_dict() for name, of in self._stateful().items()}
         states = {name: state for name, state in states.items() if state}
@@ -536,13 +540,11 @@ class GradientSync(Step):
         def load() -> dict[str, str]:
             if state and state.get("plan") != self.plan.digest:
                 raise PlanError(
-                    "what handlers kept is of another plan: of another model, other handlers, "
+                    "the state of handlers is of another plan: of another model, other handlers, "
                     "buckets or ranks; it fits into its own plan alone"
                 )
             if unknown := sorted(saved.keys() - stateful.keys()):
-                raise PlanError(
-                    f"what is to be loaded was kept by handlers {unknown}, not in use here"
-                )
+                raise PlanError(f"what is to be loaded is of handlers {unknown}, not in use here")
             for name, handler in stateful.items():
                 try:
                     handler.load_state_dict(saved.get(name, {}))
@@ -550,7 +552,7 @@ class GradientSync(Step):
                     raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
             # Handlers that launch nothing on this rank, and join no replicas, have no state here.
             launching = self.plan.launching
-            return {name: "what it kept" if saved.get(name) else "nothing" for name in launching}
+            return {name: "its state" if saved.get(name) else "nothing" for name in launching}
 
         ranks = sorted(self.topology.ranks)
         replies = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
@@ -582,22 +584,24 @@ class GradientSync(Step):
             self._check("synchronize_parameters")
             if self._parameter_sync.is_due or self._parameter_sync.is_moving:
                 raise StepError(
-                    "synchronize_parameters() while what other ranks stepped is on its way would "
+                    "synchronize_parameters() while updates of other ranks are on their way would "
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "
                     "loading"
                 )
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
         with self.bounded("synchronize_parameters()"):
+            # Broadcasts follow. A rank that refused alone would leave the others in them.
             agree("synchronize_parameters", check, ranks=ranks, timeout_seconds=seconds)
             self._synchronize()
 
     def _synchronize(self) -> None:
         self.reshard()
         parts = self._parts
+        # Values first: shards and master copies are made of them, and must be equal on all ranks.
         make_equal(self.plan.packs, self._parameters, parts.groups, self.device)
         for parameter in self._parameters.values():
-            parameter.settle()
+            parameter.move()
         self._parameter_sync.forget()
         if self.outer_optimizer is not None:
             self.outer_optimizer.begin()
@@ -677,12 +681,14 @@ class GradientSync(Step):
             return
         parts = self._parts
         try:
+            # Inside a step, or after a failed one, other ranks may never run what is in flight
+            # here. Then nothing is waited for.
             if not self.is_in_step and not parts.failures.are_in_doubt:
-                parts.reducer.settle()
+                parts.reducer.wait_sent()
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
         except BaseException:
-            parts.ending.note_in_vain(True)
+            parts.ending.set_in_vain(True)
             raise
         finally:
             self._go("close")

@@ -35,39 +35,35 @@ class ShardedStages:
         self.stages = frozenset(self._parts)
         self._sync = sync
         self._modules = modules
-        # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters in
-        # their place while they are gathered.
-        self._own_parameter_ids = frozenset[int]()
+        # Parameters that the ranks agreed on, set in each step. FSDP2 puts other parameters
+        # there while they are gathered.
+        self._agreed_ids = frozenset[int]()
 
     def reduces(self, parameter: nn.Parameter) -> bool:
         """True if FSDP2 manages a parameter, gathered or not."""
-        return is_dtensor(parameter) or id(parameter) not in self._own_parameter_ids
+        return is_dtensor(parameter) or id(parameter) not in self._agreed_ids
 
     def gathered(self, stage: int) -> list[nn.Parameter]:
         """Returns the gathered parameters of a stage; autograd adds to their gradients."""
-        return [
-            p for p in self._modules[stage].parameters() if id(p) not in self._own_parameter_ids
-        ]
+        return [p for p in self._modules[stage].parameters() if id(p) not in self._agreed_ids]
 
     def begin(self, *, forward_only: bool) -> None:
-        """Begins a step: backwards accumulate until the last one.
-
-        An evaluation frees parameters that an earlier forward left gathered: they may be out of
-        date.
-        """
+        """Begins a step: backwards accumulate until the last one."""
+        # An earlier forward may have left parameters gathered, and the optimizer has changed their
+        # shards since. An evaluation must not compute with the old values.
         if forward_only:
             for parts in self._parts.values():
                 reshard(parts)
             return
-        self._own_parameter_ids = frozenset(
-            id(self._sync.parameter(r)) for r in self._sync.records()
-        )
+        self._agreed_ids = frozenset(id(self._sync.parameter(r)) for r in self._sync.records())
         for parts in self._parts.values():
             _set_last_backward(parts, is_last=False)
 
     def last_backward(self, stage: int) -> None:
         """Marks the next backward of a stage as its last, for the gradient layer too."""
         self._sync.stage_last_backward(stage)
+        # While steps accumulate no backward is the last for FSDP2: it would reduce, and the next
+        # steps would add to a gradient that is reduced already.
         if not self._sync.is_accumulating:
             _set_last_backward(self._parts[stage], is_last=True)
 

@@ -85,6 +85,7 @@ class TorchFailure:
         if self.error is not None:
             return
         self.error = error
+        # Posted before the zeros leave: a rank that fails on zeros finds the cause on the board.
         self.notice.fail(root_of(error), where)  # torch wraps it
         if self._schedule._has_backward:
             self._sync.abort(error, begun=self.is_begun)

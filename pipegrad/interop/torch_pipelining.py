@@ -32,13 +32,13 @@ from pipegrad.interop.torch_schedule import (
     divisor,
     leave,
     num_microbatches,
-    placed_on,
     refuse_other_shapes,
     refuse_written_outputs,
     renew_inputs,
     replace,
     stage_ticks,
     stages_of,
+    with_stages_of,
 )
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import is_fsdp2
@@ -106,21 +106,21 @@ def attach(
         check_stages(stages)
         check_split_backward(schedule)
         check_sharded(schedule, stages)
-        placed = placed_on(topology, stages[0])
-        refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], placed)
+        staged = with_stages_of(topology, stages[0])
+        refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], staged)
 
     # Anything that can fail on one rank alone is checked inside `agree`, so all ranks raise. Only
     # then are methods replaced.
     agree("attach", check, timeout_seconds=options.get("agree_seconds", AGREE_SECONDS))
     for instance in (schedule, *stages):
         leave(instance)  # removes the methods of an earlier attach, which is closed
-    placed = placed_on(topology, stages[0])
+    staged = with_stages_of(topology, stages[0])
     sync = GradientSync(
         {stage.stage_index: stage.submod for stage in stages},
-        placed,
+        staged,
         tied=tied,
         handlers=handlers,
-        stage_ticks=stage_ticks(schedule, placed),
+        stage_ticks=stage_ticks(schedule, staged),
         **options,
     )
     failure = TorchFailure(schedule, sync)
@@ -142,6 +142,8 @@ def _follow_step(
             sync.refuse_closed()
         result = None
         with sync.bounded("schedule.step()"):
+            # Before anything can fail here: all ranks count the steps, and the number is in the
+            # keys of the board.
             failure.begin()
             try:
                 _begin_step(schedule, sync)
@@ -166,6 +168,7 @@ def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
         sync.prepare(divisor=divisor(schedule))
     elif not sync.is_closed:
         sync.publish_if_due()
+        # Parameters that FSDP2 gathered before the optimizer's step have old values.
         sync.reshard()
 
 
@@ -212,7 +215,7 @@ def _follow_stage(
     weights = stage.backward_weight_one_chunk
 
     @functools.wraps(weights)
-    def adopted_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
+    def watched_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
         # torch sets the first gradients of weights itself, and no hook sees them.
         weights(*args, **kwargs)
         sync.adopt(index)
@@ -241,7 +244,7 @@ def _follow_stage(
     methods: dict[str, Callable[..., object]] = {
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
-        "backward_weight_one_chunk": adopted_weights,
+        "backward_weight_one_chunk": watched_weights,
         "perform_reduce_grad": final,
         "scale_grads": final,
     }

@@ -65,7 +65,7 @@ def divisor(schedule: TorchSchedule) -> float:
     return float(schedule._n_microbatches) if schedule.scale_grads else 1.0
 
 
-def placed_on(topology: Topology, stage: PipelineStageBase) -> Topology:
+def with_stages_of(topology: Topology, stage: PipelineStageBase) -> Topology:
     """Returns `topology` with the schedule's stages.
 
     Raises:

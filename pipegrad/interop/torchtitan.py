@@ -46,11 +46,11 @@ def enable_tied_pipeline() -> None:
             (Trainer, "pp_forward_backward_step"): _accumulate,
             (utils, "clip_grad_norm_"): _count_once,
         }
-        originals = {place: getattr(*place) for place in changes}
+        originals = {attribute: getattr(*attribute) for attribute in changes}
     except (ImportError, AttributeError) as error:
         raise PlanError(f"{error}: enable_tied_pipeline needs torchtitan 0.3.0") from error
-    for place, change in changes.items():
-        setattr(*place, _changed(originals[place], change))
+    for attribute, change in changes.items():
+        setattr(*attribute, _changed(originals[attribute], change))
 
 
 def _changed(original: _Titan, change: _Titan) -> _Titan:

@@ -83,7 +83,7 @@ def likely_ties(
 
     Args:
         starts: Location -> how it starts, in each stage in the order of ``named_parameters``.
-        ties: The declared ties, and those found by identity.
+        ties: The declared ties, and those by identity.
     """
     stages_of = {location: {stage for stage, _ in tie} for tie in ties for location in tie}
     by_digest: dict[str, list[Location]] = {}

@@ -189,7 +189,7 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     """Makes every tie within this rank one Parameter object, that of its lowest location.
 
     A tracer or a deepcopy may have made several objects. The one object is then scaled, reduced,
-    clipped and stepped once, and needs no collective.
+    clipped and updated once, and needs no collective.
 
     Raises:
         PlanError: If shapes, dtypes, requires_grad or bits differ, or if FSDP2 wraps one of them.

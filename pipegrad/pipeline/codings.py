@@ -238,6 +238,8 @@ class Coding:
         with self._named("encode"):
             self._codec.plugin.encode(value, message, self._carried)
         if self._feedback is not None:
+            # The receiver computes with what it decodes. The same decoding here says which part of
+            # the gradient that lacks.
             decoded = torch.empty(value.shape, dtype=value.dtype, device=value.device)
             self.decode(message, decoded)
             self._feedback.add(position, value, decoded)
@@ -277,7 +279,7 @@ class Codings:
         self.feedback = Feedback()
         self._cut = cut
         self.choice = choice
-        self._made: dict[tuple[Hop, Carried], Coding | None] = {}
+        self._codings: dict[tuple[Hop, Carried], Coding | None] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the errors of gradients on this rank, and their cut; empty if there are none."""
@@ -292,7 +294,7 @@ class Codings:
                 Then none has errors.
         """
         try:
-            agree("what codecs kept", lambda: self._load(state), ranks=ranks)
+            agree("the state of codecs", lambda: self._load(state), ranks=ranks)
         except PipegradError as error:
             self.feedback.clear()
             raise PlanError(str(error)) from error
@@ -302,12 +304,13 @@ class Codings:
         # shape.
         if not isinstance(state, Mapping):
             raise PlanError(
-                f"what codecs kept is a {type(state).__name__}, expected what state_dict() returns"
+                f"the state of codecs is a {type(state).__name__}, expected what state_dict() "
+                f"returns"
             )
         if state and state.get("cut") != self._cut:
             raise PlanError(
-                "what codecs kept is of another cut: of a model with other stages, or with stages "
-                "on other ranks; it fits into its own cut alone"
+                "the state of codecs is of another cut: of a model with other stages, or with "
+                "stages on other ranks; it fits into its own cut alone"
             )
         self.feedback.load_state_dict(state.get("errors", {}))
 
@@ -317,11 +320,11 @@ class Codings:
         A coding is the same object in all kinds of step, and for all values of the hop.
         """
         hop = (source, target) if source < target else (target, source)
-        if (hop, carried) not in self._made:
+        if (hop, carried) not in self._codings:
             codec = self.choice.of(hop, carried)
-            made = None if codec is None else Coding(codec, carried, self.feedback)
-            self._made[hop, carried] = made
-        return self._made[hop, carried]
+            coding = None if codec is None else Coding(codec, carried, self.feedback)
+            self._codings[hop, carried] = coding
+        return self._codings[hop, carried]
 
 
 class Feedback:
@@ -346,7 +349,7 @@ class Feedback:
             self._errors |= pending
 
     def end(self, has_failed: Callable[[], bool]) -> None:
-        """Notes that a step has ended on this rank.
+        """Ends a step on this rank.
 
         Args:
             has_failed: Returns whether its gradients are wrong; it may wait for other ranks.
@@ -366,11 +369,9 @@ class Feedback:
         return gradient + error.to(gradient.device)
 
     def add(self, position: Position, total: Tensor, decoded: Tensor) -> None:
-        """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten.
-
-        nan and inf must not stay: a step that overflowed would spoil all that follow.
-        """
+        """Keeps the error of a gradient, if its step ends well; `decoded` is overwritten."""
         error = decoded.neg_().add_(total)
+        # A step that overflowed would spoil all that follow, so nan and inf do not stay.
         self._pending[position] = error.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def clear(self) -> None:

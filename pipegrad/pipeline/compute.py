@@ -241,11 +241,15 @@ class Compute:
         self._weights.backward(
             stage, microbatch, roots, gradients, parameters=self._parameters[stage]
         )
+        # Right behind the backward: new gradients that share memory must be apart before the next
+        # backward adds to one of them. See [Note: shared memory] in `values`.
         self._values.take_gradients(stage, microbatch)
 
     def _recomputed(self, backward: Method, stage: int, microbatch: int) -> None:
         """Runs a forward again, then its backward."""
         values = self._values.inputs_of(stage, microbatch)
+        # The second forward draws the same random numbers and reads the same buffers: otherwise the
+        # gradient would not be that of the loss.
         with self._recomputes[stage].again(microbatch, values):
             outputs = self._stages[stage].forward(values)
             self._values.refuse_written(stage)
@@ -264,6 +268,7 @@ class Compute:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns the roots of a backward, and their gradients."""
         if stage not in self._parameters:
+            # Looked up in each step: between two steps the user may replace parameters.
             self._parameters[stage] = list(self._stages[stage].module.parameters())
             self._values.begin_backward(stage, self._parameters[stage])
         # The table must not hold the graph any more when the backward has run.
@@ -285,17 +290,17 @@ class Compute:
         return roots, gradients
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
-        """Returns the gradient that backward begins with: one.
-
-        Complete gradients are divided, once: what an autograd function or a hook of the user's adds
-        to a gradient is then divided as all the rest is. With a GradScaler it is the scale, already
-        divided: float16 must not overflow earlier than in one process.
+        """Returns the gradient that backward begins with: one, or the scale of a GradScaler.
 
         Raises:
             StepError: If the loss's dtype has no such number.
         """
+        # Complete gradients are divided, once. So what an autograd function or a hook of the user's
+        # adds to a gradient is divided as all the rest is.
         if not self._is_scaled:
             return torch.ones_like(loss)
+        # The scale is divided before backward: float16 must not overflow earlier than in one
+        # process.
         assert self._sync is not None
         assert self._terms is not None
         exact = 1.0 / self._terms.divisor

@@ -32,7 +32,7 @@ WORDS = 18
 _MOST_DIMENSIONS = WORDS - 5
 MARK = 0x7069706567726164
 _FAILED = -1
-# The number of a dtype in a header is its place here.
+# The number of a dtype in a header is its index here.
 _DTYPES = tuple(
     getattr(torch, name)
     for name in (
@@ -214,8 +214,8 @@ class Edges:
         group = new_group(members, name, torch.device("cpu"), "gloo")
         if topology.rank in members:
             self._groups.append(group)
-            (own,) = (p for p in topology.pipelines if topology.rank in p)
-            for peer, rank in enumerate(own):
+            (pipeline_ranks,) = (p for p in topology.pipelines if topology.rank in p)
+            for peer, rank in enumerate(pipeline_ranks):
                 ends[peer] = group, dist.get_group_rank(group, rank)
 
     def _connect_devices(
@@ -226,11 +226,11 @@ class Edges:
         edges: Sequence[tuple[int, int]],
     ) -> None:
         """Makes a group for each directed edge."""
-        me, is_own = topology.coordinate(topology.pipeline), topology.rank in pipeline
+        me, is_here = topology.coordinate(topology.pipeline), topology.rank in pipeline
         for source, target in edges:
             pair = [pipeline[source], pipeline[target]]
             group = new_group(pair, f"pipegrad edge {source} to {target}", device)
-            if is_own and me in (source, target):
+            if is_here and me in (source, target):
                 self._groups.append(group)
                 peer = target if me == source else source
                 end = group, dist.get_group_rank(group, pipeline[peer])
@@ -272,6 +272,8 @@ class Edges:
     def cut(self) -> None:
         """Closes this rank's connections on gloo, so that ranks that wait for it fail at once."""
         self.is_cut = True
+        # Only a closed connection ends the wait of a rank in gloo. This rank cannot say which
+        # messages it has sent, so it cannot send the missing ones.
         both = (*self._hosts.values(), *self._beside.values())
         for group in dict.fromkeys(group for group, _ in both):
             cut(group)
@@ -305,6 +307,7 @@ class Inbox:
 
     def post(self) -> None:
         """Starts to receive one more header."""
+        # Zeros: the mark, the first word of a header, says without a wait that the header is there.
         head = torch.zeros(WORDS, dtype=torch.int64)
         work = sync_points.in_use.receive(self._group, head, self._peer, HEADERS)
         self.posted.append((head, head.numpy(), work))
@@ -323,7 +326,7 @@ class Inbox:
         self.posted.popleft()
 
     def record_ended(self) -> None:
-        """Notes whether the next header has come: a receive of gloo can be waited for once."""
+        """Records whether the next header has come: a receive of gloo can be waited for once."""
         if self.posted and has_ended(self.posted[0][2]):
             self.posted[0] = *self.posted[0][:2], Done()
 

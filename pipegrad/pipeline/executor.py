@@ -142,6 +142,8 @@ class Executor:
         self._forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
+        # FSDP2 must know before the first backward that it is not the last, or it would reduce
+        # there.
         if self._sharded.stages:
             self._sharded.begin(forward_only=self._program.forward_only)
         recorder = None if self._program.forward_only else self._sync.tape.recorder
@@ -198,11 +200,15 @@ class Executor:
             Op.SEND: transfers.send_failed,
             Op.RELEASE: transfers.release,
         }
+        # A receive of gloo can be waited for once. What has ended before the error must not be
+        # waited for again: see [Note: interrupts] in `transfers`.
         transfers.record_ended()
         # Transfers are made in the order of the program. It is proven that ranks which keep this
         # order never wait for each other in a circle.
         for op, which, microbatch in islice(self._items(), self._position, None):
             if op in methods:
+                # Each transfer is tried, whatever another one raises: the peer of each waits for
+                # that one.
                 with contextlib.suppress(Exception):  # the first error is the one to raise
                     methods[op](which, microbatch)
         self._forget()
@@ -220,6 +226,8 @@ class Executor:
 
     def details(self) -> Details:
         """Returns what this rank is at; any thread may call it."""
+        # The position is read once: the thread that runs the step goes on meanwhile, and all words
+        # must be of one item.
         topology, position = self._topology, self._position
         begun = list(islice(self._items(), position + 1))
         actions = [self._program.action(item) for item in begun if item.op is Op.COMPUTE]

@@ -86,9 +86,11 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
         or not (isinstance(loss, Tensor) and _is_number(loss) and isinstance(metrics, Mapping))
         or (is_weighted and not _is_number(weight))
     ):
-        found = repr(returned) if parts == (returned,) else [type(part).__name__ for part in parts]
+        returns = (
+            repr(returned) if parts == (returned,) else [type(part).__name__ for part in parts]
+        )
         expected = _EXPECTED_WEIGHTS if is_weighted else _EXPECTED
-        raise StepError(f"loss_fn returned {found}, expected {expected}")
+        raise StepError(f"loss_fn returned {returns}, expected {expected}")
     if isinstance(weight, Real) and not 0 <= float(weight) < math.inf:
         raise StepError(f"loss_fn returned the weight {weight}, expected a number from 0 on")
     for name, value in metrics.items():
@@ -215,7 +217,7 @@ class LossTerms:
 
     @property
     def _missing(self) -> list[Tensor]:
-        """What takes the place of a loss, or of metrics, in an evaluation without a target."""
+        """What stands for a loss, or for metrics, in an evaluation without a target."""
         return [self._number(math.nan)] if self._is_last else []
 
     def _number(self, value: Number) -> Tensor:
@@ -289,6 +291,8 @@ class Losses:
         """
         if not continues:
             self._weight = torch.zeros_like(self._weight)
+        # Set before anything can fail: a rank whose step fails sends its part all the same, in
+        # `send`. Otherwise the others would wait for it in this all-reduce.
         self._owes_weight = reduces
 
     def refuse_earlier(self) -> None:
@@ -297,6 +301,9 @@ class Losses:
         Raises:
             StepError: If ranks were given what does not belong together, and nobody has read it.
         """
+        # The message of the last step may still be on its way, and a wait for it would end the
+        # overlap of two steps. The one before it has come long ago. On a device even a message that
+        # has come cannot be read without a wait for all that was enqueued before it.
         if len(self._unread) == 2 and self._device.type == "cpu":
             message = self._unread.popleft()
             if not message.is_refused:
@@ -391,7 +398,7 @@ class Losses:
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        own, compare = self.passed.of_step(passed, forward_only=forward_only)
+        of_passed, compare = self.passed.of_step(passed, forward_only=forward_only)
         message = self._reduced(
             [  # see [Note: message of a loss]
                 terms.total / self._num_copies,
@@ -399,12 +406,12 @@ class Losses:
                 *((0, 0, 0) if divisor is None else (1, divisor, divisor**2)),
                 terms.weight / self._num_copies if self.is_weighted else 0,
                 num_different,
-                *own,
+                *of_passed,
                 *(terms.metric(name) / self._num_copies for name in names),
                 *times,
             ],
             compare,
-            num_passed=len(own),
+            num_passed=len(of_passed),
         )
         self._unread.append(message)
         return StepResult(
@@ -465,11 +472,13 @@ class Losses:
             # The host waits for nothing. `torch.tensor(..., device=...)` would make it wait: it
             # copies from memory that is not pinned.
             message = message.pin_memory().to(self._device, non_blocking=True)
-        for place, number in enumerate(numbers):
+        for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
-                message[place] = number
+                message[index] = number
         work: dist.Work | None = None
         if self._group is not None:
+            # Not waited for: most loops read a loss some steps later or never, and the next step
+            # begins at once.
             work = dist.all_reduce(message, group=self._group, async_op=True)
             # A result may be thrown away unread. Its work must live until it has ended.
             _have_ended(self._leaving)

@@ -40,13 +40,13 @@ def measure_hops(
     me = topology.coordinate(topology.pipeline)
     seconds = list[float]()
     for hop in hops:
-        own = 0.0
+        measured = 0.0
         if me in (hop, hop + 1):
-            own = _ping(edges, me, hop, num_bytes=num_bytes, repeats=repeats, device=device)
-        # All ranks meet behind each hop, so hops are measured one after the other.
+            measured = _ping(edges, me, hop, num_bytes=num_bytes, repeats=repeats, device=device)
+        # All ranks agree behind each hop, so hops are measured one after the other.
         replies = agree(
             f"hop {hop}",
-            partial(float, own),
+            partial(float, measured),
             ranks=topology.ranks,
             timeout_seconds=_WAIT_SECONDS,
         )

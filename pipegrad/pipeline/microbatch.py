@@ -126,9 +126,9 @@ class Batches:
         if batch.error is not None:
             raise batch.error
         if batch.microbatches is None:
-            given = self._by_name(batch.inputs, batch.named, batch.target)
-            self._number_passed(given)
-            parts = self._cut(given, number=number, needs_target=needs_target)
+            passed = self._by_name(batch.inputs, batch.named, batch.target)
+            self._number_passed(passed)
+            parts = self._cut(passed, number=number, needs_target=needs_target)
         else:
             parts = self._ready(batch, needs_target=needs_target)
         return parts, parts.pop("target", None)
@@ -190,20 +190,20 @@ class Batches:
             )
         return {name: value for name, value in fields.items() if name not in others}
 
-    def _taken_here(self, given: _Values, *, needs_target: bool) -> _Values:
+    def _taken_here(self, passed: _Values, *, needs_target: bool) -> _Values:
         """Returns what the stages of this rank take, and the target of the last stage."""
-        missing = [name for name in self._needed if name not in given]
+        missing = [name for name in self._needed if name not in passed]
         if missing:
             raise StepError(
                 f"inputs {missing} are missing, which stages of this rank take; what stages make "
                 f"for later ones is {self._links}"
             )
-        values, target = {name: given[name] for name in self._needed}, given.get("target")
+        values, target = {name: passed[name] for name in self._needed}, passed.get("target")
         if self._rest is not None:
             others = {*self._external, "target"}
-            values |= {name: value for name, value in given.items() if name not in others}
+            values |= {name: value for name, value in passed.items() if name not in others}
         if self._labels:
-            target = self._target_of(given)
+            target = self._target_of(passed)
         if self._has_last_stage and (needs_target or target is not None):
             if target is None or not self._has_loss:
                 raise StepError(
@@ -215,22 +215,22 @@ class Batches:
             values["target"] = target
         return values
 
-    def _target_of(self, given: _Values) -> object:
+    def _target_of(self, passed: _Values) -> object:
         """Returns the target of a model that computes its own loss; None in an evaluation."""
-        if given.get("target") is not None:
+        if passed.get("target") is not None:
             raise StepError(
                 f"the model computes its own loss of {list(self._labels)}: give these and no "
                 f"target=, or make the Scheduler with loss_fn="
             )
-        labels = {name: given[name] for name in self._labels if given.get(name) is not None}
+        labels = {name: passed[name] for name in self._labels if passed.get(name) is not None}
         return next(iter(labels.values())) if len(labels) == 1 else labels or None
 
-    def _number_passed(self, given: _Values) -> None:
+    def _number_passed(self, passed: _Values) -> None:
         """Makes a number of each value, whether a stage of this rank takes it or not."""
         # Each rank may compute a value with a graph by itself, with dropout of its own.
         numbers = {
             name: number_of(value)
-            for name, value in given.items()
+            for name, value in passed.items()
             if name in self._needed or not any(has_graph(leaf) for _, leaf in flattened(value)[0])
         }
         self.passed = {name: number for name, number in numbers.items() if number is not None}
@@ -246,15 +246,17 @@ class Batches:
 
     # Microbatches.
 
-    def _cut(self, given: _Values, *, needs_target: bool, number: int) -> _Parts:
+    def _cut(self, passed: _Values, *, needs_target: bool, number: int) -> _Parts:
         """Returns the microbatches of a batch."""
-        values = self._taken_here(given, needs_target=needs_target)
+        values = self._taken_here(passed, needs_target=needs_target)
         whole = [name for name in values if name in self._whole]
         leaves = leaves_of({name: x for name, x in values.items() if name not in whole})
         for path, leaf in leaves.items():
             check_kind(path, leaf)
         rows = {path: len(leaf) for path, leaf in leaves.items() if is_cut(leaf)}
         if self._rest is not None and max(rows.values(), default=1) > 1:
+            # Beside tensors of many rows, one of a single row belongs to no sample: a mask or
+            # positions for all.
             single = [path for path, length in rows.items() if length == 1]
             rows = {path: length for path, length in rows.items() if length > 1}
             whole += single
@@ -265,7 +267,7 @@ class Batches:
                 f"num_microbatches= on all ranks"
             )
         self.rows = min(rows.values(), default=None)
-        self._repeated.check({**given, **leaves}, rows)
+        self._repeated.check({**passed, **leaves}, rows)
         self.report = dict.fromkeys([*leaves, *whole], "whole in every microbatch")
         for path, length in rows.items():
             least, rest = divmod(length, number)
@@ -296,28 +298,28 @@ class Batches:
                 f"{beside or 'inputs'} beside microbatches=: put into each microbatch what is for "
                 f"it. What is for all of them may stand beside, if whole= of the Scheduler names it"
             )
-        own, every = list[_Values](), list[_Values]()
+        taken, every = list[_Values](), list[_Values]()
         for number, one in enumerate(ready):
             try:
                 inputs = () if one is None else (one,)
-                given = self._by_name(inputs, batch.named, batch.target)
-                own.append(self._taken_here(given, needs_target=needs_target))
-                every.append(given)
-                if own[-1].keys() != own[0].keys():
+                passed = self._by_name(inputs, batch.named, batch.target)
+                taken.append(self._taken_here(passed, needs_target=needs_target))
+                every.append(passed)
+                if taken[-1].keys() != taken[0].keys():
                     raise StepError("all microbatches have the same inputs, and a target or none")
             except StepError as error:
                 raise StepError(f"microbatch {number}: {error}") from None
-        names = dict.fromkeys(name for given in every for name in given)
-        self._number_passed({name: [given.get(name) for given in every] for name in names})
-        self.report = dict.fromkeys(own[0], f"as given in each of {len(own)} microbatches")
+        names = dict.fromkeys(name for passed in every for name in passed)
+        self._number_passed({name: [passed.get(name) for passed in every] for name in names})
+        self.report = dict.fromkeys(taken[0], f"as given in each of {len(taken)} microbatches")
         parts: _Parts = {
             name: [
                 self._parts(name, values[name], [number], whole=True)[0]
-                for number, values in enumerate(own)
+                for number, values in enumerate(taken)
             ]
-            for name in own[0]
+            for name in taken[0]
         }
-        return self._folded(parts, len(own))
+        return self._folded(parts, len(taken))
 
     def _parts(
         self, name: str, value: object, microbatches: Sequence[int], *, whole: bool

@@ -9,8 +9,8 @@ two steps, on all ranks at once:
 2. Before the next training step, every rank reads the sums. They have the same bits on all ranks:
    each is one number, or a difference of two, and otherwise zeros.
 3. The generator, which is pure, says on every rank whether another schedule is to be taken.
-4. Only then do the ranks meet. They compare the schedules that they have made, and an error of one
-   rank is an error of all. Each rank lowers and proves the Program, and goes on with it.
+4. Only then do the ranks agree. They compare their new schedules, and an error of one rank is an
+   error of all. Each rank lowers and proves the Program, and goes on with it.
 
 The sums of a step in which a rank failed are ignored. A step cannot begin before the message of the
 one before it has arrived. On CPU that costs little, since the first rank ends a step last and
@@ -18,10 +18,10 @@ begins the next one first. Where the device has streams, the host waits for the 
 
 [Note: other numbers] Each number of microbatches has a Program of its own, which is made and proven
 once. All ranks must run the same Program, so a step with a number that is not the Scheduler's own
-begins with a meeting of all ranks. A step of the Scheduler's own number has no meeting, and costs
-no message. So a rank that was not given the number may already run the Scheduler's own Program, and
-wait for a rank that is in the meeting. The meeting then ends after ``agree_seconds``. A rank whose
-meeting fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
+begins with an agreement of all ranks. A step of the Scheduler's own number has none, and costs no
+message. So a rank that was not given the number may already run the Scheduler's own Program, and
+wait for a rank that is in the agreement, which then ends after ``agree_seconds``. A rank whose
+agreement fails takes the step of the Scheduler's own number instead, as one whose batch is refused.
 That sends what the other ranks wait for, and they raise too.
 
 [Note: times of a step] Clocks of two ranks differ, and no clock is read on both ends of a message.
@@ -80,8 +80,8 @@ class Programs:
         spec: What that was made of.
         collectives: The reductions of this rank's pipeline.
         depth: How many receives of an edge are posted ahead.
-        name: Of the meetings; no other Scheduler has it.
-        timeout_seconds: How long a meeting waits for the slowest rank.
+        name: Of the agreements; no other Scheduler has it.
+        timeout_seconds: How long an agreement waits for the slowest rank.
 
     Attributes:
         spec: What schedules are made of now.
@@ -168,13 +168,15 @@ class Programs:
 
         Raises:
             PipegradError: If a rank cannot make the schedule, or does not come; on all ranks that
-                are in the meeting. Then nothing has changed.
+                take part. Then nothing has changed.
         """
         self.times = times
         assert self._generator is not None  # nothing else has steps measured
         generator = self._generator.planned(times)
         if generator is self._generator:
             return None
+        # Nothing of this rank changes before all ranks have agreed: a rank whose agreement fails
+        # goes on with the schedule that the others have, too.
         schedule = self._agreed(generator, step)
         self.spec = self._generator = generator
         return schedule
@@ -182,6 +184,8 @@ class Programs:
     def take(self, schedule: Schedule) -> None:
         """Takes a schedule that `adapted` returned, on all ranks alike."""
         self.schedule = schedule
+        # They were made for the schedule before. All ranks forget them at once: in `of_number` a
+        # rank says nothing of a schedule that all have compared.
         self._others.clear()
 
     def _agreed(self, generator: MeasuredGenerator, step: int) -> Schedule:
@@ -203,7 +207,7 @@ class Programs:
             make,
             ranks=self._ranks,
             timeout_seconds=self._timeout_seconds,
-            meeting=f"{self._name}/schedule/{step}",
+            name=f"{self._name}/schedule/{step}",
         )
         same("the schedule", dict(zip(self._ranks, replies, strict=True)))
         refuse_moved(schedule, self.schedule)
@@ -212,7 +216,7 @@ class Programs:
     # Other numbers of microbatches.
 
     def of_number(self, number: object, step: int) -> Schedule:
-        """Returns the schedule of a step of another number, after a meeting of all ranks.
+        """Returns the schedule of a step of another number, after an agreement of all ranks.
 
         Args:
             number: How many microbatches this rank has.
@@ -220,7 +224,7 @@ class Programs:
 
         Raises:
             PipegradError: If there is no schedule of this number. Or if another rank has another
-                number, or does not come; then on all ranks that are in the meeting.
+                number, or does not come; then on all ranks that take part.
         """
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
@@ -232,12 +236,14 @@ class Programs:
             lambda: (str(number), "" if number in self._others else str(schedule)),
             ranks=self._ranks,
             timeout_seconds=self._timeout_seconds,
-            # Ranks that stay away from this meeting come to later ones.
-            meeting=f"{self._name}/{step}",
+            # Ranks that stay away from this agreement come to later ones.
+            name=f"{self._name}/{step}",
         )
         by_rank = dict(zip(self._ranks, replies, strict=True))
         same(what, {rank: words for rank, (words, _) in by_rank.items()})
         same("the schedule", {rank: grid for rank, (_, grid) in by_rank.items()})
+        # Behind the agreement: if it fails on any rank, all of them compare the schedule again the
+        # next time.
         self._others[number] = schedule
         return schedule
 
@@ -252,7 +258,7 @@ class Programs:
 class StepTimes:
     """How long the computes of a rank take, and the transfers between neighbours.
 
-    Each rank has a place for its numbers among those that all ranks sum.
+    Each rank has entries for its numbers among those that all ranks sum.
 
     Args:
         program: What all ranks do.
@@ -274,7 +280,7 @@ class StepTimes:
         pipelines = topology.pipelines
         self.size = len(pipelines) * self._of_pipeline
         ranks = topology.ranks_along(topology.pipeline)
-        self._first = pipelines.index(ranks) * self._of_pipeline  # place of this pipeline
+        self._first = pipelines.index(ranks) * self._of_pipeline  # index of this pipeline's numbers
         self.begin()
 
     def begin(self) -> None:
@@ -328,26 +334,26 @@ class StepTimes:
         for (_, kind), stamps in self._computes.items():
             row = _FORWARD if kind == "F" else _BACKWARD
             median = statistics.median(_seconds(begin, end) for begin, end in stamps)
-            numbers[self.place_of_compute(row)] += median
+            numbers[self.index_of_compute(row)] += median
             if kind == "W":
-                numbers[self.place_of_compute(_WEIGHTS)] += median
+                numbers[self.index_of_compute(_WEIGHTS)] += median
         marks = self._transfers
         for microbatch in range(self.num_samples):
             out, back = ("F", True, microbatch), ("B", False, microbatch)
             if out in marks and back in marks:  # t1 and t4
                 seconds = _seconds(marks[out], marks[back])
-                numbers[self.place_of_hop(microbatch, self._rank)] = seconds
+                numbers[self.index_of_hop(microbatch, self._rank)] = seconds
             out, back = ("F", False, microbatch), ("B", True, microbatch)
             if out in marks and back in marks:  # t2 and t3
                 seconds = _seconds(marks[out], marks[back])
-                numbers[self.place_of_hop(microbatch, self._rank - 1)] = -seconds
+                numbers[self.index_of_hop(microbatch, self._rank - 1)] = -seconds
         return numbers
 
-    def place_of_compute(self, row: int) -> int:
+    def index_of_compute(self, row: int) -> int:
         """Returns where this rank has its forwards, backwards or W."""
         return self._first + row * self._num_ranks + self._rank
 
-    def place_of_hop(self, microbatch: int, hop: int) -> int:
+    def index_of_hop(self, microbatch: int, hop: int) -> int:
         """Returns where a hop of this pipeline has a microbatch."""
         hops = self._first + len(_ROWS) * self._num_ranks
         return hops + microbatch * (self._num_ranks - 1) + hop
@@ -357,9 +363,9 @@ class StepTimes:
         size, hops = self._num_ranks, self._num_ranks - 1
         pipelines = list[list[Sequence[float]]]()
         for begin in range(0, self.size, self._of_pipeline):
-            own = numbers[begin : begin + self._of_pipeline]
-            computes = [own[row * size : (row + 1) * size] for row in _ROWS]
-            both_ways = own[len(_ROWS) * size :]
+            of_pipeline = numbers[begin : begin + self._of_pipeline]
+            computes = [of_pipeline[row * size : (row + 1) * size] for row in _ROWS]
+            both_ways = of_pipeline[len(_ROWS) * size :]
             # A clock that is read twice at once may go backwards by a rounding error.
             hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
             pipelines.append([*computes, hop_seconds])

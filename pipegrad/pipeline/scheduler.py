@@ -132,6 +132,8 @@ class Scheduler:
         if not isinstance(stages, Sequence):
             if isinstance(tied, Sequence):  # GradientSync refuses others, on all ranks alike
                 tied = [*stages.tied, *tied]
+            # Before the gradient layer: it makes replicas equal, and master copies, of these
+            # values.
             stages.load(self.topology.local_stages)
         self.sync = GradientSync(
             modules,
@@ -297,8 +299,8 @@ class Scheduler:
         Every rank must call it.
 
         Raises:
-            PlanError: On every rank, as `GradientSync.load_state_dict`, or if what codecs kept is
-                none of theirs, or of another cut. Then they start anew.
+            PlanError: On every rank, as `GradientSync.load_state_dict`, or if the state of codecs
+                is none of theirs, or of another cut. Then they start anew.
             StepError: Inside a step.
         """
         codings = self._steps.codings
@@ -379,8 +381,8 @@ def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module]) -> None:
 
 def _has_dropout(module: torch.nn.Module) -> bool:
     is_dropout = "Dropout" in type(module).__name__
-    own = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
-    return any(isinstance(p, float) and p > 0 for p in own)
+    rates = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
+    return any(isinstance(p, float) and p > 0 for p in rates)
 
 
 @contextlib.contextmanager

@@ -17,7 +17,7 @@ from pipegrad.interop.private import script_arguments
 from pipegrad.model.wrappers import unwrapped
 
 _Parameter = inspect.Parameter
-_PLACED = (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
+_POSITIONAL = (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
 _REST = None  # goes to *args
 
 
@@ -121,7 +121,7 @@ class Stage:
 
 
 class StageSource(Protocol):
-    """What a `Scheduler` takes in the place of stages: a model that makes any of its stages."""
+    """What a `Scheduler` takes instead of stages: a model that makes any of its stages."""
 
     @property
     def num_stages(self) -> int:
@@ -208,8 +208,8 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
     if parameters is None or len(set(names)) < len(names):
         return Binding(function, by_position, ())
     targets = _targets(parameters, names)
-    placed = [p.name for p in parameters if p.kind in _PLACED]
-    at = [placed.index(name) for name in targets if name in placed]
+    positional = [p.name for p in parameters if p.kind in _POSITIONAL]
+    at = [positional.index(name) for name in targets if name in positional]
     # Some names match and some do not: then a value without a match might be passed to a parameter
     # that was meant for another one. It is safe only if the matches are in order.
     is_mixed = 0 < len(set(names) & {p.name for p in parameters}) < len(names)
@@ -222,7 +222,7 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
         )
     # Parameters are filled by position up to the first one without a value.
     leading = list[int]()
-    for name in placed:
+    for name in positional:
         if name not in targets:
             break
         leading.append(targets.index(name))
@@ -235,14 +235,14 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
 
 def _targets(parameters: Sequence[_Parameter], names: Sequence[str]) -> list[str | None]:
     """Returns for each value the name of the parameter that it goes to, or `_REST`."""
-    known = {p.name for p in parameters if p.kind in (*_PLACED, _Parameter.KEYWORD_ONLY)}
+    known = {p.name for p in parameters if p.kind in (*_POSITIONAL, _Parameter.KEYWORD_ONLY)}
     takes_names = any(p.kind is _Parameter.VAR_KEYWORD for p in parameters)
     takes_rest = any(p.kind is _Parameter.VAR_POSITIONAL for p in parameters)
     some_known = not known.isdisjoint(names)
     free = [
         p.name
         for p in parameters
-        if p.kind in _PLACED
+        if p.kind in _POSITIONAL
         and p.name not in names
         # An option is not for a value that **kwargs can take by its name.
         and (p.default is _Parameter.empty or not (some_known and takes_names))

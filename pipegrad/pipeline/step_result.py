@@ -30,14 +30,14 @@ class Message:
     Args:
         numbers: ``(number,)``, float64. They are the sums when the work has ended.
         work: The all-reduce; None if there is one rank.
-        tape: Where the wait for it is noted.
+        tape: Where the wait for it is recorded.
         ranks: Of the all-reduce.
         compare: Returns what is wrong with the sums of what ranks were given.
         num_passed: How many numbers of these there are, in front of the metrics.
 
     Attributes:
         metrics_at: Where metrics begin.
-        is_refused: Whether an error has said what is wrong with it.
+        is_refused: Whether an error was raised for what is wrong with it.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Message:
         """Returns the sums. The host waits for them, the first time."""
         if self._read is None:
             sums = self.sums()
-            # On a device only this waits for it: a step that hangs there is found here.
+            # On a device only this waits for it: a step that hangs there is seen here.
             with nullcontext() if sums.is_cpu else Bounded("the loss of a step", self._ranks):
                 self._read = sums.tolist()
         return self._read

@@ -187,6 +187,8 @@ class Steps:
         with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"):
             if self._closed:
                 raise StepError("this Scheduler is closed: make another one")
+            # Before anything can fail on this rank alone: all ranks count each call, since the
+            # number is in the keys of the board.
             notice.next_step()
             try:
                 if not forward_only and self._measured is not None:
@@ -362,6 +364,8 @@ class Steps:
     def _rewind(self, kind: StepKind) -> None:
         """Begins what counts a step, before anything of it can fail."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
+        # A step that fails before its first item must make all of its transfers. So the position is
+        # set here, in front of all that may raise.
         kind.executor.rewind()
         if training and (recorder := sync.tape.recorder) is not None:
             recorder.begin_step(self._notice.step, kind.program)
@@ -399,18 +403,18 @@ class Steps:
         Raises:
             StepError: If it is not a number above 0, or if losses have weights.
         """
-        given = batch.loss_divisor
+        chosen = batch.loss_divisor
         if self._losses.is_weighted:
-            if given is not None:
+            if chosen is not None:
                 raise StepError(
-                    f"loss_divisor is {given}, and with loss_reduction='token_mean' the weights "
+                    f"loss_divisor is {chosen}, and with loss_reduction='token_mean' the weights "
                     f"that loss_fn returns divide: leave it out"
                 )
             return 1.0, None
-        divisor = float(number if given is None else given)
+        divisor = float(number if chosen is None else chosen)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")
-        return divisor, divisor if self._has_loss or given is not None else None
+        return divisor, divisor if self._has_loss or chosen is not None else None
 
     def _refuse_graphs(self) -> None:
         """Refuses gradients that would be divided by the weights of this step alone."""
@@ -433,6 +437,7 @@ class Steps:
             divisor = divisor if late is None else late
         if training:
             self._loose.refuse(kind.program.schedule.num_microbatches)
+            # Asked once more: this step may have found its first tensor of this kind.
             self._refuse_graphs()
             self._loose.end(divisor)
         self.batches.outer.backward(divisor)
@@ -453,6 +458,8 @@ class Steps:
         # find the cause there.
         self._notice.fail(error)
         if not forward_only:
+            # Before the transfers, which wait for other ranks: the collectives that this starts do
+            # not, and other ranks may already wait in `finish`.
             sync.abort(error, begun=begun, final=executor.is_in_doubt)
         interrupt: BaseException | None = None
         if not executor.is_in_doubt:
@@ -500,11 +507,11 @@ class Steps:
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only, is_first=True)
 
         def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
-            result, given = self._run(kind, batch)
+            result, accepted = self._run(kind, batch)
             passed = {name: int(number) for name, number in self.batches.passed.items()}
-            metrics, rows = given.terms.metrics, self.batches.rows
-            learned = Learned(specs.known, given.shared_divisor, metrics, rows, passed)
-            return (result, given.terms), learned
+            metrics, rows = accepted.terms.metrics, self.batches.rows
+            learned = Learned(specs.known, accepted.shared_divisor, metrics, rows, passed)
+            return (result, accepted.terms), learned
 
         what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"
         ranks = sorted(topology.ranks)

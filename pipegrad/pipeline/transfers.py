@@ -13,9 +13,9 @@ link keep the same record of what crossed it (`Sizes`):
 - A value that looks like the one before it on its link is sent alone. Before any other value goes
   a header (`edges`).
 - Between processors a receive takes messages of up to `capacity` bytes, and a message may be
-  shorter. The capacity grows when a step begins, to the largest message of the steps before. In
-  the place of a larger message goes an empty one. The larger one follows, and its receive is
-  posted behind the empty one.
+  shorter. The capacity grows when a step begins, to the largest message of the steps before.
+  Instead of a larger message goes an empty one. The larger one follows, and its receive is posted
+  behind the empty one.
 - The gradient of a value looks like the value. Its receiver made the value and needs no header.
 
 [Note: headers] Whoever waits for a message between processors must know whether a header belongs to
@@ -33,12 +33,13 @@ receives are enqueued in the order of the headers, which is that of the sends, a
 of the waits.
 
 [Note: receives on devices] A receive of NCCL is a kernel that runs until its message is there. If
-it is enqueued before the send, it may wait for ever, since the host of this rank may wait for it: a
-kernel that is used for the first time is loaded behind all kernels that run. Streams share hardware
-queues, so work of another stream may wait for it, too. A receive that is enqueued behind its send
-waits only for work that was enqueued before it. A send runs until its receive is there, and the
-host of the receiver comes to it, unless it loads a kernel behind a send of its own: two ranks that
-do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kernels before.
+it is enqueued before the send, its wait may never end, since the host of this rank may wait for it:
+a kernel that is used for the first time is loaded behind all kernels that run. Streams share
+hardware queues, so work of another stream may wait for it, too. A receive that is enqueued behind
+its send waits only for work that was enqueued before it. A send runs until its receive is there,
+and the host of the receiver comes to it, unless it loads a kernel behind a send of its own: two
+ranks that do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kernels
+before.
 
 [Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
@@ -161,7 +162,7 @@ class Sizes:
             self.back.ask(spec)
 
     def record(self, spec: Spec) -> None:
-        """Notes what crosses the link; both of its ranks do so for every value, in one order."""
+        """Records what crosses the link; both of its ranks do so for every value, in one order."""
         self.spec = spec
         self.largest = max(self.largest, self.on_wire(spec).nbytes)
         self._fit()
@@ -293,6 +294,8 @@ class Transfers:
         if end is None:
             return
         self.is_in_doubt = True  # see [Note: interrupts]
+        # Reserved before the receive of the value is posted, or the value could be there before its
+        # header: see [Note: headers].
         if end.inbox.spare:
             end.inbox.spare -= 1
         else:
@@ -335,6 +338,7 @@ class Transfers:
             self._read_header(inbox)
         assert receive.work is not None
         RECEIVED(receive.work)
+        # The mark is read without a wait. The value is there, so its header is, too, if it has one.
         while self._is_tagged and inbox.posted and inbox.posted[0][1][0]:
             self._read_header(inbox)
         self.is_in_doubt = True
@@ -390,6 +394,8 @@ class Transfers:
         if wire.nbytes > receive.memory.nbytes:
             receive.memory, receive.like = _memory_for(wire, self._device), wire
             receive.is_free = FREED(self._device)
+        # On a side stream: on the current one all computes behind the receive would wait until the
+        # message is there.
         with sync_points.in_use.running(self._inbound):
             REUSED(receive.is_free, self._device)
             if wire.nbytes:  # NCCL sends no message of none
@@ -410,7 +416,7 @@ class Transfers:
         return None if announced is None else known
 
     def _look(self, sizes: Sizes) -> None:
-        """Finds out what the first unread value of a link looks like, and notes it.
+        """Finds out what the first unread value of a link looks like, and records it.
 
         Raises:
             StepError: If it is too large.
@@ -484,6 +490,8 @@ class Transfers:
                 head = self._head(end, key, spec)
                 self._start(key, end.host, head, end.host_peer, HEADERS)
             tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
+            # The posted receive is too small. An empty message ends it, and the receiver, which has
+            # the header, posts another one behind it.
             if tensor.nbytes > sizes.capacity:
                 self._start(key, end.group, torch.empty(0), end.peer, tag)
             self.is_in_doubt = True
@@ -495,18 +503,19 @@ class Transfers:
         self.is_in_doubt = False
 
     def _head(self, end: End, key: Key, spec: Spec) -> torch.Tensor:
-        """Returns the header of a value or a gradient, and notes a value.
+        """Returns the header of a value or a gradient, and records a value.
 
-        Leaves `is_in_doubt` set, since the other end will note the value when it reads the header.
+        Leaves `is_in_doubt` set, since the other end will record the value when it reads the
+        header.
 
         Raises:
-            StepError: If there is none, or if the value is too large. Then nothing is noted.
+            StepError: If there is none, or if the value is too large. Then nothing is recorded.
         """
         head = header(key, spec)
         if end.is_value:
             end.sizes.check_size(spec)
-            # A codec may fail here, and nothing has been noted or sent yet. So the step fails, and
-            # the next one is right.
+            # A codec may fail here, and nothing has been recorded or sent yet. So the step fails,
+            # and the next one is right.
             end.sizes.ask(spec)
             self.is_in_doubt = True
             end.sizes.record(spec)
@@ -539,18 +548,20 @@ class Transfers:
     # After a failure.
 
     def send_failed(self, channel: int, microbatch: int) -> None:
-        """Sends in the place of a value or a gradient that it will never come."""
+        """Sends, instead of a value or a gradient, that it will never come."""
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
         key = channel, microbatch
         self._start(key, end.host, header(key, None), end.host_peer, HEADERS)
-        if self._is_tagged:  # which ends the receive
+        # Between processors a receive is posted and only a message ends it. Between devices it is
+        # enqueued when its header is there, and this header says that none follows.
+        if self._is_tagged:
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
         self.is_in_doubt = False
 
     def record_ended(self) -> None:
-        """Notes which transfers have ended; see [Note: interrupts]."""
+        """Records which transfers have ended; see [Note: interrupts]."""
         for receive in self._receiving.values():
             if has_ended(receive.work):
                 receive.work = Done()

@@ -11,8 +11,8 @@ each of them another batch, and nothing else would notice. So each rank makes a 
 tensor that it was given, whether its stages take it or not, and all ranks compare them.
 
 In the first step of a kind the numbers are a part of the exchange at its end, and the ranks learn
-the names. In every later step they ride on the message of the loss: a place for each rank and name,
-which the other ranks leave at 0. A rank that was not given a tensor leaves its own at 0.
+the names. In every later step they ride on the message of the loss: an entry for each rank and
+name, which the other ranks leave at 0. A rank that was not given a tensor leaves its own at 0.
 
 Whoever reads the loss compares. On CPU every rank also reads the message of the step before the
 last one when a step begins: it has arrived by then, and all ranks raise in the same step. On other
@@ -145,7 +145,7 @@ def _kind(shape: torch.Size, dtype: torch.dtype) -> int:
 
 
 def _sum(tensor: Tensor) -> Any:  # noqa: ANN401 - an int, or a tensor of a device
-    """Returns the sum of the words of 8 bytes, each times the weight of its place."""
+    """Returns the sum of the words of 8 bytes, each times the weight of its position."""
     if tensor.is_cpu:  # a third of the time that torch takes for few words
         try:
             array = tensor.numpy(force=True)
@@ -170,10 +170,10 @@ def _sum_on_device(tensor: Tensor) -> Tensor:
     return total
 
 
-def _scattered(places: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor
-    """Returns odd numbers that look like chance: with 1, 3, 5, ... sums of tokens would meet."""
-    places = (places + 1) * _ODD
-    return (places ^ (places >> 32)) * _ODD | 1
+def _scattered(positions: Any) -> Any:  # noqa: ANN401 - an int64 array of numpy, or a tensor
+    """Returns odd numbers that look random: with 1, 3, 5, ... sums of tokens would be equal."""
+    positions = (positions + 1) * _ODD
+    return (positions ^ (positions >> 32)) * _ODD | 1
 
 
 _known_weights: _Array = _scattered(np.arange(1024))
@@ -195,7 +195,7 @@ class Passed:
 
     def __init__(self, topology: Topology) -> None:
         self._ranks = sorted(topology.ranks)
-        self._own = topology.rank
+        self._rank = topology.rank
         self._pipelines = topology.pipelines
         self._sampler = (
             f"DistributedSampler(dataset, num_replicas=topology.size({topology.data!r}), "
@@ -212,19 +212,19 @@ class Passed:
     ) -> tuple[list[int | Tensor], Compare]:
         """Returns what this rank adds to the message of a step, and what compares the sums."""
         names = self._names.get(forward_only, ())
-        own = [
-            numbers.get(name, 0) if rank == self._own else 0
+        sent = [
+            numbers.get(name, 0) if rank == self._rank else 0
             for name in names
             for rank in self._ranks
         ]
-        return own, partial(self._wrong, names, forward_only=forward_only)
+        return sent, partial(self._wrong, names, forward_only=forward_only)
 
     def learn(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
         """Takes what each rank was given in a first step; returns what is wrong with it."""
         every = {name for by_name in numbers.values() for name in by_name}
         names = tuple(sorted(every, key=lambda name: (name == "target", name)))
         by_rank = [numbers[rank] for rank in self._ranks]
-        table = [float(given.get(name, 0)) for name in names for given in by_rank]
+        table = [float(of_rank.get(name, 0)) for name in names for of_rank in by_rank]
         wrong = self._wrong(names, table, forward_only=forward_only)
         if wrong is None:  # else the next step is a first step again
             self._names.setdefault(forward_only, names)
@@ -247,16 +247,16 @@ class Passed:
         }
         for name, by_rank in tables.items():
             for pipeline in self._pipelines:
-                given = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
-                if len(set(given.values())) > 1:
-                    return self._words(name, given)
+                numbers_of = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
+                if len(set(numbers_of.values())) > 1:
+                    return self._words(name, numbers_of)
         if self._replicas and not forward_only:
             self._compare_replicas(tables)
         return None
 
-    def _words(self, name: str, given: Mapping[int, float]) -> str:
-        first, *others = given
-        rank = next(rank for rank in others if given[rank] != given[first])
+    def _words(self, name: str, numbers_of: Mapping[int, float]) -> str:
+        first, *others = numbers_of
+        rank = next(rank for rank in others if numbers_of[rank] != numbers_of[first])
         return (
             f"ranks {first} and {rank} were given different tensors as {name!r}, but are ranks of "
             f"one pipeline, which trains on one batch. A sampler must divide the data along "

@@ -14,7 +14,7 @@
 
 In a split backward all of this comes with I: what W multiplies is held by its products. If a
 consumer is a stage of the producer's rank, `produce` and `take_gradients` hand over without a
-message. In an evaluation `release` takes the place of `take_gradients`.
+message. In an evaluation `release` does what `take_gradients` does here.
 
 [Note: shared memory] The memory of a value belongs to the tensor that holds it. pipegrad writes
 into no value, and gives no memory to two of them. Modules and autograd may still write into it, and
@@ -137,12 +137,14 @@ class Values:
             stage: [name for link, name in taken if link is None] + ["target"] * (stage == last)
             for stage, taken in self._inputs.items()
         }
-        self._links_made = {stage: () if stage == last else wiring.made[stage] for stage in stages}
+        self._links_produced = {
+            stage: () if stage == last else wiring.made[stage] for stage in stages
+        }
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, _Value] = {}  # values that stages here take, by link
         self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
         self._newest: dict[int, Spec] = {}  # by link, what that one looks like; kept between steps
-        self._made: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
+        self._produced: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
         self._arrived: dict[Key, Tensor | None] = {}  # received gradients, by channel
         self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
         # By stage, what its last forward handed on with a graph, and the version of each.
@@ -163,7 +165,7 @@ class Values:
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._external = {}
-        for table in (self._held, self._leaving, self._made, self._arrived, self._gradients):
+        for table in (self._held, self._leaving, self._produced, self._arrived, self._gradients):
             table.clear()
         for handed_on in self._handed_on.values():
             handed_on.clear()
@@ -181,8 +183,8 @@ class Values:
         link, kind, _, _ = self._channels[channel]
         if kind == "B":
             # A gradient looks like its value, which this rank made: no header says it.
-            made = self._made[link, microbatch]
-            self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, made)
+            produced = self._produced[link, microbatch]
+            self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, produced)
             return
         tensor = self._transfers.wait(channel, microbatch)
         if tensor is None:
@@ -260,10 +262,10 @@ class Values:
         Raises:
             StepError: If an output has a gradient and had none in the first microbatch, or had one.
         """
-        for link, output in zip(self._links_made[stage], outputs, strict=True):
+        for link, output in zip(self._links_produced[stage], outputs, strict=True):
             if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
-            self._made[link, microbatch] = self._newest[link]
+            self._produced[link, microbatch] = self._newest[link]
             value = self.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
@@ -316,7 +318,7 @@ class Values:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns those outputs of a stage that a gradient came back to, and the gradients."""
         roots, gradients = list[Tensor](), list[Tensor | None]()
-        for root, link in zip(outputs, self._links_made[stage], strict=True):
+        for root, link in zip(outputs, self._links_produced[stage], strict=True):
             if not root.requires_grad:
                 continue
             if (link, microbatch) in self._gradients:  # joined, or of a stage of this rank
@@ -347,12 +349,16 @@ class Values:
             value = self._held[link, microbatch]
             value.num_readers -= 1
             if not value.num_readers:
+                # The last reader has run. Its memory goes now and not at the end of the step: the
+                # schedule's bound on activations counts on that.
                 del self._held[link, microbatch]
                 gradient = value.tensor.grad
                 if gradient is None and value.is_received and value.tensor.requires_grad:
                     # Its producer has posted a receive, which only a message can end.
                     gradient = torch.zeros_like(value.tensor)
                 self._gradients[link, microbatch] = gradient
+                # A module may keep its input. It must not keep the gradient with it, which has
+                # left.
                 value.tensor.grad = None
 
     def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
@@ -361,6 +367,7 @@ class Values:
         Autograd makes a new tensor for such a gradient, and that tensor may be a view of another
         gradient. A gradient that exists already, such as a slot of a bucket, stays where it is.
         """
+        # Once in a step, and not once in a backward: a gradient that is there is not made anew.
         missing = [p for p in parameters if p.grad is None and p.requires_grad]
         if stage in self._sharded.stages:
             missing = [p for p in missing if not self._sharded.reduces(p)]
@@ -393,6 +400,7 @@ class Values:
             for owner in _overlapping(sharers) if len(sharers) > 1 else ():
                 assert owner.grad is not None
                 owner.grad = owner.grad.clone()
+        # What has its gradient now is not looked at again: later backwards add to it in place.
         if missing:
             self._without_gradient[stage] = [p for p in missing if p.grad is None]
 
@@ -400,7 +408,7 @@ class Values:
 
     def receive_and_drop(self, channel: int, microbatch: int) -> None:
         """Waits for a value or a gradient that no stage will read."""
-        spec = self._made.get((self._channels[channel].link, microbatch))
+        spec = self._produced.get((self._channels[channel].link, microbatch))
         self._transfers.wait(channel, microbatch, spec)
 
     def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:

@@ -130,6 +130,7 @@ class WeightGradients:
             nbytes += len(uses) * uses[0].parameter.nbytes
             if nbytes >= _AT_ONCE_BYTES or not groups:
                 parameters = [uses[0].parameter for uses in chunk]
+                # The name would hold the factors of the last weight until the next chunk.
                 del uses
                 accumulate(chunk, self._sync.claim)
                 self._became_complete(stage, parameters)

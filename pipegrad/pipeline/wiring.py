@@ -78,7 +78,7 @@ class WiredPipeline:
     codecs: CodecChoice
 
 
-_Own = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
+_Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
 
 
 def agree_on_wiring(
@@ -107,7 +107,7 @@ def agree_on_wiring(
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
-    def describe() -> tuple[_Own, tuple[str, str, Ends]]:
+    def describe() -> tuple[_Described, tuple[str, str, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         if reduction not in REDUCTIONS:
             raise ScheduleError(
@@ -120,20 +120,26 @@ def agree_on_wiring(
             )
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
-        placed = topology.with_stages(generated.stage_to_rank)
-        made = made_stages(stages, generated, placed, own_loss=bool(labels))
-        check_stages(generated, made, placed)
-        own = generated, placed, made, bound_loss(loss_fn, made, placed), choice
-        refuse_loss_parameters(loss_fn, [stage.module for stage in made], placed)
-        ends = {s.index: (s.inputs, s.outputs, s.losses) for s in made}
+        staged = topology.with_stages(generated.stage_to_rank)
+        local_stages = stages_of_rank(stages, generated, staged, own_loss=bool(labels))
+        check_stages(generated, local_stages, staged)
+        described = (
+            generated,
+            staged,
+            local_stages,
+            bound_loss(loss_fn, local_stages, staged),
+            choice,
+        )
+        refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages], staged)
+        ends = {s.index: (s.inputs, s.outputs, s.losses) for s in local_stages}
         words = f"depth {depth}, whole {whole!r}, loss_reduction {reduction!r}"
         words += later_words(schedule)
         if source is not None:
             words += f", {source!r}"
-        return own, (f"{words}\n{generated}", choice.identity, ends)
+        return described, (f"{words}\n{generated}", choice.identity, ends)
 
     ranks = sorted(topology.ranks)
-    own, replies = agree_keeping(
+    described, replies = agree_keeping(
         "Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds
     )
     by_rank = dict(zip(ranks, replies, strict=True))
@@ -142,12 +148,12 @@ def agree_on_wiring(
     # All ranks have the same replies, so an error below is raised on all of them.
     wiring = wired({rank: ends for rank, (_, _, ends) in by_rank.items()})
     check_whole(whole, wiring)
-    generated, placed, made, bound, choice = own
+    generated, staged, local_stages, bound, choice = described
     choice.check(hops_of(wiring, generated.stage_to_rank))
     fitted = fed(generated, wiring)
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
     is_weighted = reduction == TOKEN_MEAN
-    return WiredPipeline(fitted, placed, wiring, made, bound, is_weighted, labels, choice)
+    return WiredPipeline(fitted, staged, wiring, local_stages, bound, is_weighted, labels, choice)
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
@@ -249,17 +255,17 @@ def later_words(spec: ScheduleSpec) -> str:
     return f", {resolved} with {dict(resolved.options)}" if is_measured else ""
 
 
-def refuse_moved(schedule: Schedule, own: Schedule) -> None:
+def refuse_moved(schedule: Schedule, present: Schedule) -> None:
     """Refuses a schedule of a later step that has stages on other ranks."""
-    if schedule.stage_to_rank != own.stage_to_rank:
+    if schedule.stage_to_rank != present.stage_to_rank:
         raise ScheduleError(
             f"schedule {schedule.name!r} has the stages of {schedule.num_microbatches} "
             f"microbatches on ranks {schedule.stage_to_rank}, and those of "
-            f"{own.num_microbatches} on ranks {own.stage_to_rank}: a step cannot move them"
+            f"{present.num_microbatches} on ranks {present.stage_to_rank}: a step cannot move them"
         )
 
 
-def made_stages(
+def stages_of_rank(
     stages: Sequence[Stage] | StageSource, schedule: Schedule, topology: Topology, *, own_loss: bool
 ) -> Sequence[Stage]:
     """Returns the stages of this rank, as they are given or of what makes them.

@@ -19,7 +19,7 @@ _LEAST_BYTES = 2**20  # a smaller message costs as much
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one gradient in a flat buffer: element offset, shape and strides."""
+    """Where one gradient is in a flat buffer: element offset, shape and strides."""
 
     key: str
     offset: int

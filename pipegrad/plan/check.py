@@ -235,16 +235,16 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
         if bucket.sum_dtype == bucket.wire_dtype:
             continue
         for step in bucket.route:
-            found = f"sum_dtype={bucket.sum_dtype}, but handler {step.handler!r} reduces "
+            words = f"sum_dtype={bucket.sum_dtype}, but handler {step.handler!r} reduces "
             if handlers[step.handler].hook is not None:
                 raise PlanError(
-                    f"{found}{bucket.names} by a communication hook, which adds in the dtype that "
+                    f"{words}{bucket.names} by a communication hook, which adds in the dtype that "
                     f"it sends: drop its hook, or sum_dtype"
                 )
             # Each rank of a chain rounds the sum that it sends on. Two ranks add once.
             if step.placement.has_owner and len(step.ranks) > 2:
                 raise PlanError(
-                    f"{found}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
+                    f"{words}{bucket.names} along a chain of {len(step.ranks)} ranks, which round "
                     f"the sum one after the other: use the placement 'replicate', or drop sum_dtype"
                 )
 

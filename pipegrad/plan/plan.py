@@ -434,7 +434,7 @@ def _groups(
     comm_stream_of = {
         slot.key: bucket.index % comm_streams for bucket in buckets for slot in bucket.slots
     }
-    # Steps are told apart by identity: a group may have thousands of ranks, and each of them has
+    # Steps are distinguished by identity: a group may have thousands of ranks, and each of them has
     # the step in its routes, so comparing ranks would take long.
     used = {
         (id(step), comm_stream_of.get(key)): step
@@ -451,6 +451,7 @@ def _groups(
         specs |= {(step.ranks, 0), (step.ranks, comm_stream or 0)}
         if comm_stream is not None and step.is_pair:
             specs.add((step.ranks, second_communicator(comm_stream)))
+    # torch wants that all ranks make all groups in one order, and each rank computes this alone.
     return tuple(sorted(specs))
 
 
@@ -466,12 +467,14 @@ def independent_axes(
         PlanError: If several handlers have such dimensions, if they are not of data, if a gradient
             is reduced along them, or if replicas step different parts.
     """
-    found = [(name, axes) for name, handler in handlers if (axes := _axes(name, handler, topology))]
-    if not found:
+    independent = [
+        (name, axes) for name, handler in handlers if (axes := _axes(name, handler, topology))
+    ]
+    if not independent:
         return (), ""
-    (name, axes), *others = found
+    (name, axes), *others = independent
     if others or not set(axes) <= set(topology.data_axes):
-        listing = " and ".join(f"along {'+'.join(a)!r} by handler {by!r}" for by, a in found)
+        listing = " and ".join(f"along {'+'.join(a)!r} by handler {by!r}" for by, a in independent)
         raise PlanError(
             f"replicas train alone {listing}: expected one handler, and one or several dimensions "
             f"of {list(topology.data_axes)}, along which ranks see different data"
@@ -488,7 +491,7 @@ def independent_axes(
         other = topology.at(rank).ranks_along(axes)[0]
         for key, route in by_key.items():
             there = routes[other].get(key, ())
-            if _stepped(route, rank) != _stepped(there, other):
+            if _updated_part(route, rank) != _updated_part(there, other):
                 raise PlanError(
                     f"{key!r}: rank {rank} and rank {other}, of replicas that train alone, step "
                     f"different parts of it: number the ranks so that they ascend along every "
@@ -497,7 +500,7 @@ def independent_axes(
     return axes, name
 
 
-def _stepped(route: Route, rank: int) -> tuple[list[int | bool], bool]:
+def _updated_part(route: Route, rank: int) -> tuple[list[int | bool], bool]:
     """Returns which part of a parameter a rank steps, and whether it counts."""
     return part_of(route, len(route), rank), is_counted(route, rank)
 

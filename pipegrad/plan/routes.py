@@ -201,24 +201,24 @@ def _routes(
     manifest: Manifest,
     topology: Topology,
     reductions: NamedReductions,
-    made: dict[tuple[object, ...], ReductionStep],
+    shared_steps: dict[tuple[object, ...], ReductionStep],
 ) -> dict[str, Route]:
     """Returns key -> route on one rank, without reductions over this rank alone.
 
-    `made` has the steps of all ranks, each once. Thousands of ranks share a step, and comparing an
-    object with itself is fast.
+    `shared_steps` has the steps of all ranks, each once. Thousands of ranks share a step, and
+    comparing an object with itself is fast.
     """
     steps: dict[str, list[ReductionStep]] = {r.key: [] for r in manifest.records(topology)}
-    own: dict[tuple[object, ...], ReductionStep] = {}
+    known_steps: dict[tuple[object, ...], ReductionStep] = {}
     for name, reduction in reductions:
         op, placement, exchange = reduction.op, reduction.placement, reduction.exchange
         if len(reduction.ranks) > 1:
             known = (name, op, placement, exchange, id(reduction.ranks))
-            if known not in own:
+            if known not in known_steps:
                 ranks = tuple(sorted(reduction.ranks))
                 step = ReductionStep(topology.axes_of(ranks), ranks, op, placement, name, exchange)
-                own[known] = made.setdefault((*known[:-1], ranks), step)
-            steps[reduction.record.key].append(own[known])
+                known_steps[known] = shared_steps.setdefault((*known[:-1], ranks), step)
+            steps[reduction.record.key].append(known_steps[known])
     routes: dict[tuple[int, ...], Route] = {}
     for key, route in steps.items():
         of_steps = tuple(map(id, route))

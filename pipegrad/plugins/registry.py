@@ -38,7 +38,7 @@ HANDLERS = "pipegrad.handlers"
 REPORTERS = "pipegrad.reporters"
 CODECS = "pipegrad.codecs"
 DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
-_OWN_PACKAGES = ("pipegrad", "pipegrad_handlers", "pipegrad_codecs")
+_PACKAGES = ("pipegrad", "pipegrad_handlers", "pipegrad_codecs")
 
 T = TypeVar("T")
 
@@ -194,7 +194,7 @@ class Registry(Generic[T]):
         plugins = _installed_plugins(self.group)
         if not _plugins_disabled():
             return plugins
-        return tuple(p for p in plugins if _is_own(p))
+        return tuple(p for p in plugins if _is_built_in(p))
 
     def _find(self, target: object) -> tuple[Plugin, type[T]]:
         """Returns the plug-in of `target`, and its class."""
@@ -208,7 +208,7 @@ class Registry(Generic[T]):
         try:
             return self._find_installed(target, plugins)
         except PluginError:
-            # A file that was edited in its place leaves its folder as old as before.
+            # A file that was edited leaves its folder as old as before.
             _scans.clear()
             if self._installed() == plugins:
                 raise
@@ -219,7 +219,7 @@ class Registry(Generic[T]):
         if plugin is None and ":" in target and "::" not in target:
             plugin = Plugin(target, target)
         if plugin is None:
-            raise PluginNotFoundError(self._not_found(target))
+            raise PluginNotFoundError(self._missing(target))
         return plugin, self._checked(plugin, self._load(plugin))
 
     def _entry_point(self, target: str, plugins: Sequence[Plugin]) -> Plugin | None:
@@ -258,13 +258,13 @@ class Registry(Generic[T]):
         expected = f"expected a concrete subclass of {_value(self.base)}"
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             # An address in memory would differ from rank to rank, and so would the error.
-            found = re.sub(r" at 0x[0-9a-f]+", "", repr(loaded))
-            raise PluginContractError(f"plug-in {plugin} is {found}: {expected}")
+            words = re.sub(r" at 0x[0-9a-f]+", "", repr(loaded))
+            raise PluginContractError(f"plug-in {plugin} is {words}: {expected}")
         if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
             raise PluginContractError(f"plug-in {plugin} lacks {', '.join(missing)}(): {expected}")
         return loaded
 
-    def _not_found(self, target: str) -> str:
+    def _missing(self, target: str) -> str:
         known = [f"{p.distribution}::{p.name}" if "::" in target else p.name for p in self.list()]
         message = (
             f"no plug-in of group {self.group!r} is called {target!r}; known, closest first: "
@@ -297,8 +297,8 @@ _scans: list[_Scan] = []  # the last one, or none
 def _installed_plugins(group: str) -> tuple[Plugin, ...]:
     """Returns the plug-ins of a group; reads metadata only if something was installed or removed.
 
-    A scan is kept as long as `sys.path` and the times of its folders stay. An installer makes or
-    removes a folder there. It is not kept if a folder is so new that its time might not change.
+    A scan stays valid as long as `sys.path` and the times of its folders stay. An installer makes
+    or removes a folder there. It is dropped if a folder is so new that its time might not change.
     """
     folders = tuple(map(_state, sys.path))
     # A test may replace the function; what it made must not outlive it.
@@ -379,10 +379,10 @@ def _normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _is_own(plugin: Plugin) -> bool:
+def _is_built_in(plugin: Plugin) -> bool:
     # Any distribution may call itself PipeGrad. That would not make its modules ours.
     package = re.split(r"[.:]", plugin.value)[0]
-    return package in _OWN_PACKAGES and _normalized(plugin.distribution) == "pipegrad"
+    return package in _PACKAGES and _normalized(plugin.distribution) == "pipegrad"
 
 
 def _plugins_disabled() -> bool:

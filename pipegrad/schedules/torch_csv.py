@@ -48,7 +48,7 @@ def read_csv(
     actions = tuple(_line_actions(name, rank, cells, rank_of) for rank, cells in enumerate(lines))
     if not actions:
         raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
-    microbatches = {action.microbatch for own in actions for action in own}
+    microbatches = {action.microbatch for of_rank in actions for action in of_rank}
     _check_numbers(name, "stage", set(rank_of))
     _check_numbers(name, "microbatch", microbatches)
     stage_to_rank = tuple(rank_of[stage] for stage in range(len(rank_of)))

@@ -45,7 +45,7 @@ class CodecContract(PluginContract):
     # The codec itself.
 
     def test_it_says_what_it_carries(self) -> None:
-        carries: object = self._made().carries
+        carries: object = self._new_codec().carries
         self._check(
             isinstance(carries, tuple) and bool(carries) and set(carries) <= {*CARRIED},
             f"carries is {carries!r}, expected a tuple out of {list(CARRIED)}",
@@ -55,10 +55,10 @@ class CodecContract(PluginContract):
 
     def test_messages_have_a_known_number_of_bytes(self) -> None:
         # Both ranks compute it, of shape and dtype alone, for any tensor of floats.
-        codec, shapes = self._made(), (*SHAPES, (), (0,), (0, 5), (5, 0))
+        codec, shapes = self._new_codec(), (*SHAPES, (), (0,), (0, 5), (5, 0))
         for dtype in DTYPES:
             for shape in shapes:
-                first, again = codec.nbytes(shape, dtype), self._made().nbytes(shape, dtype)
+                first, again = codec.nbytes(shape, dtype), self._new_codec().nbytes(shape, dtype)
                 self._check(
                     type(first) is int and first >= 0 and first == again,
                     f"nbytes() of {dtype} {shape} is {first!r}, then {again!r}: expected one whole "
@@ -84,7 +84,7 @@ class CodecContract(PluginContract):
     def test_a_message_made_again_is_the_same(self) -> None:
         for carried, value in self._cases():
             first = self._message(value, carried)
-            again = self._message(value.clone(), carried, codec=self._made())
+            again = self._message(value.clone(), carried, codec=self._new_codec())
             self._check(
                 torch.equal(first, again),
                 f"encode() of {_words(value)} gave two messages; it must depend on the tensor "
@@ -180,12 +180,12 @@ class CodecContract(PluginContract):
 
     # Inside.
 
-    def _made(self) -> EdgeCodec:
+    def _new_codec(self) -> EdgeCodec:
         return codecs.resolve(self.codec).plugin
 
     def _cases(self) -> Iterator[tuple[Carried, Tensor]]:
         """Yields tensors that would be encoded, with what they are."""
-        codec = self._made()
+        codec = self._new_codec()
         for number, shape in enumerate(SHAPES):
             for dtype in DTYPES:
                 if codec.nbytes(shape, dtype) < math.prod(shape) * dtype.itemsize:
@@ -197,7 +197,7 @@ class CodecContract(PluginContract):
     def _message(
         self, value: Tensor, carried: Carried, fill: int = _FILL, codec: EdgeCodec | None = None
     ) -> Tensor:
-        codec = codec or self._made()
+        codec = codec or self._new_codec()
         nbytes = codec.nbytes(tuple(value.shape), value.dtype)
         message = torch.full((nbytes,), fill, dtype=torch.uint8)
         with torch.no_grad():
@@ -209,7 +209,7 @@ class CodecContract(PluginContract):
     ) -> Tensor:
         value = torch.full(like.shape, fill, dtype=like.dtype)
         with torch.no_grad():
-            self._made().decode(message, value, carried)
+            self._new_codec().decode(message, value, carried)
         return value
 
     def _check_error(self, value: Tensor, decoded: Tensor) -> None:

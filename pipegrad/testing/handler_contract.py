@@ -197,11 +197,11 @@ class HandlerContract(PluginContract):
         for rank, seen in enumerate(self._seen()):
             for name, updated in seen.parameters["first"].items():
                 expected = self._expected_step("first", rank, name)
-                stepped = torch.zeros_like(updated) if expected is None else -expected
+                change = torch.zeros_like(updated) if expected is None else -expected
                 self._check(
-                    self._close(updated, stepped),
+                    self._close(updated, change),
                     f"{name!r} on rank {rank} was zero, and the first step, which subtracts "
-                    f"gradients, left it {few(updated)}, expected {few(stepped)}; what a rank does "
+                    f"gradients, left it {few(updated)}, expected {few(change)}; what a rank does "
                     f"not step itself must come from one that does: look at ranks and placements "
                     f"of reductions()",
                 )

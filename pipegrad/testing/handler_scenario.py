@@ -100,8 +100,8 @@ class Seen:
         pieces: Step -> name -> the piece that this rank steps. Other parameters have no entry.
         second_finish: The error of a second finish, or "nothing".
         after_second_finish: Name -> piece, after the second finish.
-        parameters: Step -> name -> the parameter after all ranks have stepped and published. It is
-            zeros before the first step, and gradients are subtracted.
+        parameters: Step -> name -> the parameter after all ranks have updated and published it. It
+            is zeros before the first step, and gradients are subtracted.
         violations: Violations that the OrderChecker found.
     """
 

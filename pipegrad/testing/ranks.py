@@ -318,8 +318,8 @@ def _started_store_server() -> TCPStore:
 def _environment(rank: int, num_ranks: int, launch: Mapping[str, str]) -> dict[str, str]:
     settings = {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": 1}
     settings |= {"WORLD_SIZE": num_ranks, "LOCAL_WORLD_SIZE": num_ranks}
-    own = {name: str(value) for name, value in settings.items()}
-    return {**launch, **os.environ, STORE_KEY: launch[STORE_KEY], **own}
+    variables = {name: str(value) for name, value in settings.items()}
+    return {**launch, **os.environ, STORE_KEY: launch[STORE_KEY], **variables}
 
 
 def _home(function: Callable[..., Any]) -> tuple[str, str | None]:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]  # public
 from torch.distributed.rendezvous import rendezvous
 
-from pipegrad.comm.ending import note_all_in_vain
+from pipegrad.comm.ending import set_all_in_vain
 from pipegrad.comm.failures import STALLED
 from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch import watch
@@ -162,7 +162,7 @@ def process_group(timeout_seconds: float | None = None) -> Iterator[None]:
     if watched is not None:
         watched.leave()
     if code:
-        note_all_in_vain()  # the process must end within the timeout of the step
+        set_all_in_vain()  # the process must end within the timeout of the step
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()

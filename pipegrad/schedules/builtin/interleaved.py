@@ -66,7 +66,7 @@ class InterleavedOneForwardOneBackward(ScheduleGenerator):
                         (forwards, "F", chunk),
                         (backwards, "B", chunks - 1 - chunk),
                     )
-                    for actions, kind, own_chunk in appended:
-                        actions.append(Action(own_chunk * num_ranks + rank, kind, microbatch))
+                    for actions, kind, chunk_of_kind in appended:
+                        actions.append(Action(chunk_of_kind * num_ranks + rank, kind, microbatch))
         num_warmup = (chunks - 1) * num_ranks + (2 if chunks > 1 else 1) * (num_ranks - 1 - rank)
         return turns(forwards, backwards, min(num_warmup, len(forwards)))

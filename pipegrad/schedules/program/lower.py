@@ -70,7 +70,7 @@ def lower(
         links = chain(len(schedule.stage_to_rank))
     _check_links(links, len(schedule.stage_to_rank))
     if forward_only:
-        actions = tuple(tuple(a for a in own if a.kind == "F") for own in schedule.actions)
+        actions = tuple(tuple(a for a in of_rank if a.kind == "F") for of_rank in schedule.actions)
         schedule = replace(schedule, actions=actions)
         collectives = [c for c in collectives if c.readers]
     lowering = _Lowering(schedule, tuple(links), forward_only)
@@ -110,9 +110,9 @@ class _Lowering:
         self.channels: list[Channel] = []
         self._number: dict[Channel, int] = {}
         self._links_taken = defaultdict[int, list[int]](list)  # stage -> links it takes
-        self._links_made = defaultdict[int, list[int]](list)  # stage -> links it makes
+        self._links_produced = defaultdict[int, list[int]](list)  # stage -> links it makes
         for number, link in enumerate(links):
-            self._links_made[link.producer].append(number)
+            self._links_produced[link.producer].append(number)
             for consumer in link.consumers:
                 self._links_taken[consumer].append(number)
         # rank -> for each position the transfers that the action needs, and those that it starts.
@@ -158,6 +158,8 @@ class _Lowering:
                 if last_inputs.get(action.stage) == position < last.get(action.stage, -1):
                     items.extend(self._inputs_final(action.stage, launches))
                 if last.get(action.stage) == position:
+                    # Right behind the last backward or W, behind the sends that other ranks compute
+                    # with: gradients leave while this rank goes on with other stages.
                     items.append(encode(Op.FINAL, action.stage))
                     items.extend(launches.after(action.stage))
             # No message proves that these sends have arrived. So they are released at the end of
@@ -175,7 +177,7 @@ class _Lowering:
         # Gradients of one value that come from several ranks are summed before the backward that
         # reads them. The order of the sum is that of the ranks, so it is the same in every step.
         if kind in ("B", "I"):
-            for link in self._links_made[stage]:
+            for link in self._links_produced[stage]:
                 ranks = {self._rank_of[c] for c in self._links[link].consumers}
                 if self._links[link].differentiable and len(ranks) > 1:
                     yield encode(Op.JOIN, link, microbatch)
@@ -202,13 +204,13 @@ class _Lowering:
                 received.update(needs)
                 starts = [
                     self._transfer(link, "F", rank, target, microbatch)
-                    for link in self._links_made[stage]
+                    for link in self._links_produced[stage]
                     for target in self._ranks(link, rank)
                 ]
             elif kind in ("B", "I"):
                 needs = [
                     self._transfer(link, "B", source, rank, microbatch)
-                    for link in self._links_made[stage]
+                    for link in self._links_produced[stage]
                     if self._links[link].differentiable
                     for source in self._ranks(link, rank)
                 ]

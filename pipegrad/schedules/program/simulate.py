@@ -77,7 +77,7 @@ class SimulatedRank:
         self._live = self._graphs = self._buffers = self._flying = 0
         self.most_live = self.most_graphs = self.most_buffers = self.most_in_flight = 0
         links = RankLinks.of(program, rank)
-        self._values_taken, self._values_made = links.taken, links.produced
+        self._values_taken, self._values_produced = links.taken, links.produced
         self._num_readers, self._incoming = links.num_readers, links.incoming
         self._num_microbatches = program.schedule.num_microbatches
         self._methods: dict[int, Callable[[int, int], None]] = {
@@ -226,7 +226,7 @@ class SimulatedRank:
             self.refuse("its forward comes first")
         if stage in self._final or stage in self._inputs_are_final:
             self.refuse(f"the gradients of stage {stage} are final already")
-        for link, channels, local, joined in self._values_made[stage]:
+        for link, channels, local, joined in self._values_produced[stage]:
             for channel in channels:
                 if (channel, microbatch) not in self._waited:
                     self._missing(link)
@@ -260,7 +260,7 @@ class SimulatedRank:
     def _join(self, link: int, microbatch: int) -> None:
         if (link, microbatch) in self._joined:
             self.refuse("summed twice")
-        for number, channels, local, _ in self._values_made[self._program.links[link].producer]:
+        for number, channels, local, _ in self._values_produced[self._program.links[link].producer]:
             arrived = all((channel, microbatch) in self._waited for channel in channels)
             done = all(self._input_gradient(consumer, microbatch) for consumer in local)
             if number == link and not (arrived and done):
@@ -277,7 +277,7 @@ class SimulatedRank:
     def _last_backward(self, stage: int, _microbatch: int) -> None:
         done = sum(self._input_gradient(stage, m) for m in range(self._num_microbatches))
         if done != self._num_microbatches - 1 or stage in self._announced:
-            self.refuse(f"stage {stage} has not exactly one backward left, or this is said twice")
+            self.refuse(f"stage {stage} has not exactly one backward left, or this comes twice")
         self._announced.add(stage)
 
     def _become_final(self, stage: int, _microbatch: int) -> None:

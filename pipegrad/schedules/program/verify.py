@@ -184,6 +184,8 @@ def _check_collectives(program: Program, ranks: Sequence[SimulatedRank]) -> None
             continue
         number = queues[queue][heads[queue]]
         collective = program.collectives[number]
+        # Counted, and not matched by name: a rank that comes to another collective leaves this one
+        # incomplete for good, and both queues are found stuck.
         arrived[number] += 1
         if arrived[number] == len(collective.ranks):
             for member in collective.ranks:

@@ -136,8 +136,8 @@ class OrderChecker(sync_points.Backend):
         self._exit.enter_context(sync_points.using(self))
         # They are replaced on the class, because torch itself and hooks call them too.
         for name in ("wait", "get_future"):
-            noted = self._noting(getattr(dist.Work, name), foreign=name == "wait")
-            self._exit.enter_context(mock.patch.object(dist.Work, name, noted))
+            recorded = self._noting(getattr(dist.Work, name), foreign=name == "wait")
+            self._exit.enter_context(mock.patch.object(dist.Work, name, recorded))
         self._exit.enter_context(self._watching())
         if torch.cuda.is_available():
             self._exit.enter_context(following(self))
@@ -146,7 +146,7 @@ class OrderChecker(sync_points.Backend):
     def __exit__(self, *_: object) -> None:
         self._exit.close()
 
-    # What the library calls in the place of a device's streams.
+    # What the library calls instead of a device's streams.
 
     @contextlib.contextmanager
     def on(self, name: str) -> Iterator[None]:
@@ -238,14 +238,14 @@ class OrderChecker(sync_points.Backend):
             self._local.transfer = None
 
     def _noting(self, method: Callable[..., T], *, foreign: bool) -> Callable[..., T]:
-        """Returns a method of `dist.Work` with a note: the calling strand is after the collective.
+        """Returns a method of `dist.Work` that records: the calling strand is after the collective.
 
         Args:
             method: The method.
             foreign: Whether it also ends collectives outside of comm streams.
         """
 
-        def noted(work: dist.Work, *args: object, **kwargs: object) -> T:
+        def recorded(work: dist.Work, *args: object, **kwargs: object) -> T:
             result = method(work, *args, **kwargs)
             with self._locked():
                 # A Work of a comm stream ends on that stream, others on the strand that waits. An
@@ -257,7 +257,7 @@ class OrderChecker(sync_points.Backend):
                     self._order.join(home or strand, clock)
             return result
 
-        return noted
+        return recorded
 
     @contextlib.contextmanager
     def running(self, stream: object) -> Iterator[None]:
@@ -408,7 +408,7 @@ class OrderChecker(sync_points.Backend):
         return str(self._local.thread)
 
     def _freed(self, memory: str) -> None:
-        """Notes that a memory is freed. A finalizer calls it, so it must not lock or raise."""
+        """Records that a memory is freed. A finalizer calls it, so it must not lock or raise."""
         home = self._homes.pop(memory, None)
         if home is not None:
             self._newly_freed.append((self._thread if home in self._threads else home, memory))

@@ -106,21 +106,21 @@ class HappensBefore:
 
     def join(self, strand: str, clock: Clock) -> None:
         """Orders all later operations of `strand` after the operations in `clock`."""
-        own = self._clocks[strand]
+        present = self._clocks[strand]
         for other, tick in clock.items():
             # A comparison, and no call: a step has as many strands as messages, and joins them all.
-            if tick > own.get(other, 0):
-                own[other] = tick
+            if tick > present.get(other, 0):
+                present[other] = tick
 
     def tick(self, strand: str) -> int:
         """Begins the next operation of `strand` and returns its number, from 1."""
-        own = self._clocks[strand]
-        own[strand] = own.get(strand, 0) + 1
-        return own[strand]
+        clock = self._clocks[strand]
+        clock[strand] = clock.get(strand, 0) + 1
+        return clock[strand]
 
     def access(self, new: Access) -> list[Violation]:
         """Adds an access of the current operation of its strand; returns its violations."""
-        # Only accesses that may race with a later access are kept. So memory and time grow with the
+        # Only accesses that may race with a later access stay. So memory and time grow with the
         # number of strands and byte ranges, not with the number of operations.
         known = self._clocks[new.strand]
         earlier = self._accesses[new.memory]

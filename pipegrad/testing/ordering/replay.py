@@ -83,7 +83,7 @@ class Recording(OrderChecker):
         """Keeps the bytes of each memory when it is first used."""
         with self._locked():
             for tensor in tensors:
-                self._meet(tensor, _bytes(tensor).clone())
+                self._see(tensor, _bytes(tensor).clone())
         self._local.inputs = [t.clone() for t in tensors]
 
     def after(self, operation: Operation) -> Entry:
@@ -91,7 +91,7 @@ class Recording(OrderChecker):
         with self._locked():
             entry = super().after(operation)
             for tensor in operation.writes:
-                self._meet(tensor, torch.full_like(_bytes(tensor), _POISON))
+                self._see(tensor, torch.full_like(_bytes(tensor), _POISON))
             if operation.name.startswith("c10d."):
                 self._collectives[len(self._operations)] = _Collective(
                     self._location, self._local.inputs
@@ -119,7 +119,7 @@ class Recording(OrderChecker):
             if not collective.outputs and home in ("", collective.home):
                 collective.outputs = [t.clone() for t in self._operations[number][1].writes]
 
-    def _meet(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
+    def _see(self, tensor: torch.Tensor, content: torch.Tensor) -> None:
         if tensor.numel():
             self._storages.setdefault(self._memories.name(tensor), (_bytes(tensor), content))
 

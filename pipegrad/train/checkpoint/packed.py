@@ -286,7 +286,7 @@ def unpacked_handlers(read: Mapping[str, Tensor]) -> tuple[dict[str, Any], str]:
             state = unpack(tensor)
         except Exception as error:  # noqa: BLE001 - whatever torch says
             reason = error.__context__ or error  # torch's own error only adds advice to it
-            return {}, f"what handlers kept cannot be read again: {reason}"
+            return {}, f"the state of handlers cannot be read again: {reason}"
         is_own = key == f"{HANDLERS}{dist.get_rank()}"
         return state if is_own else {"plan": state.get("plan"), "handlers": {}}, ""
     return {}, ""

@@ -80,7 +80,7 @@ def test_an_error_says_when_its_first_rank_failed_and_nobody_waits_for_a_job_tha
     assert (failure_of(caught.value).time == caught.value.began) == (rank() == 2)
     if rank() == 0:  # it knows that the job has ended
         ended = StallError("rank 2 has ended")
-        found = outcome(lambda: agree("a", lambda: fail(ended), meeting="an end"))
+        found = outcome(lambda: agree("a", lambda: fail(ended), name="an end"))
         assert found == "StallError: rank 2 has ended"
 
 
@@ -88,7 +88,7 @@ def test_an_error_says_when_its_first_rank_failed_and_nobody_waits_for_a_job_tha
 def test_a_rank_that_stays_away_is_named_within_the_timeout() -> None:
     if rank() != 1:
         began = time.monotonic()
-        assert outcome(partial(agree, "start", rank, timeout_seconds=0.5, meeting="start")) == (
+        assert outcome(partial(agree, "start", rank, timeout_seconds=0.5, name="start")) == (
             "AgreementError: start: nothing heard from ranks [1] within 0.5 s; look at their "
             "output, they failed or are stuck before this point"
         )
@@ -100,11 +100,11 @@ def test_a_rank_that_stays_away_from_a_named_meeting_comes_to_the_next() -> None
     """A meeting with a name is not counted."""
     for number in range(2):
         if rank() != 1:
-            options: dict[str, Any] = {"timeout_seconds": 0.5, "meeting": f"step {number}"}
+            options: dict[str, Any] = {"timeout_seconds": 0.5, "name": f"step {number}"}
             found = outcome(partial(agree, "named", rank, **options))
             assert found.startswith("AgreementError: ")
         assert agree("all", partial(int, number), timeout_seconds=60) == [number] * 3
-        met = agree("named", rank, timeout_seconds=60, meeting=f"all {number}")
+        met = agree("named", rank, timeout_seconds=60, name=f"all {number}")
         assert met == [0, 1, 2]
 
 
@@ -118,7 +118,7 @@ def test_a_late_rank_fails_like_those_that_gave_up_on_it() -> None:
     if rank() == 0:
         notice.post("")
     assert found.startswith("AgreementError: start: nothing heard from ranks [1] within 0.3 s")
-    assert agree("its words", lambda: found, meeting="its words") == [found] * 2
+    assert agree("its words", lambda: found, name="its words") == [found] * 2
 
 
 @pytest.mark.ranks(2)

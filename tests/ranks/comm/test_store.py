@@ -64,7 +64,7 @@ def test_a_pickle_in_place_of_a_result_runs_nowhere(
     with monkeypatch.context() as patch:
         if rank() == 1:
             patch.setattr(SignedStore, "set", overwritten)
-        found = outcome(lambda: agree("a subject", rank, meeting=f"{whose} {is_signed}"))
+        found = outcome(lambda: agree("a subject", rank, name=f"{whose} {is_signed}"))
     assert found.startswith(words)
     assert not (tmp_path / "it ran").exists()
     assert agree("it goes on", rank) == [0, 1]

@@ -115,7 +115,7 @@ def test_verbs_in_another_order_are_refused_on_all_ranks(monkeypatch: pytest.Mon
             words = gathered(play(example[rank()], deadlocks))
         assert all(words) or not any(words), (example, words)
         # The counts of meetings may differ after a failure: only named ones go on.
-        assert len(agree("between", int, meeting=f"between {number}")) == 3
+        assert len(agree("between", int, name=f"between {number}")) == 3
         failed += all(words)
     assert 0 < failed < 40
 

@@ -223,7 +223,7 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
     module = stage(w=[4])
     sync = pair(module)
     topologies = [Topology.create(pipeline=2).group_along(axis) for axis in ("pp", "dp")]
-    groups = [dist.group.WORLD, *sync._parts.groups.own, *topologies]
+    groups = [dist.group.WORLD, *sync._parts.groups.joined, *topologies]
     cpu = torch.device("cpu")
     assert len({group._get_backend(cpu).options._timeout for group in groups if group}) == 1
     step(sync, module, w=1.0)
@@ -234,7 +234,7 @@ def lives() -> None:
     """Default process groups come and go on one store; last, a sync is closed behind its group."""
     for life in range(3):
         assert agree("the size", lambda: life) == [life, life]  # noqa: B023 - called at once
-        agreement._meetings.clear()  # by default process group: as a new one begins
+        agreement._agreements.clear()  # by default process group: as a new one begins
     module = stage(w=[4])
     sync = pair(module)
     step(sync, module, w=1.0)

@@ -155,7 +155,7 @@ def test_replicas_are_not_made_equal_in_a_step(moved: dict[str, Any], *, publish
     if not published or moved["placed"] is not REPLICATE:
         refused = outcome(job.sync.synchronize_parameters)
         assert refused.startswith(
-            "StepError: synchronize_parameters() while what other ranks stepped"
+            "StepError: synchronize_parameters() while updates of other ranks"
         )
         assert "call wait_parameters() before" in refused
     job.sync.wait_parameters()

@@ -281,7 +281,7 @@ DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on fr
 @pytest.mark.parametrize(
     ("hook", "options", "change", "refused"),
     [
-        (POWER_SGD, SMALL, dict, "PlanError: what handlers kept is of another plan"),
+        (POWER_SGD, SMALL, dict, "PlanError: the state of handlers is of another plan"),
         (RANK_1, {}, dict, f'{CANNOT_GO_ON}"what is to be'),
         (None, {}, dict, f"{CANNOT_GO_ON}'it has no comm"),
         (POWER_SGD, {}, lambda _: {}, DISAGREE),
@@ -289,13 +289,13 @@ DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on fr
             POWER_SGD,
             {},
             lambda state: {**state, "plan": "another"},
-            "PlanError: rank 1: PlanError: w",
+            "PlanError: rank 1: PlanError: the state of handlers is of another plan",
         ),
         (
             POWER_SGD,
             {},
             lambda state: {**state, "handlers": {"nobody": {}}},
-            "PlanError: rank 1: PlanError: what is to be loaded was kept by handlers ['nobody']",
+            "PlanError: rank 1: PlanError: what is to be loaded is of handlers ['nobody']",
         ),
     ],
 )

@@ -151,7 +151,7 @@ def test_errors_are_those_of_one_scheduler_and_shape_and_can_be_saved() -> None:
         for refused, words in (
             ({"plan": "of another", "codecs": {}}, "of another plan"),
             ({**kept, "errors": {"x": 1}}, "'x' is no error of a codec"),
-            ({**kept, "cut": "another"}, "what codecs kept is of another cut"),
+            ({**kept, "cut": "another"}, "the state of codecs is of another cut"),
         ):
             given = refused if "plan" in refused else {**state, "codecs": refused if rank() else {}}
             assert words in outcome(partial(second.load_state_dict, given))

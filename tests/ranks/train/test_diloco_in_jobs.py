@@ -82,7 +82,7 @@ def test_replicas_end_as_one_model_that_can_be_exported_after_a_meeting(job: Pat
         (
             3,
             [meeting(2, "{name='pipeline-shared', placement='owner'}")],
-            "replicas that train alone cannot go on: what handlers kept is of",
+            "replicas that train alone cannot go on: the state of handlers is of",
         ),
     ],
 )

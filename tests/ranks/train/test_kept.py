@@ -111,7 +111,7 @@ def afresh(run: Trained, says: str) -> None:
     assert gathered(note) == [note] * 2
 
 
-OF_ANOTHER_PLAN = "error feedback starts afresh: what handlers kept is of another plan"
+OF_ANOTHER_PLAN = "error feedback starts afresh: the state of handlers is of another plan"
 
 
 @pytest.mark.parametrize(
@@ -120,7 +120,7 @@ OF_ANOTHER_PLAN = "error feedback starts afresh: what handlers kept is of anothe
         ([*RUNS["feedback"], "gradients.bucket_bytes=2048"], OF_ANOTHER_PLAN),
         (
             averaged(POWER.format(1)),
-            'cannot go on: ValueError("what is to be loaded was kept by the hook',
+            'cannot go on: ValueError("what is to be loaded is of the hook',
         ),
         (REPLICAS, "it has no communication hook, and takes nothing that one kept"),
         ([], OF_ANOTHER_PLAN),
@@ -141,7 +141,7 @@ def test_what_an_older_version_wrote_and_cannot_be_read_is_said(job: Path) -> No
     with mock.patch.object(packed, "pack", packed_unseen):
         trained(job, *ODD, until=1, save="unreadable")
     run = trained(job, *ODD, "train.resume=unreadable", until=2)
-    afresh(run, "error feedback starts afresh: what handlers kept cannot be read again: ")
+    afresh(run, "error feedback starts afresh: the state of handlers cannot be read again: ")
 
 
 def packed_unseen(kept: dict[str, Any]) -> torch.Tensor:

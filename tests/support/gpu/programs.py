@@ -115,7 +115,7 @@ def two_steps(
                 sync_points.in_use.wait(made, where.device)
                 _pause(where, slow, f"producer of {'ab'[number]}")
                 gradient.add_(1)
-                bucket.note_stream()
+                bucket.add_stream()
                 if adopts:
                     bucket.claim()[number].copy_(gradient)
         with where.on("filler"):
@@ -188,7 +188,7 @@ def freed(where: Where, slow: Slow) -> list[list[float]]:
     with where.on("producer"):
         sync_points.in_use.wait(made, where.device)
         gradients = [_full(where, 3, LARGE)]
-        bucket.note_stream()
+        bucket.add_stream()
     filler = CommStream("filler", where.device, threaded=False)
 
     def fill() -> None:
@@ -304,7 +304,7 @@ TWINS: dict[str, Twin] = {
     "buffer.allocated": Twin(two_steps, {"allocation": 1}),
     "buffer.reset-free": Twin(two_steps, {"reader": 1}),
     "buffer.reset": Twin(two_steps, _LATE_ZEROES),
-    "buffer.adopt-free": Twin(adopted, {"reader": 1}),
+    "buffer.claim-free": Twin(adopted, {"reader": 1}),
     "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
     "buffer.written": Twin(two_steps, {"filler": 1}),
     "buffer.wrote": Twin(two_steps, {"producer of a": 1}),

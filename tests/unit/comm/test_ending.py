@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from pipegrad.comm.ending import Ending, note_all_in_vain
+from pipegrad.comm.ending import Ending, set_all_in_vain
 
 
 class Stuck:
@@ -28,6 +28,6 @@ def test_after_a_failure_no_thread_has_time_for_its_collective(
     thread = Stuck()
     ending = Ending(thread, threads=[thread], is_idle=lambda: True)
     if has_failed:
-        note_all_in_vain()
+        set_all_in_vain()
     ending.end()
     assert thread.waits == pytest.approx(waits, abs=0.1)

@@ -11,7 +11,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
 from pipegrad.comm import failures, plain
 from pipegrad.comm.activity import Failure, Record
-from pipegrad.comm.failures import FailureNotice, FailureReport, make_report, told_by
+from pipegrad.comm.failures import FailureNotice, FailureReport, make_report, source_of
 from pipegrad.comm.store import SignedStore
 
 ALL = (0, 1, 2, 3)
@@ -252,10 +252,12 @@ def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:
 
 
 def test_the_rank_that_others_tell_of_is_the_last_one_in_front_of_its_words() -> None:
-    assert told_by(TOLD) == (2, "rank 2: ValueError: boom. In 1F0")
-    assert told_by(f"ReduceError: a step failed on another rank: rank 1: {TOLD}") == told_by(TOLD)
-    assert told_by(f"bucket 0 (w): sum over ranks [0, 1] failed: {TOLD}") == told_by(TOLD)
-    assert told_by("no shard of rank 3: a") is None
+    assert source_of(TOLD) == (2, "rank 2: ValueError: boom. In 1F0")
+    assert source_of(f"ReduceError: a step failed on another rank: rank 1: {TOLD}") == source_of(
+        TOLD
+    )
+    assert source_of(f"bucket 0 (w): sum over ranks [0, 1] failed: {TOLD}") == source_of(TOLD)
+    assert source_of("no shard of rank 3: a") is None
 
 
 @pytest.mark.parametrize("final", [False, True])

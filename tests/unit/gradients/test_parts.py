@@ -51,7 +51,7 @@ def test_filters_are_named_in_an_option_that_there_is() -> None:
     """It named an option of a handler that the run did not have, as if it had it."""
     message = refused(MUON, ADAMW, FILTERS)
     assert "'0.filter' is (2, 3, 5, 5): name it in the option 'others' of the handler" in message
-    assert "'data-parallel' has no such option, so use 'owned' instead of it" in message
+    assert "'data-parallel' has no such option, so use 'owned' instead" in message
     # What it says works.
     topology = Topology.build(axes=(("pp", 1), ("dp", 2)))
     placed = Owned(others=["filter"]).reductions(FILTERS, topology)

@@ -30,7 +30,7 @@ def test_more_rows_than_a_buffer_has_are_refused_before_memory_is_made(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
 ) -> None:
     pair = PairSum([Rows(0, 4, 2), Rows(8, 1, 1)], back=mock.Mock())
-    pair.place(torch.zeros(9))
+    pair.use(torch.zeros(9))
     monkeypatch.setattr(reductions, "receive", sending(*counts))
     with pytest.raises(ReduceError, match="more than there are"):
         pair._add_rows()

@@ -103,17 +103,17 @@ def test_the_weights_part_of_a_backward_has_a_time_of_its_own() -> None:
     assert times.times(times.numbers()) == Times((3, 0), (4 + 6, 0), (0,), (6, 0))
 
 
-def test_every_number_has_a_place_of_its_own_and_the_slowest_pipeline_counts() -> None:
+def test_every_number_has_a_index_of_its_own_and_the_slowest_pipeline_counts() -> None:
     made = program(num_ranks=3, num_microbatches=8)
     layouts = [StepTimes(made, topology(rank, 3, 2), CPU) for rank in range(6)]
     own = [topology(rank, 3, 2).coordinate("pp") for rank in range(6)]
 
     def places() -> Iterator[int]:
         for layout, rank in zip(layouts, own, strict=True):
-            yield from map(layout.place_of_compute, (0, 1, 2))
+            yield from map(layout.index_of_compute, (0, 1, 2))
             if rank < 2:
                 yield from (
-                    layout.place_of_hop(sample, rank) for sample in range(layout.num_samples)
+                    layout.index_of_hop(sample, rank) for sample in range(layout.num_samples)
                 )
 
     assert sorted(places()) == list(range(layouts[0].size))
