@@ -22,7 +22,7 @@ from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
 from tests.support.gradients.cases import give, grads, outcome, rank, replicated, stage, step
 from tests.support.gradients.placements import compute
-from tests.support.plan.manifests import Reductions, manifest, say
+from tests.support.gradients.plans import Reductions, manifest, say
 from tests.support.ranked import gathered
 
 PIPELINE = Topology.build(axes=(("pp", 2), ("dp", 2)))  # ranks 0, 1 hold stage 0; 2, 3 stage 1

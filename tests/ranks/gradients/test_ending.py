@@ -230,7 +230,7 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
 
 @pytest.mark.ranks(2, ends_world=True)
 def test_a_new_process_group_on_the_same_store_hears_nothing_of_the_old_one() -> None:
-    """Answers of an earlier life were read. Last, a sync is closed behind its group: that raised."""
+    """Answers of an earlier life were read. Last, a sync is closed behind its group."""
     for life in range(3):
         assert agree("the size", lambda: life) == [life, life]  # noqa: B023 - called at once
         agreement._meetings.clear()  # by default process group: as a new one begins
