@@ -93,13 +93,16 @@ CASES = (  # what runs, how a rank ends, where, and which one
 INSIDE = (("forward", 1, "1F0"), ("backward", 2, "2B0"), ("evaluation", 0, "0F0"))
 
 
-def ended(tmp_path: Path, *words: object) -> tuple[dict[str, str], Launched]:
-    """Runs the script; returns what ranks were told, by file."""
+def ended(tmp_path: Path, *words: str, lost: int, last: int) -> tuple[list[str], Launched]:
+    """Runs the script; returns what each rank but the lost one was told."""
     (tmp_path / "script.py").write_text(SCRIPT)
     # Codes are 0: torchrun kills the others when a rank has another one.
-    run = Launched(tmp_path, torchrun, "--nproc-per-node", "3", "script.py", *map(str, words))
+    words = (*words, str(lost), str(last))
+    run = Launched(tmp_path, torchrun, "--nproc-per-node", "3", "script.py", *words)
     run.wait()
-    return {path.name: path.read_text() for path in tmp_path.glob("*.told")}, run
+    told = {path.name: path.read_text() for path in tmp_path.glob("*.told")}
+    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
+    return list(told.values()), run
 
 
 @pytest.mark.parametrize(("loop", "how", "where", "lost"), CASES)
@@ -107,35 +110,24 @@ def test_a_rank_that_ended_is_the_cause_on_all_others(
     tmp_path: Path, loop: str, how: str, where: str, lost: int
 ) -> None:
     """Its neighbours were: "rank 0: Connection closed by peer"."""
-    told, run = ended(tmp_path, loop, how, where, lost, 3)
+    told, run = ended(tmp_path, loop, how, where, lost=lost, last=3)
     last, now = re.escape(LAST[loop]), re.escape(NOW[loop])
     now = r"scheduler\.evaluate\(\) 6" if where == "evaluation" else now
     after = r"without a word \(process \d+\)" if how == "_exit" else f"after {last}"
     words = rf"StallError: rank {lost} has ended {after}\. Rank \d lost the connection in {now}"
-    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
-    assert [text for text in told.values() if not re.fullmatch(words, text)] == []
+    assert [text for text in told if not re.fullmatch(words, text)] == []
     assert run.errors.count("\nError: rank") + run.errors.startswith("Error: rank") == 1, str(run)
 
 
-@pytest.mark.parametrize(
-    ("how", "where", "lost"),
-    [
-        ("_exit", "between", 1),
-        ("exit", "between", 0),
-        ("less", "between", 2),
-        ("_exit", "forward", 1),
-        ("_exit", "backward", 2),
-    ],
-)
+@pytest.mark.parametrize(("how", "where", "lost"), [case[1:] for case in CASES[:5]])
 def test_a_rank_that_ended_in_the_first_step_is_the_cause_on_all_others(
     tmp_path: Path, how: str, where: str, lost: int
 ) -> None:
     """The others wait for what it writes into the store, and did so until the time was over."""
     began = time.monotonic()
-    told, run = ended(tmp_path, "scheduler", how, where, lost, 1)
-    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
+    told, _ = ended(tmp_path, "scheduler", how, where, lost=lost, last=1)
     after = "without a word" if how == "_exit" else "after its set-up"
-    assert [t for t in told.values() if f"StallError: rank {lost} has ended {after}" not in t] == []
+    assert [text for text in told if f"StallError: rank {lost} has ended {after}" not in text] == []
     assert time.monotonic() - began < AGREE_SECONDS
 
 
@@ -143,7 +135,6 @@ def test_a_rank_that_ended_in_the_first_step_is_the_cause_on_all_others(
 def test_a_rank_that_exits_in_a_step_tells_all_others(
     tmp_path: Path, where: str, lost: int, action: str
 ) -> None:
-    told, run = ended(tmp_path, "scheduler", "exit", where, lost, 3)
+    told, _ = ended(tmp_path, "scheduler", "exit", where, lost=lost, last=3)
     words = f"StepError: a step failed on another rank: rank {lost}: SystemExit:  In {action} on "
-    assert told.keys() == {f"{rank}.told" for rank in range(3) if rank != lost}, str(run)
-    assert [text for text in told.values() if not text.startswith(words)] == []
+    assert [text for text in told if not text.startswith(words)] == []

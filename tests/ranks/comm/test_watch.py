@@ -8,7 +8,8 @@ import pdb
 import threading
 import time
 import weakref
-from contextlib import redirect_stderr, suppress
+from contextlib import closing, redirect_stderr, suppress
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,9 +19,11 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.comm.activity import Activity, Details, activities, failed_at, give_back
-from pipegrad.comm.watch import State, watch
+from pipegrad.comm.agreement import store
+from pipegrad.comm.watch import State, Watch, watch
 from pipegrad.errors import AgreementError, StallError, StepError
-from pipegrad.testing import run_ranks
+from tests.support.gradients.cases import rank
+from tests.support.ranked import gathered
 
 LIMIT = 120.0  # seconds for a step; nobody waits for so long
 
@@ -30,9 +33,9 @@ class Sleeper(nn.Module):
 
     slow = away = 0  # numbers of forwards
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        torch.manual_seed(rank)
+        torch.manual_seed(rank())
         self.linear = nn.Linear(4, 4)
         self.number = 0
 
@@ -43,65 +46,59 @@ class Sleeper(nn.Module):
         if self.number == self.away:
             time.sleep(3.0)  # a rank that was at another item a second ago is slow, not stuck
             give_back(-LIMIT, before=time.monotonic())
-            own = watch()
-            assert own is not None
-            own._comes_to(State.REPORTED)
+            own_watch()._comes_to(State.REPORTED)
         return self.linear(x)  # type: ignore[no-any-return]
+
+
+def own_watch() -> Watch:
+    own = watch()
+    assert own is not None
+    return own
 
 
 def mean_square(output: Tensor, target: Tensor) -> Tensor:
     return (output - target).square().mean()
 
 
-def scheduler(
-    rank: int, limit: float = LIMIT, module: Sleeper | None = None, loss_fn: Any = mean_square
-) -> tuple[Scheduler, Sleeper]:
-    module = module or Sleeper(rank)
-    made = Scheduler(
-        [Stage(module, rank)],
+def scheduler(module: Sleeper, limit: float = LIMIT, loss_fn: Any = mean_square) -> Scheduler:
+    return Scheduler(
+        [Stage(module, rank())],
         Topology.create(pipeline=dist.get_world_size()),
         schedule="1f1b",
         num_microbatches=2,
         loss_fn=loss_fn,
         step_timeout_seconds=limit,
     )
-    return made, module
 
 
 def step(made: Scheduler) -> float:
     return made.step(torch.ones(4, 4), target=torch.zeros(4, 4)).loss.item()
 
 
-def stalled() -> dict[str, Any]:
-    """Rank 1 of three is slow in step 2, and does not come back in step 3."""
-    rank = dist.get_rank()
-    made, module = scheduler(rank)
-    if rank == 1:
-        module.slow, module.away = 4, 5
-    found: dict[str, Any] = {"losses": [step(made), step(made)]}
-    began, shown = time.monotonic(), io.StringIO()
-    watched = watch()
-    assert watched is not None
-    watched.show = lambda text: shown.write(f"{text}\n")
-    try:
-        step(made)
-    except StallError as error:
-        found["error"] = str(error)
-    found["seconds"], found["shown"] = time.monotonic() - began, shown.getvalue()
-    with suppress(StallError):
-        step(made)
-        found["went on"] = True
-    return found
-
-
+@pytest.mark.ranks(3, ends_world=True)
 def test_a_rank_that_stays_away_ends_the_job_on_all_ranks_with_one_report() -> None:
-    three = run_ranks(stalled, 3)
-    assert len({tuple(found["losses"]) for found in three}) == 1  # a slow rank ended nothing
-    (cause,) = {found["error"] for found in three}
+    """Rank 1 is slow in step 2, and does not come back in step 3."""
+    module, shown = Sleeper(), io.StringIO()
+    made = scheduler(module)
+    if rank() == 1:
+        module.slow, module.away = 4, 5
+    losses = [step(made), step(made)]
+    assert gathered(losses) == [losses] * 3  # a slow rank ended nothing
+    own_watch().show = lambda text: shown.write(f"{text}\n")
+    began = time.monotonic()
+    with pytest.raises(StallError) as caught:
+        step(made)
+    assert time.monotonic() - began < LIMIT / 2  # an alarm, and not the limit
+    with pytest.raises(StallError):
+        step(made)
+    cause = str(caught.value)
     assert cause.startswith("rank 1 was in scheduler.step() 3, compute 1F0, for ")
     assert "(test_watch.py:" in cause
     assert "in forward); other ranks wait for it." in cause
-    (text,) = [found["shown"] for found in three if found["shown"]]
+    board = store()  # the groups of a job that has ended are of no use
+    board.set(f"shown {rank()}", shown.getvalue())
+    board.wait([f"shown {at}" for at in range(3)])
+    (text,) = filter(None, (board.text(f"shown {at}") for at in range(3)))
     lines = text.splitlines()
     assert lines[0] == cause
     assert [line.split("(")[0] for line in lines[1:4]] == ["  rank 1 ", "  rank 0 ", "  rank 2 "]
@@ -112,34 +109,30 @@ def test_a_rank_that_stays_away_ends_the_job_on_all_ranks_with_one_report() -> N
         [">1F0<", "1F1", "1B0", "1B1"],
         ["2F0", "2B0", "2F1", "2B1"],
     ]
-    assert [found for found in three if "went on" in found] == []
-    assert max(found["seconds"] for found in three) < LIMIT / 2  # an alarm, and not the limit
 
 
-def unheard() -> str:
-    """Rank 1 of two stays away, and nobody can read the report."""
-    rank = dist.get_rank()
-    made, module = scheduler(rank)
-    module.away = 3 * rank
+@pytest.mark.ranks(2, ends_world=True)
+def test_the_job_ends_also_if_nobody_can_read_the_report() -> None:
+    module = Sleeper()
+    made = scheduler(module)
+    module.away = 3 * rank()
     step(made)
 
     def broken(_: str) -> None:
         raise BrokenPipeError
 
-    watched = watch()
-    assert watched is not None
-    watched.show = broken
-    with pytest.raises(StallError) as caught:
+    own_watch().show = broken
+    with pytest.raises(StallError, match=r"^rank 1 was in scheduler\.step\(\) 2, compute 1F0"):
         step(made)
-    return str(caught.value)
 
 
-def in_a_thread() -> str:
-    """The loop runs in a thread; and a Scheduler that has failed goes away with its threads."""
-    rank, found = dist.get_rank(), list[object]()
+@pytest.mark.ranks(2, ends_world=True)
+def test_the_job_ends_also_if_the_loop_is_in_a_thread() -> None:
+    """And a Scheduler that has failed goes away with its threads."""
+    found = list[object]()
 
     def loop() -> None:
-        made, module = scheduler(rank)
+        made = scheduler(Sleeper())
         step(made)
         with suppress(StepError):
             made.step(torch.ones(1, 4), target=torch.zeros(1, 4))  # one row, two microbatches
@@ -147,10 +140,11 @@ def in_a_thread() -> str:
         del made
         gc.collect()
         found.append(weak())
-        made, module = scheduler(rank)
-        module.away = 3 * rank
+        module = Sleeper()
+        made = scheduler(module)
+        module.away = 3 * rank()
+        step(made)
         try:
-            step(made)
             step(made)
         except StallError as error:
             found.append(error)
@@ -158,44 +152,25 @@ def in_a_thread() -> str:
     thread = threading.Thread(target=loop)
     thread.start()
     thread.join()
-    assert found.pop(0) is None
-    return str(*found)
+    left, ended = found
+    assert left is None
+    assert str(ended).startswith("rank 1 was in scheduler.step() 2, compute 1F0")
 
 
-@pytest.mark.parametrize("function", [unheard, in_a_thread])
-def test_the_job_ends_also_if_nobody_can_read_the_report_or_the_loop_is_in_a_thread(
-    function: Any,
-) -> None:
-    for cause in run_ranks(function, 2):
-        assert cause.startswith("rank 1 was in scheduler.step() 2, compute 1F0")
-
-
-def verb_of_one_rank() -> str:
-    """Rank 0 makes an optimizer, rank 1 begins a step: each waits for the other."""
-    rank = dist.get_rank()
-    made, _ = scheduler(rank, limit=2.0)
-    try:
-        if rank == 0:
-            made.optimizer(torch.optim.SGD, lr=0.1)
-        step(made)
-    except (AgreementError, StallError) as error:
-        return f"{type(error).__name__}: {error}"
-    return ""
-
-
+@pytest.mark.ranks(2, ends_world=True)
 def test_a_verb_that_one_rank_alone_calls_is_named_within_the_limit() -> None:
     """It took minutes: the agreement's time, and on the other rank that of the process group."""
-    began = time.monotonic()
-    found = run_ranks(verb_of_one_rank, 2)
+    made, began = scheduler(Sleeper(), limit=2.0), time.monotonic()
+    verbs = partial(made.optimizer, torch.optim.SGD, lr=0.1), partial(step, made)
     words = "rank 0 waits for rank 1: the optimizer; rank 1 waits for rank 0: the message"
-    assert all(words in text for text in found)
+    with pytest.raises((AgreementError, StallError), match=words):
+        verbs[rank()]()
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.ranks(2)
 def test_activities_are_gone_when_they_have_ended_and_threads_when_a_rank_leaves() -> None:
-    own = watch()
-    assert own is not None
+    own = own_watch()
     assert watch() is own
     with Activity("outer"), Activity("inner", (0, 1), details=lambda: Details("item")):
         (stack,) = [s for s in activities().values() if s and s[0].what == "outer"]
@@ -249,9 +224,9 @@ def look(by_debugger: bool) -> None:
 class Examined(Sleeper):
     """A stage in whose second step someone looks at one rank: in its forward, or in the loss."""
 
-    def __init__(self, rank: int, place: str, *, by_debugger: bool) -> None:
-        super().__init__(rank)
-        self.place, self.by_debugger = place if rank == 1 else "", by_debugger
+    def __init__(self, place: str, *, by_debugger: bool) -> None:
+        super().__init__()
+        self.place, self.by_debugger = place if rank() == 1 else "", by_debugger
 
     def forward(self, x: Tensor) -> Tensor:
         self.number += 1
@@ -265,51 +240,38 @@ class Examined(Sleeper):
         return mean_square(output, target)
 
 
-def examined(place: str, by_debugger: bool) -> str:
-    rank = dist.get_rank()
-    module = Examined(rank, place, by_debugger=by_debugger)
-    made, _ = scheduler(rank, limit=2.0, module=module, loss_fn=module.loss)
-    try:
-        step(made)
-        if module.place == "between":
-            look(by_debugger)
-        losses = [step(made) for _ in range(2)]
-    except StallError as error:
-        return str(error)
-    made.close()
-    return f"{len(losses)} more steps"
-
-
+@pytest.mark.ranks(2, ends_world=True)  # its store keeps the last sign of a debugger
 @pytest.mark.parametrize("place", ["forward", "loss", "between"])
 def test_time_in_a_debugger_does_not_count(place: str) -> None:
-    assert run_ranks(examined, 2, place, True) == ["2 more steps"] * 2
+    module = Examined(place, by_debugger=True)
+    with closing(scheduler(module, limit=2.0, loss_fn=module.loss)) as made:
+        step(made)
+        if module.place == "between":
+            look(by_debugger=True)
+        for _ in range(2):
+            step(made)
 
 
+@pytest.mark.ranks(2, ends_world=True)
 def test_time_out_of_a_debugger_counts() -> None:
-    found = run_ranks(examined, 2, "forward", False)
-    assert all(text.startswith("rank 1 was in scheduler.step() 2") for text in found)
+    made = scheduler(Examined("forward", by_debugger=False), limit=2.0)
+    step(made)
+    with pytest.raises(StallError, match=r"^rank 1 was in scheduler\.step\(\) 2"):
+        step(made)
 
 
 # The process is its user's.
 
 
-def busy() -> tuple[str, bool]:
-    """Rank 1 does not come back from its own code, in the second step, before the time is over."""
-    rank = dist.get_rank()
-    made, _ = scheduler(rank, limit=2.0)
-    step(made)
-    comes_late = rank == 1
-    try:
-        while comes_late:
-            time.sleep(0.05)
-        step(made)
-    except StallError as error:
-        return str(error), comes_late
-    return "", comes_late
-
-
+@pytest.mark.ranks(2, ends_world=True)
 def test_a_rank_that_stays_in_its_own_code_gets_the_error_there() -> None:
-    found = run_ranks(busy, 2)
-    assert [was_busy for _, was_busy in found] == [False, True]
-    (cause,) = {cause for cause, _ in found}
-    assert cause.startswith("rank 1 ")
+    """Rank 1 does not come back from its own code, in the second step, before the time is over."""
+    made = scheduler(Sleeper(), limit=2.0)
+    step(made)
+
+    def stay() -> None:
+        while True:
+            time.sleep(0.05)
+
+    with pytest.raises(StallError, match=r"^rank 1 "):
+        stay() if rank() == 1 else step(made)

@@ -17,8 +17,19 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach, find_tied
 from pipegrad.errors import StepError
 from pipegrad.testing import OrderChecker
-from tests.support.gradients.cases import give, grads, outcome, rank, replicated, stage, step, tied
+from tests.support.gradients.cases import (
+    ALONE,
+    give,
+    grads,
+    outcome,
+    rank,
+    replicated,
+    stage,
+    step,
+    tied,
+)
 from tests.support.gradients.kernels import kernel
+from tests.support.gradients.placements import compute
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import error
 from tests.support.pipeline.sharded import TOKENS, batch, build, low_step
@@ -26,7 +37,6 @@ from tests.support.rounding import ADAM_EPS, rounding
 from tests.support.versions import needs_2_13
 
 MOST = rounding(3 * 2 * 8 * TOKENS)  # of three steps of two batches
-ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
 
 
 class Ledger:
@@ -166,10 +176,7 @@ def test_an_optimizer_steps_what_has_its_gradients_elsewhere(accessor: type) -> 
 def test_who_steps_the_parameters_themselves_is_refused() -> None:
     module = nn.Linear(3, 2)
     sync = GradientSync({0: module}, ALONE, handlers=[], accessor=MainGrad())
-    sync.prepare()
-    module(torch.ones(1, 3)).sum().backward()
-    sync.stage_final(0)
-    sync.finish()
+    compute(sync, lambda: module(torch.ones(1, 3)).sum().backward())
     with pytest.raises(StepError, match=r"give the optimizer sync\.optimizer_parameters"):
         sync.publish()
 
@@ -265,7 +272,7 @@ def test_what_is_written_behind_autograd_is_divided_and_reduced() -> None:
     sync = tied(module, "a", accessor=MainGrad())
     sync.optimizer_parameters()
 
-    def compute(case: str) -> None:
+    def write(case: str) -> None:
         sync.prepare(divisor=2.0)
         if case == "both" or rank() == 0:
             for x in (4.0, 8.0):
@@ -276,12 +283,12 @@ def test_what_is_written_behind_autograd_is_divided_and_reduced() -> None:
         sync.finish()
 
     for case, right in (("both", 12.0), ("beside autograd", 7.0), ("alone", 6.0)):
-        compute(case)
+        write(case)
         assert taken(sync) == {"a": [right] * 2}
         sync.publish()
     with sync.accumulate():
-        compute("alone")
-    compute("nobody" if rank() else "both")
+        write("alone")
+    write("nobody" if rank() else "both")
     assert taken(sync) == {"a": [12.0] * 2}
     sync.close()
     # What is written behind autograd is divided and reduced.
@@ -341,9 +348,5 @@ def test_a_gradient_of_the_users_own_is_not_divided() -> None:
     module = stage(a=(1,))
     sync = GradientSync({0: module}, ALONE, handlers=[])
     module.get_parameter("a").grad = torch.tensor([5.0])
-    sync.prepare(divisor=4.0)
-    give(module, a=8.0)
-    sync.stage_final(0)
-    sync.finish()
-    assert grads(module) == {"a": [7.0]}
+    assert step(sync, module, divisor=4.0, a=8.0) == {"a": [7.0]}
     sync.close()

@@ -19,7 +19,7 @@ from pipegrad.gradients.bucket_buffer import FlatBuffer
 from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.plugins.handler import HandlerSpec
 from tests.support.gradients.cases import give, rank, replicated, stage
-from tests.support.gradients.placements import By
+from tests.support.gradients.placements import By, compute
 
 pytestmark = pytest.mark.ranks(2)
 NAMES = tuple("abcdefgh")
@@ -127,19 +127,13 @@ def test_views_of_one_gradient_are_divided_once() -> None:
     module = Sum()
     sync = GradientSync({rank(): module}, Topology.create(pipeline=2), handlers=[])
 
-    def step(*, at_end: bool = False) -> None:
-        sync.prepare(divisor=None if at_end else 2)
-        module().backward()
-        sync.stage_final(rank())
-        sync.finish(divisor=torch.tensor(2.0) if at_end else None)
-
-    for at_end in (False, True):
+    for early, late in ((2, None), (None, torch.tensor(2.0))):
         module.zero_grad()
-        step(at_end=at_end)
+        compute(sync, lambda: module().backward(), divisor=early, late=late)
         assert all(p.grad is not None and (p.grad == 0.5).all() for p in module.parameters())
     flat = torch.zeros(16)  # the user's own memory stays
     module.a.grad, module.b.grad = flat[:8].view(2, 4), flat[8:].view(4, 2)
-    step()
+    compute(sync, lambda: module().backward(), divisor=2)
     assert (flat == 0.5).all()
     sync.close()
 

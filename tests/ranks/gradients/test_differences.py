@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +20,6 @@ from pipegrad.comm import agreement
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PipegradError
 from pipegrad.pipeline.transfers import Transfers
-from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import outcome, rank, replicated, stage
 from tests.support.ranked import gathered
 
@@ -120,18 +118,19 @@ def test_verbs_in_another_order_are_refused_on_all_ranks(monkeypatch: pytest.Mon
     assert 0 < failed < 40
 
 
-def one_makes_an_optimizer() -> None:
+@pytest.mark.ranks(2, ends_world=True)  # these ranks then have counted different agreements
+def test_a_verb_of_one_rank_alone_ends_the_step_of_the_other() -> None:
     """Rank 0 makes its optimizer again while rank 1 waits in a step for what it sends."""
-    store = agreement.store()
+    store, stage = agreement.store(), rank()
     dist.destroy_process_group()
     dist.init_process_group(
         "gloo",
         store=PrefixStore("short", store.raw),
-        rank=int(os.environ["RANK"]),
+        rank=stage,
         world_size=2,
         timeout=timedelta(seconds=8),
     )
-    topology, stage = Topology.create(pipeline=2), rank()
+    topology = Topology.create(pipeline=2)
     scheduler = Scheduler(
         [Stage(nn.Linear(2, 2), stage)],
         topology,
@@ -162,8 +161,3 @@ def one_makes_an_optimizer() -> None:
     with mock.patch.object(agreement, "store", return_value=late):
         words = outcome(lambda: scheduler.optimizer(torch.optim.SGD, lr=0.1))
     assert "the optimizer: nothing heard from ranks [1] within 8 s" in words
-
-
-def test_a_verb_of_one_rank_alone_ends_the_step_of_the_other() -> None:
-    # In a world of its own: these ranks then have counted different numbers of agreements.
-    run_ranks(one_makes_an_optimizer, 2, timeout_seconds=100)

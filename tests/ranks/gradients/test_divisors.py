@@ -20,8 +20,9 @@ from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
-from tests.support.gradients.cases import give, grads, outcome, rank, replicated, stage
-from tests.support.plan.manifests import Reductions, manifest, say
+from tests.support.gradients.cases import give, grads, outcome, rank, replicated, stage, step
+from tests.support.gradients.placements import compute
+from tests.support.gradients.plans import Reductions, manifest, say
 from tests.support.ranked import gathered
 
 PIPELINE = Topology.build(axes=(("pp", 2), ("dp", 2)))  # ranks 0, 1 hold stage 0; 2, 3 stage 1
@@ -127,18 +128,12 @@ def test_a_gradient_is_divided_once_by_all_that_divides_it() -> None:
     # Also where no reduction is left; and nothing is made of a gradient that nobody has.
     module = stage(a=(2,), b=(2,), c=(2,))
     sync = replicated(module, handlers=[Halves])
-
-    def step() -> None:
-        sync.prepare(divisor=4)
-        give(module, a=rank() + 1.0, b=rank() + 1.0)
-        sync.stage_final(0)
-        sync.finish()
-
+    given: dict[str, Any] = {"divisor": 4, "a": rank() + 1.0, "b": rank() + 1.0}
     for num_accumulated in (0, 1):
         with sync.accumulate():
             for _ in range(num_accumulated):
-                step()
-        step()
+                step(sync, module, **given)
+        step(sync, module, **given)
         a, b = (3 / 8, (rank() + 1) / 8) if num_accumulated == 0 else (3 / 4, (rank() + 1) / 4)
         assert grads(module) == {"a": [a] * 2, "b": [b] * 2, "c": None}
         module.zero_grad()
@@ -170,21 +165,15 @@ def test_a_divisor_that_is_known_at_the_end_divides_each_result_once(
     sync = replicated(module, handlers=[handler], **options)
     sync.optimizer_parameters()
 
-    def compute() -> None:
-        sync.prepare(divisor=None)
-        sync.stage_first_use(0)
-        give(module, a=SUMS[rank()] * scale, b=SUMS[rank()] * scale)
-        sync.stage_final(0)
-
+    value, count = SUMS[rank()] * scale, torch.tensor(COUNT, dtype=torch.float64)
+    work = partial(give, module, a=value, b=value)
     for num_accumulated in (0, 1):
         for main in sync.main_parameters():
             main.tensor.grad = None
         with sync.accumulate():
             for _ in range(num_accumulated):
-                compute()
-                sync.finish()
-        compute()
-        sync.finish(divisor=torch.tensor(COUNT, dtype=torch.float64))
+                compute(sync, work, divisor=None)
+        compute(sync, work, divisor=None, late=count)
     # Two accumulated steps, and the mean of two ranks.
     right = scale * (2 * SUMS[rank()] if handler == "noop" else sum(SUMS)) / COUNT
     gradients = {main.record.name: main.tensor.grad for main in sync.main_parameters()}
@@ -234,10 +223,7 @@ def test_accumulated_steps_have_their_divisors_in_one_place(
         sync.finish()
     words = outcome(lambda: sync.prepare(divisor=None if early else 4.0))
     assert "the accumulated steps before gave" in words
-    sync.prepare(divisor=early)
-    give(module, a=1.0)
-    sync.stage_final(0)
-    sync.finish(divisor=late)
+    compute(sync, lambda: give(module, a=1.0), divisor=early, late=late)
     assert grads(module) == {"a": [0.75] * 2}
     sync.close()
 

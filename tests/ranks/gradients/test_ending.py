@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 import weakref
 from collections.abc import Callable
@@ -25,7 +24,6 @@ from pipegrad.comm import agreement, ending, failures
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.failures import FailureNotice
-from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import give, grads, outcome, rank, stage, step, tied
 
 WAYS: tuple[dict[str, Any], ...] = ({}, {"exchange": "asymmetric"}, {"placement": "owner"})
@@ -230,8 +228,9 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
     sync.close()
 
 
-def lives() -> None:
-    """Default process groups come and go on one store; last, a sync is closed behind its group."""
+@pytest.mark.ranks(2, ends_world=True)
+def test_a_new_process_group_on_the_same_store_hears_nothing_of_the_old_one() -> None:
+    """Answers of an earlier life were read. Last, a sync is closed behind its group."""
     for life in range(3):
         assert agree("the size", lambda: life) == [life, life]  # noqa: B023 - called at once
         agreement._agreements.clear()  # by default process group: as a new one begins
@@ -242,11 +241,6 @@ def lives() -> None:
     dist.destroy_process_group()
     sync.close()
     sync.close()
-
-
-def test_a_new_process_group_on_the_same_store_hears_nothing_of_the_old_one() -> None:
-    # Answers of an earlier life were read; close() raised.
-    run_ranks(lives, 2, timeout_seconds=100)
 
 
 @pytest.mark.ranks(1)
@@ -266,20 +260,15 @@ def test_a_store_that_is_gone_is_an_error_in_words(monkeypatch: pytest.MonkeyPat
     assert words.startswith(f"AgreementError: something: {gone}")
 
 
-def one_is_missing(folder: str) -> None:
+@pytest.mark.ranks(2, ends_world=True)
+def test_a_file_store_names_who_is_missing(tmp_path: Path) -> None:
+    store, here, seconds = FileStore(str(tmp_path / "store"), 2), rank(), timedelta(seconds=60)
     dist.destroy_process_group()
-    store = FileStore(str(Path(folder) / "store"), 2)
-    seconds = timedelta(seconds=60)
-    number = int(os.environ["RANK"])
-    dist.init_process_group("gloo", store=store, rank=number, world_size=2, timeout=seconds)
-    if number == 0:
+    dist.init_process_group("gloo", store=store, rank=here, world_size=2, timeout=seconds)
+    if here == 0:
         words = outcome(lambda: agree("something", lambda: 1, timeout_seconds=0.5))
         store.set("rank 0 has an error", "")
         says = "AgreementError: something: nothing heard from ranks [1] within 0.5 s"
         assert words.startswith(says)
     else:
         store.wait(["rank 0 has an error"], seconds)
-
-
-def test_a_file_store_names_who_is_missing(tmp_path: Path) -> None:
-    run_ranks(one_is_missing, 2, str(tmp_path), timeout_seconds=100)

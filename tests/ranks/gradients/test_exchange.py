@@ -41,7 +41,7 @@ from pipegrad.plugins.handler import Exchange, GradientHandler
 from pipegrad.testing import OrderChecker
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import outcome, rank, stage, tied
-from tests.support.plan.manifests import Say
+from tests.support.gradients.plans import Say
 
 TABLES: dict[str, torch.Tensor] = {
     "table": torch.zeros(40, 6),

@@ -97,10 +97,7 @@ def test_sparse_gradients_become_dense_and_accumulated_ones_travel_once(placed: 
         for part in (1.0, 2.0):
             compute(sync, partial(give, module, w=part))
             assert sync.statistics().steps == 0
-    sync.prepare(divisor=2.0)
-    give(module, w=4.0, late=8.0)
-    sync.stage_final(0)
-    sync.finish()
+    compute(sync, partial(give, module, w=4.0, late=8.0), divisor=2.0)
     assert joined(sync, "0.w") == [10.0] * 20
     assert joined(sync, "0.late") == [8.0] * 3
     update(sync, optimizer)

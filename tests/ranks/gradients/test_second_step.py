@@ -15,10 +15,19 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach
-from tests.support.gradients.cases import DATA, SHARED, give, outcome, rank, replicated, stage, tied
-from tests.support.gradients.placements import SHARD, Job
+from tests.support.gradients.cases import (
+    ALONE,
+    DATA,
+    SHARED,
+    give,
+    outcome,
+    rank,
+    replicated,
+    stage,
+    tied,
+)
+from tests.support.gradients.placements import SHARD, Job, compute
 
-ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
 EPS = torch.finfo(torch.float32).eps
 
 WAYS: dict[str, dict[str, Any]] = {
@@ -29,16 +38,11 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def add(sync: GradientSync, module: nn.Module, number: int, **gradients: float) -> None:
+def add(
+    sync: GradientSync, module: nn.Module, number: int, **gradients: float | torch.Tensor
+) -> None:
     """Takes a step of `number` microbatches, each with these gradients."""
-    sync.prepare(divisor=number)
-    for at in sync.topology.local_stages:
-        sync.stage_first_use(at)
-    for _ in range(number):
-        give(module, **gradients)
-    for at in sync.topology.local_stages:
-        sync.stage_final(at)
-    sync.finish()
+    compute(sync, lambda: [give(module, **gradients) for _ in range(number)], divisor=number)
 
 
 def stepped(sync: GradientSync) -> dict[str, list[float]]:
@@ -83,11 +87,7 @@ def test_a_divisor_that_is_no_power_of_two_rounds_once() -> None:
     sync = GradientSync({0: module}, ALONE, handlers=[])
     for number in (3, 5, 7):
         given = torch.randn(50)
-        sync.prepare(divisor=number)
-        for _ in range(number):
-            give(module, a=given)
-        sync.stage_final(0)
-        sync.finish()
+        add(sync, module, number, a=given)
         true += given.double()
     gradient = module.get_parameter("a").grad
     assert gradient is not None
@@ -267,10 +267,7 @@ def test_clipping_takes_sparse_gradients_and_measures_fp64_in_fp64(dtype: torch.
     true = copy.deepcopy(module)
     rows = torch.tensor([1, 1, 5])  # a row twice: its gradient is not coalesced
     sync = GradientSync({0: module}, ALONE, handlers=[])
-    sync.prepare()
-    module(rows).pow(2).sum().backward()
-    sync.stage_final(0)
-    sync.finish()
+    compute(sync, lambda: module(rows).pow(2).sum().backward())
     norm = sync.clip_grad_norm_(0.5)
     true(rows).pow(2).sum().backward()
     goals = [p.grad.to_dense() for p in true.parameters()]  # type: ignore[union-attr]

@@ -19,7 +19,7 @@ from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.plugins.handler import Exchange
 from tests.support.gradients.cases import outcome, rank
 from tests.support.gradients.hooks import ONE, hooked
-from tests.support.gradients.placements import mesh
+from tests.support.gradients.placements import compute, mesh
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import error
 from tests.support.pipeline.sharded import VOCAB, WIDTH, batch
@@ -121,10 +121,8 @@ def test_the_smaller_part_of_a_matrix_cut_along_columns_is_reduced_whole(how: Ex
     sync = GradientSync({stage: module}, topology, tied=shared, handlers=handlers)
     weight: Any = module.weight
     assert torch.equal(weight.detach().full_tensor(), values + 1)
-    sync.prepare()
-    (weight * distribute_tensor(values * (1 + 9 * stage), tp, [Shard(1)])).sum().backward()
-    sync.stage_final(stage)
-    sync.finish()
+    given = distribute_tensor(values * (1 + 9 * stage), tp, [Shard(1)])
+    compute(sync, lambda: (weight * given).sum().backward())
     assert torch.equal(weight.grad.full_tensor(), 11 * values)
     sync.check_replicas()
     sync.close()
@@ -137,12 +135,9 @@ def test_a_matrix_cut_along_columns_is_compressed_as_it_lies() -> None:
     sync = GradientSync({0: module}, topology, handlers=[hooked(ONE)])
     weight: Any = module.weight
     columns = torch.arange(1.0, 10).expand(8, 9)
+    given = distribute_tensor((1.0 + topology.coordinate("dp")) * columns, tp, [Shard(1)])
     for _ in range(4):
-        sync.prepare()
-        goal = (1.0 + topology.coordinate("dp")) * columns
-        (weight * distribute_tensor(goal, tp, [Shard(1)])).sum().backward()
-        sync.stage_final(0)
-        sync.finish()
+        compute(sync, lambda: (weight * given).sum().backward())
         assert error(weight.grad.full_tensor(), 1.5 * columns) <= rounding(8 * 9)
         weight.grad = None
     sync.close()

@@ -103,11 +103,8 @@ def test_accumulated_steps_only_add_up_and_are_divided_each(options: dict[str, A
         give(module, a=8.0)
         raise KeyError
     assert sync.statistics().steps == 0
-    sync.prepare(divisor=2.0)
-    give(module, a=16.0)
-    sync.stage_final(rank())
-    sync.finish()
-    assert (grads(module), sync.statistics().collectives) == ({"a": [46.0]}, 1)
+    assert step(sync, module, divisor=2.0, a=16.0) == {"a": [46.0]}
+    assert sync.statistics().collectives == 1
     module.zero_grad()
     assert step(sync, module, a=1.0) == {"a": [2.0]}
 
@@ -120,12 +117,7 @@ def test_a_tie_on_one_rank_is_one_parameter_and_costs_no_collective() -> None:
     modules = dict(zip(topology.local_stages, (low, high), strict=True))
     ties = [{0: "w", 3: "w"}, {1: "w", 2: "w"}]
     sync = GradientSync(modules, topology, tied=ties, handlers=[SHARED])
-    sync.prepare(divisor=4.0)
-    give(low, w=8.0, own=4.0)
-    give(high, w=16.0)
-    for at in reversed(sync.topology.local_stages):
-        sync.stage_final(at)
-    sync.finish()
+    compute(sync, lambda: (give(low, w=8.0, own=4.0), give(high, w=16.0)), divisor=4.0)
     assert low.get_parameter("w") is high.get_parameter("w")
     assert grads(low) == {"w": [6.0], "own": [1.0]}
     assert (sync.statistics().collectives, len(sync.records())) == (0, 2)
@@ -179,22 +171,13 @@ def test_one_process_needs_no_group_and_declares_its_ties() -> None:
     first, last = stage(w=(2,), b=(2,)), stage(w=(2,))
     sync = GradientSync({0: first, 1: last}, BOTH, tied=[["w"]], handlers=[SHARED])
     sync.check_replicas()
-    sync.prepare(divisor=2.0)
-    give(first, w=2.0)
-    give(last, w=4.0)
-    sync.stage_final(1)
-    sync.stage_final(0)
-    sync.finish()
+    compute(sync, lambda: (give(first, w=2.0), give(last, w=4.0)), divisor=2.0)
     assert grads(first) == {"w": [3.0, 3.0], "b": None}
     assert sync.clip_grad_norm_(1.0).item() == pytest.approx(math.sqrt(18))
     assert (sync.statistics().steps, sync.statistics().collectives) == (1, 0)
     optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
     sync.drop_gradients()
-    sync.prepare()
-    give(first, w=1.0, b=1.0)
-    sync.stage_final(1)
-    sync.stage_final(0)
-    sync.finish()
+    compute(sync, lambda: give(first, w=1.0, b=1.0))
     optimizer.step()
     assert first.get_parameter("b").tolist() == [-1.0] * 2
     assert optimizer.state_dict()["param_groups"][0]["params"] == ["b", "w"]

@@ -13,11 +13,9 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from pipegrad import GradientSync, Topology
-from tests.support.gradients.cases import give, outcome, rank, replicated, stage, tied
+from pipegrad import GradientSync
+from tests.support.gradients.cases import ALONE, give, outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import OWNER, SHARD, By, Job, alone, compute
-
-ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))
 
 
 def heard(run: Callable[[], object]) -> str:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import pipegrad
 from pipegrad import GradientSync, Scheduler, Stage, Topology
 from tests.support.gradients.cases import give, outcome, rank, replicated, stage, step, tied
+from tests.support.gradients.placements import compute
 from tests.support.ranked import gathered
 
 OWNER = {"name": "pipeline-shared", "placement": "owner"}
@@ -190,10 +191,7 @@ def test_a_scaler_that_unscales_has_changed_nothing() -> None:
     module = stage(w=(4,))
     sync = tied(module, "w")
     scaler, optimizer = pipegrad.GradScaler(sync), torch.optim.SGD(module.parameters(), lr=1.0)
-    sync.prepare()
-    scaler.scale(module.get_parameter("w").sum()).backward()
-    sync.stage_final(rank())
-    sync.finish()
+    compute(sync, lambda: scaler.scale(module.get_parameter("w").sum()).backward())
     scaler.unscale_(optimizer)
     scaler.step(optimizer)
     assert module.get_parameter("w").tolist() == [-2.0] * 4

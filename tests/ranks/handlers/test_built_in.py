@@ -7,11 +7,9 @@ from typing import Any, ClassVar
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad import (
     GradientHandler,
-    GradientSync,
     ParameterRecord,
     Placement,
     Reduction,
@@ -30,8 +28,8 @@ from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sequence_parallel import SequenceParallel
 from pipegrad_handlers.sharded import Sharded
-from tests.support.gradients.cases import rank
-from tests.support.plan.manifests import manifest
+from tests.support.gradients.cases import grads, rank, stage, step, tied
+from tests.support.gradients.plans import manifest, record
 
 # --- the contract: a class for each way to reduce, place and send
 
@@ -112,10 +110,9 @@ class TestNoop(HandlerContract):
         return own
 
 
-def record(name: str, stage: int = 0, *holders: int, key: str = "") -> ParameterRecord:
-    holders = holders or (stage,)
-    key = key or f"{holders[0]}.{name}"
-    return ParameterRecord(key, name, stage, (2,), torch.float32, name != "frozen", holders, 0)
+def held(name: str, stage: int = 0, *holders: int, key: str = "") -> ParameterRecord:
+    trained = name != "frozen"
+    return record(name, 2, key=key, stage=stage, holders=holders, trained=trained)
 
 
 PLACED: list[tuple[GradientHandler, Placement]] = [
@@ -131,14 +128,14 @@ def test_every_parameter_is_averaged_over_its_copies(
 ) -> None:
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=rank)
     stage = topology.local_stages[0]
-    records = [record("w", stage), record("emb", stage, 0, 3), record("frozen", stage)]
+    records = [held("w", stage), held("emb", stage, 0, 3), held("frozen", stage)]
     assert list(handler.reductions(records, topology)) == [
         Reduction(r, copies, "mean", placement) for r in records
     ]
 
 
 def test_dimensions_holders_and_outer_steps_are_those_asked_for() -> None:
-    w = record("w")
+    w = held("w")
     named = Topology.build(axes=(("replica", 2), ("stage", 1)), pipeline="stage", data="replica")
     assert DataParallel().reductions([w], named) == [Reduction(w, (0, 1), "mean")]
     outer = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2)), data=("dp", "out"), rank=1)
@@ -157,21 +154,21 @@ def test_dimensions_holders_and_outer_steps_are_those_asked_for() -> None:
     assert DiLoCo(every=3, axis="out").independent_axes(outer) == ("out",)
     # A shared parameter is summed over its holders.
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
-    emb, own = record("emb", 0, 0, 3), record("w")
+    emb, own = held("emb", 0, 0, 3), held("w")
     assert PipelineShared().reductions([own, emb], topology) == [Reduction(emb, (1, 7), "sum")]
     by_owner = Reduction(emb, (1, 7), "sum", Placement.OWNER)
     assert PipelineShared(placement="owner").reductions([own, emb], topology) == [by_owner]
-    three = record("emb", 2, 0, 2, 3)
+    three = held("emb", 2, 0, 2, 3)
     assert PipelineShared().reductions([three], topology.at(4)) == [Reduction(three, (0, 4, 6))]
     # Where one rank holds all, it is a reduction over one.
     v = Topology.build(axes=(("pp", 2), ("dp", 2)), stage_to_rank=(0, 1, 1, 0), rank=3)
-    tie = record("w", 1, 1, 2)
+    tie = held("w", 1, 1, 2)
     assert PipelineShared().reductions([tie], v) == [Reduction(tie, (3,))]
 
 
 def test_two_ranks_may_exchange_and_more_all_reduce() -> None:
     topology = Topology.build(axes=(("pp", 4), ("dp", 2)), rank=1)
-    two, three = record("emb", 0, 0, 3), record("w", 0, 0, 2, 3)
+    two, three = held("emb", 0, 0, 3), held("w", 0, 0, 2, 3)
     assert PipelineShared(exchange="asymmetric").reductions([two, three], topology) == [
         Reduction(two, (1, 7), exchange="asymmetric"),
         Reduction(three, (1, 5, 7)),
@@ -185,7 +182,7 @@ AXES = (("pp", 1), ("dp", 2), ("ep", 2), ("tp", 2))
     ("placement", "placed"), [("replicate", Placement.REPLICATE), ("shard", Placement.SHARD)]
 )
 def test_experts_stay_apart_and_the_rest_is_averaged(placement: Any, placed: Placement) -> None:
-    expert, other = record("experts.up"), record("router")
+    expert, other = held("experts.up"), held("router")
     topology = Topology.build(axes=AXES, rank=3, data=("dp", "ep"))
     handler = ExpertParallel(placement=placement)
     assert list(handler.reductions([expert, other], topology)) == [
@@ -208,7 +205,7 @@ CUBE = Topology.build(axes=(("pp", 2), ("dp", 2), ("tp", 2)), rank=3)
     [({}, (2, 3), "sum"), ({"axis": "dp", "op": "mean"}, (1, 3), "mean")],
 )
 def test_what_matches_is_reduced(options: dict[str, Any], ranks: tuple[int, ...], op: Any) -> None:
-    records = [record("norm.weight"), record("up.weight")]
+    records = [held("norm.weight"), held("up.weight")]
     handler = SequenceParallel(parameters=["*norm*"], **options)
     assert handler.reductions(records, CUBE) == [Reduction(records[0], ranks, op)]
     everything = SequenceParallel(parameters=["*"], **options)
@@ -216,19 +213,19 @@ def test_what_matches_is_reduced(options: dict[str, Any], ranks: tuple[int, ...]
 
 
 def test_patterns_match_the_name_here_and_where_the_key_is_from() -> None:
-    head = record("head.weight", 1, 0, 1, key="0.embed.weight")
+    head = held("head.weight", 1, 0, 1, key="0.embed.weight")
     for pattern in ("head.*", "embed.weight", "*.weigh?"):
         assert SequenceParallel(parameters=[pattern]).reductions([head], CUBE), pattern
     for pattern in ("embed", "Head.*", "1.head.weight", "0.head.*"):
         assert not SequenceParallel(parameters=[pattern]).reductions([head], CUBE), pattern
     # The key of layer 1 on stage 0 is "0.1.weight", which "0.*" means layer 0 by.
-    layers = [record("0.weight"), record("1.weight")]
+    layers = [held("0.weight"), held("1.weight")]
     asked = SequenceParallel(parameters=["0.*"]).reductions(layers, CUBE)
     assert [reduction.record.name for reduction in asked] == ["0.weight"]
     # A dimension that is missing is named.
     flat = Topology.build(axes=(("pp", 2), ("dp", 2)))
     with pytest.raises(TopologyError, match=r"no dimension 'tp', only \['pp', 'dp'\]"):
-        SequenceParallel(parameters=["*"]).reductions([record("w")], flat)
+        SequenceParallel(parameters=["*"]).reductions([held("w")], flat)
 
 
 def planned(model: Manifest, mesh: Topology, handler: GradientHandler) -> object:
@@ -279,21 +276,14 @@ def test_noop_plans_what_the_real_handlers_reduce() -> None:
 @pytest.mark.ranks(4)
 def test_noop_leaves_gradients_and_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """A broken wire: collectives in the comm streams raise, gradients come through all the same."""
-    module = nn.ParameterDict({name: nn.Parameter(torch.zeros(2)) for name in ("emb", "own")})
-    topology = Topology.create(pipeline=2)
-    stage = topology.local_stages[0]
-    sync = GradientSync({stage: module}, topology, tied=[["emb"]], handlers=["noop"])
+    module = stage(emb=(2,), own=(2,))
+    sync = tied(module, "emb", handlers=["noop"])
     with monkeypatch.context() as broken:
         broken.setattr(dist, "all_reduce", None)
         for _ in range(2):
             module.zero_grad()
-            sync.prepare()
-            (module["emb"] * (rank() + 1.0)).sum().backward()
-            sync.stage_final(stage)
-            sync.finish()
-    assert module["emb"].grad is not None
-    assert module["emb"].grad.tolist() == [rank() + 1.0] * 2
-    assert module["own"].grad is None
+            step(sync, module, emb=rank() + 1.0)
+    assert grads(module) == {"emb": [rank() + 1.0] * 2, "own": None}
     assert sync.statistics().collectives == 3
     assert sync.statistics().reduced_bytes == sync.plan.reduced_bytes > 0
     sync.close()

@@ -15,11 +15,12 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from pipegrad import GradientSync, ParameterRecord, Placement, Reduction, Scheduler, Topology, cut
+from pipegrad import GradientSync, Placement, Reduction, Scheduler, Topology, cut
 from pipegrad.comm import collectives
 from pipegrad.errors import PlanError
 from pipegrad.testing import HandlerContract
 from pipegrad_handlers.owned import Owned
+from tests.support.gradients.plans import record
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
@@ -32,27 +33,24 @@ class TestOwned(HandlerContract):
     beside = ("pipeline-shared",)
 
 
-def record(name: str, *shape: int, kind: str = "Linear", holders: Any = (0,)) -> ParameterRecord:
-    return ParameterRecord(f"0.{name}", name, 0, shape, torch.float32, True, holders, 0, kind)
-
-
+linear = partial(record, kind="Linear")
 MATRICES = [
-    record("1.weight", 4, 3),
+    linear("1.weight", 4, 3),
     record("1.filter", 2, 3, 5, 5, kind="Conv2d"),
-    record("self_attn.q_proj.weight", 4, 4),
+    linear("self_attn.q_proj.weight", 4, 4),
 ]
 OTHERS = [
-    record("1.bias", 4),
-    record("scale"),
-    record("column", 4, 1),
+    linear("1.bias", 4),
+    linear("scale"),
+    linear("column", 4, 1),
     record("0.weight", 9, 3, kind="Embedding"),
     record("0.weight", 9, 3, kind="ScaledWordEmbedding"),
-    record("embed_tokens.weight", 9, 3),
-    record("lm_head.weight", 9, 3),
-    record("model.head.weight", 9, 3),
-    record("tied", 9, 3, holders=(0, 3)),
-    dataclasses.replace(record("tied", 9, 3), tied_in_stage=True),
-    dataclasses.replace(record("last", 9, 3), aliases=("lm_head.weight",)),
+    linear("embed_tokens.weight", 9, 3),
+    linear("lm_head.weight", 9, 3),
+    linear("model.head.weight", 9, 3),
+    linear("tied", 9, 3, holders=(0, 3)),
+    dataclasses.replace(linear("tied", 9, 3), tied_in_stage=True),
+    dataclasses.replace(linear("last", 9, 3), aliases=("lm_head.weight",)),
 ]
 
 
@@ -74,7 +72,7 @@ def test_patterns_say_what_else_is_no_matrix() -> None:
     assert placed["lm_head.weight"] is Placement.WHOLE  # the default patterns are replaced
     with pytest.raises(ValueError, match=r"others is \['\*k_proj'\], which matches none"):
         Owned(others=["*k_proj"]).check(MATRICES, topology)
-    Owned().check([record("w", 2)], topology)
+    Owned().check([linear("w", 2)], topology)
     with pytest.raises(ValueError, match=r"others is 'head', expected a list of patterns"):
         Owned(others="head")
 

@@ -23,6 +23,7 @@ from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
 
 SHARED, DATA = "pipegrad_handlers.pipeline_shared:PipelineShared", "data-parallel"
+ALONE = Topology.build(axes=(("pp", 1), ("dp", 1)))  # one process, which needs no group
 
 
 def rank() -> int:
@@ -83,9 +84,13 @@ def in_float32(module: nn.Module) -> nn.Module:
 
 
 def step(
-    sync: GradientSync, module: nn.Module, **gradients: float | torch.Tensor
+    sync: GradientSync,
+    module: nn.Module,
+    *,
+    divisor: float | None = 1.0,
+    **gradients: float | torch.Tensor,
 ) -> dict[str, Any]:
-    sync.prepare()
+    sync.prepare(divisor=divisor)
     give(module, **gradients)
     for at in sync.topology.local_stages:
         sync.stage_final(at)

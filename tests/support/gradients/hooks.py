@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from pipegrad import GradientSync, Topology
 from tests.support.gradients import cases
 from tests.support.gradients.cases import rank, stage
+from tests.support.gradients.placements import compute
 
 Grads = list[torch.Tensor]  # all gradients of a step, flat, by step
 # Compressed from the third step on, whatever it saves.
@@ -81,10 +82,7 @@ def ours(
 def go_on(sync: GradientSync, module: nn.Module, steps: range, *, lr: float = 0.1) -> Grads:
     optimizer, found = torch.optim.SGD(module.parameters(), lr=lr), []
     for step in steps:
-        sync.prepare()
-        module(batch(step)).square().mean().backward()
-        sync.stage_final(0)
-        sync.finish()
+        compute(sync, lambda step=step: module(batch(step)).square().mean().backward())  # type: ignore[misc]
         found.append(flat(module))
         optimizer.step()
         optimizer.zero_grad()

@@ -51,15 +51,28 @@ def alone(module: nn.Module, handler: GradientHandler | str, **options: Any) -> 
     return GradientSync({0: module}, topology, handlers=[handler], **options)
 
 
-def compute(sync: GradientSync, backward: Callable[[], object]) -> None:
-    """Runs a step as far as its gradients; one backward for all of this rank's stages."""
-    sync.prepare()
+def compute(
+    sync: GradientSync,
+    backward: Callable[[], object],
+    *,
+    divisor: float | None = 1.0,
+    late: torch.Tensor | None = None,
+) -> None:
+    """Runs a step as far as its gradients; one backward for all of this rank's stages.
+
+    Args:
+        sync: Whose step it is.
+        backward: Adds to the gradients.
+        divisor: Is known when the step begins.
+        late: A divisor that is known when it ends.
+    """
+    sync.prepare(divisor=divisor)
     for stage in sync.topology.local_stages:
         sync.stage_first_use(stage)
     backward()
     for stage in reversed(sync.topology.local_stages):
         sync.stage_final(stage)
-    sync.finish()
+    sync.finish(divisor=late)
 
 
 def update(sync: GradientSync, optimizer: torch.optim.Optimizer) -> None:

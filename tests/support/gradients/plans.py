@@ -1,13 +1,13 @@
-"""What the tests of plans share: a handler that places anywhere, and models as plain data."""
+"""What the tests of plans share: models as plain data, and handlers that call a function."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
-from pipegrad import GradientHandler, Placement, Reduction, Topology
+from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
 from pipegrad.model.manifest import Manifest, ParameterEntry
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan, make_plan
@@ -20,27 +20,58 @@ BOTH: Handlers = (("pipeline-shared", PipelineShared()), ("data-parallel", DataP
 LAYOUT = ("index", "ready", "holders", "dtype", "wire_dtype", "slots", "payload_numel")
 
 
-class Placed(GradientHandler):
-    """Sums over the data dimension, with the result placed somewhere."""
+Reductions = Callable[[Sequence[ParameterRecord], Topology], Iterable[Reduction]]
 
-    def __init__(self, placement: Placement) -> None:
-        self._placement = placement
 
-    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
-        ranks = topology.ranks_along("dp")
-        return [Reduction(p, ranks, "sum", self._placement) for p in parameters]
+class Say(GradientHandler):
+    """Asks for what a function returns."""
+
+    def __init__(self, function: Reductions) -> None:
+        self._function = function
+
+    def reductions(
+        self, parameters: Sequence[ParameterRecord], topology: Topology
+    ) -> Iterable[Reduction]:
+        return self._function(parameters, topology)
+
+
+def say(function: Reductions) -> tuple[str, GradientHandler]:
+    return "mine", Say(function)
+
+
+def record(
+    name: str,
+    *shape: int,
+    key: str = "",
+    stage: int = 0,
+    holders: tuple[int, ...] = (),
+    dtype: torch.dtype = FLOAT,
+    trained: bool = True,
+    kind: str = "",
+) -> ParameterRecord:
+    holders = holders or (stage,)
+    key = key or f"{holders[0]}.{name}"
+    return ParameterRecord(key, name, stage, shape, dtype, trained, holders, 0, kind)
 
 
 def entry(
     name: str,
     *shape: int,
+    aliases: tuple[str, ...] = (),
     dtype: torch.dtype = FLOAT,
     gradient_dtype: torch.dtype | None = None,
     stride: tuple[int, ...] | None = None,
     trained: bool = True,
 ) -> ParameterEntry:
     strides = torch.empty(shape, device="meta").stride() if stride is None else stride
-    return ParameterEntry(name, (), shape, strides, dtype, gradient_dtype or dtype, trained)
+    return ParameterEntry(name, aliases, shape, strides, dtype, gradient_dtype or dtype, trained)
+
+
+def manifest(*names: Sequence[str], wrappers: tuple[tuple[int, str], ...] = ()) -> Manifest:
+    """Stages of parameters of two elements; ``emb``, ``head`` and ``third`` are one."""
+    stages = tuple(tuple(entry(name, 2) for name in stage) for stage in names)
+    tie = [(s, n) for s, stage in enumerate(names) for n in stage if n in ("emb", "head", "third")]
+    return Manifest(stages, (tuple(tie),) if len(tie) > 1 else (), wrappers)
 
 
 def grid(pp: int, dp: int = 1, stages: Sequence[int] | None = None) -> Topology:

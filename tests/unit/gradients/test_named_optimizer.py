@@ -10,14 +10,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from pipegrad import ParameterRecord, Topology, make_plan
+from pipegrad import Topology, make_plan
 from pipegrad.errors import PlanError
 from pipegrad.gradients.main_params import Locations, MainParameter
 from pipegrad.gradients.named_optimizer import JoinedOptimizer, NamedState, parts_in
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.diloco import DiLoCo
-from tests.support.plan.manifests import manifest
+from tests.support.gradients.plans import manifest, record
 
 MESH = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2), ("tp", 2)), data=("dp", "out"))
 
@@ -54,10 +54,9 @@ def test_state_of_another_location_is_left_out(
     """Whole state of a run without TP was loaded for a shard, and the next step failed."""
     parameter = nn.Parameter(torch.ones(2, 3))
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    record = ParameterRecord("0.w", "w", 0, (2, 3), torch.float32, True, (0,), 0)
     NamedState(
         optimizer,
-        {name: MainParameter(record, parameter)},
+        {name: MainParameter(record("w", 2, 3), parameter)},
         [["w"]],
         strides={"0.w": (3, 1)},
         joined={name: joined},
@@ -70,11 +69,10 @@ def test_state_of_another_location_is_left_out(
 
 @pytest.mark.parametrize("copied", [True, False])
 def test_only_a_master_copy_is_saved_as_one(*, copied: bool) -> None:
-    record = ParameterRecord("0.w", "w", 0, (2, 3), torch.bfloat16, True, (0,), 0)
     dtype = torch.float32 if copied else torch.bfloat16
     parameter = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
     optimizer = torch.optim.SGD([parameter], lr=0.1)
-    main = {"w": MainParameter(record, parameter)}
+    main = {"w": MainParameter(record("w", 2, 3, dtype=torch.bfloat16), parameter)}
     NamedState(optimizer, main, [["w"]], strides={"0.w": (3, 1)}, joined={"w": "w"})
     state = optimizer.state_dict()["state"]
     assert {name: list(own) for name, own in state.items()} == ({"w": ["master"]} if copied else {})
@@ -91,12 +89,11 @@ def test_only_a_master_copy_is_saved_as_one(*, copied: bool) -> None:
 def test_a_shard_takes_its_elements_of_a_whole_in_the_order_of_memory(
     strides: tuple[int, int], expected: list[float], *, is_flat: bool
 ) -> None:
-    record = ParameterRecord("0.w", "w", 0, (4, 3), torch.float32, True, (0,), 0)
     shard = nn.Parameter(torch.zeros(5))
     optimizer = torch.optim.SGD([shard], lr=0.1, momentum=0.9)
     NamedState(
         optimizer,
-        {"w": MainParameter(record, shard, begin=4, sharded=True)},
+        {"w": MainParameter(record("w", 4, 3), shard, begin=4, sharded=True)},
         [["w"]],
         strides={"0.w": strides},
         joined={"w": "w"},

@@ -10,13 +10,10 @@ from pipegrad import ParameterRecord, Placement, Topology
 from pipegrad.errors import PlanError
 from pipegrad.gradients.named_optimizer import parts_of
 from pipegrad_handlers.owned import Owned
+from tests.support.gradients.plans import record
 
 Kind = Callable[..., torch.optim.Optimizer]
 MUON, ADAMW, ADAFACTOR = torch.optim.Muon, torch.optim.AdamW, torch.optim.Adafactor
-
-
-def record(name: str, *shape: int) -> ParameterRecord:
-    return ParameterRecord(f"0.{name}", name, 0, shape, torch.float32, True, (0,), 0)
 
 
 RECORDS = [record("matrix", 4, 3), record("bias", 4)]

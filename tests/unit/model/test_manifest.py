@@ -20,21 +20,10 @@ from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
 from pipegrad.model.ties import declared
 from pipegrad.plan.options import GradientOptions
+from tests.support.gradients.cases import stage
+from tests.support.gradients.plans import entry, grid
 
 Modules = Mapping[int, nn.Module]
-
-
-def topology(pp: int = 2, dp: int = 1, stages: Sequence[int] | None = None) -> Topology:
-    return Topology.build(axes=(("pp", pp), ("dp", dp)), stage_to_rank=stages)
-
-
-def stage(**parameters: Sequence[int] | nn.Parameter) -> nn.Module:
-    """A stage of parameters, in this order: constant, so never alike by accident."""
-    module = nn.Module()
-    for name, given in parameters.items():
-        made = given if isinstance(given, nn.Parameter) else nn.Parameter(torch.zeros(*given))
-        setattr(module, name, made)
-    return module
 
 
 def describe(modules: Modules, **settings: object) -> RankManifest:
@@ -49,12 +38,6 @@ def merged(
         describe({s: make(s) for s in where.at(rank).local_stages}) for rank in sorted(where.ranks)
     ]
     return merge(said, where, declared(shared))
-
-
-def entry(name: str, *shape: int, aliases: tuple[str, ...] = ()) -> ParameterEntry:
-    return ParameterEntry(
-        name, aliases, shape, torch.empty(shape).stride(), torch.float32, torch.float32, True
-    )
 
 
 class Table(nn.Module):
@@ -148,13 +131,13 @@ def test_fingerprints_are_of_bits_that_vary() -> None:
         ),
         ({"modules": {0: None}}, PlanError, "stage 0 is None, expected an nn.Module"),
         ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
-        ({"topology": topology(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
+        ({"topology": grid(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
     ],
 )
 def test_arguments_that_one_rank_sees_to_be_wrong(
     arguments: dict[str, object], error: type[Exception], message: str
 ) -> None:
-    right: dict[str, Any] = {"modules": {0: nn.Module()}, "topology": topology(1)}
+    right: dict[str, Any] = {"modules": {0: nn.Module()}, "topology": grid(1)}
     check_stages(**right)
     with pytest.raises(error, match=message):
         check_stages(**right | arguments)
@@ -179,9 +162,9 @@ def test_arguments_that_one_rank_sees_to_be_wrong(
     ],
 )
 def test_options_that_are_wrong_on_any_model(options: dict[str, Any], message: str) -> None:
-    GradientOptions.of({}).check(topology(1))
+    GradientOptions.of({}).check(grid(1))
     with pytest.raises(PlanError, match=message):
-        GradientOptions.of(options).check(topology(1))
+        GradientOptions.of(options).check(grid(1))
 
 
 def test_a_rank_without_parameters_takes_the_others_device_type() -> None:
@@ -199,7 +182,7 @@ def test_the_manifest_of_stages_on_the_meta_device_is_that_of_the_ranks() -> Non
     model = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 3), nn.Linear(3, 5, bias=False))
     model[2].weight = model[0].weight
     cut = {stage: model[stage : stage + 1] for stage in range(3)}
-    v = topology(2, 2, (0, 1, 0))
+    v = grid(2, 2, (0, 1, 0))
     ranks = [describe({s: copy.deepcopy(cut[s]) for s in v.at(r).local_stages}) for r in v.ranks]
     shared = [["0.weight", "2.weight"]]
     made = make_manifest({s: m.to("meta") for s, m in cut.items()}, v, tied=shared)
@@ -219,11 +202,11 @@ def tied(index: int) -> nn.Module:
 
 
 def test_records_of_every_rank() -> None:
-    manifest = merged(tied, topology(3), {0: "emb", 2: "head"})
+    manifest = merged(tied, grid(3), {0: "emb", 2: "head"})
     assert manifest.ties == (((0, "emb"), (2, "head")),)
     record = partial(ParameterRecord, dtype=torch.float32, requires_grad=True, kind="Module")
     emb = record(key="0.emb", name="emb", stage=0, shape=(4, 2), holders=(0, 2), position=0)
-    assert [manifest.records(topology(3).at(rank)) for rank in range(3)] == [
+    assert [manifest.records(grid(3).at(rank)) for rank in range(3)] == [
         (emb, record(key="0.b", name="b", stage=0, shape=(2,), holders=(0,), position=1)),
         (record(key="1.c", name="c", stage=1, shape=(3,), holders=(1,), position=0),),
         (
@@ -231,8 +214,8 @@ def test_records_of_every_rank() -> None:
             dataclasses.replace(emb, name="head", stage=2),
         ),
     ]
-    assert manifest.records(topology(3))[0].shared
-    assert not manifest.records(topology(3))[1].shared
+    assert manifest.records(grid(3))[0].shared
+    assert not manifest.records(grid(3))[1].shared
     assert manifest.locations("0.emb") == ((0, "emb"), (2, "head"))
     assert manifest.entries("0.emb") == (entry("emb", 4, 2), entry("head", 4, 2))
 
@@ -244,7 +227,7 @@ def test_a_parameter_that_two_stages_of_one_rank_hold_has_one_record() -> None:
             lambda s: stage(head=shared, own=(1,)) if s in (0, 3) else stage(c=(3,)), where
         )
 
-    v = topology(2, stages=(0, 1, 1, 0))
+    v = grid(2, stages=(0, 1, 1, 0))
     manifest = make(v)
     assert manifest.ties == (((0, "head"), (3, "head")),)
     assert [(r.key, r.holders) for r in manifest.records(v)] == [
@@ -262,18 +245,18 @@ def test_a_parameter_that_two_stages_of_one_rank_hold_has_one_record() -> None:
     ],
 )
 def test_every_form_of_a_declaration_means_the_same(shared: list[Mapping[int, str]]) -> None:
-    assert merged(tied, topology(3), *shared) == merged(tied, topology(3), {0: "emb", 2: "head"})
+    assert merged(tied, grid(3), *shared) == merged(tied, grid(3), {0: "emb", 2: "head"})
 
 
 def test_declarations_that_touch_are_one_tie() -> None:
     def make(s: int) -> nn.Module:
         return stage(**{f"p{s}": (2,), "q": (3,)})
 
-    chained = merged(make, topology(4), ["p0", "p2"], ["p3", "p1"], {1: "p1", 2: "p2"})
+    chained = merged(make, grid(4), ["p0", "p2"], ["p3", "p1"], {1: "p1", 2: "p2"})
     assert chained.ties == (((0, "p0"), (1, "p1"), (2, "p2"), (3, "p3")),)
-    apart = merged(make, topology(4), ["p3", "p1"], ["p2", "p0"])
+    apart = merged(make, grid(4), ["p3", "p1"], ["p2", "p0"])
     assert apart.ties == (((0, "p0"), (2, "p2")), ((1, "p1"), (3, "p3")))
-    everywhere = merged(make, topology(4), ["q"])  # one name on all stages
+    everywhere = merged(make, grid(4), ["q"])  # one name on all stages
     assert everywhere.ties == (((0, "q"), (1, "q"), (2, "q"), (3, "q")),)
 
     def aliased(_: int) -> nn.Module:
@@ -281,9 +264,9 @@ def test_declarations_that_touch_are_one_tie() -> None:
         module.alias = module.w
         return module
 
-    assert merged(aliased, topology(2), {0: "alias", 1: "w"}).ties == (((0, "w"), (1, "w")),)
+    assert merged(aliased, grid(2), {0: "alias", 1: "w"}).ties == (((0, "w"), (1, "w")),)
     # A rank that links two stages ties them for all.
-    one, where = nn.Parameter(torch.zeros(2)), topology(1, 2, stages=(0, 0))
+    one, where = nn.Parameter(torch.zeros(2)), grid(1, 2, stages=(0, 0))
     linked = describe({0: stage(a=one), 1: stage(b=one)})
     apart_there = describe({0: stage(a=(2,)), 1: stage(b=(2,))})
     assert merge([apart_there, linked], where, ()).ties == (((0, "a"), (1, "b")),)
@@ -303,7 +286,7 @@ def test_a_declaration_that_fits_no_model(
     shared: Sequence[str] | Mapping[int, str], message: str
 ) -> None:
     with pytest.raises(PlanError, match=message):
-        merged(tied, topology(3), shared)
+        merged(tied, grid(3), shared)
 
 
 @pytest.mark.parametrize(
@@ -322,7 +305,7 @@ def test_a_tie_must_be_one_parameter(other: nn.Parameter, trait: str) -> None:
         return stage(emb=(4, 2)) if s == 0 else stage(head=other)
 
     with pytest.raises(PlanError, match=f"'head' on stage 1 is tied to 'emb' on stage 0.*{trait}"):
-        merged(make, topology(2), ["emb", "head"])
+        merged(make, grid(2), ["emb", "head"])
 
 
 TRAINED = "torch.float32 grad torch.float32 trained"
@@ -352,7 +335,7 @@ def test_ranks_that_disagree_are_told_who_says_what(
     right = describe({0: stage(w=(3,))}, comm_streams=1)
     said = [right, dataclasses.replace(right, **odd), right]
     with pytest.raises(AgreementError) as caught:
-        merge(said, topology(1, 3), ())
+        merge(said, grid(1, 3), ())
     assert str(caught.value) == (
         f"ranks disagree on {what}; make them the same:\n  ranks [0, 2]: {ours}\n"
         f"  ranks [1]: {theirs}"
@@ -372,7 +355,7 @@ def test_copies_of_a_stage_must_match_in(trait: str, other: Any) -> None:
     right = describe({0: stage(w=(3,))})
     odd = dataclasses.replace(entry("w", 3), **{trait: other})
     with pytest.raises(AgreementError, match=r"(?s)parameters of stage 0.*ranks \[0\].*\[1\]"):
-        merge([right, dataclasses.replace(right, stages=((0, (odd,)),))], topology(1, 2), ())
+        merge([right, dataclasses.replace(right, stages=((0, (odd,)),))], grid(1, 2), ())
 
 
 def test_strides_may_differ_from_copy_to_copy() -> None:
@@ -381,7 +364,7 @@ def test_strides_may_differ_from_copy_to_copy() -> None:
     plain = describe({0: stage(w=shape)})
     last = torch.zeros(shape).to(memory_format=torch.channels_last)
     odd = describe({0: stage(w=nn.Parameter(last))})
-    where = topology(1, 2)
+    where = grid(1, 2)
     assert merge([plain, odd], where, ()) == merge([plain, plain], where, ())
     assert merge([odd, plain], where, ()) == merge([odd, odd], where, ())
 
@@ -396,25 +379,25 @@ def test_a_parameter_of_several_modules_is_no_matrix_in_any_cut(
     """A table and a head in one stage were a matrix, and in two stages they were none."""
     weight = nn.Parameter(torch.zeros(4, 3))
     first, last = (make(weight) for make in make_holders)
-    whole = make_manifest({0: nn.Sequential(first, nn.Linear(3, 3), last)}, topology(1))
+    whole = make_manifest({0: nn.Sequential(first, nn.Linear(3, 3), last)}, grid(1))
     assert list(matrices(whole).values()) == [False, True, False]
     stages = {0: nn.Sequential(first, nn.Linear(3, 3)), 1: nn.Sequential(last)}
     names = [next(name for name, _ in stages[s].named_parameters()) for s in stages]
-    in_two = make_manifest(stages, topology(2), tied=[dict(enumerate(names))])
+    in_two = make_manifest(stages, grid(2), tied=[dict(enumerate(names))])
     assert matrices(in_two) == matrices(whole)
     # The class of the first holder alone counted, so an embedding behind its head was a matrix.
     embedding = nn.Embedding(4, 3)
     embedding.weight = weight
     for holders in ([last, embedding], [embedding, last]):
-        alone = make_manifest({0: nn.Sequential(*holders)}, topology(1))
+        alone = make_manifest({0: nn.Sequential(*holders)}, grid(1))
         assert list(matrices(alone).values()) == [False]
 
 
 def test_a_tie_inside_any_stage_counts_on_all_stages() -> None:
     weight = nn.Parameter(torch.zeros(4, 3))
     stages = {0: nn.Sequential(linear(weight)), 1: nn.Sequential(Table(weight), linear(weight))}
-    manifest = make_manifest(stages, topology(2), tied=[{0: "0.weight", 1: "0.table"}])
-    records = [manifest.records(topology(2).at(rank))[0] for rank in (0, 1)]
+    manifest = make_manifest(stages, grid(2), tied=[{0: "0.weight", 1: "0.table"}])
+    records = [manifest.records(grid(2).at(rank))[0] for rank in (0, 1)]
     assert [record.tied_in_stage for record in records] == [True, True]
     assert [record.aliases for record in records] == [(), ("1.weight",)]
 
@@ -422,16 +405,16 @@ def test_a_tie_inside_any_stage_counts_on_all_stages() -> None:
 def test_a_module_with_several_names_is_one_holder() -> None:
     """Stages that hold copies of it are several holders, and so are its names for the patterns."""
     layer = nn.Linear(3, 3, bias=False)
-    twice = make_manifest({0: nn.Sequential(layer, nn.Tanh(), layer)}, topology(1))
+    twice = make_manifest({0: nn.Sequential(layer, nn.Tanh(), layer)}, grid(1))
     [record] = twice.parameters
     assert (record.aliases, record.tied_in_stage) == (("2.weight",), False)
     assert record.is_matrix()
     assert not record.is_matrix(["0.*"])
     assert not record.is_matrix(["2.*"])
     stages = {0: nn.Sequential(layer), 1: nn.Sequential(layer)}
-    apart = make_manifest(stages, topology(2), tied=[{0: "0.weight", 1: "0.weight"}])
+    apart = make_manifest(stages, grid(2), tied=[{0: "0.weight", 1: "0.weight"}])
     assert matrices(apart) == {"0.0.weight": False}
     # Two names in one module are one holder.
     held = stage(w=(4, 3))
     held.again = held.w
-    assert matrices(make_manifest({0: held}, topology(1))) == {"0.w": True}
+    assert matrices(make_manifest({0: held}, grid(1))) == {"0.w": True}

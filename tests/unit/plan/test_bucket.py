@@ -12,12 +12,12 @@ from pipegrad import Placement
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import Bucket, Slot, localised
 from pipegrad.plan.plan import Launch, MainRange, Plan
+from tests.support.gradients.placements import By
 from tests.support.gradients.plans import (
     BOTH,
     FLOAT,
     HALF,
     TIED,
-    Placed,
     contents,
     entry,
     grid,
@@ -209,7 +209,7 @@ def test_a_smaller_local_shard_lies_together() -> None:
 def test_after_an_owner_only_owners_launch_the_later_hops() -> None:
     """Shards are planned before replicas, too."""
     for placement, last in ((Placement.OWNER, []), (Placement.SHARD, [(3, 1)])):
-        handlers = [*BOTH[:1], ("placed", Placed(placement))]
+        handlers = [*BOTH[:1], ("placed", By("dp", placement))]
         found = plans(TIED, grid(3, 2), handlers)
         taken = {rank: [(x.bucket, x.step) for x in plan.launches] for rank, plan in found.items()}
         assert taken == {
@@ -229,7 +229,7 @@ def test_the_digest_tells_plans_apart() -> None:
         {"bucket_bytes": 0},
         {"reduce_dtype": HALF},
         {"handlers": BOTH[:1]},
-        {"handlers": [*BOTH[:1], ("owner", Placed(Placement.OWNER))]},
+        {"handlers": [*BOTH[:1], ("owner", By("dp", Placement.OWNER))]},
         {"stage_ticks": (1, 2, 3)},
     ]
     assert len({plans(TIED, grid(3, 2), **each)[0].digest for each in options}) == len(options)

@@ -13,7 +13,7 @@ from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.diloco import DiLoCo
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from pipegrad_handlers.sharded import Sharded
-from tests.support.plan.manifests import manifest
+from tests.support.gradients.plans import manifest
 
 MODEL = manifest(("emb", "a"), ("b", "head"))  # each of two elements; emb and head are one
 TIES = ("pipeline-shared", PipelineShared())

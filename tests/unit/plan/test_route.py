@@ -17,7 +17,7 @@ from pipegrad.plan.routes import Routes, make_routes, shared_routes, steps_taken
 from pipegrad.plugins.handler import ReductionStep
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
-from tests.support.plan.manifests import Reductions, Say, entry, manifest, say
+from tests.support.gradients.plans import Reductions, Say, entry, manifest, say
 
 OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
 SHARD, REPLICATE = Placement.SHARD, Placement.REPLICATE
@@ -216,7 +216,7 @@ def test_a_dtensor_is_not_reduced_over_its_own_ranks_again(axis: str, way_out: s
     """FSDP2's ranks need no handler there; of a tensor-parallel one other parameters may be."""
     mesh = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
     layout = Layout((4,), ((axis, 2),), ("Shard(dim=0)",), (False,))
-    cut = dataclasses.replace(entry("cut"), layout=layout)
+    cut = dataclasses.replace(entry("cut", 2), layout=layout)
     shards = [
         (r, (((0, "cut"), Shard((2,), (v.coordinate(axis),), v.ranks_along(axis))),))
         for r, v in ((r, mesh.at(r)) for r in mesh.ranks)

@@ -28,8 +28,7 @@ from pipegrad.train.schema import Model, Optimizer, Parallel
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.expert_parallel import ExpertParallel
 from pipegrad_handlers.sequence_parallel import SequenceParallel
-from tests.support.gradients.plans import Handlers
-from tests.support.plan.manifests import manifest
+from tests.support.gradients.plans import Handlers, manifest
 
 SHAPES = st.lists(st.integers(1, 4), min_size=1, max_size=4)
 
