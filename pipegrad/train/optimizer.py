@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -179,6 +180,14 @@ def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRSc
     return SequentialLR(optimizer, schedulers, milestones)
 
 
+def advance(learning_rate: LRScheduler, num_steps: int) -> None:
+    """Makes steps of a schedule without any of the optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the optimizer makes no step between them
+        for _ in range(num_steps):
+            learning_rate.step()
+
+
 def _scheduler(
     config: Config, index: int, part: LearningRate, optimizer: torch.optim.Optimizer
 ) -> LRScheduler:
@@ -260,11 +269,19 @@ class Update:
         scaler = {} if self._scaler is None else self._scaler.state_dict()
         return {"skipped": self.skipped, "in_a_row": self._in_a_row, "scaler": scaler}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what a checkpoint has kept; a run without a loss scale leaves that out."""
-        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
+    def restore(self, state: Mapping[str, Any] | None, num_steps: int) -> None:
+        """Sets what a checkpoint has kept after so many steps, and the learning rate.
+
+        A run without a loss scale leaves that out.
+        """
+        if state is not None:
+            self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+            if self._scaler is not None and state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
+        # A schedule follows from the number of its steps alone, so a checkpoint has none of it, and
+        # a run may go on with another one. A skipped step was none for it.
+        if self._learning_rate is not None:
+            advance(self._learning_rate, num_steps - self.skipped)
 
     def make(self, number: int) -> Updated:
         """Updates the parameters with the gradients of a step, or skips that on all ranks.

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import math
 import random
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
@@ -31,7 +30,7 @@ from pipegrad.train.data.corpus import Tokenizer, tokenizer_of
 from pipegrad.train.data.dataset import Inputs
 from pipegrad.train.data.feed import named_inputs
 from pipegrad.train.job import Job
-from pipegrad.train.optimizer import make_first_step, make_learning_rate, probe_optimizer
+from pipegrad.train.optimizer import advance, make_first_step, make_learning_rate, probe_optimizer
 
 RANDOM = "the next random number"  # sorts behind names of parameters
 
@@ -258,11 +257,7 @@ def try_out_optimizer(config: Config, device: torch.device) -> list[set[str]]:
     if learning_rate is None:
         return state_names
     try:
-        with warnings.catch_warnings():
-            # torch warns, because the optimizer makes no step between these.
-            warnings.simplefilter("ignore")
-            for _ in range(config.train.steps):
-                learning_rate.step()
+        advance(learning_rate, config.train.steps)
     except Exception as error:  # noqa: BLE001 - whatever torch says of an option
         complaint = f"fails within {config.train.steps} steps: {error!r}"
         config.refuse("optimizer.schedule", complaint, cause=error)

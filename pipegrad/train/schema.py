@@ -455,11 +455,6 @@ class Train(Table):
         "or the folder of a run, whose newest checkpoint is taken and which goes on there; or "
         "'auto', the newest run of train.output, if there is one",
     )
-    fallback: bool = Field(
-        default=False,
-        description="if the checkpoint to go on from is damaged, take the one before it; a note "
-        "says so",
-    )
     trace: bool = Field(
         default=True,
         description="record the last steps; the end of the run prints what each rank did in one, "

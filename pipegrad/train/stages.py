@@ -140,13 +140,13 @@ def _try_out(job: Job, topology: Topology, cut: Cut, own: list[Stage], sample: S
 
         # Ranks of one pipeline have one value. Another pipeline may have another part of it.
         [source, *_] = topology.ranks_of([index])
-        known = known | _agreed(f"trying stage {index} out", run)[source]
+        known = known | agreed(f"trying stage {index} out", run)[source]
 
 
-def _agreed(what: str, function: Callable[[], dict[str, Tensor]]) -> list[Any]:
-    """Returns the results of all ranks; raises the same error on all of them if one fails."""
+def agreed(what: str, function: Callable[[], object]) -> list[Any]:
+    """Does as `agree`; but a ConfigError of some ranks is raised on all ranks as it is."""
 
-    def tried() -> dict[str, Tensor] | str:
+    def tried() -> object:
         try:
             return function()
         except ConfigError as error:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -30,42 +29,22 @@ T = TypeVar("T")
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces
 
 
-@dataclass(frozen=True)
-class Resumed:
-    """What a run goes on from.
-
-    Attributes:
-        num_steps: How many steps were made before the checkpoint.
-        folder: Of the checkpoint.
-        notes: For the user.
-        damaged: Newer checkpoints, which are damaged.
-    """
-
-    num_steps: int
-    folder: Path
-    notes: tuple[str, ...]
-    damaged: tuple[Path, ...]
-
-
 def resume(
     config: Config,
     state: TrainingState,
     scheduler: Scheduler,
-    folders: Sequence[Path],
+    folder: Path,
     *,
     state_names: Sequence[set[str]],
-    run: Mapping[str, str],
-) -> Resumed:
-    """Loads a checkpoint; every rank must call it.
+) -> tuple[int, list[str]]:
+    """Loads a checkpoint; returns the number of its step, and notes. Every rank must call it.
 
     Args:
         config: The configuration.
         state: The state of this rank, which takes the values of the checkpoint.
         scheduler: Takes the state of handlers and codecs.
-        folders: The checkpoint, and those before it. They are read only with ``train.fallback``, if
-            the first is damaged.
+        folder: The checkpoint.
         state_names: Names of the state that each part of the optimizer keeps for a matrix.
-        run: Values of this run, as text.
 
     Raises:
         ConfigError: If the checkpoint is damaged, cannot be read, or is of another model; on all
@@ -73,14 +52,18 @@ def resume(
     """
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
-    folder, contents, notes = _first_whole(config, folders)
-    newer = tuple(folders[: folders.index(folder)])
+    try:
+        contents, complaint = _verified(folder)
+    except ReadError as error:
+        words = f"{error}: make the file readable, or name another checkpoint"
+        config.refuse("train.resume", words, cause=error)
+    if contents is None:
+        config.refuse("train.resume", f"{_named(config, folder)}{complaint}")
     keys = {key for of_rank in agree("the model", lambda: list(state.tensors())) for key in of_rank}
     agree("the checkpoint", lambda: state.check(config, contents, state_names, keys))
-    notes += _differences(contents.run, run)
     try:
         num_steps = state.load(folder, contents)
-        notes += state.restore(num_steps)
+        state.restore(num_steps)
     except CheckpointException as error:
         complaint = f"{_named(config, folder)}cannot be read: {failure_message(error)}"
         config.refuse("train.resume", complaint.partition("\n")[0], cause=error)
@@ -93,30 +76,7 @@ def resume(
             f"{_named(config, folder)}is the checkpoint of step {num_steps} by what it has: give "
             f"the folder the name checkpoint-{num_steps} again",
         )
-    notes += _resume_handlers(config, state, scheduler)
-    return Resumed(num_steps, folder, tuple(notes), newer)
-
-
-def _first_whole(config: Config, folders: Sequence[Path]) -> tuple[Path, Contents, list[str]]:
-    """Returns the first checkpoint that is whole, what it has, and notes on those before it."""
-    notes = list[str]()
-    for folder, before in zip(folders, [*folders[1:], None], strict=True):
-        try:
-            contents, complaint = _verified(folder)
-        except ReadError as error:
-            config.refuse(
-                "train.resume",
-                f"{error}: this says nothing of its bytes, so no older checkpoint is taken: make "
-                f"the file readable, or name another checkpoint",
-                cause=error,
-            )
-        if contents is not None:
-            return folder, contents, notes
-        if not config.train.fallback or before is None:
-            more = "" if before is None else "; or set train.fallback = true"
-            config.refuse("train.resume", f"{_named(config, folder)}{complaint}{more}")
-        notes.append(f"train.resume: {folder} {complaint}; this run goes on from {before}")
-    raise AssertionError("there is a checkpoint to read")
+    return num_steps, _resume_handlers(config, state, scheduler)
 
 
 def _verified(folder: Path) -> tuple[Contents | None, str]:
@@ -167,19 +127,6 @@ def _of_all_ranks(
 def _named(config: Config, folder: Path) -> str:
     """Returns the folder for a message, unless the value of the key is the folder."""
     return "" if folder == path_of(config.train.resume or "") else f"{folder}: "
-
-
-def _differences(saved: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
-    """Returns notes on differences between this run and the one that wrote a checkpoint."""
-    changed = [
-        f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"
-        for key in sorted(saved.keys() | run.keys())
-        # A checkpoint of an older version lacks keys that are new. They had no value then.
-        if saved.get(key, "None") != run.get(key, "None")
-    ]
-    if not changed:
-        return []
-    return [f"train.resume: this is not the run that wrote the checkpoint: {'; '.join(changed)}"]
 
 
 def _resume_handlers(config: Config, state: TrainingState, scheduler: Scheduler) -> list[str]:

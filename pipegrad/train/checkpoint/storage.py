@@ -50,7 +50,7 @@ from pipegrad.limits import MOST_NUMBER
 INDEX, CHECKSUMS, METADATA = "checkpoint.json", "checksums.json", ".metadata"
 STEP = "step"  # the key of the number of steps before a checkpoint
 _NAME = re.compile(r"checkpoint-(\d+)")
-_UNFINISHED, _DAMAGED = ".partial", ".damaged"
+_UNFINISHED = ".partial"
 _READ_BYTES = 16 * 2**20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -104,15 +104,6 @@ def remove_unfinished(run: Path) -> None:
     """Removes what was never finished, from the folder of a run."""
     for path in run.glob(f"checkpoint-*{_UNFINISHED}"):
         run_files.remove(path)
-
-
-def put_aside(folder: Path) -> None:
-    """Renames a damaged checkpoint, so that a whole one of this step can take its place."""
-    number, target = 1, folder.with_name(f"{folder.name}{_DAMAGED}")
-    while os.path.lexists(target):  # an earlier one: perhaps a part of it can be saved
-        number += 1
-        target = folder.with_name(f"{folder.name}{_DAMAGED}-{number}")
-    folder.rename(target)
 
 
 def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
