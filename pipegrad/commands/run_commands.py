@@ -53,10 +53,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
-    from pipegrad.train.process import process_group
-    from pipegrad.train.process_end import fail
+    from pipegrad.train.process import fail, process_group
+    from pipegrad.train.rendering import make_console
     from pipegrad.train.run import Report, run
-    from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 
     with usage_errors(), process_group():
@@ -161,8 +160,7 @@ def launch(
     """
     words = [str(config), *arguments]
     options = train.make_context("pipegrad train", list(words)).params
-    from pipegrad.train.config import load
-    from pipegrad.train.sizes import sizes_of
+    from pipegrad.train.config import load, sizes_of
 
     with usage_errors():
         _check_rendezvous(nodes, rendezvous)

@@ -23,8 +23,8 @@ from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import Tokenizer, mixed
-from pipegrad.train.data.feed import Feed, named_inputs, placed, takes_inputs
+from pipegrad.train.corpus import Tokenizer, mixed
+from pipegrad.train.feed import Feed, named_inputs, placed, takes_inputs
 
 TRACE_VARIABLE, TIMELINE = "PIPEGRAD_TRACE", "timeline.json"
 

@@ -136,6 +136,32 @@ def make_first_step(config: Config, optimizer: torch.optim.Optimizer) -> None:
             config.refuse(key, f"its first step fails: {error!r}", cause=error)
 
 
+def try_out_optimizer(config: Config, device: torch.device) -> list[set[str]]:
+    """Makes one step of the optimizer and every step of its learning rate, on small matrices.
+
+    Returns:
+        The names of the state that the optimizer keeps for a matrix, of each of its parts.
+
+    Raises:
+        ConfigError: If torch accepts options and fails with them later.
+    """
+    optimizer, probes = probe_optimizer(config, size=2, device=device)
+    learning_rate = make_learning_rate(config, optimizer)
+    make_first_step(config, optimizer)
+    state_names = [set(optimizer.state[probe]) for probe in probes]
+    if learning_rate is None:
+        return state_names
+    try:
+        advance(learning_rate, config.train.steps)
+    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+        complaint = f"fails within {config.train.steps} steps: {error!r}"
+        config.refuse("optimizer.schedule", complaint, cause=error)
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    if not all(map(math.isfinite, rates)):
+        config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
+    return state_names
+
+
 def state_numels(config: Config) -> list[int]:
     """Returns how many elements the optimizer keeps for each element of a large parameter.
 

@@ -1,4 +1,4 @@
-"""Rendering: what a command shows of a job or of a step, as parts that rich prints.
+"""Rendering: the console of commands, and what they show of a job or of a step, as rich prints it.
 
 A plan is one replica in about a screen. An explanation says where a step went, why, and what would
 help.
@@ -6,17 +6,19 @@ help.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
 
+from pipegrad.printable import printable
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.measured import rows_of
 from pipegrad.simulation.explain.breakdown import Breakdown, RankBreakdown
 from pipegrad.simulation.explain.explanation import Explanation
 from pipegrad.simulation.timeline import in_percent, in_time
-from pipegrad.train.tables import table
 
 _MIB = 2**20
 _ROWS, _WIDTH = 16, 96  # of the grid, and of long tables
@@ -30,6 +32,33 @@ _STEP_LEGEND = (
 )
 # A terminal shows this many ranks, peers and reductions. JSON has all ranks.
 _MOST_RANKS, _MOST_PEERS, _MOST_REDUCTIONS = 32, 3, 16
+_PLAIN_WIDTH = 160  # columns without a terminal
+
+
+class _Console(Console):
+    """A console whose texts are lines, without control characters: names in them may have some."""
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
+        texts = [printable(each) if isinstance(each, str) else each for each in objects]
+        super().print(*texts, **options)
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """Returns a console on the standard output. A text is one line, and has no markup."""
+    console = _Console(highlight=False, markup=False, emoji=False, quiet=quiet)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    """Returns a table whose only line is below its head."""
+    text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        text_table.add_column(printable(column), overflow="fold")
+    for row in rows:
+        text_table.add_row(*(printable(str(cell)) for cell in row))
+    return text_table
 
 
 def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[RenderableType]:

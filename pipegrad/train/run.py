@@ -25,11 +25,10 @@ from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
-from pipegrad.train.process_end import exit_code
-from pipegrad.train.rendering import rendered_breakdown
+from pipegrad.train.process import exit_code
+from pipegrad.train.rendering import rendered_breakdown, table
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import MANIFEST, with_launch
-from pipegrad.train.tables import table
 from pipegrad.train.trainer import Trainer
 
 _KEPT_STEPS = 1000

@@ -6,7 +6,7 @@ not leave its peers in a collective: all ranks raise the same error. The order m
 1. Configuration and device of each rank, alone; then the text, once a machine.
 2. The topology with its process groups; with it each rank knows its data, and has its first batch.
 3. The model, which a factory may shard along dimensions of the topology.
-4. A preflight of the model. Layers may use process groups, so every rank must have its model first.
+4. A trial of the model. Layers may use process groups, so every rank must have its model first.
 5. Stages on the device, the scheduler with the gradient layer, and the optimizer.
 6. The summary, and at last a checkpoint if the job goes on from one.
 """
@@ -39,20 +39,18 @@ from pipegrad.train.checkpoint.shards import find_shards
 from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import mixed
-from pipegrad.train.data.feed import make_feed, read_texts
+from pipegrad.train.corpus import mixed
 from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
+from pipegrad.train.feed import make_feed, read_texts
 from pipegrad.train.job import Job
-from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import (
     Update,
     group_of,
     make_learning_rate,
     make_optimizer,
+    try_out_optimizer,
 )
-from pipegrad.train.preflight import try_out_optimizer
-from pipegrad.train.process import choose_algorithms, device_of_rank
-from pipegrad.train.process_end import Signals, show_in
+from pipegrad.train.process import Signals, choose_algorithms, device_of_rank, show_in
 from pipegrad.train.rendering import rendered_summary
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import (
@@ -65,6 +63,7 @@ from pipegrad.train.run_folder import (
 )
 from pipegrad.train.stages import agreed, build_stages
 from pipegrad.train.summary import make_summary
+from pipegrad.train.transformers_model import save_model
 
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
 _ALIKE = "if that is not wanted, let the function return other batches for each data_rank"

@@ -16,7 +16,7 @@ from pipegrad.errors import ConfigError, PlanError
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.uncut import load as load_whole
 from pipegrad.train.config import Config, load
-from pipegrad.train.data import mixed
+from pipegrad.train.corpus import mixed
 from pipegrad.train.job import Job
 from pipegrad.train.rendering import rendered_summary
 from pipegrad.train.summary import make_summary

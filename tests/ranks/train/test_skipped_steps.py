@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipegrad.errors import DriftError, StepError
 from pipegrad.train.config import load
-from pipegrad.train.data import read_corpus
+from pipegrad.train.corpus import read_corpus
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered

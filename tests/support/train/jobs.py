@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
-from pipegrad.train.models.recorded_model import RecordedModel
+from pipegrad.train.recorded_model import RecordedModel
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered

@@ -28,8 +28,7 @@ from pipegrad.train.checkpoint.storage import (
 )
 from pipegrad.train.checkpoint.uncut import write_file
 from pipegrad.train.config import Config
-from pipegrad.train.models.transformers_model import _copy_tokenizer
-from pipegrad.train.process_end import _write_text
+from pipegrad.train.process import _write_text
 from pipegrad.train.reporters.jsonl import JsonLines
 from pipegrad.train.run_folder import (
     Origin,
@@ -40,6 +39,7 @@ from pipegrad.train.run_folder import (
     read_manifest,
 )
 from pipegrad.train.schema import Model, Train
+from pipegrad.train.transformers_model import _copy_tokenizer
 from tests.support.picture.timelines import SMALL
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -12,8 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public
 
-from pipegrad.train.process import LAUNCH, store_of_start
-from pipegrad.train.process_end import ENDING, Signals, exit_code
+from pipegrad.train.process import ENDING, LAUNCH, Signals, exit_code, store_of_start
 
 SIZE = 3
 
@@ -105,7 +104,7 @@ def test_another_thread_changes_no_handler() -> None:
 
 STUCK = """
 import ctypes, os, signal, threading, time
-from pipegrad.train import process_end as signals
+from pipegrad.train import process as signals
 signals._ECHO_SECONDS = 0.0
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)

@@ -24,7 +24,7 @@ from pipegrad.train.checkpoint.storage import (
     remove_unfinished,
     unfinished,
 )
-from pipegrad.train.config import Config
+from pipegrad.train.config import Config, sizes_of
 from pipegrad.train.process import LAUNCH
 from pipegrad.train.run_folder import (
     HeldError,
@@ -40,7 +40,6 @@ from pipegrad.train.run_folder import (
     with_launch,
 )
 from pipegrad.train.schema import Model, Train
-from pipegrad.train.sizes import sizes_of
 
 
 def config(**train: Any) -> Config:
