@@ -23,7 +23,7 @@ from torch import Tensor
 from pipegrad.comm.agreement import agree
 from pipegrad.gradients.main_params import Box, Chunk, Locations
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.train.config import Config
 
 _KEY = "parallel.shards"
@@ -52,10 +52,10 @@ class Shard:
         """Returns elements of the part as a chunk of the whole tensor.
 
         Args:
-            values: Elements of the part in its order, of any shape.
+            values: Elements of the part in its order, of any shape; or a DTensor with such a part.
             begin: Index of the first of them in the flat part.
         """
-        flat, boxes, first = values.detach().reshape(-1), list[Box](), 0
+        flat, boxes, first = local(values).detach().reshape(-1), list[Box](), 0
         end = begin + flat.numel()
         for corner, shape in self.boxes:
             numel = math.prod(shape)
