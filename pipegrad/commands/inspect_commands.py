@@ -81,7 +81,7 @@ def _loaded(run: Path) -> Timeline:
     if is_folder and not path.exists():
         raise ScheduleError(
             f"{run} has no {_FILE}: a run writes it when it has made all its steps, "
-            f"unless it has train.trace=false or PIPEGRAD_TRACE, which may name another folder"
+            f"unless it has train.trace=false"
         )
     return Timeline.load(path)
 

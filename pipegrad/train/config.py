@@ -40,7 +40,6 @@ _SHOWN_CHARACTERS = 80
 _OPENING = ("[", "{")  # of a list or a table, not of a word
 _NEARLY_TOML = {"true", "false", "yes", "no", "on", "off", "none", "null"}
 _OPTIMIZER_OPTIONS = {"lr", "betas", "eps", "weight_decay", "momentum", "nesterov"}
-_GONE = {"data.cache": ", set the environment variable HF_DATASETS_CACHE instead"}
 _COMPLAINTS = {
     "model_type": "should be a table",
     "string_pattern_mismatch": "should look like 'module:function'",
@@ -277,7 +276,7 @@ def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
     if detail["type"] == "extra_forbidden":
         known = closest_first(str(locations[-1]), table.model_fields)
         value = _shown(detail["input"])
-        elsewhere = _GONE.get(key) or _elsewhere(str(locations[-1]))
+        elsewhere = _elsewhere(str(locations[-1]))
         return f"{source}: {key} = {value}: unknown key{elsewhere}; known, closest first: {known}"
     description = table.model_fields[field].description if field in table.model_fields else None
     hint = f" ({description})" if description else ""

@@ -99,19 +99,20 @@ def _kind(config: Config, key: str, choice: Named) -> type:
     return kind
 
 
-def probe_optimizer(
-    config: Config, *, size: int, device: torch.device | str = "cpu"
-) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Returns the optimizer of small matrices, and these matrices: one for each of its parts.
+def try_out_optimizer(config: Config, device: torch.device | str) -> list[set[str]]:
+    """Makes one step of the optimizer and every step of its learning rate, on small matrices.
+
+    Returns:
+        The names of the state that the optimizer keeps for a matrix, of each of its parts.
 
     Raises:
-        ConfigError: As `make_optimizer`. It names the part that does not take its options.
+        ConfigError: If torch accepts options and fails with them later. It names the part.
     """
     choice, (kind, others) = config.optimizer, kinds(config)
     probes: list[nn.Parameter] = []
 
     def probe() -> list[nn.Parameter]:
-        probes.append(nn.Parameter(torch.ones(size, size, device=device)))
+        probes.append(nn.Parameter(torch.ones(2, 2, device=device)))
         probes[-1].grad = torch.ones_like(probes[-1])
         return probes[-1:]
 
@@ -120,61 +121,22 @@ def probe_optimizer(
     if others is not None and choice.others is not None:
         of_others = _made(config, "optimizer.others", choice.others.name, partial(others, probe()))
         optimizer = JoinedOptimizer([optimizer, of_others])
-    return optimizer, probes
-
-
-def make_first_step(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the first step of `probe_optimizer`.
-
-    Raises:
-        ConfigError: If torch has accepted options and fails with them now. It names the part.
-    """
+    learning_rate = make_learning_rate(config, optimizer)
     for key, part in zip(KEYS_OF_PARTS, parts_in(optimizer), strict=False):
         try:
             part.step()
         except Exception as error:  # noqa: BLE001 - whatever torch says of an option
             config.refuse(key, f"its first step fails: {error!r}", cause=error)
-
-
-def try_out_optimizer(config: Config, device: torch.device) -> list[set[str]]:
-    """Makes one step of the optimizer and every step of its learning rate, on small matrices.
-
-    Returns:
-        The names of the state that the optimizer keeps for a matrix, of each of its parts.
-
-    Raises:
-        ConfigError: If torch accepts options and fails with them later.
-    """
-    optimizer, probes = probe_optimizer(config, size=2, device=device)
-    learning_rate = make_learning_rate(config, optimizer)
-    make_first_step(config, optimizer)
-    state_names = [set(optimizer.state[probe]) for probe in probes]
-    if learning_rate is None:
-        return state_names
-    try:
-        advance(learning_rate, config.train.steps)
-    except Exception as error:  # noqa: BLE001 - whatever torch says of an option
-        complaint = f"fails within {config.train.steps} steps: {error!r}"
-        config.refuse("optimizer.schedule", complaint, cause=error)
-    rates = [float(group["lr"]) for group in optimizer.param_groups]
-    if not all(map(math.isfinite, rates)):
-        config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
-    return state_names
-
-
-def state_numels(config: Config) -> list[int]:
-    """Returns how many elements the optimizer keeps for each element of a large parameter.
-
-    There is a number for each part: of `optimizer.name`, and of `optimizer.others`, if it is set.
-    It is measured by one step of a small matrix.
-    """
-    optimizer, probes = probe_optimizer(config, size=8)
-    make_first_step(config, optimizer)
-    # What is smaller, such as a counter, does not grow with the parameter.
-    return [
-        sum(torch.is_tensor(v) and v.numel() == p.numel() for v in optimizer.state[p].values())
-        for p in probes
-    ]
+    if learning_rate is not None:
+        try:
+            advance(learning_rate, config.train.steps)
+        except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+            complaint = f"fails within {config.train.steps} steps: {error!r}"
+            config.refuse("optimizer.schedule", complaint, cause=error)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if not all(map(math.isfinite, rates)):
+            config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
+    return [set(optimizer.state[probe]) for probe in probes]
 
 
 def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:

@@ -93,12 +93,6 @@ def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator
         ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in summary["routes"]),
     )
     yield from _divisors(summary["pipeline_ranks"])
-    for meeting in summary["meetings"]:
-        yield (
-            f"replicas train alone and meet every {meeting['every']} steps: a rank averages at "
-            f"most {_mib(meeting['bytes'])} MiB with the other replicas, "
-            f"{_mib(meeting['bytes'] / meeting['every'])} MiB a step"
-        )
     yield (
         f"all ranks: {summary['collectives']} collectives, "
         f"{summary['reduced_bytes'] / _MIB:.2f} MiB a step, each rank's part counted; "
@@ -165,7 +159,7 @@ def _stages(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
 def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield table(
         [
-            "rank", "stages", "parameter MiB", "gradient", "optimizer", "live", "buffers",
+            "rank", "stages", "parameter MiB", "gradient", "live", "buffers",
             "bubble", "collectives", "reduced", "synced",
         ],
         _rows(
@@ -173,7 +167,7 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
             lambda rank: [
                 rank["pipeline_rank"],
                 ", ".join(map(str, rank["stages"])),
-                *(_mib(rank[f"{name}_bytes"]) for name in ("parameter", "gradient", "optimizer")),
+                *(_mib(rank[f"{name}_bytes"]) for name in ("parameter", "gradient")),
                 rank["live_activations"],
                 rank["receive_buffers"],
                 f"{rank['bubble']:.1%}",
@@ -191,7 +185,7 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield (
         f"live: microbatches whose activations a rank holds at most. buffers: for values that it "
         f"receives. bubble: idle share of a step of {schedule['step_time']:g} {unit}, with "
-        f"{basis}. optimizer: an estimate from one step on a small matrix."
+        f"{basis}."
     )
     if schedule["peak_bytes"]:
         yield f"peak memory by simulation: {_mib(max(schedule['peak_bytes']))} MiB on a rank"

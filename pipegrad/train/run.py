@@ -137,7 +137,9 @@ def _end(trainer: Trainer, report: Report, folder: Path) -> None:
     try:
         timeline = trainer.tracing.timeline()
         if is_first_rank and timeline is not None:
-            report.break_down(timeline, trainer.tracing.save(timeline, folder))
+            path = folder / "timeline.json"
+            timeline.save(path)
+            report.break_down(timeline, path)
     except (PipegradError, OSError) as error:
         report.note(f"there is no timeline of this run: {in_words(error)}")
 

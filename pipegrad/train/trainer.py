@@ -209,14 +209,6 @@ class Trainer:
             note=update.note,
         )
 
-    def save(self, folder: Path, number: int) -> None:
-        """Writes a checkpoint after a step, whole when it returns; every rank must call it.
-
-        Raises:
-            ConfigError: If a rank cannot write it; on all ranks.
-        """
-        self.saving.save(folder, number)
-
     def save_model(self, folder: Path) -> None:
         """Writes a model of transformers as it reads one; every rank must call it.
 

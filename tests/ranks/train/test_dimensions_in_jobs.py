@@ -200,7 +200,7 @@ def test_master_copies_and_state_are_read_with_and_without_a_declaration(
         if save:
             for number in (1, 2):
                 trainer.step(number)
-            trainer.save(Path(writer), 2)
+            trainer.saving.save(Path(writer), 2)
         found = {
             f"{name} {key}": torch.as_tensor(value).clone()
             for name, values in trainer._optimizer.state_dict()["state"].items()

@@ -97,7 +97,7 @@ def trained_to(
         for end in ends:
             steps += [trainer.step(n) for n in range(trainer.first_step + len(steps), end + 1)]
             if end in saves:
-                trainer.save(Path(saves[end]), end)
+                trainer.saving.save(Path(saves[end]), end)
             trainer.sync.wait_parameters()
             values = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
             found.append(Trained([*steps], values, trainer.notes))
