@@ -54,7 +54,7 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     import torch.distributed as dist
 
     from pipegrad.train.process import fail, process_group
-    from pipegrad.train.rendering import make_console
+    from pipegrad.train.rendering import make_console, rendered_summary
     from pipegrad.train.run import Report, run
     from pipegrad.train.trainer import Trainer
 
@@ -65,7 +65,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             trainer = Trainer(loaded)
             print_parts(console, trainer.notes)
             if dry_run:
-                print_parts(console, trainer.printed_summary())
+                if trainer.summary:  # rank 0 has it
+                    shown = rendered_summary(trainer.summary, trainer.job.schedule)
+                    print_parts(console, shown)
             else:
                 code = run(trainer, Report(console, trainer.job))
         except KeyboardInterrupt:

@@ -104,7 +104,8 @@ def _make_model(job: Job, topology: Topology, sample: Sample) -> Cut:
             else:
                 check_tokenizer(config, uncut, tokenizer)
             cut = job.cut(uncut)
-        check_parameters(config, cut)
+        if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
+            config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
         own = [cut.modules[stage] for stage in topology.local_stages]
         if recorded is not None:
             recorded.load(own)
@@ -185,12 +186,6 @@ def _sample(job: Job, topology: Topology, feed: Feed, texts: Texts) -> Sample:
         own = first, target[:rows].cpu().clone()
     replies = agree("a look at the first batch", lambda: own)
     return Sample(*next(reply for reply in replies if reply is not None))
-
-
-def check_parameters(config: Config, cut: Cut) -> None:
-    """Refuses a model of which no parameter is trained."""
-    if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
-        config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
 
 
 def digests_of(modules: Sequence[nn.Module], num_draws: int) -> dict[str, str]:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import RenderableType
 
 from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch import Bounded
@@ -51,7 +50,6 @@ from pipegrad.train.optimizer import (
     try_out_optimizer,
 )
 from pipegrad.train.process import Signals, choose_algorithms, device_of_rank, show_in
-from pipegrad.train.rendering import rendered_summary
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import (
     RunLock,
@@ -248,10 +246,6 @@ class Trainer:
         self.folder = folder
         show_in(folder)
         return folder
-
-    def printed_summary(self) -> Iterable[RenderableType]:
-        """Returns the summary as parts that rich prints; nothing on other ranks than 0."""
-        return rendered_summary(self.summary, self.job.schedule) if self.summary else ()
 
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -15,7 +14,6 @@ from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint.storage import (
     Contents,
     DamageError,
-    ReadError,
     damage_of,
     damaged,
     failure_message,
@@ -25,7 +23,6 @@ from pipegrad.train.checkpoint.storage import (
 from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.config import Config, path_of
 
-T = TypeVar("T")
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces
 
 
@@ -52,13 +49,7 @@ def resume(
     """
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
-    try:
-        contents, complaint = _verified(folder)
-    except ReadError as error:
-        words = f"{error}: make the file readable, or name another checkpoint"
-        config.refuse("train.resume", words, cause=error)
-    if contents is None:
-        config.refuse("train.resume", f"{_named(config, folder)}{complaint}")
+    contents = _verified(config, folder)
     keys = {key for of_rank in agree("the model", lambda: list(state.tensors())) for key in of_rank}
     agree("the checkpoint", lambda: state.check(config, contents, state_names, keys))
     try:
@@ -79,49 +70,30 @@ def resume(
     return num_steps, _resume_handlers(config, state, scheduler)
 
 
-def _verified(folder: Path) -> tuple[Contents | None, str]:
-    """Returns what a checkpoint has, or None and its damage, the same on all ranks.
+def _verified(config: Config, folder: Path) -> Contents:
+    """Returns what a checkpoint has; refuses, on all ranks, what a rank finds damaged."""
 
-    Raises:
-        ReadError: If a rank cannot read it; on all ranks.
-    """
-
-    def read() -> tuple[Contents | None, list[str]]:
+    def read() -> tuple[Contents | None, str]:
         try:
-            return read_contents(folder), []
+            return read_contents(folder), ""
         except DamageError as error:
-            return None, [str(error)]
+            return None, str(error)
 
     # One rank alone may find the damage, as on another machine.
-    contents, complaints = _of_all_ranks("the checkpoint", read)
-    if contents is None or complaints:
-        return None, complaints[0]
-    # All ranks together read each file once.
-    mine = list(contents.checksums.items())[dist.get_rank() :: dist.get_world_size()]
-    _, messages = _of_all_ranks("the checksums", lambda: (None, damaged(folder, mine)))
-    return (None, damage_of(messages)) if messages else (contents, "")
-
-
-def _of_all_ranks(
-    what: str, check: Callable[[], tuple[T | None, list[str]]]
-) -> tuple[T | None, list[str]]:
-    """Returns what this rank keeps, and the messages of all ranks, each once.
-
-    Raises:
-        ReadError: If a rank cannot read it; on all ranks.
-    """
-
-    def caught() -> tuple[T | None, tuple[list[str], str]]:
-        try:
-            result, messages = check()
-        except ReadError as error:
-            return None, ([], str(error))
-        return result, (messages, "")
-
-    result, replies = agree_keeping(what, caught, timeout_seconds=_VERIFY_SECONDS)
-    if unreadable := [message for _, message in replies if message]:
-        raise ReadError(unreadable[0])
-    return result, sorted({message for messages, _ in replies for message in messages})
+    contents, complaints = agree_keeping("the checkpoint", read, timeout_seconds=_VERIFY_SECONDS)
+    complaint = min(filter(None, complaints), default="")
+    if contents is not None and not complaint:
+        # All ranks together read each file once.
+        mine = list(contents.checksums.items())[dist.get_rank() :: dist.get_world_size()]
+        replies = agree(
+            "the checksums", lambda: damaged(folder, mine), timeout_seconds=_VERIFY_SECONDS
+        )
+        messages = sorted({message for of_rank in replies for message in of_rank})
+        complaint = damage_of(messages) if messages else ""
+    if complaint:
+        config.refuse("train.resume", f"{_named(config, folder)}{complaint}")
+    assert contents is not None
+    return contents
 
 
 def _named(config: Config, folder: Path) -> str:

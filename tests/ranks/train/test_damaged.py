@@ -86,8 +86,8 @@ class Malicious:
         return os.mkdir, (EXECUTED,)
 
 
-def altered_seed(path: Path) -> None:
-    path.write_text(path.read_text().replace('"train.seed":"0"', '"train.seed":"1"'))
+def altered_version(path: Path) -> None:
+    path.write_text(path.read_text().replace('"pipegrad":"', '"pipegrad":"9'))
 
 
 EXECUTED, SHARD, INDEX = "executed", "__1_0.distcp", "checkpoint.json"
@@ -130,8 +130,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda folder: (folder / "checksums.json").unlink(),
         "is not a whole checkpoint of this version of pipegrad: it has no checksums.json; torch.",
     ),
-    "values of the run": (
-        lambda folder: altered_seed(folder / INDEX),
+    "a value of the index": (
+        lambda folder: altered_version(folder / INDEX),
         f"{IS_DAMAGED}{INDEX} {OTHER_BYTES}",
     ),
     "a file in the folder's place": (instead(Path.touch), "expected the folder of a checkpoint: "),
@@ -291,14 +291,14 @@ def save_runs(job: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["run", "run/checkpoint-3"])
-def test_what_cannot_be_read_is_not_damaged(
+def test_a_file_that_cannot_be_read_is_named(
     job: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     save_runs(job)
     monkeypatch.setattr(storage, "_checksum", partial(unreadable, storage._checksum))
     said = refusal(job, *SHARDED, f"train.resume={name}")
     assert "run/checkpoint-3/__" in said
-    assert " cannot be read: Input/output error: make the file readable, or name " in said
+    assert " cannot be read: Input/output error" in said
     assert "\n" not in said
 
 
