@@ -63,7 +63,6 @@ class DiLoCo(GradientHandler):
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}, expected at least 0 and below 1")
         self.equal_every = every
-        self.kept_numbers = 2 if momentum else 1
         self.lr, self.momentum, self._axis = lr, momentum, axis
 
     def reductions(

@@ -46,7 +46,6 @@ _RECORDS = {
     "pipeline.first_step": ("Learned",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),
-    "train.origin": ("Origin",),
 }
 _MODULES = {f"{m}.{name}": (m, name) for m, names in _RECORDS.items() for name in names}
 _DTYPES = {

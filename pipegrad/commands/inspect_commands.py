@@ -68,8 +68,7 @@ def trace(
     if as_json:
         click.echo(json.dumps(explanation.to_json(), indent=2))
         return
-    from pipegrad.train.rendering import rendered_explanation
-    from pipegrad.train.tables import make_console
+    from pipegrad.train.rendering import make_console, rendered_explanation
 
     print_parts(make_console(), [_head(timeline), *rendered_explanation(explanation)])
 
@@ -82,7 +81,7 @@ def _loaded(run: Path) -> Timeline:
     if is_folder and not path.exists():
         raise ScheduleError(
             f"{run} has no {_FILE}: a run writes it when it has made all its steps, "
-            f"unless it has train.trace=false or PIPEGRAD_TRACE, which may name another folder"
+            f"unless it has train.trace=false"
         )
     return Timeline.load(path)
 
@@ -152,7 +151,7 @@ def _device(name: str) -> torch.device:
 
 
 def _show(result: Examination, *, as_json: bool) -> None:
-    from pipegrad.train.tables import make_console
+    from pipegrad.train.rendering import make_console
 
     if as_json:
         click.echo(json.dumps(result.to_json(), indent=2))
@@ -161,7 +160,7 @@ def _show(result: Examination, *, as_json: bool) -> None:
 
 
 def _parts(result: Examination) -> Iterator[RenderableType]:
-    from pipegrad.train.tables import table
+    from pipegrad.train.rendering import table
 
     versions = list(dict.fromkeys(name for facts in result.ranks for name in facts.versions))
     yield table(
@@ -277,7 +276,7 @@ def _lister(name: str, group: str, what: str) -> click.Command:
         if as_json:
             click.echo(json.dumps(entries, indent=2))
             return
-        from pipegrad.train.tables import make_console, table
+        from pipegrad.train.rendering import make_console, table
 
         columns = ["name", "distribution", "version", "summary"]
         cells = ([entry[column] for column in columns] for entry in entries)

@@ -80,9 +80,8 @@ def plan(
     """Print what the ranks of CONFIG will do, without starting any: one replica, and sums."""
     from pipegrad.simulation.auto import Auto
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.rendering import rendered_summary
+    from pipegrad.train.rendering import make_console, rendered_summary
     from pipegrad.train.summary import make_summary, predicted, rank_as_text, summarize_rank
-    from pipegrad.train.tables import make_console
 
     with usage_errors():
         costs = Costs.load(costs_file) if costs_file else None
@@ -108,7 +107,7 @@ def plan(
 def _profiled(job: Job, costs: Costs | None, path: Path) -> Costs:
     """Returns costs with measured stages, and saves them; the network is that of `costs`."""
     from pipegrad.simulation.costs import Costs
-    from pipegrad.train.preflight import profile_job
+    from pipegrad.train.stages import profile_job
 
     result = replace(costs or Costs(()), stages=profile_job(job))
     try:
@@ -330,8 +329,7 @@ def _uniform(
 
 def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
     from pipegrad.simulation.timeline import in_time
-    from pipegrad.train.rendering import rendered_explanation
-    from pipegrad.train.tables import make_console
+    from pipegrad.train.rendering import make_console, rendered_explanation
 
     numbers = (
         f"{schedule.num_ranks} ranks, {len(schedule.stage_to_rank)} stages, "

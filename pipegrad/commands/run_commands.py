@@ -53,10 +53,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
     """
     import torch.distributed as dist
 
-    from pipegrad.train.process import process_group
-    from pipegrad.train.process_end import fail
+    from pipegrad.train.process import fail, process_group
+    from pipegrad.train.rendering import make_console, rendered_summary
     from pipegrad.train.run import Report, run
-    from pipegrad.train.tables import make_console
     from pipegrad.train.trainer import Trainer
 
     with usage_errors(), process_group():
@@ -66,7 +65,9 @@ def train(loaded: Callable[[], Config], dry_run: bool) -> None:
             trainer = Trainer(loaded)
             print_parts(console, trainer.notes)
             if dry_run:
-                print_parts(console, trainer.printed_summary())
+                if trainer.summary:  # rank 0 has it
+                    shown = rendered_summary(trainer.summary, trainer.job.schedule)
+                    print_parts(console, shown)
             else:
                 code = run(trainer, Report(console, trainer.job))
         except KeyboardInterrupt:
@@ -161,8 +162,7 @@ def launch(
     """
     words = [str(config), *arguments]
     options = train.make_context("pipegrad train", list(words)).params
-    from pipegrad.train.config import load
-    from pipegrad.train.sizes import sizes_of
+    from pipegrad.train.config import load, sizes_of
 
     with usage_errors():
         _check_rendezvous(nodes, rendezvous)

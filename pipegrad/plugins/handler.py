@@ -310,14 +310,12 @@ class GradientHandler(Constructed, ABC):
         hook: Set it in ``__init__`` for `launch` to average with it. Then every reduction must be
             a mean with REPLICATE.
         equal_every: Steps after which replicas along `independent_axes` are equal again.
-        kept_numbers: How many numbers of fp32 at least the `outer_optimizer` keeps of an element.
         keeps_equal: False in a handler that sends nothing, for measurements. Then copies drift
             apart, and `GradientSync.finish` does not compare them.
     """
 
     hook: Averaging | None = None
     equal_every: int = 1
-    kept_numbers: int = 0
     keeps_equal: bool = True
 
     @abstractmethod

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import math
-import os
 import resource
 import sys
 from contextlib import ExitStack, suppress
-from functools import partial
 from itertools import count
-from pathlib import Path
 from typing import Any, Self
 
 import torch
@@ -17,16 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.activity import Activity
-from pipegrad.comm.agreement import agree, same
-from pipegrad.errors import ConfigError, reason
 from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import Tokenizer, mixed
-from pipegrad.train.data.feed import Feed, named_inputs, placed, takes_inputs
-
-TRACE_VARIABLE, TIMELINE = "PIPEGRAD_TRACE", "timeline.json"
+from pipegrad.train.corpus import Tokenizer, mixed
+from pipegrad.train.feed import Feed, named_inputs, placed, takes_inputs
 
 
 class Evaluation:
@@ -152,24 +145,13 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class Tracing:
-    """Records the steps that a run makes inside of ``with tracing``. All ranks make and enter it.
+    """Records the steps of a run inside of ``with tracing``, if ``train.trace`` says so.
 
-    ``train.trace`` decides, unless the variable ``PIPEGRAD_TRACE`` is set: 0 records nothing, 1
-    records into the run's own folder, and all else is another folder. All ranks must have the same.
-
-    Raises:
-        AgreementError: If the variable differs between ranks.
-        ConfigError: If its folder cannot be made; on all ranks.
+    All ranks make and enter it.
     """
 
     def __init__(self, config: Config, scheduler: Scheduler) -> None:
-        value = os.environ.get(TRACE_VARIABLE, "")
-        self._folder = None if value in ("", "0", "1") else Path(value)
-        same(
-            TRACE_VARIABLE,
-            dict(enumerate(agree(TRACE_VARIABLE, partial(_checked, value, self._folder)))),
-        )
-        self._is_wanted = value != "0" if value else config.train.trace
+        self._is_wanted = config.train.trace
         self._scheduler = scheduler
         self._open = ExitStack()
         self._recording: Recording | None = None
@@ -198,21 +180,3 @@ class Tracing:
         if topology.rank not in topology.one_replica:
             return None
         return None if self._recording is None else self._recording.timeline()
-
-    def save(self, timeline: Timeline, folder: Path) -> Path:
-        """Writes a timeline into a folder, or into that of the variable; returns the file."""
-        path = (self._folder or folder) / TIMELINE
-        timeline.save(path)
-        return path
-
-
-def _checked(value: str, folder: Path | None) -> str:
-    """Returns the variable. Rank 0 makes its folder, before a run of hours and not after it."""
-    if folder is not None and dist.get_rank() == 0:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(
-                f"{TRACE_VARIABLE} is {value!r}, a folder that cannot be made: {reason(error)}"
-            ) from error
-    return value

@@ -36,15 +36,14 @@ from pipegrad.schedules import registry as schedules
 from pipegrad.schedules.measured import Choice as ScheduleChoice
 from pipegrad.schedules.measured import MeasuredGenerator
 from pipegrad.topology import Topology
-from pipegrad.train.config import Config
-from pipegrad.train.data.dataset import dataset_of
+from pipegrad.train.config import Config, sizes_of
+from pipegrad.train.dataset import dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
-from pipegrad.train.models.recorded_model import RecordedModel, lacks_memory
-from pipegrad.train.models.transformers_model import uncut_model
 from pipegrad.train.optimizer import kinds
+from pipegrad.train.recorded_model import RecordedModel, lacks_memory
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
-from pipegrad.train.sizes import sizes_of
+from pipegrad.train.transformers_model import uncut_model
 
 _IGNORED = -100  # of targets: torch's cross_entropy leaves them out
 _HANDED_ON = "the inputs of the batch"  # no module has an output of this name

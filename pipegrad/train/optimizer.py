@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -98,19 +99,20 @@ def _kind(config: Config, key: str, choice: Named) -> type:
     return kind
 
 
-def probe_optimizer(
-    config: Config, *, size: int, device: torch.device | str = "cpu"
-) -> tuple[torch.optim.Optimizer, list[nn.Parameter]]:
-    """Returns the optimizer of small matrices, and these matrices: one for each of its parts.
+def try_out_optimizer(config: Config, device: torch.device | str) -> list[set[str]]:
+    """Makes one step of the optimizer and every step of its learning rate, on small matrices.
+
+    Returns:
+        The names of the state that the optimizer keeps for a matrix, of each of its parts.
 
     Raises:
-        ConfigError: As `make_optimizer`. It names the part that does not take its options.
+        ConfigError: If torch accepts options and fails with them later. It names the part.
     """
     choice, (kind, others) = config.optimizer, kinds(config)
     probes: list[nn.Parameter] = []
 
     def probe() -> list[nn.Parameter]:
-        probes.append(nn.Parameter(torch.ones(size, size, device=device)))
+        probes.append(nn.Parameter(torch.ones(2, 2, device=device)))
         probes[-1].grad = torch.ones_like(probes[-1])
         return probes[-1:]
 
@@ -119,35 +121,22 @@ def probe_optimizer(
     if others is not None and choice.others is not None:
         of_others = _made(config, "optimizer.others", choice.others.name, partial(others, probe()))
         optimizer = JoinedOptimizer([optimizer, of_others])
-    return optimizer, probes
-
-
-def make_first_step(config: Config, optimizer: torch.optim.Optimizer) -> None:
-    """Makes the first step of `probe_optimizer`.
-
-    Raises:
-        ConfigError: If torch has accepted options and fails with them now. It names the part.
-    """
+    learning_rate = make_learning_rate(config, optimizer)
     for key, part in zip(KEYS_OF_PARTS, parts_in(optimizer), strict=False):
         try:
             part.step()
         except Exception as error:  # noqa: BLE001 - whatever torch says of an option
             config.refuse(key, f"its first step fails: {error!r}", cause=error)
-
-
-def state_numels(config: Config) -> list[int]:
-    """Returns how many elements the optimizer keeps for each element of a large parameter.
-
-    There is a number for each part: of `optimizer.name`, and of `optimizer.others`, if it is set.
-    It is measured by one step of a small matrix.
-    """
-    optimizer, probes = probe_optimizer(config, size=8)
-    make_first_step(config, optimizer)
-    # What is smaller, such as a counter, does not grow with the parameter.
-    return [
-        sum(torch.is_tensor(v) and v.numel() == p.numel() for v in optimizer.state[p].values())
-        for p in probes
-    ]
+    if learning_rate is not None:
+        try:
+            advance(learning_rate, config.train.steps)
+        except Exception as error:  # noqa: BLE001 - whatever torch says of an option
+            complaint = f"fails within {config.train.steps} steps: {error!r}"
+            config.refuse("optimizer.schedule", complaint, cause=error)
+        rates = [float(group["lr"]) for group in optimizer.param_groups]
+        if not all(map(math.isfinite, rates)):
+            config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
+    return [set(optimizer.state[probe]) for probe in probes]
 
 
 def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:
@@ -177,6 +166,14 @@ def make_learning_rate(config: Config, optimizer: torch.optim.Optimizer) -> LRSc
         return schedulers[0]
     milestones = list(accumulate(part.steps or 0 for part in parts[:-1]))
     return SequentialLR(optimizer, schedulers, milestones)
+
+
+def advance(learning_rate: LRScheduler, num_steps: int) -> None:
+    """Makes steps of a schedule without any of the optimizer."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the optimizer makes no step between them
+        for _ in range(num_steps):
+            learning_rate.step()
 
 
 def _scheduler(
@@ -260,11 +257,19 @@ class Update:
         scaler = {} if self._scaler is None else self._scaler.state_dict()
         return {"skipped": self.skipped, "in_a_row": self._in_a_row, "scaler": scaler}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sets what a checkpoint has kept; a run without a loss scale leaves that out."""
-        self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
+    def restore(self, state: Mapping[str, Any] | None, num_steps: int) -> None:
+        """Sets what a checkpoint has kept after so many steps, and the learning rate.
+
+        A run without a loss scale leaves that out.
+        """
+        if state is not None:
+            self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
+            if self._scaler is not None and state["scaler"]:
+                self._scaler.load_state_dict(state["scaler"])
+        # A schedule follows from the number of its steps alone, so a checkpoint has none of it, and
+        # a run may go on with another one. A skipped step was none for it.
+        if self._learning_rate is not None:
+            advance(self._learning_rate, num_steps - self.skipped)
 
     def make(self, number: int) -> Updated:
         """Updates the parameters with the gradients of a step, or skips that on all ranks.

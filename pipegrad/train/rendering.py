@@ -1,4 +1,4 @@
-"""Rendering: what a command shows of a job or of a step, as parts that rich prints.
+"""Rendering: the console of commands, and what they show of a job or of a step, as rich prints it.
 
 A plan is one replica in about a screen. An explanation says where a step went, why, and what would
 help.
@@ -6,17 +6,19 @@ help.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from rich.console import RenderableType
+from rich import box
+from rich.console import Console, RenderableType
+from rich.table import Table
 
+from pipegrad.printable import printable
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.measured import rows_of
 from pipegrad.simulation.explain.breakdown import Breakdown, RankBreakdown
 from pipegrad.simulation.explain.explanation import Explanation
 from pipegrad.simulation.timeline import in_percent, in_time
-from pipegrad.train.tables import table
 
 _MIB = 2**20
 _ROWS, _WIDTH = 16, 96  # of the grid, and of long tables
@@ -30,6 +32,33 @@ _STEP_LEGEND = (
 )
 # A terminal shows this many ranks, peers and reductions. JSON has all ranks.
 _MOST_RANKS, _MOST_PEERS, _MOST_REDUCTIONS = 32, 3, 16
+_PLAIN_WIDTH = 160  # columns without a terminal
+
+
+class _Console(Console):
+    """A console whose texts are lines, without control characters: names in them may have some."""
+
+    def print(self, *objects: Any, **options: Any) -> None:  # noqa: ANN401 - as rich has them
+        texts = [printable(each) if isinstance(each, str) else each for each in objects]
+        super().print(*texts, **options)
+
+
+def make_console(*, quiet: bool = False) -> Console:
+    """Returns a console on the standard output. A text is one line, and has no markup."""
+    console = _Console(highlight=False, markup=False, emoji=False, quiet=quiet)
+    if not console.is_terminal:
+        console.width = _PLAIN_WIDTH
+    return console
+
+
+def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> Table:
+    """Returns a table whose only line is below its head."""
+    text_table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        text_table.add_column(printable(column), overflow="fold")
+    for row in rows:
+        text_table.add_row(*(printable(str(cell)) for cell in row))
+    return text_table
 
 
 def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator[RenderableType]:
@@ -64,12 +93,6 @@ def rendered_summary(summary: Mapping[str, Any], schedule: Schedule) -> Iterator
         ([way["route"], way["parameters"], f"{way['elements']:,}"] for way in summary["routes"]),
     )
     yield from _divisors(summary["pipeline_ranks"])
-    for meeting in summary["meetings"]:
-        yield (
-            f"replicas train alone and meet every {meeting['every']} steps: a rank averages at "
-            f"most {_mib(meeting['bytes'])} MiB with the other replicas, "
-            f"{_mib(meeting['bytes'] / meeting['every'])} MiB a step"
-        )
     yield (
         f"all ranks: {summary['collectives']} collectives, "
         f"{summary['reduced_bytes'] / _MIB:.2f} MiB a step, each rank's part counted; "
@@ -136,7 +159,7 @@ def _stages(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
 def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield table(
         [
-            "rank", "stages", "parameter MiB", "gradient", "optimizer", "live", "buffers",
+            "rank", "stages", "parameter MiB", "gradient", "live", "buffers",
             "bubble", "collectives", "reduced", "synced",
         ],
         _rows(
@@ -144,7 +167,7 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
             lambda rank: [
                 rank["pipeline_rank"],
                 ", ".join(map(str, rank["stages"])),
-                *(_mib(rank[f"{name}_bytes"]) for name in ("parameter", "gradient", "optimizer")),
+                *(_mib(rank[f"{name}_bytes"]) for name in ("parameter", "gradient")),
                 rank["live_activations"],
                 rank["receive_buffers"],
                 f"{rank['bubble']:.1%}",
@@ -162,7 +185,7 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     yield (
         f"live: microbatches whose activations a rank holds at most. buffers: for values that it "
         f"receives. bubble: idle share of a step of {schedule['step_time']:g} {unit}, with "
-        f"{basis}. optimizer: an estimate from one step on a small matrix."
+        f"{basis}."
     )
     if schedule["peak_bytes"]:
         yield f"peak memory by simulation: {_mib(max(schedule['peak_bytes']))} MiB on a rank"

@@ -25,11 +25,10 @@ from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
-from pipegrad.train.process_end import exit_code
-from pipegrad.train.rendering import rendered_breakdown
+from pipegrad.train.process import exit_code
+from pipegrad.train.rendering import rendered_breakdown, table
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import MANIFEST, with_launch
-from pipegrad.train.tables import table
 from pipegrad.train.trainer import Trainer
 
 _KEPT_STEPS = 1000
@@ -138,7 +137,9 @@ def _end(trainer: Trainer, report: Report, folder: Path) -> None:
     try:
         timeline = trainer.tracing.timeline()
         if is_first_rank and timeline is not None:
-            report.break_down(timeline, trainer.tracing.save(timeline, folder))
+            path = folder / "timeline.json"
+            timeline.save(path)
+            report.break_down(timeline, path)
     except (PipegradError, OSError) as error:
         report.note(f"there is no timeline of this run: {in_words(error)}")
 

@@ -1,4 +1,4 @@
-"""The folder of a run: who works in it, which launch has made it, and what is left there.
+"""The folder of a run: who works in it, which launch has made it, and what a run goes on from.
 
 A new run has a new folder, so no run overwrites another. One job at a time works in it.
 ``manifest.json`` describes the run, and has a note of each launch.
@@ -9,6 +9,19 @@ counts alone. Its ``--rdzv-id`` is chosen by the user, and may come again in ano
 launch has a name that is drawn at random and lies in torchrun's store, which lives as long as the
 launch. Without such a store, the processes that have started the ranks are its names. They also
 live as long as the launch. If one of several machines is replaced, the other names stay.
+
+[Note: what a run goes on from]
+1. A rank that torchrun has restarted goes on with the run of its own launch, whatever the
+   configuration says: the manifest of a run says which launch made it; see
+   [Note: one launch, several starts].
+2. ``train.resume`` names a checkpoint: a new run begins with its values.
+3. It names the folder of a run: this run goes on in this folder, from its newest checkpoint.
+4. It is "auto": as 3, with the newest run of ``train.output``; a new run if there is none. A run of
+   another ``train.output`` may have such a name, too. Its manifest says so.
+
+In 1 and 4 nobody has named the folder. So the run of another user is not taken. If there are only
+such runs, 4 is refused. A checkpoint that is found in the folder of a run belongs to the owner of
+the folder, to this user, or to root; see [Note: who may write there].
 """
 
 from __future__ import annotations
@@ -18,6 +31,7 @@ import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -33,11 +47,13 @@ from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.watch import process_state
 from pipegrad.errors import ConfigError, PipegradError, in_words, reason
-from pipegrad.train.checkpoint.storage import put_aside, remove_unfinished
+from pipegrad.train.checkpoint.storage import INDEX, checkpoints, remove_unfinished, step_of
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.process import LAUNCH
 
 LOCK, MANIFEST, METRICS = "lock", "manifest.json", "metrics.jsonl"
+AUTO = "auto"
+Origin = tuple[Path | None, Path | None]  # the folder that a run goes on in, and a checkpoint
 _HELD = (errno.EACCES, errno.EAGAIN)
 _SEEN_SECONDS = 5.0  # for a network file system to show a new file
 
@@ -172,6 +188,114 @@ def is_of_launch(run: Path, launch: Sequence[str]) -> bool:
     return isinstance(names, list) and not is_own and any(name in launch for name in names)
 
 
+def locked_origin(
+    config: Config, launch: Sequence[str]
+) -> tuple[Path | None, Path | None, RunLock | None]:
+    """Returns what `find_origin` does, and the lock of the folder that the run goes on in.
+
+    Raises:
+        ConfigError: As `find_origin`, or if another process works in this folder.
+    """
+    folder, checkpoint = find_origin(config, launch)
+    if folder is None:
+        return folder, checkpoint, None
+    try:
+        lock = RunLock(folder)
+    except OSError as error:
+        config.refuse("train.resume", str(error), cause=error)
+    # Until it was locked, another job may have written there.
+    return *find_origin(config, launch), lock
+
+
+def find_origin(config: Config, launch: Sequence[str]) -> Origin:
+    """Returns where a run goes on from; see [Note: what a run goes on from].
+
+    One rank decides for all, since a folder may change at any time.
+
+    Args:
+        config: The configuration.
+        launch: The names of this launch.
+
+    Raises:
+        ConfigError: If what ``train.resume`` names is not there, or another user has put it there.
+    """
+    try:
+        configured = _configured(config)
+        runs = [run for run in _runs(path_of(config.train.output)) if run_files.is_own(run)]
+        runs += [configured[0]] if configured[0] else []
+        own = [run for run in runs if is_of_launch(run, launch)]
+        if not own:
+            return configured
+        run = max(own, key=lambda run: (run / MANIFEST).stat().st_mtime_ns)
+        # A run that was ended before its first checkpoint starts again as it was configured.
+        return run, _newest_checkpoint(run) or configured[1]
+    except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
+        config.refuse("train.resume", str(error), cause=error)
+
+
+def _configured(config: Config) -> Origin:
+    """Returns what ``train.resume`` names."""
+    if config.train.resume is None:
+        return None, None
+    if config.train.resume == AUTO:
+        return _newest_run(path_of(config.train.output))
+    folder = path_of(config.train.resume)
+    if not _is_run(folder):
+        return None, folder
+    read_manifest(folder)
+    if (newest := _newest_checkpoint(folder)) is None:
+        raise ValueError("is the folder of a run that has no whole checkpoint")
+    return folder, newest
+
+
+def _newest_run(output: Path) -> Origin:
+    """Returns the newest run of a ``train.output``."""
+    runs = [run for run in _runs(output) if checkpoints(run)]
+    own = [run for run in runs if run_files.is_own(run) and is_of_output(run, output)]
+    if own:
+        run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
+        return run, _newest_checkpoint(run)
+    for run in runs:
+        if not run_files.is_own(run) and is_of_output(run, output):
+            raise ValueError(
+                f"{run} is a run of another user: name its folder as train.resume to go on with "
+                f"it, or choose another train.output"
+            )
+    return None, None
+
+
+def _newest_checkpoint(run: Path) -> Path | None:
+    """Returns the newest checkpoint of a run.
+
+    Raises:
+        PlantedError: If another user has put it there.
+    """
+    for newest in checkpoints(run)[:1]:
+        run_files.refuse_planted(newest)
+        return newest
+    return None
+
+
+def _is_run(folder: Path) -> bool:
+    """True if this is the folder of a run, not of a checkpoint."""
+    with suppress(OSError, ValueError):  # a path that is none is refused as a checkpoint
+        if step_of(folder) is None and not (folder / INDEX).exists():
+            return (folder / MANIFEST).exists() or bool(checkpoints(folder))
+    return False
+
+
+def _runs(output: Path) -> list[Path]:
+    """Returns the folders that runs with this ``train.output`` have made."""
+    with suppress(OSError, ValueError):  # a path that is none is refused when the folder is made
+        whole = output.resolve()
+        numbered = re.compile(rf"{re.escape(whole.name)}-\d+")
+        siblings = [f for f in whole.parent.iterdir() if numbered.fullmatch(f.name)]
+        # As the user wrote it, for messages.
+        runs = [output, *(output.parent / folder.name for folder in siblings)]
+        return [run for run in runs if run.is_dir()]
+    return []
+
+
 def with_launch(
     folder: Path,
     manifest: Mapping[str, Any],
@@ -261,8 +385,6 @@ def continue_run_folder(
     folder: Path,
     step: int,
     begin: Callable[[Path], None],
-    *,
-    damaged: Sequence[Path] = (),
 ) -> str:
     """Prepares the folder of a run that goes on after a step; returns its path.
 
@@ -274,8 +396,6 @@ def continue_run_folder(
         folder: Of the run.
         step: The last one that it has made.
         begin: Called with the folder, to open the files of the run.
-        damaged: Checkpoints of later steps. They are renamed: otherwise the run would go on from
-            one of them.
 
     Raises:
         ConfigError: If the folder cannot be written, or `begin` fails.
@@ -283,9 +403,6 @@ def continue_run_folder(
     try:
         remove_unfinished(folder)
         run_files.remove_temporary(folder)
-        for later in damaged:
-            if later.parent == folder and later.exists():  # another run keeps its own
-                put_aside(later)
         _move_reports(folder)
         cut_rows(folder / METRICS, step)
         begin(folder)

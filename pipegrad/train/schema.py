@@ -56,10 +56,6 @@ def _as_list(value: object) -> object:
     return [value] if isinstance(value, str | Mapping) else value
 
 
-def _as_file_list(value: object) -> object:
-    return [value] if isinstance(value, str) else value
-
-
 def _check_dimensions(value: object) -> object:
     if isinstance(value, Mapping) and any(n in ("pp", "dp") or not n.isidentifier() for n in value):
         raise PydanticCustomError(
@@ -89,7 +85,7 @@ def _check_function(value: Named) -> Named:
 FUNCTION = r"^[\w.]+:[\w.]+$"
 Choice = Annotated[Named, BeforeValidator(_as_table)]
 Function = Annotated[Choice, AfterValidator(_check_function)]
-FileList = Annotated[list[str], BeforeValidator(_as_file_list)]
+FileList = Annotated[list[str], BeforeValidator(_as_list)]
 TensorStyle = Literal["colwise", "colwise_gather_output", "rowwise"]
 TensorPlan = Annotated[str, Field(pattern=FUNCTION)] | dict[str, TensorStyle] | None
 Codecs = Annotated[str | dict[str, Any] | None, BeforeValidator(_check_codecs)]
@@ -454,11 +450,6 @@ class Train(Table):
         description="what to go on from, on any cut of the same model: the folder of a checkpoint; "
         "or the folder of a run, whose newest checkpoint is taken and which goes on there; or "
         "'auto', the newest run of train.output, if there is one",
-    )
-    fallback: bool = Field(
-        default=False,
-        description="if the checkpoint to go on from is damaged, take the one before it; a note "
-        "says so",
     )
     trace: bool = Field(
         default=True,

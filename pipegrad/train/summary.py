@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-import torch
-
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.observe.measured_costs import with_codecs
@@ -18,7 +16,6 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.wiring import collectives_in
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
-from pipegrad.plan.routes import is_counted
 from pipegrad.plugins.registry import ResolvedPlugin, redacted
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
 from pipegrad.schedules.program.program import Item, Op
@@ -28,7 +25,6 @@ from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
 from pipegrad.train.job import Job
-from pipegrad.train.optimizer import state_numels
 
 Span = tuple[int, int, int]  # first, last, step
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
@@ -74,12 +70,9 @@ def make_summary(
         "ties": list(_ties(job, manifest)),
         "routes": list(_routes(job, manifest, plans)),
         "links": list(_links(program, costs)),
-        "pipeline_ranks": list(
-            _pipeline_ranks(job, stages, plans, proof, times["bubble"], manifest=manifest)
-        ),
+        "pipeline_ranks": list(_pipeline_ranks(job, stages, plans, proof, times["bubble"])),
         "collectives": sum(n for n, _ in _launched(buckets.values(), topology)),
         "reduced_bytes": sum(nbytes for _, nbytes in _launched(buckets.values(), topology)),
-        "meetings": list(_meetings(job, plans)),
     }
 
 
@@ -278,13 +271,6 @@ def _routes(job: Job, manifest: Manifest, plans: Mapping[int, Plan]) -> Iterator
         yield {"route": route, "parameters": len(keys), "elements": elements}
 
 
-def _meetings(job: Job, plans: Mapping[int, Plan]) -> Iterator[dict[str, Any]]:
-    """Yields how often replicas that train alone are joined, and the most that a rank sends."""
-    for name in {plan.independent_by for plan in plans.values()} - {""}:
-        every = job.handlers[name].plugin.equal_every
-        yield {"handler": name, "every": every, "bytes": max(map(_joined_bytes, plans.values()))}
-
-
 def _links(program: Program, costs: Costs | None) -> Iterator[dict[str, Any]]:
     """Yields for each direction between two pipeline ranks what a step sends."""
     channels: dict[tuple[int, int], list[int | None]] = {}
@@ -310,22 +296,11 @@ def _pipeline_ranks(
     plans: Mapping[int, Plan],
     proof: Proof,
     bubble: Sequence[float],
-    *,
-    manifest: Manifest,
 ) -> Iterator[dict[str, Any]]:
-    per_element = state_numels(job.config)
     for number, (rank, plan) in enumerate(plans.items()):
         view = job.topology(rank)
         own = [stages[stage] for stage in view.local_stages]
         nbytes, elements = (sum(s[name] for s in own) for name in ("bytes", "elements"))
-        width = nbytes / elements if elements else 0
-        master = job.gradient_options["master_dtype"]
-        parts = zip(per_element, job.optimizer_parts(manifest, plan), strict=False)
-        kept_of = {record.key: kept for kept, part in parts for record in part.records}
-        numel = sum((main.end - main.begin) * kept_of[main.key] for main in plan.main_ranges)
-        state = numel * (master.itemsize if master else width)
-        if plan.independent_by:
-            state += _joined_bytes(plan) * job.handlers[plan.independent_by].plugin.kept_numbers
         yield {
             "pipeline_rank": number,
             "ranks": spans(_replicas(view)),
@@ -335,25 +310,14 @@ def _pipeline_ranks(
             "stepped_elements": plan.main_numel,
             "parameter_bytes": nbytes,
             "gradient_bytes": _gradient_bytes(plan, own),
-            "optimizer_bytes": round(state + (plan.main_numel * master.itemsize if master else 0)),
             "live_activations": proof.live_activations[number],
-            "live_graphs": proof.live_graphs[number],
             "receive_buffers": proof.receive_buffers[number],
             "bubble": bubble[number],
             "collectives": len(plan.launches),
             "reduced_bytes": plan.reduced_bytes,
             "published_bytes": plan.published_bytes,
-            "comm_streams": list(_comm_streams(plan)),
             "plan": plan_data(plan),
         }
-
-
-def _joined_bytes(plan: Plan) -> int:
-    """Returns the bytes in fp32 of what a rank sends for its replica, if replicas are joined."""
-    routes = dict(plan.routes)
-    own = [m for m in plan.main_ranges if is_counted(routes.get(m.key, ()), plan.rank)]
-    numel = sum(main.end - main.begin for main in own) if plan.independent_by else 0
-    return numel * torch.float32.itemsize
 
 
 def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:
@@ -362,14 +326,6 @@ def _gradient_bytes(plan: Plan, stages: Iterable[Mapping[str, Any]]) -> int:
     rest = plan.trained_numel - in_buckets
     width = max((s["bytes"] // s["elements"] for s in stages if s["elements"]), default=0)
     return sum(b.numel * b.dtype.itemsize for b in plan.buckets) + max(rest, 0) * width
-
-
-def _comm_streams(plan: Plan) -> Iterator[dict[str, int]]:
-    buckets = {bucket.index: bucket for bucket in plan.buckets}
-    for number in sorted({launch.comm_stream for launch in plan.launches}):
-        own = [launch for launch in plan.launches if launch.comm_stream == number]
-        nbytes = sum(buckets[launch.bucket].nbytes(launch.step, plan.rank) for launch in own)
-        yield {"comm_stream": number, "collectives": len(own), "bytes": nbytes}
 
 
 def _launched(buckets: Iterable[Bucket], topology: Topology) -> Iterator[tuple[int, int]]:

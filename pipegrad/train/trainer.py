@@ -6,23 +6,24 @@ not leave its peers in a collective: all ranks raise the same error. The order m
 1. Configuration and device of each rank, alone; then the text, once a machine.
 2. The topology with its process groups; with it each rank knows its data, and has its first batch.
 3. The model, which a factory may shard along dimensions of the topology.
-4. A preflight of the model. Layers may use process groups, so every rank must have its model first.
+4. A trial of the model. Layers may use process groups, so every rank must have its model first.
 5. Stages on the device, the scheduler with the gradient layer, and the optimizer.
 6. The summary, and at last a checkpoint if the job goes on from one.
 """
 
 from __future__ import annotations
 
+import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from rich.console import RenderableType
 
 from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.comm.watch import Bounded
@@ -31,51 +32,37 @@ from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.packed import CommonState, RandomStates
 from pipegrad.train.checkpoint.resume import resume
 from pipegrad.train.checkpoint.saving import Saving
 from pipegrad.train.checkpoint.shards import find_shards
+from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.checkpoint.uncut import tied_names
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import mixed
-from pipegrad.train.data.feed import make_feed, read_texts
+from pipegrad.train.corpus import mixed
 from pipegrad.train.evaluation import Evaluation, Tracing, every_rank, peak_memory_bytes
+from pipegrad.train.feed import make_feed, read_texts
 from pipegrad.train.job import Job
-from pipegrad.train.models.sharded_layers import ShardedState, dtensor_shards
-from pipegrad.train.models.transformers_model import save_model
 from pipegrad.train.optimizer import (
     Update,
     group_of,
     make_learning_rate,
     make_optimizer,
+    try_out_optimizer,
 )
-from pipegrad.train.origin import Origin, locked_origin
-from pipegrad.train.preflight import try_out_optimizer
-from pipegrad.train.process import choose_algorithms, device_of_rank
-from pipegrad.train.process_end import Signals, show_in
-from pipegrad.train.rendering import rendered_summary
+from pipegrad.train.process import Signals, choose_algorithms, device_of_rank, show_in
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import (
     RunLock,
     continue_run_folder,
+    locked_origin,
     make_run_folder,
     names_of_launch,
     refuse_unseen,
 )
-from pipegrad.train.stages import build_stages
+from pipegrad.train.stages import agreed, build_stages
 from pipegrad.train.summary import make_summary
+from pipegrad.train.transformers_model import save_model
 
-_RUN_KEYS = (
-    "train.seed",
-    "train.precision",
-    "train.loss",
-    "train.loss_reduction",
-    "parallel.codecs",
-    "gradients.clip_norm",
-    "gradients.reduce_dtype",
-    "gradients.sum_dtype",
-    "gradients.master_dtype",
-)
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
 _ALIKE = "if that is not wanted, let the function return other batches for each data_rank"
 
@@ -133,13 +120,12 @@ class Trainer:
             config, partial(self._scheduler.optimizer, group_of=partial(group_of, config))
         )
         self.scaler = GradScaler(self.sync) if config.train.precision == "fp16" else None
-        self._shards = {**find_shards(config, self.sync), **dtensor_shards(self.sync)}
+        self._shards = find_shards(config, self.sync)
         agree("the learning rate", self._make_learning_rate)
         agree("the outline", self._summarize)
         self.first_step = 1
         self.folder: Path | None = None
         self._lock: RunLock | None = None  # of the folder, on rank 0
-        self._damaged: tuple[Path, ...] = ()
         self.checkpoint: Path | None = None
         self.signals, self.ended_by = Signals(), 0
         self.notes: tuple[str, ...] = ()
@@ -167,9 +153,13 @@ class Trainer:
         self._feed.begin(number)
         # Dropout must differ by stage, data and step. It must be the same on ranks that compute one
         # layer together, such as tensor-parallel ranks. Seeded by the step, a resumed run draws the
-        # same numbers as a run that was never interrupted.
+        # same numbers as a run that was never interrupted. A model or a loss may draw from Python's
+        # and numpy's generators, too.
         coordinate = topology.coordinate((topology.pipeline, *topology.data_axes))
-        torch.manual_seed(mixed(config.train.seed, number, coordinate))
+        seed = mixed(config.train.seed, number, coordinate)
+        torch.manual_seed(seed)
+        np.random.seed(seed)
+        random.seed(seed)
         inputs, target = self._feed.placed(self._device)
         result = self._scheduler.step(inputs, target=target)
         # A device still computes while the host fetches the next batch.
@@ -217,14 +207,6 @@ class Trainer:
             note=update.note,
         )
 
-    def save(self, folder: Path, number: int) -> None:
-        """Writes a checkpoint after a step, whole when it returns; every rank must call it.
-
-        Raises:
-            ConfigError: If a rank cannot write it; on all ranks.
-        """
-        self.saving.save(folder, number)
-
     def save_model(self, folder: Path) -> None:
         """Writes a model of transformers as it reads one; every rank must call it.
 
@@ -245,7 +227,7 @@ class Trainer:
             ConfigError: If the folder cannot be made, `begin` fails, or a rank that saves does not
                 see the folder; on all ranks.
         """
-        config, own = self.job.config, self._origin.folder
+        config, own = self.job.config, self._goes_on_in
 
         def begin_new(folder: Path) -> None:
             self._lock = RunLock(folder)
@@ -256,8 +238,7 @@ class Trainer:
                 return ""
             if own is None:
                 return make_run_folder(config, begin_new)
-            last, damaged = self.first_step - 1, self._damaged
-            return continue_run_folder(config, own, last, begin, damaged=damaged)
+            return continue_run_folder(config, own, self.first_step - 1, begin)
 
         folder = Path(agree("the output folder", make)[0])
         if config.train.save:
@@ -265,10 +246,6 @@ class Trainer:
         self.folder = folder
         show_in(folder)
         return folder
-
-    def printed_summary(self) -> Iterable[RenderableType]:
-        """Returns the summary as parts that rich prints; nothing on other ranks than 0."""
-        return rendered_summary(self.summary, self.job.schedule) if self.summary else ()
 
     def close(self) -> None:
         """Ends the comm streams and destroys their process groups; every rank must call it."""
@@ -370,69 +347,37 @@ class Trainer:
         config = self.job.config
         self._learning_rate = make_learning_rate(config, self._optimizer)
         self._update = Update(config, self.sync, self._optimizer, self._learning_rate, self.scaler)
-        self._state = ShardedState(
+        self._state = TrainingState(
             self._scheduler,
             self._modules,
             self._optimizer,
-            common=CommonState(config, self._optimizer, self._learning_rate, self._update),
-            random_states=RandomStates(self._topology, config.train.seed, self._device),
+            update=self._update,
             shards=self._shards,
         )
-        self.saving = Saving(config, self._state, self._device, self._run)
+        run = tied_names(self.sync.manifest)
+        self.saving = Saving(config, self._state, self._device, run)
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""
         self.launch = names_of_launch()
 
-        def found() -> Origin | None:
+        def found() -> tuple[Path | None, Path | None, tuple[str, ...]] | None:
             if dist.get_rank() != 0:
                 return None
-            origin, self._lock = locked_origin(config, self.launch)
-            return origin
+            folder, checkpoint, self._lock = locked_origin(config, self.launch)
+            return folder, checkpoint, () if self._lock is None else self._lock.notes
 
-        origin = agree("train.resume", found)[0]
-        assert origin is not None
-        self._origin = origin
-        self.notes += origin.notes
-        if origin.complaint:
-            config.refuse("train.resume", origin.complaint)
-        if not origin.checkpoints:
+        self._goes_on_in, self.checkpoint, notes = agreed("train.resume", found)[0]
+        self.notes += notes
+        if self.checkpoint is None:
             return
-        resumed = resume(
-            config,
-            self._state,
-            self._scheduler,
-            origin.checkpoints,
-            state_names=self._state_names,
-            run=self._run,
+        num_steps, notes_of_handlers = resume(
+            config, self._state, self._scheduler, self.checkpoint, state_names=self._state_names
         )
-        self.checkpoint, self._damaged = resumed.folder, resumed.damaged
-        self.notes += resumed.notes
-        num_steps = resumed.num_steps
+        self.notes += tuple(notes_of_handlers)
         self.first_step = num_steps + 1
         self.sync.continue_from(num_steps)
-        if num_steps >= config.train.steps and origin.folder is None:
+        if num_steps >= config.train.steps and self._goes_on_in is None:
             config.refuse(
                 "train.steps", f"the checkpoint is of step {num_steps}: nothing is left to do"
             )
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether the job goes on in the folder of the run that it goes on from."""
-        return self._origin.folder is not None
-
-    @property
-    def _run(self) -> dict[str, str]:
-        """Values that the losses depend on, as text. The cut does not change losses."""
-        config = self.job.config
-        values = {
-            key: repr(value)
-            for key, value in config.flat().items()
-            if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
-        }
-        text, files = self._texts.training, "None"
-        if text is not None:
-            files = f"text {text.digest[:16]}"
-        if values.pop("data.streaming") == "True":
-            files = f"stream of {values['data.files']}"
-        return {**values, "data.files": files, **tied_names(self.sync.manifest)}

@@ -30,9 +30,9 @@ from pipegrad.simulation.costs import Costs, Network, StageCosts
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.checkpoint.packed import pack, unpack_entry
 from pipegrad.train.checkpoint.storage import CHECKSUMS, CheckpointWriter, read_contents
 from pipegrad.train.checkpoint.storage import INDEX as CHECKPOINT
+from pipegrad.train.checkpoint.training_state import pack, unpack_entry
 from pipegrad.train.config import Config, load, parsed_setting
 from pipegrad.train.run_folder import MANIFEST, METRICS, cut_rows, is_of_output, read_manifest
 from tests.support.picture.timelines import SMALL

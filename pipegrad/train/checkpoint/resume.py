@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
@@ -16,7 +14,6 @@ from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint.storage import (
     Contents,
     DamageError,
-    ReadError,
     damage_of,
     damaged,
     failure_message,
@@ -26,46 +23,25 @@ from pipegrad.train.checkpoint.storage import (
 from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.config import Config, path_of
 
-T = TypeVar("T")
 _VERIFY_SECONDS = 600.0  # timeout for the slowest rank to read its pieces
-
-
-@dataclass(frozen=True)
-class Resumed:
-    """What a run goes on from.
-
-    Attributes:
-        num_steps: How many steps were made before the checkpoint.
-        folder: Of the checkpoint.
-        notes: For the user.
-        damaged: Newer checkpoints, which are damaged.
-    """
-
-    num_steps: int
-    folder: Path
-    notes: tuple[str, ...]
-    damaged: tuple[Path, ...]
 
 
 def resume(
     config: Config,
     state: TrainingState,
     scheduler: Scheduler,
-    folders: Sequence[Path],
+    folder: Path,
     *,
     state_names: Sequence[set[str]],
-    run: Mapping[str, str],
-) -> Resumed:
-    """Loads a checkpoint; every rank must call it.
+) -> tuple[int, list[str]]:
+    """Loads a checkpoint; returns the number of its step, and notes. Every rank must call it.
 
     Args:
         config: The configuration.
         state: The state of this rank, which takes the values of the checkpoint.
         scheduler: Takes the state of handlers and codecs.
-        folders: The checkpoint, and those before it. They are read only with ``train.fallback``, if
-            the first is damaged.
+        folder: The checkpoint.
         state_names: Names of the state that each part of the optimizer keeps for a matrix.
-        run: Values of this run, as text.
 
     Raises:
         ConfigError: If the checkpoint is damaged, cannot be read, or is of another model; on all
@@ -73,14 +49,12 @@ def resume(
     """
     # Checks go from cheap to expensive. Parameters change only when all checks have passed on all
     # ranks, so a refused checkpoint leaves no rank half loaded.
-    folder, contents, notes = _first_whole(config, folders)
-    newer = tuple(folders[: folders.index(folder)])
+    contents = _verified(config, folder)
     keys = {key for of_rank in agree("the model", lambda: list(state.tensors())) for key in of_rank}
     agree("the checkpoint", lambda: state.check(config, contents, state_names, keys))
-    notes += _differences(contents.run, run)
     try:
         num_steps = state.load(folder, contents)
-        notes += state.restore(num_steps)
+        state.restore(num_steps)
     except CheckpointException as error:
         complaint = f"{_named(config, folder)}cannot be read: {failure_message(error)}"
         config.refuse("train.resume", complaint.partition("\n")[0], cause=error)
@@ -93,93 +67,38 @@ def resume(
             f"{_named(config, folder)}is the checkpoint of step {num_steps} by what it has: give "
             f"the folder the name checkpoint-{num_steps} again",
         )
-    notes += _resume_handlers(config, state, scheduler)
-    return Resumed(num_steps, folder, tuple(notes), newer)
+    return num_steps, _resume_handlers(config, state, scheduler)
 
 
-def _first_whole(config: Config, folders: Sequence[Path]) -> tuple[Path, Contents, list[str]]:
-    """Returns the first checkpoint that is whole, what it has, and notes on those before it."""
-    notes = list[str]()
-    for folder, before in zip(folders, [*folders[1:], None], strict=True):
+def _verified(config: Config, folder: Path) -> Contents:
+    """Returns what a checkpoint has; refuses, on all ranks, what a rank finds damaged."""
+
+    def read() -> tuple[Contents | None, str]:
         try:
-            contents, complaint = _verified(folder)
-        except ReadError as error:
-            config.refuse(
-                "train.resume",
-                f"{error}: this says nothing of its bytes, so no older checkpoint is taken: make "
-                f"the file readable, or name another checkpoint",
-                cause=error,
-            )
-        if contents is not None:
-            return folder, contents, notes
-        if not config.train.fallback or before is None:
-            more = "" if before is None else "; or set train.fallback = true"
-            config.refuse("train.resume", f"{_named(config, folder)}{complaint}{more}")
-        notes.append(f"train.resume: {folder} {complaint}; this run goes on from {before}")
-    raise AssertionError("there is a checkpoint to read")
-
-
-def _verified(folder: Path) -> tuple[Contents | None, str]:
-    """Returns what a checkpoint has, or None and its damage, the same on all ranks.
-
-    Raises:
-        ReadError: If a rank cannot read it; on all ranks.
-    """
-
-    def read() -> tuple[Contents | None, list[str]]:
-        try:
-            return read_contents(folder), []
+            return read_contents(folder), ""
         except DamageError as error:
-            return None, [str(error)]
+            return None, str(error)
 
     # One rank alone may find the damage, as on another machine.
-    contents, complaints = _of_all_ranks("the checkpoint", read)
-    if contents is None or complaints:
-        return None, complaints[0]
-    # All ranks together read each file once.
-    mine = list(contents.checksums.items())[dist.get_rank() :: dist.get_world_size()]
-    _, messages = _of_all_ranks("the checksums", lambda: (None, damaged(folder, mine)))
-    return (None, damage_of(messages)) if messages else (contents, "")
-
-
-def _of_all_ranks(
-    what: str, check: Callable[[], tuple[T | None, list[str]]]
-) -> tuple[T | None, list[str]]:
-    """Returns what this rank keeps, and the messages of all ranks, each once.
-
-    Raises:
-        ReadError: If a rank cannot read it; on all ranks.
-    """
-
-    def caught() -> tuple[T | None, tuple[list[str], str]]:
-        try:
-            result, messages = check()
-        except ReadError as error:
-            return None, ([], str(error))
-        return result, (messages, "")
-
-    result, replies = agree_keeping(what, caught, timeout_seconds=_VERIFY_SECONDS)
-    if unreadable := [message for _, message in replies if message]:
-        raise ReadError(unreadable[0])
-    return result, sorted({message for messages, _ in replies for message in messages})
+    contents, complaints = agree_keeping("the checkpoint", read, timeout_seconds=_VERIFY_SECONDS)
+    complaint = min(filter(None, complaints), default="")
+    if contents is not None and not complaint:
+        # All ranks together read each file once.
+        mine = list(contents.checksums.items())[dist.get_rank() :: dist.get_world_size()]
+        replies = agree(
+            "the checksums", lambda: damaged(folder, mine), timeout_seconds=_VERIFY_SECONDS
+        )
+        messages = sorted({message for of_rank in replies for message in of_rank})
+        complaint = damage_of(messages) if messages else ""
+    if complaint:
+        config.refuse("train.resume", f"{_named(config, folder)}{complaint}")
+    assert contents is not None
+    return contents
 
 
 def _named(config: Config, folder: Path) -> str:
     """Returns the folder for a message, unless the value of the key is the folder."""
     return "" if folder == path_of(config.train.resume or "") else f"{folder}: "
-
-
-def _differences(saved: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
-    """Returns notes on differences between this run and the one that wrote a checkpoint."""
-    changed = [
-        f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"
-        for key in sorted(saved.keys() | run.keys())
-        # A checkpoint of an older version lacks keys that are new. They had no value then.
-        if saved.get(key, "None") != run.get(key, "None")
-    ]
-    if not changed:
-        return []
-    return [f"train.resume: this is not the run that wrote the checkpoint: {'; '.join(changed)}"]
 
 
 def _resume_handlers(config: Config, state: TrainingState, scheduler: Scheduler) -> list[str]:

@@ -1,4 +1,4 @@
-"""Shards: parameters of which each rank along a dimension of the mesh has one piece.
+"""Shards: parameters of which each rank along a dimension of the mesh has one part.
 
 [Note: pieces of a whole tensor] Tensor parallelism cuts a layer's matrix, and expert parallelism
 the list of experts. Only the model knows how: a fused matrix may be cut in any order. So
@@ -6,7 +6,8 @@ the list of experts. Only the model knows how: a fused matrix may be cut in any 
 tensor. A checkpoint has it under its plain name, and each rank writes and reads the boxes that
 belong to its piece. So any number of ranks reads it.
 
-A shard of the optimizer is a flat range of a piece, which is several boxes of the whole tensor.
+A DTensor knows its part, so nothing is declared for it. A shard of the optimizer is a flat range of
+a part, which is several boxes of the whole tensor.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import Tensor
 
 from pipegrad.comm.agreement import agree
 from pipegrad.gradients.main_params import Box, Chunk, Locations
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.train.config import Config
 
 _KEY = "parallel.shards"
@@ -28,40 +31,39 @@ _KEY = "parallel.shards"
 
 @dataclass(frozen=True)
 class Shard:
-    """The piece of a whole tensor that this rank has.
+    """What this rank has of a whole tensor: a declared piece, or its part of a DTensor.
 
     Attributes:
         shape: Of the whole tensor.
-        piece: Shape of the piece.
-        dim: The dimension of the tensor that is cut.
-        begin: Index of the piece's first element along it.
-        locations: Of all pieces, in their order.
+        boxes: Where its elements lie in the whole tensor, in their order.
+        locations: Of all parts, in their order.
     """
 
     shape: tuple[int, ...]
-    piece: tuple[int, ...]
-    dim: int
-    begin: int
-    locations: tuple[str, ...]
+    boxes: tuple[Box, ...]
+    locations: tuple[str, ...] = ("",)
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Shard:
         """Returns that of a tensor that is not cut."""
-        return cls(tuple(shape), tuple(shape), 0, 0, ("",))
+        return cls(tuple(shape), (((0,) * len(shape), tuple(shape)),))
 
     def chunk(self, values: Tensor, begin: int = 0) -> Chunk:
-        """Returns elements of the piece as a part of the whole tensor.
+        """Returns elements of the part as a chunk of the whole tensor.
 
         Args:
-            values: Elements of the piece in the order of its last dimension, of any shape.
-            begin: Index of the first of them in the flat piece.
+            values: Elements of the part in its order, of any shape; or a DTensor with such a part.
+            begin: Index of the first of them in the flat part.
         """
-        flat = values.detach().reshape(-1)
-        boxes = []
-        for offsets, sizes in boxes_of(begin, begin + flat.numel(), self.piece):
-            at = [*offsets]
-            at[self.dim] += self.begin
-            boxes.append((tuple(at), sizes))
+        flat, boxes, first = local(values).detach().reshape(-1), list[Box](), 0
+        end = begin + flat.numel()
+        for corner, shape in self.boxes:
+            numel = math.prod(shape)
+            inside = max(begin - first, 0), min(end - first, numel)
+            for offsets, sizes in boxes_of(*inside, shape):
+                at = tuple(c + o for c, o in zip(corner, offsets, strict=True))
+                boxes.append((at, sizes))
+            first += numel
         return Chunk.in_boxes(flat, self.shape, boxes)
 
 
@@ -97,9 +99,32 @@ def boxes_of(begin: int, end: int, shape: Sequence[int]) -> Iterator[Box]:
 
 
 def find_shards(config: Config, sync: GradientSync) -> dict[str, Shard]:
-    """Returns the shards of this rank that ``parallel.shards`` declares, by key.
+    """Returns the shards of this rank by key: what is declared, and its parts of DTensors.
 
     Every rank must call it.
+
+    Raises:
+        ConfigError: As `_declared`.
+    """
+    parameters = {record.key: sync.parameter(record) for record in sync.records()}
+    locations = Locations(sync.topology, sync.plan)
+    own = {key: locations.of(key) for key, p in parameters.items() if is_dtensor(p)}
+    of_ranks = agree("the parts of parameters", lambda: own)
+    shards = _declared(config, sync)
+    for key in own:
+        parameter: Any = parameters[key]
+        ranks = parameter.device_mesh.mesh.flatten().tolist()
+        boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in parameter.__create_chunk_list__()]
+        shards[key] = Shard(
+            shape=tuple(parameter.shape),
+            boxes=tuple(box for box in boxes if math.prod(box[1])),
+            locations=tuple(sorted(of_ranks[rank][key] for rank in ranks)),
+        )
+    return shards
+
+
+def _declared(config: Config, sync: GradientSync) -> dict[str, Shard]:
+    """Returns the shards of this rank that ``parallel.shards`` declares, by key.
 
     Raises:
         ConfigError: If a pattern matches nothing, pieces do not fit together, or replicas train
@@ -163,7 +188,8 @@ def fitted(config: Config, key: str, pieces: Mapping[str, tuple[int, ...]]) -> d
     shards, begin = {}, 0
     for location in ordered:
         piece = pieces[location]
-        shards[location] = Shard(tuple(shape), piece, dim, begin, tuple(ordered))
+        corner = tuple(begin if d == dim else 0 for d in range(len(shape)))
+        shards[location] = Shard(tuple(shape), ((corner, piece),), tuple(ordered))
         begin += piece[dim]
     return shards
 

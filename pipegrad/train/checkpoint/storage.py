@@ -50,7 +50,7 @@ from pipegrad.limits import MOST_NUMBER
 INDEX, CHECKSUMS, METADATA = "checkpoint.json", "checksums.json", ".metadata"
 STEP = "step"  # the key of the number of steps before a checkpoint
 _NAME = re.compile(r"checkpoint-(\d+)")
-_UNFINISHED, _DAMAGED = ".partial", ".damaged"
+_UNFINISHED = ".partial"
 _READ_BYTES = 16 * 2**20
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -66,11 +66,7 @@ class WriteError(PipegradError, OSError):
 
 
 class DamageError(PipegradError, ValueError):
-    """The bytes of a checkpoint are not those that were written."""
-
-
-class ReadError(PipegradError, OSError):
-    """A file of a checkpoint cannot be read now, which says nothing of its bytes."""
+    """A checkpoint cannot be read, or its bytes are not those that were written."""
 
 
 # The folders of a run's checkpoints.
@@ -104,15 +100,6 @@ def remove_unfinished(run: Path) -> None:
     """Removes what was never finished, from the folder of a run."""
     for path in run.glob(f"checkpoint-*{_UNFINISHED}"):
         run_files.remove(path)
-
-
-def put_aside(folder: Path) -> None:
-    """Renames a damaged checkpoint, so that a whole one of this step can take its place."""
-    number, target = 1, folder.with_name(f"{folder.name}{_DAMAGED}")
-    while os.path.lexists(target):  # an earlier one: perhaps a part of it can be saved
-        number += 1
-        target = folder.with_name(f"{folder.name}{_DAMAGED}-{number}")
-    folder.rename(target)
 
 
 def prune(run: Path, *, keep_last: int, keep_every: int | None) -> None:
@@ -218,8 +205,7 @@ def read_contents(folder: Path) -> Contents:
 
     Raises:
         DamageError: If the folder is not a whole checkpoint of this version, or what describes it
-            is damaged. The message says all of that.
-        ReadError: If a file is there and cannot be read.
+            is damaged or cannot be read. The message says all of that.
     """
     if "\0" in str(folder):
         raise DamageError("is no path: it has a null character")
@@ -240,7 +226,7 @@ def read_contents(folder: Path) -> Contents:
         raise DamageError(f"expected the folder of a checkpoint: {complaint}") from error
     except OSError as error:
         where = f"{error.filename} cannot be read: " if error.filename else ""
-        raise ReadError(f"{where}{reason(error)}") from error
+        raise DamageError(f"{where}{reason(error)}") from error
     return _parsed(content, checksums)
 
 
@@ -301,11 +287,7 @@ def _index_of(metadata: Metadata, run: Mapping[str, str]) -> _Index:
 
 
 def damaged(folder: Path, checksums: Iterable[tuple[str, int]]) -> list[str]:
-    """Returns a message about each file whose bytes are not those that were written.
-
-    Raises:
-        ReadError: If a file is there and cannot be read.
-    """
+    """Returns a message about each file whose bytes are not those that were written."""
     messages = []
     for name, expected in checksums:
         try:
@@ -314,7 +296,7 @@ def damaged(folder: Path, checksums: Iterable[tuple[str, int]]) -> list[str]:
         except FileNotFoundError:
             messages.append(f"there is no {name}")
         except OSError as error:
-            raise ReadError(f"{folder / name} cannot be read: {reason(error)}") from error
+            messages.append(f"{folder / name} cannot be read: {reason(error)}")
     return messages
 
 

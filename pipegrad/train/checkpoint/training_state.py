@@ -1,12 +1,11 @@
 """Training state: the part of one rank in a checkpoint. Names are those of the uncut model.
 
 [Note: any cut reads any checkpoint] A checkpoint has parameters, buffers, optimizer state, the
-step, learning-rate schedules, the loss scale, random states, and the state of handlers. Keys are
-names of the uncut model, so another cut finds them. The optimizer's state of a parameter is flat.
-Each rank writes the chunk that it steps, and reads the chunk that it steps, so chunks of writer and
-reader may differ. The state of handlers belongs to one plan, and random states to one layout of
-ranks: only the same plan or layout reads them. The position in the data follows from the step.
-Everything else comes from the configuration.
+step, the loss scale, and the state of handlers. Keys are names of the uncut model, so another cut
+finds them. The optimizer's state of a parameter is flat. Each rank writes the chunk that it steps,
+and reads the chunk that it steps, so chunks of writer and reader may differ. The state of handlers
+belongs to one plan: only the same plan reads it. The position in the data, the learning rate and
+all random numbers follow from the step. Everything else comes from the configuration.
 
 Tensor-parallel shards and experts differ along a dimension of the mesh. If ``parallel.shards`` says
 how they are cut, they are parts of whole tensors: see [Note: pieces of a whole tensor]. Otherwise
@@ -15,35 +14,32 @@ their keys have a location, ``name[tp=1]``, and only a run with the same sizes r
 
 from __future__ import annotations
 
+import io
 import re
+import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.comm.agreement import agree
-from pipegrad.errors import PlanError
+from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.main_params import Chunk, Locations
 from pipegrad.gradients.named_optimizer import parts_in
+from pipegrad.model.dtensor import local
 from pipegrad.pipeline.scheduler import Scheduler
-from pipegrad.train.checkpoint.packed import (
-    COMMON,
-    HANDLERS,
-    CommonState,
-    RandomStates,
-    handlers_to_read,
-    packed_handlers,
-    unpacked_handlers,
-)
 from pipegrad.train.checkpoint.shards import Shard
-from pipegrad.train.checkpoint.storage import STEP, CheckpointReader, Contents
+from pipegrad.train.checkpoint.storage import STEP, CheckpointReader, Contents, DamageError
 from pipegrad.train.config import Config
-from pipegrad.train.optimizer import KEYS_OF_PARTS
+from pipegrad.train.optimizer import KEYS_OF_PARTS, Update
 
+COMMON = "common"  # the key of what all ranks have alike
+HANDLERS = "handlers."  # of keys of handler state; the rank follows
 _NAMES_SHOWN = 4  # names that a message lists
 
 
@@ -54,8 +50,7 @@ class TrainingState:
         scheduler: Its gradient layer has the parameters and their keys.
         modules: Stage -> module, for the stages of this rank.
         optimizer: Made by ``sync.optimizer``.
-        common: What all ranks have alike.
-        random_states: The generators of this rank.
+        update: Has the loss scale, and counts the steps that were skipped.
         shards: What `find_shards` has returned.
 
     Raises:
@@ -68,14 +63,13 @@ class TrainingState:
         modules: dict[int, torch.nn.Module],
         optimizer: torch.optim.Optimizer,
         *,
-        common: CommonState,
-        random_states: RandomStates,
+        update: Update,
         shards: Mapping[str, Shard],
     ) -> None:
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._sync = sync = scheduler.sync
-        self._common, self._random_states = common, random_states
+        self._update = update
         self._read: dict[str, Tensor] = {}  # what `load` has read of the state that is packed
         # A key is "stage.name" at the lowest holder. Its name is that of the uncut model.
         locations = Locations(sync.topology, sync.plan)
@@ -102,7 +96,9 @@ class TrainingState:
                 )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers by their keys in a checkpoint.
+        """Returns parameters and buffers by their keys in a checkpoint; of a DTensor, its own part.
+
+        Whole DTensors would not do: some of torch's operators on them talk to all ranks of the job.
 
         Sync: the caller waits for parameters before.
         """
@@ -113,7 +109,7 @@ class TrainingState:
             if name not in self._own_parameter_names and isinstance(tensor, Tensor)
         }
         tensors = {**self._parameters, **buffers}
-        return {f"model.{name}": tensor.detach() for name, tensor in tensors.items()}
+        return {f"model.{name}": local(tensor).detach() for name, tensor in tensors.items()}
 
     def state_dict(self, step: int) -> dict[str, Tensor]:
         """Returns what this rank writes of a checkpoint after a step. Local.
@@ -141,9 +137,17 @@ class TrainingState:
                     state[f"optimizer.{name}.{key}"] = self._part(name, tensor)
                 else:
                     state[f"optimizer.{name}.{key}{self._location(name)}"] = tensor
-        state[self._random_states.key] = self._random_states.packed()
-        state[COMMON] = self._common.packed()
-        return {**state, **packed_handlers(self._scheduler.state_dict())}
+        state[COMMON] = pack({"update": self._update.state_dict()})
+        if kept := self._scheduler.state_dict():
+            try:
+                state[f"{HANDLERS}{dist.get_rank()}"] = pack(kept)
+            except Exception as error:
+                raise PlanError(
+                    f"no checkpoint can be written: what handlers {sorted(kept['handlers'])} keep "
+                    f"from step to step is not of numbers, strings and CPU tensors alone: "
+                    f"{in_words(error)}"
+                ) from error
+        return state
 
     def check(
         self, config: Config, contents: Contents, own_names: Sequence[set[str]], keys: set[str]
@@ -228,9 +232,12 @@ class TrainingState:
                 part, main = self._part_of(name, tuple(size)), self._main_parameters[name]
                 values = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
                 state[stem + location] = part(values) if part else torch.empty(size, dtype=dtype)
-        saved_keys = contents.tensors.keys()
-        packed = [*self._random_states.keys_to_read(saved_keys), *handlers_to_read(saved_keys)]
-        packed += [COMMON] if COMMON in saved_keys else []
+        # A rank without handler state reads that of another rank. It says which plan the state
+        # belongs to, and all ranks must refuse another plan alike.
+        handlers = sorted(key for key in contents.tensors if key.startswith(HANDLERS))
+        own = f"{HANDLERS}{dist.get_rank()}"
+        packed = [own] if own in handlers else handlers[:1]
+        packed += [COMMON] if COMMON in contents.tensors else []
         self._read = {key: contents.empty(key) for key in packed}
         state.update(self._read)
         load(state, storage_reader=CheckpointReader(folder, contents))
@@ -248,24 +255,37 @@ class TrainingState:
         self._restore(self._optimizer, state)
         return int(state[STEP])
 
-    def restore(self, step: int) -> list[str]:
-        """Sets common state and generators to what `load` has read; returns notes.
-
-        Every rank must call it.
+    def restore(self, step: int) -> None:
+        """Sets loss scale and learning rate as `load` has read them; every rank must call it.
 
         Raises:
             PipegradError: If they cannot be read; on all ranks.
         """
-        common = self._read.get(COMMON)
-        agree("what all ranks have alike", lambda: self._common.restore(common, step))
-        return self._random_states.restore(self._read_of(RandomStates.PREFIX), step)
+
+        def restored() -> None:
+            read = self._read.get(COMMON)
+            common = {} if read is None else unpack_entry(COMMON, read)
+            try:
+                self._update.restore(common.get("update"), step)
+            except (LookupError, TypeError, ValueError, AttributeError) as error:
+                raise DamageError(f"its {COMMON!r} is of another version: {error!r}") from error
+
+        agree("what all ranks have alike", restored)
 
     def handler_state(self) -> tuple[dict[str, Any], str]:
-        """Returns the state of handlers that `load` has read; and why it cannot be read, or ""."""
-        return unpacked_handlers(self._read_of(HANDLERS))
+        """Returns what `load` has read of handlers and codecs; and why it cannot be read, or "".
 
-    def _read_of(self, prefix: str) -> dict[str, Tensor]:
-        return {key: tensor for key, tensor in self._read.items() if key.startswith(prefix)}
+        Of another rank it is only the description of its plan.
+        """
+        for key in self._read.keys() - {COMMON}:
+            try:
+                state = unpack(self._read[key])
+            except Exception as error:  # noqa: BLE001 - whatever torch says
+                reason = error.__context__ or error  # torch's own error only adds advice to it
+                return {}, f"the state of handlers cannot be read again: {reason}"
+            is_own = key == f"{HANDLERS}{dist.get_rank()}"
+            return state if is_own else {"plan": state.get("plan"), "handlers": {}}, ""
+        return {}, ""
 
     def _owner(self, key: str) -> str | None:
         """Returns the parameter of an optimizer key; None if this rank does not hold it."""
@@ -327,6 +347,51 @@ class TrainingState:
                 last = states.get(_state_name(key), value)
                 states[_state_name(key)] = value.maximum(last) if value.ndim == 0 else value
         optimizer.load_state_dict({**optimizer.state_dict(), "state": named})
+
+
+def pack(state: dict[str, Any]) -> Tensor:
+    """Returns a state as bytes, ``(numel,)`` of uint8.
+
+    Raises:
+        Exception: If it could not be read again: it is not of numbers, strings and CPU tensors.
+    """
+    file = io.BytesIO()
+    torch.save(state, file)
+    packed = torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+    # It is read back at once, because an error at the next resume is too late.
+    unpack(packed)
+    return packed
+
+
+def unpack(packed: Tensor) -> dict[str, Any]:
+    """Returns a state from bytes. Reading executes nothing.
+
+    Raises:
+        Exception: If torch cannot read it.
+    """
+    file = io.BytesIO(packed.numpy().tobytes())
+    # torch would also inflate what was deflated, to a thousand times its size, and read the same
+    # bytes for many entries. It writes neither.
+    with zipfile.ZipFile(file) as archive:
+        entries = archive.infolist()
+    is_stored = all(entry.compress_type == zipfile.ZIP_STORED for entry in entries)
+    if not is_stored or sum(entry.file_size for entry in entries) > packed.numel():
+        raise ValueError("its entries are compressed, or share bytes: torch writes none so")
+    file.seek(0)
+    state: dict[str, Any] = torch.load(file, weights_only=True)
+    return state
+
+
+def unpack_entry(key: str, packed: Tensor) -> dict[str, Any]:
+    """Returns the state of an entry of a checkpoint, as `unpack` does.
+
+    Raises:
+        DamageError: If torch cannot read it.
+    """
+    try:
+        return unpack(packed)
+    except Exception as error:
+        raise DamageError(f"its {key!r} cannot be read: {error!r}".partition("\\n")[0]) from error
 
 
 def _state_name(key: str) -> str:

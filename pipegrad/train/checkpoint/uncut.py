@@ -31,7 +31,6 @@ from pipegrad.train.checkpoint.storage import (
     CheckpointReader,
     Contents,
     DamageError,
-    ReadError,
     checkpoints,
     damaged,
     failure_message,
@@ -120,8 +119,6 @@ def _verified(folder: Path) -> Contents:
         messages = damaged(folder, contents.checksums.items())
     except DamageError as error:
         raise WeightsError(f"{folder} {error}") from error
-    except ReadError as error:
-        raise WeightsError(str(error)) from error
     if messages:
         raise WeightsError(f"{folder} is damaged: {messages[0]}: export another checkpoint")
     return contents

@@ -8,8 +8,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from pipegrad.train.config import Config
+from pipegrad.train.rendering import make_console
 from pipegrad.train.reporters.reporter import Reporter, StepMetrics
-from pipegrad.train.tables import make_console
 
 
 class Terminal(Reporter):

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import time
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -15,7 +12,6 @@ from pipegrad import Work
 from pipegrad.comm import sync_points
 from pipegrad.observe import links, recording
 from pipegrad.observe.doctor import examine
-from pipegrad.train.evaluation import Tracing
 from tests.support.gradients.cases import outcome, rank
 from tests.support.ranked import gathered
 
@@ -58,16 +54,6 @@ def test_all_ranks_find_the_same_of_links_and_clocks(monkeypatch: pytest.MonkeyP
     _, near, far = found.clocks
     assert abs(near.offset) <= near.error
     assert abs(far.offset + AHEAD_SECONDS) <= far.error < AHEAD_SECONDS
-
-
-@pytest.mark.ranks(3)
-def test_tracing_on_some_ranks_only_is_refused_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    config: Any = SimpleNamespace(train=SimpleNamespace(trace=False))
-    monkeypatch.setenv("PIPEGRAD_TRACE", "" if rank() == 1 else "1")
-    found = outcome(lambda: Tracing(config, mock.Mock()))
-    assert found.startswith("AgreementError: ")
-    assert "ranks disagree on PIPEGRAD_TRACE" in found
-    assert "ranks [1]" in found
 
 
 @pytest.mark.ranks(2)  # alone on two: then rank 1 has met the other less often

@@ -23,7 +23,6 @@ STEPS = 5
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     monkeypatch.chdir(with_job(tmp_path))
-    monkeypatch.delenv("PIPEGRAD_TRACE", raising=False)
     yield tmp_path
     if dist.is_initialized():  # a job that was refused ends with its process
         dist.destroy_process_group()
@@ -70,32 +69,6 @@ def test_what_follows_the_last_step_is_none(folder: Path, monkeypatch: pytest.Mo
     assert timeline.of_step(2).seconds < 1000.0
 
 
-@pytest.mark.parametrize(("value", "settings"), [("0", []), ("", ["train.trace=false"])])
-def test_it_can_be_left_out(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, settings: list[str]
-) -> None:
-    monkeypatch.setenv("PIPEGRAD_TRACE", value)
-    assert "pipegrad trace" not in train(*settings).output
+def test_it_can_be_left_out(folder: Path) -> None:
+    assert "pipegrad trace" not in train("train.trace=false").output
     assert not list(folder.rglob("timeline.json"))
-
-
-@pytest.mark.parametrize(
-    ("value", "path"),
-    [("1", "runs/run/timeline.json"), ("traces/today", "traces/today/timeline.json")],
-)
-def test_the_environment_records_a_job_that_says_no(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, value: str, path: str
-) -> None:
-    monkeypatch.setenv("PIPEGRAD_TRACE", value)
-    assert path in train("train.trace=false").output
-    assert len(Timeline.load(folder / path).step_ends) == 3
-
-
-def test_a_folder_that_cannot_be_made_is_refused_before_the_first_step(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PIPEGRAD_TRACE", str(folder / "small.toml" / "traces"))
-    result = CliRunner().invoke(main, ["train", "small.toml"])
-    assert result.exit_code == 1
-    assert "a folder that cannot be made" in result.output
-    assert not (folder / "runs").exists()

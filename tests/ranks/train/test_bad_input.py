@@ -160,9 +160,6 @@ SETTINGS: dict[str | tuple[str, ...], str] = {
     "train.output=.": "holds more than a run: name a folder",
     "train.output=/": "= '/': is /, which holds more than a run",
     "data.tokenizer=no.json": "data.tokenizer = 'no.json': (no.json is no file|it needs)",
-    "data.cache=short.txt": (
-        "data.cache = 'short.txt': unknown key, set the environment variable HF_DATASETS_CACHE"
-    ),
     "data.streaming=true": "there are no files to read: set data.files",
     ("data.files=['ours.txt']", "data.streaming=true", "data.batch_size=400"): (
         "the stream has no 400 sequences of 16 bytes"

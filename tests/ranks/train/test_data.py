@@ -20,8 +20,9 @@ from torch import nn
 from torch.nn import functional
 
 from pipegrad.errors import PipegradError
+from pipegrad.train import corpus
 from pipegrad.train.config import Config, load
-from pipegrad.train.data import corpus, read_corpus
+from pipegrad.train.corpus import read_corpus
 from pipegrad.train.job import Job
 from pipegrad.train.run import Report
 from tests.support.pages import file_of

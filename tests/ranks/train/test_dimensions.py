@@ -13,7 +13,7 @@ from torch.nn import functional
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.train.config import load
-from pipegrad.train.data import read_corpus
+from pipegrad.train.corpus import read_corpus
 from pipegrad.train.job import Job
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding

@@ -16,7 +16,7 @@ from pipegrad.errors import ConfigError, PlanError
 from pipegrad.testing import run_ranks
 from pipegrad.train.checkpoint.uncut import load as load_whole
 from pipegrad.train.config import Config, load
-from pipegrad.train.data import mixed
+from pipegrad.train.corpus import mixed
 from pipegrad.train.job import Job
 from pipegrad.train.rendering import rendered_summary
 from pipegrad.train.summary import make_summary
@@ -200,7 +200,7 @@ def test_master_copies_and_state_are_read_with_and_without_a_declaration(
         if save:
             for number in (1, 2):
                 trainer.step(number)
-            trainer.save(Path(writer), 2)
+            trainer.saving.save(Path(writer), 2)
         found = {
             f"{name} {key}": torch.as_tensor(value).clone()
             for name, values in trainer._optimizer.state_dict()["state"].items()

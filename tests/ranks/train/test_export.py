@@ -48,9 +48,9 @@ def run_all(folder: Path) -> dict[str, Tensor]:
         trainer = trainer_of(folder / "small.toml", *settings)
         for number in range(1, STEPS + 1):
             trainer.step(number)
-        trainer.save(Path(name) / f"checkpoint-{STEPS}", STEPS)
+        trainer.saving.save(Path(name) / f"checkpoint-{STEPS}", STEPS)
         if name == "pp 4":  # an older one, and one that is not whole
-            trainer.save(Path(name) / "checkpoint-2", 2)
+            trainer.saving.save(Path(name) / "checkpoint-2", 2)
             (Path(name) / "checkpoint-20").mkdir(exist_ok=True)
         takes = trainer._topology.coordinate("pp") == 0
         result = trainer._scheduler.evaluate(tokens() if takes else None)
@@ -58,7 +58,7 @@ def run_all(folder: Path) -> dict[str, Tensor]:
             outputs[name] = torch.cat(list(result.outputs))
         trainer.close()
     trainer = trainer_of(EXAMPLES / "tensor_parallel.toml", "parallel.shards={}")
-    trainer.save(Path("tensor"), 0)
+    trainer.saving.save(Path("tensor"), 0)
     trainer.close()
     return outputs
 

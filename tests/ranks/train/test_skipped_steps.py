@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from pipegrad.errors import DriftError, StepError
 from pipegrad.train.config import load
-from pipegrad.train.data import read_corpus
+from pipegrad.train.corpus import read_corpus
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
@@ -200,7 +200,7 @@ def with_flip(folder: Path, *settings: str, flips: str) -> list[Any]:
                     flip(trainer, flips)
             found.append(trainer.step(number).loss)
             if number == 4 and not settings:
-                trainer.save(folder / "checkpoint", 4)
+                trainer.saving.save(folder / "checkpoint", 4)
         trainer.sync.check_replicas()
     except DriftError as error:
         found.append(str(error))

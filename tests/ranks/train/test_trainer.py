@@ -16,7 +16,7 @@ from torch.nn import functional
 from pipegrad.errors import StepError
 from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
-from pipegrad.train.data import read_corpus
+from pipegrad.train.corpus import read_corpus
 from pipegrad.train.job import Job
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding

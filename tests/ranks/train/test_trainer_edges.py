@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pipegrad.train.checkpoint.packed import CommonState, pack
+from pipegrad.train.optimizer import Update
 from tests.support.train.jobs import refusal, trained, trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(1)
@@ -34,7 +34,7 @@ def test_state_of_another_version_is_refused_as_damage(
 ) -> None:
     job = with_job(tmp_path) / "small.toml"
     with monkeypatch.context() as patched:
-        patched.setattr(CommonState, "packed", lambda _: pack({"update": {"of": "tomorrow"}}))
+        patched.setattr(Update, "state_dict", lambda _: {"of": "tomorrow"})
         trained(job, until=1, save="checkpoint-1")
     said = refusal(job, "train.resume=checkpoint-1", until=2)
     assert "train.resume = 'checkpoint-1': is damaged: its 'common' is of another version" in said

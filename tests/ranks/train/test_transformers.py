@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from pipegrad.cli import main
 from pipegrad.train.config import load
-from pipegrad.train.data import read_corpus
+from pipegrad.train.corpus import read_corpus
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
 from tests.support.train.jobs import Trained, refusal, trained, trainer_of

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
 from pipegrad.train.config import load
-from pipegrad.train.models.recorded_model import RecordedModel
+from pipegrad.train.recorded_model import RecordedModel
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
@@ -97,7 +97,7 @@ def trained_to(
         for end in ends:
             steps += [trainer.step(n) for n in range(trainer.first_step + len(steps), end + 1)]
             if end in saves:
-                trainer.save(Path(saves[end]), end)
+                trainer.saving.save(Path(saves[end]), end)
             trainer.sync.wait_parameters()
             values = {name: tensor.clone() for name, tensor in trainer._state.tensors().items()}
             found.append(Trained([*steps], values, trainer.notes))

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.cli import main as pipegrad
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.packed import unpack
 from pipegrad.train.checkpoint.storage import CheckpointReader, checkpoints, read_contents
+from pipegrad.train.checkpoint.training_state import unpack
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, torchrun
 

@@ -18,9 +18,7 @@ from pipegrad.gradients.main_params import Locations
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
-from pipegrad.train.checkpoint.packed import CommonState, pack
 from pipegrad.train.checkpoint.shards import Shard, boxes_of, fitted
-from pipegrad.train.checkpoint.storage import DamageError
 from pipegrad.train.checkpoint.training_state import check_keys
 from pipegrad.train.config import Config
 from pipegrad.train.optimizer import Update, make_learning_rate
@@ -177,7 +175,6 @@ class Run:
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=lr, momentum=0.5)
         self.schedule = cast("LRScheduler", make_learning_rate(config, self.optimizer))
         self.update = Update(config, cast("GradientSync", None), self.optimizer, self.schedule)
-        self.state = CommonState(config, self.optimizer, self.schedule, self.update)
 
     def options(self, number: int) -> list[tuple[float, float]]:
         """Returns learning rate and momentum of some steps."""
@@ -196,7 +193,7 @@ def test_a_schedule_goes_on_to_the_bit(name: str) -> None:
     first = Run(SCHEDULES[name])
     assert first.options(5) == whole[:5]
     second = Run(SCHEDULES[name])
-    second.state.restore(first.state.packed(), 5)
+    second.update.restore(first.update.state_dict(), 5)
     assert second.options(7) == whole[5:]
 
 
@@ -206,18 +203,10 @@ def test_another_schedule_makes_the_steps_that_were_not_skipped() -> None:
     first.update.skipped = 2
     other = Run(SCHEDULES["restarts"], lr=0.2)
     whole = Run(SCHEDULES["restarts"], lr=0.2).options(6)
-    other.state.restore(first.state.packed(), 5)
+    other.update.restore(first.update.state_dict(), 5)
     assert other.update.skipped == 2
     assert other.options(3) == whole[3:]
     # As without an entry.
     run = Run(SCHEDULES["StepLR"])
-    run.state.restore(None, 4)
+    run.update.restore(None, 4)
     assert run.options(2) == Run(SCHEDULES["StepLR"]).options(6)[4:]
-
-
-def test_an_entry_of_another_version_is_damage() -> None:
-    run = Run(SCHEDULES["StepLR"])
-    with pytest.raises(DamageError, match="its 'common' is of another version: KeyError"):
-        run.state.restore(pack({"update": {}}), 4)
-    with pytest.raises(DamageError, match="its 'common' cannot be read: "):
-        run.state.restore(torch.zeros(9, dtype=torch.uint8), 4)

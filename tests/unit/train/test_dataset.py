@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipegrad.errors import ConfigError
 from pipegrad.train.config import Config
-from pipegrad.train.data.dataset import Batches, pair_of
+from pipegrad.train.dataset import Batches, pair_of
 from pipegrad.train.schema import Data, Model, Named, Parallel
 
 TOKENS = torch.arange(12).reshape(3, 4)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -12,8 +13,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public
 
-from pipegrad.train.process import LAUNCH, store_of_start
-from pipegrad.train.process_end import ENDING, Signals, exit_code
+from pipegrad.train.process import ENDING, LAUNCH, Signals, exit_code, store_of_start
 
 SIZE = 3
 
@@ -105,7 +105,7 @@ def test_another_thread_changes_no_handler() -> None:
 
 STUCK = """
 import ctypes, os, signal, threading, time
-from pipegrad.train import process_end as signals
+from pipegrad.train import process as signals
 signals._ECHO_SECONDS = 0.0
 def ask():
     os.kill(os.getpid(), signal.SIGTERM)
@@ -126,3 +126,32 @@ def test_a_second_signal_ends_a_process_that_hangs() -> None:
     )
     assert ended.returncode == exit_code(signal.SIGINT) == 130
     assert ended.stderr == "SIGINT came after SIGTERM: ended at once\n"
+
+
+RAISING = """
+from pipegrad.train.process import process_group
+
+def layer_of_the_user():
+    raise ValueError("no such layer")
+
+with process_group():
+    layer_of_the_user()
+"""
+
+
+def test_the_traceback_of_an_unexpected_error_is_printed() -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    one = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", RAISING],
+        env={**os.environ, **one, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ended.returncode == 1
+    assert "in layer_of_the_user\n" in ended.stderr
+    assert "ValueError: no such layer" in ended.stderr

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from pipegrad.train.models.recorded_model import NotRecordedError, RecordedModel, lacks_memory
+from pipegrad.train.recorded_model import NotRecordedError, RecordedModel, lacks_memory
 from tests.support.train import factories
 
 Factory = Callable[[], nn.Sequential]

@@ -1,7 +1,9 @@
-"""State of the optimizer in a checkpoint: master copies, and pieces of a whole tensor."""
+"""State in a checkpoint: master copies, pieces of a whole tensor, and what is packed."""
 
 from __future__ import annotations
 
+import io
+import zipfile
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +22,14 @@ from pipegrad.errors import ConfigError
 from pipegrad.gradients.main_params import MainParameter
 from pipegrad.gradients.named_optimizer import NamedState
 from pipegrad.train.checkpoint.shards import Shard
-from pipegrad.train.checkpoint.storage import Contents
-from pipegrad.train.checkpoint.training_state import TrainingState
+from pipegrad.train.checkpoint.storage import Contents, DamageError
+from pipegrad.train.checkpoint.training_state import COMMON, TrainingState, pack, unpack
 from pipegrad.train.config import Config
+from pipegrad.train.optimizer import Update
 from pipegrad.train.schema import Model
 
 PIECES = ("[ep=0]", "[ep=1]")
+FIRST = Shard((4, 2), (((0, 0), (2, 2)),), PIECES)
 
 
 def state_of(
@@ -53,13 +57,12 @@ def state_of(
         wait_parameters=lambda: None,
     )
     scheduler: Any = SimpleNamespace(sync=sync, state_dict=dict)
-    packed: Any = SimpleNamespace(key="random.0", packed=lambda: torch.zeros(1))
+    update = Update(Config(model=Model(factory="a:b")), scheduler.sync, optimizer, None)
     state = TrainingState(
         scheduler,
         {},
         optimizer,
-        common=packed,
-        random_states=packed,
+        update=update,
         shards={"0.experts": shard} if shard else {},
     )
     return state, optimizer
@@ -83,7 +86,7 @@ def test_of_pieces_that_made_different_numbers_of_steps_the_whole_made_the_most(
     order: tuple[int, int],
 ) -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
-    state, optimizer = state_of(parameter, parameter, Shard((4, 2), (2, 2), 0, 0, PIECES))
+    state, optimizer = state_of(parameter, parameter, FIRST)
     steps, rows = (3.0, 7.0), (torch.tensor([5.0, 1.0]), torch.tensor([2.0, 4.0]))
     read = {f"optimizer.experts.step{PIECES[i]}": torch.tensor(steps[i]) for i in order}
     read |= {f"optimizer.experts.rows{PIECES[i]}": rows[i] for i in order}
@@ -111,7 +114,7 @@ def test_state_that_is_not_per_element_is_read_by_the_pieces_that_wrote_it_alone
     rows: dict[str, tuple[int, ...]], *, is_refused: bool
 ) -> None:
     parameter = nn.Parameter(torch.zeros(2, 2))
-    state, _ = state_of(parameter, parameter, Shard((4, 2), (2, 2), 0, 0, PIECES))
+    state, _ = state_of(parameter, parameter, FIRST)
     config = Config(model=Model(factory="a:b"))
     config._path = Path("job.toml")
     there: dict[str, Any] = {"model.experts": saved(4, 2)}
@@ -125,3 +128,35 @@ def test_state_that_is_not_per_element_is_read_by_the_pieces_that_wrote_it_alone
         return
     with pytest.raises(ConfigError, match="is not kept for each element of the whole tensor"):
         check()
+
+
+def test_packed_state_comes_back() -> None:
+    found = unpack(pack({"a": torch.arange(2**12), "b": [1, "text"]}))
+    assert torch.equal(found["a"], torch.arange(2**12))
+    assert found["b"] == [1, "text"]
+
+
+def deflated() -> torch.Tensor:
+    packed, out = pack({"a": torch.zeros(2**20)}), io.BytesIO()
+    with (
+        zipfile.ZipFile(io.BytesIO(packed.numpy().tobytes())) as source,
+        zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as target,
+    ):
+        for entry in source.infolist():
+            target.writestr(entry.filename, source.read(entry))
+    small = torch.frombuffer(bytearray(out.getvalue()), dtype=torch.uint8)
+    assert small.numel() < packed.numel() / 100
+    return small
+
+
+def test_what_is_packed_wrong_is_damage_and_is_not_inflated() -> None:
+    """Security, F6. 262 KB became 256 MiB."""
+    state, _ = state_of(parameter := nn.Parameter(torch.zeros(2)), parameter)
+    for packed, says in (
+        (deflated(), "cannot be read: .*are compressed"),
+        (torch.zeros(9, dtype=torch.uint8), "cannot be read: "),
+        (pack({"update": {}}), "is of another version: KeyError"),
+    ):
+        state._read = {COMMON: packed}
+        with pytest.raises(DamageError, match=f"its 'common' {says}"):
+            state.restore(4)

@@ -101,14 +101,6 @@ def test_the_bubble_of_1f1b_is_the_known_one() -> None:
     assert min(summary["schedule"]["peak_bytes"]) >= 100
 
 
-def test_state_of_the_optimizer_is_that_of_its_kind() -> None:
-    sizes = {}
-    for name, options in {"AdamW": (), "SGD": ("optimizer.weight_decay=0.0",)}.items():
-        [row] = summarized(job(1, f"optimizer.name='{name}'", *options))["pipeline_ranks"]
-        sizes[name] = row["optimizer_bytes"] / row["parameter_bytes"]
-    assert sizes == {"AdamW": 2.0, "SGD": 0.0}
-
-
 @pytest.mark.parametrize(
     ("handler", "optimizer", "message"),
     [
@@ -147,24 +139,6 @@ def test_others_of_a_model_without_matrices_are_named() -> None:
     no_matrix = dataclasses.replace(manifest, stages=(vectors,), ties=())
     with pytest.raises(ConfigError, match=r"optimizer.others = 'AdamW': .*: leave others out"):
         made.plans(no_matrix)
-
-
-@pytest.mark.parametrize(("momentum", "kept"), [(0.9, 2), (0.0, 1)])
-def test_a_meeting_is_that_of_the_handler_with_several_replicas(momentum: float, kept: int) -> None:
-    """The handler of the other dimension, which has one rank here, was the one that counted."""
-    made = job(
-        2,
-        "parallel={pipeline=1, dimensions={out=2}, data_dimensions=['dp', 'out']}",
-        "optimizer={name='SGD'}",
-        "train.steps=6",
-        "gradient_handlers=[{name='diloco', axis='dp', every=7}, "
-        f"{{name='diloco', axis='out', every=3, momentum={momentum}}}]",
-    )
-    summary = summarized(made)
-    [row] = summary["pipeline_ranks"]
-    nbytes = row["parameter_bytes"]
-    assert summary["meetings"] == [{"handler": "diloco#1", "every": 3, "bytes": nbytes}]
-    assert row["optimizer_bytes"] == kept * nbytes
 
 
 def test_a_rank_is_told_in_full() -> None:

@@ -17,9 +17,9 @@ import pytest
 import torch
 
 from pipegrad.errors import ConfigError
+from pipegrad.train import corpus
 from pipegrad.train.config import Config
-from pipegrad.train.data import Corpus, corpus, read_corpus
-from pipegrad.train.data.corpus import streamed
+from pipegrad.train.corpus import Corpus, read_corpus, streamed
 from pipegrad.train.schema import Data, Model
 
 datasets = pytest.importorskip("datasets")
@@ -132,7 +132,7 @@ def test_tokens_are_used_again_until_a_text_changes() -> None:
 KILLED = """
 import os
 from pipegrad.train.config import Config
-from pipegrad.train.data import corpus
+from pipegrad.train import corpus
 from pipegrad.train.schema import Data, Model
 pieces = corpus._pieces
 def killed(*arguments):

@@ -22,8 +22,8 @@ from pipegrad.partition.weights.files import extra
 from pipegrad.partition.weights.pretrained import meta_model
 from pipegrad.plugins.registry import complaints_of
 from pipegrad.train.config import Config, beside
-from pipegrad.train.data.corpus import TOKENIZER, Tokenizer, tokenizer_file
-from pipegrad.train.data.dataset import INPUT_IDS
+from pipegrad.train.corpus import TOKENIZER, Tokenizer, tokenizer_file
+from pipegrad.train.dataset import INPUT_IDS
 
 _DTYPES = ("float32", "bfloat16", "float16")
 _TOKENIZER_CONFIG = "tokenizer_config.json"

@@ -20,14 +20,14 @@ from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.errors import PipegradError, StepError, in_words
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import (
+from pipegrad.train.corpus import (
     Corpus,
     Tokenizer,
     read_corpus,
     streamed,
     tokenizer_of,
 )
-from pipegrad.train.data.dataset import INPUT_IDS, Batches, Inputs, MakeBatches, Pair
+from pipegrad.train.dataset import INPUT_IDS, Batches, Inputs, MakeBatches, Pair
 from pipegrad.train.job import Job
 
 _READ_SECONDS = 4 * 3600.0  # timeout for the slowest machine to make tokens of its text

@@ -6,23 +6,16 @@ is first: FSDP2 cuts what it has left. The gradient layer knows DTensors, and su
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
-from pipegrad.comm.agreement import agree
-from pipegrad.gradients.main_params import Box, Chunk, Locations
-from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import unflattened
-from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.model.dtensor import is_dtensor
 from pipegrad.partition.cut_model import Cut
 from pipegrad.topology import Topology
-from pipegrad.train.checkpoint.shards import Shard
-from pipegrad.train.checkpoint.training_state import TrainingState
 from pipegrad.train.config import Config
 from pipegrad.train.functions import imported
 
@@ -162,47 +155,3 @@ def _fully_shard(cut: Cut, stages: Mapping[int, nn.Module], mesh: DeviceMesh) ->
             if name not in shared and any(True for _ in layer.parameters()):
                 fully_shard(layer, mesh=mesh)
         fully_shard(stage, mesh=mesh)
-
-
-@dataclass(frozen=True)
-class _LocalPart(Shard):
-    """This rank's part of a DTensor, for a checkpoint."""
-
-    boxes: tuple[Box, ...]
-
-    def chunk(self, values: Tensor, begin: int = 0) -> Chunk:
-        """Returns the part of a DTensor that lies as the parameter does."""
-        return Chunk.in_boxes(local(values).detach().reshape(-1), self.shape, self.boxes)
-
-
-class ShardedState(TrainingState):
-    """What a checkpoint has of a rank: of a DTensor, its own part.
-
-    Whole DTensors would not do: some of torch's operators on them talk to all ranks of the job.
-    """
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Returns this rank's parts of parameters, and buffers, by their keys in a checkpoint."""
-        return {key: local(tensor) for key, tensor in super().tensors().items()}
-
-
-def dtensor_shards(sync: GradientSync) -> dict[str, Shard]:
-    """Returns this rank's parts of all DTensors by key; every rank must call it."""
-    locations = Locations(sync.topology, sync.plan)
-    parameters = {record.key: sync.parameter(record) for record in sync.records()}
-    own = {key: locations.of(key) for key, p in parameters.items() if is_dtensor(p)}
-    of_ranks = agree("the parts of parameters", lambda: own)
-    shards: dict[str, Shard] = {}
-    for key in own:
-        parameter: Any = parameters[key]
-        ranks = parameter.device_mesh.mesh.flatten().tolist()
-        boxes = [(tuple(c.offsets), tuple(c.sizes)) for c in parameter.__create_chunk_list__()]
-        shards[key] = _LocalPart(
-            shape=tuple(parameter.shape),
-            piece=tuple(local(parameter).shape),
-            dim=0,
-            begin=0,
-            locations=tuple(sorted(of_ranks[rank][key] for rank in ranks)),
-            boxes=tuple(box for box in boxes if math.prod(box[1])),
-        )
-    return shards

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from pipegrad.errors import ConfigError, PipegradError, in_words
 from pipegrad.train.config import Config
-from pipegrad.train.data.corpus import mixed
+from pipegrad.train.corpus import mixed
 from pipegrad.train.functions import parameters_of, with_options
 
 MakeBatches = Callable[..., Any]
@@ -64,35 +64,6 @@ def dataset_of(config: Config, key: str, num_shares: int) -> MakeBatches | None:
             f"the batches of that rank",
         )
     return function
-
-
-def check_data(config: Config) -> None:
-    """Refuses keys of ``[data]`` and ``[eval]`` that have no effect, or contradict each other.
-
-    Raises:
-        ConfigError: For the first of them.
-    """
-    data, held_out = config.data, config.eval
-    if data.dataset is not None:
-        for name in sorted(data.model_fields_set - {"dataset"}):
-            example = f"dataset = {{name = {data.dataset.name!r}, {name} = ...}}"
-            config.refuse(
-                f"data.{name}",
-                f"has no effect beside data.dataset: if its function has such an argument, write "
-                f"{example}",
-            )
-        for name in sorted(held_out.model_fields_set & {"files", "sample_every"}):
-            config.refuse(f"eval.{name}", "needs text, and data.dataset gives batches")
-    if data.streaming and not data.files:
-        config.refuse("data.streaming", "there are no files to read: set data.files")
-    measured = sorted(held_out.model_fields_set & {"files", "dataset"})
-    if len(measured) == 2:
-        config.refuse("eval.dataset", "eval.files are set too: choose one of them")
-    if held_out.every is not None and not measured:
-        config.refuse("eval.every", "there is nothing to measure: set eval.files or eval.dataset")
-    for name in measured:
-        if held_out.every is None:
-            config.refuse(f"eval.{name}", "nothing measures it: set eval.every, in steps")
 
 
 class Batches:
