@@ -24,7 +24,7 @@ from pipegrad.audit import dropout
 from pipegrad.audit.causes import OTHER_VALUES, STALE
 from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, digest_of, match
 from pipegrad.audit.judge import Judge, Verdict
-from pipegrad.audit.parts import Batch, Data, LossFn
+from pipegrad.audit.loss_parts import Batch, Data, LossFn
 from pipegrad.audit.report import Finding, Gradient, Report, merged
 from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
 from pipegrad.audit.truth import leaves_cut

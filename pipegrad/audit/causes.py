@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from pipegrad.audit.parts import BEFORE, BEHIND, MICROBATCHES, REPLICAS, Fit
+from pipegrad.audit.loss_parts import BEFORE, BEHIND, MICROBATCHES, REPLICAS, Fit
 from pipegrad.audit.report import shown
 
 _CLOSE = 0.02  # of a ratio; two causes differ by far more

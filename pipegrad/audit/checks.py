@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.parts import Batch
+from pipegrad.audit.loss_parts import Batch
 from pipegrad.audit.report import shown
 from pipegrad.audit.truth import names_by_use
 from pipegrad.errors import PlanError, in_words

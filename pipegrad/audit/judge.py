@@ -23,7 +23,7 @@ from pipegrad.audit.causes import (
     explained,
     factors_of,
 )
-from pipegrad.audit.parts import Data, Fit, fits
+from pipegrad.audit.loss_parts import Data, Fit, fits
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.states import Entry, entries_of

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from pipegrad.audit.audit import Audit
-from pipegrad.audit.parts import Batch
+from pipegrad.audit.loss_parts import Batch
 from pipegrad.audit.seen import before_clipping, gradient_of
 from pipegrad.audit.truth import leaves_cut
 

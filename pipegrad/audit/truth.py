@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad.audit.parts import (
+from pipegrad.audit.loss_parts import (
     WHOLE,
     Data,
     Outputs,

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from pipegrad.audit import Audit, Report, before_clipping
-from pipegrad.audit.parts import Batch
+from pipegrad.audit.loss_parts import Batch
 
 MICROBATCHES, IGNORED = 2, -100
 

@@ -18,7 +18,7 @@ from pipegrad.audit.causes import (
     explained,
     factors_of,
 )
-from pipegrad.audit.parts import BEFORE, BEHIND, MICROBATCHES, REPLICAS, WHOLE, Fit
+from pipegrad.audit.loss_parts import BEFORE, BEHIND, MICROBATCHES, REPLICAS, WHOLE, Fit
 
 COUNTS = {"microbatches": 3, "replicas": 2, "targets": 140}
 TIMES, BY = "it is multiplied by the number of", "it is divided by the number of"

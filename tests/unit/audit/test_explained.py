@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from pipegrad.audit.causes import OTHER_VALUES
 from pipegrad.audit.judge import Judge
-from pipegrad.audit.parts import Data
+from pipegrad.audit.loss_parts import Data
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.truth import leaves_cut
 

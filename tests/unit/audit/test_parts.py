@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from pipegrad.audit.parts import MICROBATCHES, WHOLE, Fit, fits
+from pipegrad.audit.loss_parts import MICROBATCHES, WHOLE, Fit, fits
 
 SIZES = REPLICAS, MICROS, TERMS, USES = 2, 3, 1, 2
 ALLOWED = 1e-5

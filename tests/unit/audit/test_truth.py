@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad.audit.parts import (
+from pipegrad.audit.loss_parts import (
     BEFORE,
     BEHIND,
     WHOLE,
@@ -20,10 +20,10 @@ from pipegrad.audit.parts import (
     Data,
     LossFn,
 )
-from pipegrad.audit.parts import (
+from pipegrad.audit.loss_parts import (
     MICROBATCHES as OF_MICROBATCHES,
 )
-from pipegrad.audit.parts import (
+from pipegrad.audit.loss_parts import (
     REPLICAS as OF_REPLICAS,
 )
 from pipegrad.audit.truth import (
