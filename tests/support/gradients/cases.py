@@ -98,7 +98,7 @@ def step(
     sync: GradientSync,
     module: nn.Module,
     *,
-    divisor: float | None = 1.0,
+    divisor: Any = 1.0,  # a float or None; for mypy any ** of tensors may be it
     **gradients: float | torch.Tensor,
 ) -> dict[str, Any]:
     sync.prepare(divisor=divisor)
