@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology
+from pipegrad import Scheduler
 from pipegrad.comm.activity import Activity, Details, activities, failed_at, give_back
 from pipegrad.comm.agreement import store
 from pipegrad.comm.watch import State, Watch, watch
 from pipegrad.errors import AgreementError, StallError, StepError
-from tests.support.gradients.cases import rank
+from tests.support.gradients.cases import rank, scheduled
 from tests.support.ranked import gathered
 
 LIMIT = 120.0  # seconds for a step; nobody waits for so long
@@ -56,19 +56,9 @@ def own_watch() -> Watch:
     return own
 
 
-def mean_square(output: Tensor, target: Tensor) -> Tensor:
-    return (output - target).square().mean()
-
-
-def scheduler(module: Sleeper, limit: float = LIMIT, loss_fn: Any = mean_square) -> Scheduler:
-    return Scheduler(
-        [Stage(module, rank())],
-        Topology.create(pipeline=dist.get_world_size()),
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=loss_fn,
-        step_timeout_seconds=limit,
-    )
+def scheduler(module: Sleeper, limit: float = LIMIT, **options: Any) -> Scheduler:
+    ranks = dist.get_world_size()
+    return scheduled(module, pipeline=ranks, step_timeout_seconds=limit, **options)
 
 
 def step(made: Scheduler) -> float:
@@ -237,7 +227,7 @@ class Examined(Sleeper):
     def loss(self, output: Tensor, target: Tensor) -> Tensor:
         if self.number == 4 and self.place == "loss":
             look(self.by_debugger)
-        return mean_square(output, target)
+        return nn.functional.mse_loss(output, target)
 
 
 @pytest.mark.ranks(2, ends_world=True)  # its store keeps the last sign of a debugger

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from types import FrameType
-from typing import Any
 
 import pytest
 import torch
@@ -16,31 +15,15 @@ from pipegrad import GradientSync, Placement, Topology
 from pipegrad.errors import ReduceError, StepError
 from pipegrad.gradients import bucket, bucket_buffer, reducer
 from pipegrad.gradients.bucket_buffer import FlatBuffer
-from pipegrad.interop.private import TorchDispatchMode
 from pipegrad.plugins.handler import HandlerSpec
-from tests.support.gradients.cases import give, rank, replicated, stage
+from tests.support.gradients.cases import Operators, give, rank, replicated, stage
 from tests.support.gradients.placements import By, compute
 
 pytestmark = pytest.mark.ranks(2)
 NAMES = tuple("abcdefgh")
 NUMEL = 64
+# Operators that overwrite a whole gradient.
 PASSES = ("zero_", "copy_", "_foreach_copy_", "add_", "div_", "div.out", "mul_")
-
-
-class Passes(TorchDispatchMode):
-    """Counts the operators that overwrite a whole gradient, in this thread."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's
-        self.counts = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = str(func).removeprefix("aten.").removesuffix(".Tensor").removesuffix(".default")
-        given = [t for arg in args for t in (arg if isinstance(arg, list) else [arg])]
-        sizes = [t.numel() for t in given if isinstance(t, torch.Tensor)]
-        if name in PASSES and max(sizes, default=0) >= NUMEL:
-            self.counts[name] += 1
-        return func(*args, **(kwargs or {}))
 
 
 def model() -> nn.Module:
@@ -88,7 +71,7 @@ def test_no_gradient_is_zeroed_and_each_is_written_once(  # noqa: PLR0917
     module = model()
     sync = replicated(module, handlers=[handler])
     sync.optimizer_parameters()
-    counter = Passes()
+    counter = Operators(least_numel=NUMEL)
     for _ in range(2):
         module.zero_grad()
         counter.counts.clear()
@@ -102,7 +85,7 @@ def test_no_gradient_is_zeroed_and_each_is_written_once(  # noqa: PLR0917
                 main.tensor.grad = None
             sync.publish()
             sync.wait_parameters()
-    assert counter.counts == passes
+    assert {name: n for name, n in counter.counts.items() if name in PASSES} == passes
     for parameter in module.parameters():
         # Two steps with the mean of 2 and 4.
         value, right = (parameter, -6.0) if handler == "sharded" else (parameter.grad, 3.0)

@@ -15,12 +15,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public
 
-from pipegrad import GradientSync, Scheduler, Stage, Topology
+from pipegrad import GradientSync
 from pipegrad.comm import agreement
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PipegradError
 from pipegrad.pipeline.transfers import Transfers
-from tests.support.gradients.cases import outcome, rank, replicated, stage
+from tests.support.gradients.cases import outcome, rank, replicated, scheduled, stage
 from tests.support.ranked import gathered
 
 
@@ -130,15 +130,9 @@ def test_a_verb_of_one_rank_alone_ends_the_step_of_the_other() -> None:
         world_size=2,
         timeout=timedelta(seconds=8),
     )
-    topology = Topology.create(pipeline=2)
-    scheduler = Scheduler(
-        [Stage(nn.Linear(2, 2), stage)],
-        topology,
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=lambda output, target: (output - target).square().mean(),
-        handlers=["pipeline-shared"],
-        agree_seconds=7,  # less, so the timeout of the process group counts
+    # It agrees in less, so the timeout of the process group counts.
+    scheduler = scheduled(
+        nn.Linear(2, 2), pipeline=2, handlers=["pipeline-shared"], agree_seconds=7
     )
     x = torch.ones(4, 2)
     inputs, target = ((), x) if stage else ((x,), None)

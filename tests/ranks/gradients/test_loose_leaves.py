@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 import pipegrad
-from pipegrad import Scheduler, Stage, Topology
-from tests.support.gradients.cases import outcome, rank
+from pipegrad import Topology
+from tests.support.gradients.cases import outcome, rank, scheduled
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
@@ -58,10 +58,11 @@ def batch(number: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "torch"])
 def test_leaves_that_no_stage_holds_have_the_gradients_of_one_process(schedule: str) -> None:
     """They were as many times too large as there are microbatches, without a word."""
-    modules, loss, topology = [Loose(), Loose()], Temperature(), Topology.create(pipeline=2)
+    modules, loss = [Loose(), Loose()], Temperature()
     here = rank()
     step: Any
     if schedule == "torch":
+        topology = Topology.create(pipeline=2)
         group = topology.group_along("pp")
         stage = PipelineStage(modules[here], here, 2, torch.device("cpu"), group=group)
         grid = ScheduleGPipe(stage, 4, loss)
@@ -71,8 +72,8 @@ def test_leaves_that_no_stage_holds_have_the_gradients_of_one_process(schedule: 
         def step(x: Tensor, target: Tensor) -> None:
             grid.step(*([] if here else [x]), target=target if here else None)
     else:
-        stages = [Stage(modules[here], here)]
-        engine = Scheduler(stages, topology, schedule=schedule, num_microbatches=4, loss_fn=loss)
+        options: dict[str, Any] = {"schedule": schedule, "num_microbatches": 4, "loss_fn": loss}
+        engine = scheduled(modules[here], pipeline=2, **options)
         sync = engine.sync
 
         def step(x: Tensor, target: Tensor) -> None:
@@ -102,14 +103,7 @@ def test_leaves_that_no_stage_holds_have_the_gradients_of_one_process(schedule: 
 def test_over_replicas_they_are_refused_on_all_ranks(*, late: bool) -> None:
     """Nobody averages them: each replica would train others, and no check compares them."""
     module: Any = nn.Sequential(nn.Linear(4, 4))
-    scheduler = Scheduler(
-        [Stage(module, 0)],
-        Topology.create(pipeline=1),
-        schedule="gpipe",
-        num_microbatches=2,
-        loss_fn=nn.functional.mse_loss,
-        handlers=["data-parallel"],
-    )
+    scheduler = scheduled(module, pipeline=1, schedule="gpipe", handlers=["data-parallel"])
     if not late:
         module.append(Loose())
     x, target = batch(rank())
@@ -137,9 +131,7 @@ def test_a_step_that_fails_drops_what_they_have() -> None:
             raise ValueError("as told")
         return loss(out, target)
 
-    stages, topology = [Stage(nn.Linear(4, 4), rank())], Topology.create(pipeline=2)
-    options: Any = {"schedule": "1f1b", "num_microbatches": 2, "loss_fn": loss_fn}
-    with closing(Scheduler(stages, topology, **options)) as scheduler:
+    with closing(scheduled(nn.Linear(4, 4), pipeline=2, loss_fn=loss_fn)) as scheduler:
         x, target = batch(0)
         assert "as told" in outcome(lambda: scheduler.step(x, target=target))
         assert loss.factor.grad is None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 from unittest import mock
 
@@ -12,17 +11,18 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import Schedule1F1B
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach
+from pipegrad import GradientSync, MainGrad, Topology, attach
 from tests.support.gradients.cases import (
     ALONE,
     DATA,
     SHARED,
+    Operators,
     give,
     outcome,
     rank,
     replicated,
+    scheduled,
     stage,
     tied,
 )
@@ -42,7 +42,12 @@ def add(
     sync: GradientSync, module: nn.Module, number: int, **gradients: float | torch.Tensor
 ) -> None:
     """Takes a step of `number` microbatches, each with these gradients."""
-    compute(sync, lambda: [give(module, **gradients) for _ in range(number)], divisor=number)
+
+    def backward() -> None:
+        for _ in range(number):
+            give(module, **gradients)
+
+    compute(sync, backward, divisor=number)
 
 
 def stepped(sync: GradientSync) -> dict[str, list[float]]:
@@ -161,17 +166,17 @@ def test_steps_may_begin_with_gradients_zeroed_in_place(options: dict[str, Any])
 )
 def test_engines_add_up_as_one_process_does(kind: str, microbatches: int) -> None:
     """Issue 16, point 13. torch's own division would divide the steps before once more."""
-    mse, topology = nn.functional.mse_loss, Topology.create(pipeline=2)
+    mse = nn.functional.mse_loss
     true = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)))
     index = rank()
     module = copy.deepcopy(true[index])
     if kind == "attach":
         part: Any = PipelineStage(module, index, 2, torch.device("cpu"))
         schedule: Any = Schedule1F1B(part, microbatches, loss_fn=mse)
-        sync = attach(schedule, topology=topology)
+        sync = attach(schedule, topology=Topology.create(pipeline=2))
     else:
-        options: dict[str, Any] = {"num_microbatches": microbatches, "loss_fn": mse}
-        schedule = Scheduler([Stage(module, index)], topology, schedule=kind, **options)
+        options: dict[str, Any] = {"schedule": kind, "num_microbatches": microbatches}
+        schedule = scheduled(module, pipeline=2, **options)
         sync = schedule.sync
     for number in range(3):
         x, y = torch.randn(2, 12, 4, generator=torch.Generator().manual_seed(number))
@@ -216,18 +221,6 @@ def test_main_grad_is_the_result_until_the_next_step(placement: str) -> None:
     sync.close()
 
 
-class Looks(TorchDispatchMode):
-    """Counts operators that read values to the host, or look at all of a tensor for it."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.seen = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.seen[func.overloadpacket.__name__] += 1
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.ranks(2)
 def test_a_step_neither_walks_down_the_modules_nor_reads_each_gradient() -> None:
     """Issue 16, point 10 (3.7, 3.5). 18 us a parameter and step; words without the key."""
@@ -242,9 +235,11 @@ def test_a_step_neither_walks_down_the_modules_nor_reads_each_gradient() -> None
 
     # Gradients are None in the first two steps, and zeroed in place in the third.
     for set_to_none, reads in ((True, 0), (False, 0), (True, 1)):
-        with mock.patch.object(nn.Module, "get_parameter", autospec=True) as walks, Looks() as ops:
+        operators = Operators()
+        with mock.patch.object(nn.Module, "get_parameter", autospec=True) as walks, operators:
             sync.prepare()
-        found = (walks.call_count, ops.seen["aminmax"], ops.seen["_local_scalar_dense"])
+        seen = operators.counts
+        found = (walks.call_count, seen["aminmax"], seen["_local_scalar_dense"])
         assert found == (0, reads, reads)
         backward()
         module.zero_grad(set_to_none=set_to_none)
@@ -303,14 +298,9 @@ def test_a_zeroed_gradient_of_an_unused_parameter_stays_zeros(
     torch.manual_seed(0)
     module, alone = TwoLayers(), TwoLayers()
     alone.load_state_dict(module.state_dict())
-    scheduler = Scheduler(
-        [Stage(module, 0)],
-        Topology.create(pipeline=1),
-        schedule="gpipe",
-        num_microbatches=1,
-        loss_fn=nn.MSELoss(),
-        handlers=["pipeline-shared", handler],
-    )
+    handlers = ["pipeline-shared", handler]
+    engine: Any = {"schedule": "gpipe", "num_microbatches": 1, "handlers": handlers}
+    scheduler = scheduled(module, pipeline=1, **engine)
     options: Any = {"lr": 1e-2, "weight_decay": 0.5, "eps": 1e-2}
     optimizer = scheduler.optimizer(torch.optim.AdamW, **options)
     of_alone = torch.optim.AdamW(alone.parameters(), **options)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import Bucketer, GradientSync, Scheduler, Stage, Topology
+from pipegrad import Bucketer, GradientSync, Topology
 from pipegrad.errors import PlanError
 from tests.support.gradients.cases import (
     SHARED,
@@ -22,6 +22,7 @@ from tests.support.gradients.cases import (
     outcome,
     rank,
     replicated,
+    scheduled,
     stage,
     step,
     tied,
@@ -117,7 +118,12 @@ def test_a_tie_on_one_rank_is_one_parameter_and_costs_no_collective() -> None:
     modules = dict(zip(topology.local_stages, (low, high), strict=True))
     ties = [{0: "w", 3: "w"}, {1: "w", 2: "w"}]
     sync = GradientSync(modules, topology, tied=ties, handlers=[SHARED])
-    compute(sync, lambda: (give(low, w=8.0, own=4.0), give(high, w=16.0)), divisor=4.0)
+
+    def backward() -> None:
+        give(low, w=8.0, own=4.0)
+        give(high, w=16.0)
+
+    compute(sync, backward, divisor=4.0)
     assert low.get_parameter("w") is high.get_parameter("w")
     assert grads(low) == {"w": [6.0], "own": [1.0]}
     assert (sync.statistics().collectives, len(sync.records())) == (0, 2)
@@ -171,7 +177,12 @@ def test_one_process_needs_no_group_and_declares_its_ties() -> None:
     first, last = stage(w=(2,), b=(2,)), stage(w=(2,))
     sync = GradientSync({0: first, 1: last}, BOTH, tied=[["w"]], handlers=[SHARED])
     sync.check_replicas()
-    compute(sync, lambda: (give(first, w=2.0), give(last, w=4.0)), divisor=2.0)
+
+    def backward() -> None:
+        give(first, w=2.0)
+        give(last, w=4.0)
+
+    compute(sync, backward, divisor=2.0)
     assert grads(first) == {"w": [3.0, 3.0], "b": None}
     assert sync.clip_grad_norm_(1.0).item() == pytest.approx(math.sqrt(18))
     assert (sync.statistics().steps, sync.statistics().collectives) == (1, 0)
@@ -202,13 +213,7 @@ def test_a_verb_is_refused_while_a_cuda_graph_is_captured() -> None:
     # A replay runs no Python, so it would synchronise nothing.
     module = stage(w=(4,))
     sync, bucketer = replicated(module), Bucketer()
-    scheduler = Scheduler(
-        [Stage(nn.Linear(2, 2), 0)],
-        Topology.create(pipeline=1),
-        schedule="gpipe",
-        num_microbatches=1,
-        loss_fn=lambda y, t: (y - t).sum(),
-    )
+    scheduler = scheduled(nn.Linear(2, 2), pipeline=1, schedule="gpipe", num_microbatches=1)
     x = torch.ones(1, 2)
 
     def refused(**verbs: Callable[[], object]) -> None:

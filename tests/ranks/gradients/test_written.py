@@ -13,8 +13,17 @@ import torch
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad import GradientSync, Scheduler, Stage, Topology
-from tests.support.gradients.cases import give, outcome, rank, replicated, stage, step, tied
+from pipegrad import GradientSync
+from tests.support.gradients.cases import (
+    give,
+    outcome,
+    rank,
+    replicated,
+    scheduled,
+    stage,
+    step,
+    tied,
+)
 from tests.support.gradients.placements import compute
 from tests.support.ranked import gathered
 
@@ -63,20 +72,16 @@ def late(weight: Tensor) -> None:
 @pytest.mark.parametrize("way", ["tied", "owner", "data-parallel", "sharded", "owned", "master"])
 def test_a_parameter_that_a_stage_writes_is_refused_on_all_ranks(way: str, tune: Tune) -> None:
     """One process writes it once for all; here one copy, or what nobody steps, was written."""
-    is_tied, loss = way in ("tied", "owner"), nn.functional.mse_loss
+    is_tied = way in ("tied", "owner")
     options: Any = {"master_dtype": torch.float64} if way == "master" else {}
     # Rank 1 writes nothing.
     module = Tuned(tune if rank() == 0 else leave, 4)
     last = nn.Linear(2, 4, bias=False)
     last.weight = module.weight if is_tied else last.weight
-    stages = [Stage([module, last][rank()], rank())] if is_tied else [Stage(module, 0)]
     handler: Any = {"tied": "pipeline-shared", "owner": OWNER, "master": "data-parallel"}
-    scheduler = Scheduler(
-        stages,
-        Topology.create(pipeline=2 if is_tied else 1),
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=loss,
+    scheduler = scheduled(
+        last if is_tied and rank() else module,
+        pipeline=2 if is_tied else 1,
         tied=[{0: "weight", 1: "weight"}] if is_tied else (),
         handlers=[handler.get(way, way)],
         **options,
@@ -118,13 +123,7 @@ def test_accumulated_steps_remember_what_was_written() -> None:
 def test_a_parameter_of_one_rank_alone_may_be_written() -> None:
     """As in one process: nobody else holds it, and it is what is stepped."""
     first, last = Tuned(clamp, 4), nn.Linear(2, 2)
-    scheduler = Scheduler(
-        [Stage([first, last][rank()], rank())],
-        Topology.create(pipeline=2),
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=nn.functional.mse_loss,
-    )
+    scheduler = scheduled([first, last][rank()], pipeline=2)
     scheduler.step(torch.tensor([0, 1, 2, 3]), target=torch.ones(4, 2))
     assert rank() or float(first.weight.max()) == 1.0
     scheduler.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,8 @@ from pipegrad import (
     GradientSync,
     Reduction,
     ReductionStep,
+    Scheduler,
+    Stage,
     Topology,
     Work,
 )
@@ -75,6 +78,14 @@ def replicated(module: nn.Module, **options: Any) -> GradientSync:
     return GradientSync({0: module}, Topology.create(pipeline=1), **options)
 
 
+def scheduled(module: nn.Module, *, pipeline: int, **options: Any) -> Scheduler:
+    """One stage a rank; by 1f1b in two microbatches with a mean of squares, or as options say."""
+    topology = Topology.create(pipeline=pipeline)
+    usual = {"schedule": "1f1b", "num_microbatches": 2, "loss_fn": nn.functional.mse_loss}
+    stages = [Stage(module, topology.coordinate("pp"))]
+    return Scheduler(stages, topology, **{**usual, **options})
+
+
 def in_float32(module: nn.Module) -> nn.Module:
     """Has gradients of parameters of lower precision accumulate in fp32."""
     for parameter in module.parameters():
@@ -87,7 +98,7 @@ def step(
     sync: GradientSync,
     module: nn.Module,
     *,
-    divisor: float | None = 1.0,
+    divisor: Any = 1.0,  # a float or None; for mypy any ** of tensors may be it
     **gradients: float | torch.Tensor,
 ) -> dict[str, Any]:
     sync.prepare(divisor=divisor)
@@ -100,6 +111,21 @@ def step(
 
 def bits(tensor: torch.Tensor) -> list[int]:
     return tensor.detach().contiguous().view(torch.int32).flatten().tolist()
+
+
+class Operators(TorchDispatchMode):
+    """Counts operators by name, in this thread; of tensors that have so many elements."""
+
+    def __init__(self, least_numel: int = 0) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's
+        self.least_numel, self.counts = least_numel, Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func).removeprefix("aten.").removesuffix(".Tensor").removesuffix(".default")
+        given = [t for arg in args for t in (arg if isinstance(arg, list) else [arg])]
+        sizes = [t.numel() for t in given if isinstance(t, torch.Tensor)]
+        self.counts[name] += max(sizes, default=0) >= self.least_numel
+        return func(*args, **(kwargs or {}))
 
 
 class NewStorage(TorchDispatchMode):
