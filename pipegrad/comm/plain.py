@@ -33,7 +33,6 @@ _VERSION = 1
 # Everything else that may cross, by module. A reader makes no other class.
 _RECORDS = {
     "audit.report": ("Finding", "Gradient"),
-    "audit.judge": ("Verdict",),
     "comm.activity": ("Failure", "Record"),
     "comm.agreement": ("_Failure",),
     "model.dtensor": ("Layout", "Shard"),
