@@ -63,6 +63,18 @@ from pipegrad.train.stages import agreed, build_stages
 from pipegrad.train.summary import make_summary
 from pipegrad.train.transformers_model import save_model
 
+# A run that goes on from a checkpoint with another value of these has a note: see `resume`.
+_RUN_KEYS = (
+    "train.seed",
+    "train.precision",
+    "train.loss",
+    "train.loss_reduction",
+    "parallel.codecs",
+    "gradients.clip_norm",
+    "gradients.reduce_dtype",
+    "gradients.sum_dtype",
+    "gradients.master_dtype",
+)
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to import what the job names
 _ALIKE = "if that is not wanted, let the function return other batches for each data_rank"
 
@@ -354,8 +366,22 @@ class Trainer:
             update=self._update,
             shards=self._shards,
         )
-        run = tied_names(self.sync.manifest)
-        self.saving = Saving(config, self._state, self._device, run)
+        self.saving = Saving(config, self._state, self._device, self._run)
+
+    @property
+    def _run(self) -> dict[str, str]:
+        """Values that the losses depend on, as text. The cut does not change losses."""
+        values = {
+            key: repr(value)
+            for key, value in self.job.config.flat().items()
+            if key.partition(".")[0] in ("model", "data", "optimizer") or key in _RUN_KEYS
+        }
+        text, files = self._texts.training, "None"
+        if text is not None:
+            files = f"text {text.digest[:16]}"
+        if values.pop("data.streaming") == "True":
+            files = f"stream of {values['data.files']}"
+        return {**values, "data.files": files, **tied_names(self.sync.manifest)}
 
     def _resume(self, config: Config) -> None:
         """Goes on from a checkpoint, if there is one; see [Note: what a run goes on from]."""
@@ -371,10 +397,15 @@ class Trainer:
         self.notes += notes
         if self.checkpoint is None:
             return
-        num_steps, notes_of_handlers = resume(
-            config, self._state, self._scheduler, self.checkpoint, state_names=self._state_names
+        num_steps, notes_of_state = resume(
+            config,
+            self._state,
+            self._scheduler,
+            self.checkpoint,
+            state_names=self._state_names,
+            run=self._run,
         )
-        self.notes += tuple(notes_of_handlers)
+        self.notes += tuple(notes_of_state)
         self.first_step = num_steps + 1
         self.sync.continue_from(num_steps)
         if num_steps >= config.train.steps and self._goes_on_in is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch.distributed as dist
@@ -33,6 +33,7 @@ def resume(
     folder: Path,
     *,
     state_names: Sequence[set[str]],
+    run: Mapping[str, str],
 ) -> tuple[int, list[str]]:
     """Loads a checkpoint; returns the number of its step, and notes. Every rank must call it.
 
@@ -42,6 +43,7 @@ def resume(
         scheduler: Takes the state of handlers and codecs.
         folder: The checkpoint.
         state_names: Names of the state that each part of the optimizer keeps for a matrix.
+        run: Values of this run, as text.
 
     Raises:
         ConfigError: If the checkpoint is damaged, cannot be read, or is of another model; on all
@@ -67,7 +69,20 @@ def resume(
             f"{_named(config, folder)}is the checkpoint of step {num_steps} by what it has: give "
             f"the folder the name checkpoint-{num_steps} again",
         )
-    return num_steps, _resume_handlers(config, state, scheduler)
+    notes = _differences(contents.run, run)
+    return num_steps, [*notes, *_resume_handlers(config, state, scheduler)]
+
+
+def _differences(saved: Mapping[str, str], run: Mapping[str, str]) -> list[str]:
+    """Returns a note on differences between this run and the one that wrote a checkpoint."""
+    changed = [
+        f"{key} was {saved.get(key, '(default)')}, and is {run.get(key, '(default)')}"
+        for key in sorted(saved.keys() | run.keys())
+        # A checkpoint of an older version lacks keys that are new. They had no value then.
+        if saved.get(key, "None") != run.get(key, "None")
+    ]
+    words = "train.resume: this is not the run that wrote the checkpoint: "
+    return [words + "; ".join(changed)] if changed else []
 
 
 def _verified(config: Config, folder: Path) -> Contents:

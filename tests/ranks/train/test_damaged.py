@@ -245,17 +245,24 @@ def test_a_checkpoint_of_another_model_is_refused(job: Path, setting: str, says:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("setting", "says"),
     [
-        ["data.files=['other.txt']", "train.seed=1", "data.batch_size=16", "optimizer.name=Adam"],
-        [*SHARDED],
+        ("data.files=['other.txt']", "data.files was text "),
+        ("train.seed=1", "train.seed was 0, and is 1"),
+        ("data.batch_size=16", "data.batch_size was 8, and is 16"),
+        ("optimizer.name=Adam", "optimizer.name was 'AdamW', and is 'Adam'"),
     ],
 )
-def test_a_run_may_go_on_with_another_configuration(job: Path, settings: list[str]) -> None:
+def test_what_is_otherwise_is_noted(job: Path, setting: str, says: str) -> None:
     save_whole(job)
-    run = trained(job, *settings, "train.resume=whole", until=2)
+    run = trained(job, setting, "train.resume=whole", until=2)
     assert [step.step for step in run.steps] == [2]
-    assert run.notes == ()
+    [note] = run.notes
+    assert says in note
+
+
+def test_the_same_run_has_no_notes(job: Path) -> None:
+    assert trained(job, *SHARDED, "train.resume=whole", until=2).notes == ()
 
 
 def test_a_full_disk_is_said_in_one_line(job: Path) -> None:
