@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 
 
@@ -97,9 +98,19 @@ class PluginOptionError(PluginError, ValueError):
 def root_of(error: BaseException) -> BaseException:
     """Returns the first error of a chain of ``raise ... from``."""
     # torch wraps errors in others. The first error says what went wrong.
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return error
+    return [*causes_of(error)][-1]
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and the chain of ``raise ... from`` behind it."""
+    # Code of others may close a chain to a ring, by `raise inner from outer` where inner was the
+    # cause of outer. Whoever followed it would never end.
+    seen = set[int]()
+    behind: BaseException | None = error
+    while behind is not None and id(behind) not in seen:
+        yield behind
+        seen.add(id(behind))
+        behind = behind.__cause__
 
 
 def ends_in_words(error: BaseException) -> bool:

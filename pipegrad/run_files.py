@@ -25,7 +25,7 @@ from contextlib import contextmanager, suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
-from pipegrad.errors import PipegradError, in_words
+from pipegrad.errors import PipegradError, causes_of, in_words
 from pipegrad.limits import MOST_JSON_BYTES, MOST_JSON_CONTAINERS
 
 _TEMPORARY = re.compile(r".+\.[0-9a-f]{16}\.partial")
@@ -285,9 +285,8 @@ def why_not_written(folder: Path, error: BaseException) -> str:
 
     Call it before what was written there is removed.
     """
-    cause: BaseException | None = error
-    while cause is not None and getattr(cause, "errno", None) is None:
-        cause = cause.__cause__
+    numbered = (one for one in causes_of(error) if getattr(one, "errno", None) is not None)
+    cause = next(numbered, None)
     # torch and safetensors write by themselves, and say only that it has failed. So a write of
     # Python's own finds out why.
     cause = cause or _tried(folder)

@@ -24,7 +24,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from pipegrad.errors import AgreementError, PipegradError, in_words, root_of
+from pipegrad.errors import AgreementError, PipegradError, causes_of, in_words, root_of
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
@@ -159,11 +159,8 @@ def _spot_of(stack: Sequence[Activity]) -> Spot:
 
 def failed_at(error: BaseException | None) -> Spot | None:
     """Returns what a thread was at when an error, or the one that it follows from, was raised."""
-    spot: Spot | None = None
-    while error is not None:
-        spot = getattr(error, _FAILED, None) or spot
-        error = error.__cause__
-    return spot
+    spots = [] if error is None else [getattr(one, _FAILED, None) for one in causes_of(error)]
+    return next((spot for spot in reversed(spots) if spot is not None), None)
 
 
 def verb_thread() -> int:

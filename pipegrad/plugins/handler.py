@@ -194,7 +194,7 @@ class ReductionStep:
 
         The previous rank has posted the receive at the beginning of the step.
         """
-        return self.placement.has_owner or self.is_pair
+        return self.placement is Placement.OWNER or self.is_pair
 
     @property
     def is_pair(self) -> bool:

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pipegrad import run_files
-from pipegrad.errors import ConfigError, reason
+from pipegrad.errors import ConfigError, causes_of, reason, root_of
 from pipegrad.train.config import Config, beside, path_of
 
 TOKENIZER = "tokenizer.json"  # in a directory of transformers
@@ -287,10 +287,11 @@ def _cached(config: Config, key: str, sources: list[str], tokenizer: Tokenizer) 
             fingerprint=hashlib.sha256(identity.encode()).hexdigest()[:32],
             writer_batch_size=1,  # of pieces, which are long
         )
-    except Exception as error:
-        cause = _first_cause(error)
+    except Exception as error:  # noqa: BLE001 - whatever the library raises
+        refusals = (one for one in causes_of(error) if isinstance(one, ConfigError))
+        cause = next(refusals, root_of(error))  # the library has wrapped it
         if isinstance(cause, ConfigError):
-            raise cause from error
+            raise cause  # noqa: B904 - it is the cause of `error`: they would make a ring
         config.refuse(
             key,
             f"its tokens cannot be written into {library.config.HF_DATASETS_CACHE}: "
@@ -354,7 +355,7 @@ def _texts(config: Config, key: str, source: str) -> Iterator[list[str]]:
     except ConfigError:
         raise
     except Exception as error:  # noqa: BLE001 - whatever the library, or one of its readers, raises
-        words = str(_first_cause(error)).strip().partition("\n")[0]
+        words = str(root_of(error)).strip().partition("\n")[0]
         config.refuse(key, f"{source} cannot be read: {words}", cause=error)
 
 
@@ -372,13 +373,6 @@ def _opened(config: Config, key: str, source: str) -> Any:  # noqa: ANN401 - a d
     if ".parquet" in kinds:
         return library.IterableDataset.from_parquet(glob.escape(source))
     return None
-
-
-def _first_cause(error: BaseException) -> BaseException:
-    """Returns what the library has wrapped."""
-    while error.__cause__ is not None and not isinstance(error, ConfigError):
-        error = error.__cause__
-    return error
 
 
 def _library(config: Config, key: str, name: str) -> Any:  # noqa: ANN401 - a module
