@@ -46,6 +46,7 @@ def joined(sync: GradientSync, key: str) -> list[float]:
     return [x for begin in sorted(parts) for x in parts[begin].flatten().float().tolist()]
 
 
+@pytest.mark.smoke
 @wherever_placed
 def test_dtypes_on_the_wire_of_gradients_and_of_copies(placed: Placement) -> None:
     high = stage(w=(40,))
