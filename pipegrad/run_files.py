@@ -263,15 +263,6 @@ def refuse_planted(folder: Path) -> None:
     os.close(_opened_folder(folder))
 
 
-def is_planted(folder: Path) -> bool:
-    """True if `refuse_planted` refuses a folder."""
-    try:
-        refuse_planted(folder)
-    except PlantedError:
-        return True
-    return False
-
-
 def is_own(folder: Path) -> bool:
     """True if a folder, and a link that names it, belong to this user or to root."""
     with suppress(OSError):

@@ -26,6 +26,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import pipegrad
+from drawings.folders import CORE, TOOLS
 from pipegrad.testing import run_ranks
 
 PACKAGE = Path(pipegrad.__file__).parent
@@ -33,18 +34,6 @@ ROOT = PACKAGE.parent
 HANDLERS = ROOT / "handlers"
 PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
 TIE = "tied" if hasattr(pipegrad, "find_tied") else "shared"
-CORE = [
-    "comm",
-    "plugins",
-    "model",
-    "plan",
-    "gradients",
-    "schedules",
-    "pipeline",
-    "interop",
-    "testing",
-]
-TOOLS = ["partition", "simulation", "observe", "picture", "audit", "train", "commands"]
 ROWS, WIDTH, MICROBATCHES = 8, 4, 4
 
 

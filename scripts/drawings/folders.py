@@ -9,7 +9,7 @@ from drawings.svg import COLOURS, Box, drawn, label, svg
 # From the first that is imported to the last; a folder that is not here is a tool.
 CORE = ["comm", "plugins", "model", "plan", "gradients"]
 CORE += ["interop", "schedules", "pipeline", "testing"]
-TOOLS = ["simulation", "picture", "cut", "partition", "observe", "train", "audit", "commands"]
+TOOLS = ["simulation", "picture", "partition", "observe", "train", "audit", "commands"]
 LINES_A_PIXEL, HEIGHT = 20, 20
 
 
