@@ -128,7 +128,7 @@ def gaps(page: str) -> Iterator[str]:
             for line, target in _sets(block):
                 yield f"{page}:{line}: a hidden block sets {target}"
     start = f"torchrun --nproc-per-node {num_ranks(page)} "
-    if any("init_process_group" in b.code for b in together) and start not in PAGES[page]:
+    if any("init_process_group" in b.code for b in visible) and start not in PAGES[page]:
         yield f"{page}: does not say how it starts: {start}..."
 
 
