@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 
@@ -40,6 +41,39 @@ def test_the_blocks_of_a_page_run(page: str, clone: Path) -> None:
     assert len(printed) == len(running)
     if page in SCRIPTS:
         check_script(page, running, printed)
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize(
+    ("hidden", "visible", "refusal"),
+    [
+        ("x = 1", "print(x)", "name 'x' is not defined"),
+        ("import torch", "print(torch)", "name 'torch' is not defined"),
+        ("open('x.txt', 'w').close()", "", "a hidden block changes ['files']"),
+        ("import sys; sys.path.append('x')", "", "a hidden block changes ['sys.path']"),
+        ("import os; os.environ['X'] = ''", "", "a hidden block changes ['os.environ']"),
+        ("", "import pipegrad\npipegrad.Topology.create(pipeline=1)", "init_process_group()"),
+        ("", "import torch.distributed as dist\ndist.get_rank()", "has not been initialized"),
+    ],
+)
+def test_a_page_runs_as_a_reader_copies_it(
+    hidden: str, visible: str, refusal: str, tmp_path: Path
+) -> None:
+    blocks = [
+        Block("README.md", 1, "python", hidden, "run", ""),
+        Block("README.md", 2, "python", visible, "", ""),
+    ]
+    with pytest.raises((AssertionError, NameError, RuntimeError, ValueError)) as error:
+        run_page(blocks, tmp_path)
+    assert refusal in str(error.value)
+    # What a page has made, hidden blocks see, and the process group is there for the next page.
+    made = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx = 2"
+    checks = "y = x + 1\nassert dist.is_initialized()", "assert (y, x, printed) == (3, 2, '')"
+    code = [Block("README.md", 1, "python", made, "", "")]
+    run_page([*code, *(Block("README.md", 1, "python", c, "run", "") for c in checks)], tmp_path)
+    assert dist.is_initialized()
+    with pytest.raises(ValueError, match="twice"):
+        run_page([*code, *code], tmp_path)
 
 
 def check_script(page: str, running: list[Block], printed: list[str]) -> None:
