@@ -91,7 +91,7 @@ def test_times_that_nobody_knows_are_in_units() -> None:
     )
     path = critical_path(Lookup(units), 0)
     assert str(path).startswith(
-        "of 16 units, 14 units are compute (rank 1 7 units, rank 0 7 units)"
+        "of 16 units, 14 units are compute (rank 0 7 units, rank 1 7 units)"
     )
     assert Timeline.from_json(units.to_json()) == units
     assert Timeline.from_json({**SMALL.to_json(), "time_unit": "seconds"}) == SMALL
@@ -151,7 +151,12 @@ def test_text_can_be_read_on_its_colour(kind: Any) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_box_can_be_seen_on_the_dark_page(kind: Any) -> None:
-    css = files("pipegrad.picture").joinpath("page", "page.css").read_text().split("dark")[1]
+    css = (
+        files("pipegrad.picture")
+        .joinpath("page", "page.css")
+        .read_text()
+        .split('data-theme="dark"')[1]
+    )
     back = luminance(css.split("--back: ")[1][:7])
     assert (luminance(PALETTE[kind].fill) + 0.05) / (back + 0.05) >= 3.0
 
