@@ -162,7 +162,7 @@ def titles(timelines: Sequence[Timeline]) -> list[str]:
 
 def how_to_read(timelines: Sequence[Timeline]) -> list[str]:
     """Returns sentences on what a line, a box and its colours are, of what the timelines have."""
-    kinds = {span.kind for timeline in timelines for span in timeline.spans}
+    kinds = {span.kind for timeline in timelines for span in timeline.spans if span.seconds > 0}
     letters = [f"{letter}3 is the {PALETTE[letter].name}" for letter in COMPUTE if letter in kinds]
     computes = f": {', '.join(letters)} of microbatch 3" if letters else ""
     parts = [
@@ -177,7 +177,7 @@ def how_to_read(timelines: Sequence[Timeline]) -> list[str]:
     if kinds & {*BESIDE}:
         names = ", ".join(f"{PALETTE[kind].name}s" for kind in BESIDE if kind in kinds)
         parts.append(f"Thin boxes below a rank run beside its compute: {names}.")
-    if any(timeline.memory for timeline in timelines):
+    if any(point.num_bytes for t in timelines for points in t.memory for point in points):
         parts.append("The grey area is the memory of the rank.")
     return parts
 

@@ -26,7 +26,7 @@ async function unpack(packed, number) {
   timeline.last = Math.max(...timeline.tracks.map((track) => (track.end > track.first ? timeline.end[track.end - 1] : 0)));
   timeline.memory = memory(packed, await inflate(packed.memory));
   timeline.path = path(timeline, await inflate(packed.path));
-  timeline.kinds = new Set(timeline.kind);
+  timeline.kinds = new Set(timeline.kind.filter((_, span) => timeline.end[span] > timeline.begin[span]));
   timeline.several = packed.stage_to_rank.length > packed.num_ranks; // stages on a rank
   return timeline;
 }

@@ -10,7 +10,7 @@ function arrange(view, width) {
   const blocks = view.layout === "beside" ? timelines.map((t) => [t]) : [timelines];
   const share = width / blocks.length;
   const panels = blocks.map((block, number) => {
-    const gutter = share < 520 ? 68 : 118; // for the names of the ranks
+    const gutter = share < 520 ? 78 : 118; // for the names of the ranks
     const left = number * share + gutter;
     const panel = { left, gutter, width: Math.max(share - gutter - MARGIN, 50), groups: [], spots: new Map() };
     panel.height = fill(panel, ordered(block, view), view);

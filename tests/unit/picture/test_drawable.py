@@ -114,6 +114,10 @@ def test_how_to_read_it_says_what_is_there_and_no_more() -> None:
     ]
     plain = replace(SMALL, spans=SPANS[:1], memory=())
     assert [text.split()[0] for text in how_to_read([plain])] == ["Each", "A", "Where"]
+    # What takes no time is not drawn, and memory of 0 bytes is memory that nobody knows.
+    empty = SPANS[1]._replace(end=SPANS[1].begin)
+    nothing = replace(SMALL, spans=(SPANS[0], empty), memory=((MemoryPoint(0.0, 0),),) * 2)
+    assert how_to_read([nothing]) == how_to_read([plain])
     several = " ".join(how_to_read([simulated("zbv")]))
     assert "W3 is the backward of weights of microbatch 3. A rank has several stages: " in several
 
