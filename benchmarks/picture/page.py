@@ -33,7 +33,7 @@ HOVER = (
 )
 ACTIONS = {
     "draw all of the time": CLICK.format("fit"),
-    "draw all ranks and all of the time": CLICK.format("fit") + CLICK.format("fit-rows"),
+    "draw all ranks and all of the time": CLICK.format("fit") + CLICK.format("fit-ranks"),
     "zoom": CLICK.format("zoom-in"),
     "hover over a wait": HOVER,
     "filter by microbatch": TYPE.format("microbatches", "100-200"),

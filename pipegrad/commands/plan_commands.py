@@ -26,7 +26,7 @@ from pipegrad.commands.command_options import (
 )
 from pipegrad.errors import reason
 from pipegrad.limits import check_size
-from pipegrad.printable import printable_lines
+from pipegrad.printable import printable, printable_lines
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -248,14 +248,16 @@ def simulate(
         assert simulation.timeline is not None
         progress.at("looks for what would make it shorter")
         explanation = explain(simulation.timeline, program=program, costs=costs)
+        basis = printable(str(costs_file)) if costs_file else _assumed(weight_ms, **amounts)
+        timeline = replace(simulation.timeline, notes={"costs": basis})
         if save:
-            saving(save, simulation.timeline.save)
-        drawing.write([simulation.timeline])
+            saving(save, timeline.save)
+        drawing.write([timeline])
     if as_json:
         seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
-        click.echo(json.dumps({**seconds, **explanation.to_json()}, indent=2))
+        click.echo(json.dumps({"costs": basis, **seconds, **explanation.to_json()}, indent=2))
     else:
-        _show(made, simulation, costs, explanation)
+        _show(made, simulation, costs, basis, explanation)
 
 
 def _refuse_both(costs_file: Path | None) -> None:
@@ -327,7 +329,19 @@ def _uniform(
     return Costs((stage,) * len(schedule.stage_to_rank), network)
 
 
-def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: Explanation) -> None:
+def _assumed(weight_ms: float | None, **amounts: float) -> str:
+    """Returns the costs of `_uniform` in words."""
+    weight_ms = amounts["backward_ms"] / 2 if weight_ms is None else weight_ms
+    return (
+        "assumed: forward {forward_ms:g} ms, backward {backward_ms:g} ms (split: {weight:g} ms in "
+        "W) of a microbatch on each rank; {mib:g} MiB to the next stage; {gbit:g} Gbit/s, "
+        "{latency_us:g} us a message"
+    ).format(weight=weight_ms, **amounts)
+
+
+def _show(
+    schedule: Schedule, simulation: Simulation, costs: Costs, basis: str, explained: Explanation
+) -> None:
     from pipegrad.simulation.timeline import in_time
     from pipegrad.train.rendering import make_console, rendered_explanation
 
@@ -335,7 +349,7 @@ def _show(schedule: Schedule, simulation: Simulation, costs: Costs, explained: E
         f"{schedule.num_ranks} ranks, {len(schedule.stage_to_rank)} stages, "
         f"{schedule.num_microbatches} microbatches"
     )
-    parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated"]
+    parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated", f"costs: {basis}"]
     if len(simulation.step_seconds) > 1:
         steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
         more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""

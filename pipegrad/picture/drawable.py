@@ -15,11 +15,14 @@ from typing import NamedTuple
 from pipegrad.errors import ScheduleError
 from pipegrad.printable import printable
 from pipegrad.simulation.timeline import (
+    BESIDE,
     COMPUTE,
     ON_RANK,
+    WAITS,
     Span,
     SpanKind,
     Timeline,
+    TimeUnit,
     check_timeline,
     in_percent,
     in_time,
@@ -50,6 +53,8 @@ def check(timelines: object) -> None:
         # A timeline that somebody has made may hold anything.
         except (ScheduleError, TypeError, AttributeError) as error:
             raise ScheduleError(f"timeline {timeline.name!r} cannot be drawn: {error}") from error
+    if len({timeline.time_unit for timeline in timelines}) > 1:
+        raise ScheduleError("one timeline is in seconds, the other in units: they do not compare")
 
 
 class Track(NamedTuple):
@@ -118,7 +123,9 @@ class Paint(NamedTuple):
     is_mirrored: bool = False
 
 
-_BLUE, _RED, _PURPLE, _GREY = "#0072b2", "#d55e00", "#882e72", "#7f7f7f"
+# Red and purple are darker and lighter than theirs: white text on them and they on a dark page are
+# readable.
+_BLUE, _RED, _PURPLE, _GREY = "#0072b2", "#bf4f00", "#a5438f", "#7f7f7f"
 PALETTE: dict[SpanKind, Paint] = {
     "F": Paint("forward", "#56b4e9"),
     "B": Paint("backward", "#e69f00"),
@@ -143,13 +150,36 @@ _EQUAL = 5e-4  # a difference that rounds to 0.0 %
 def title_of(timeline: Timeline) -> str:
     """Returns its name and where it comes from."""
     name = printable(timeline.name)
-    return f"{name} ({timeline.source})" if name else timeline.source
+    source = f"{timeline.source}, in units" if timeline.time_unit == "units" else timeline.source
+    return f"{name} ({source})" if name else source
 
 
 def titles(timelines: Sequence[Timeline]) -> list[str]:
     """Returns titles that differ; the second of two like ones is numbered."""
     names = [title_of(timeline) for timeline in timelines]
     return [f"{n} (2)" if n in names[:i] else n for i, n in enumerate(names)]
+
+
+def how_to_read(timelines: Sequence[Timeline]) -> list[str]:
+    """Returns sentences on what a line, a box and its colours are, of what the timelines have."""
+    kinds = {span.kind for timeline in timelines for span in timeline.spans if span.seconds > 0}
+    letters = [f"{letter}3 is the {PALETTE[letter].name}" for letter in COMPUTE if letter in kinds]
+    computes = f": {', '.join(letters)} of microbatch 3" if letters else ""
+    parts = [
+        "Each line is one rank; time runs from left to right.",
+        f"A box is one action of the rank, its colour says which{computes}.",
+    ]
+    if any(len(timeline.stage_to_rank) > timeline.num_ranks for timeline in timelines):
+        parts.append("A rank has several stages: the number before the letter is the stage.")
+    if kinds & {*WAITS}:
+        parts.append("Hatched boxes are waits.")
+    parts.append("Where a rank computes nothing, it has a bubble.")
+    if kinds & {*BESIDE}:
+        names = ", ".join(f"{PALETTE[kind].name}s" for kind in BESIDE if kind in kinds)
+        parts.append(f"Thin boxes below a rank run beside its compute: {names}.")
+    if any(point.num_bytes for t in timelines for points in t.memory for point in points):
+        parts.append("The grey area is the memory of the rank.")
+    return parts
 
 
 def sentences(timelines: Sequence[Timeline]) -> list[list[str]]:
@@ -168,8 +198,8 @@ def _about(timelines: Sequence[Timeline], step: int | None) -> list[str]:
         if step is None or step < len(timeline.step_ends)
     ]
     parts = [
-        f"{title}: {in_time(end - begin)}{_each(timeline, step)}, "
-        f"{in_percent(_compute_share(timeline, begin, end))} of it compute."
+        f"{title}: {in_time(end - begin, timeline.time_unit)}{_each(timeline, step)}; "
+        f"ranks compute in {in_percent(_compute_share(timeline, begin, end))} of the time."
         for timeline, title, (begin, end) in shown
     ]
     if len(shown) > 1:
@@ -193,7 +223,7 @@ def _each(timeline: Timeline, step: int | None) -> str:
     count = len(timeline.step_ends)
     if step is not None or count < 2:
         return ""
-    return f" for {count} steps ({in_time(_seconds(timeline, None))} each)"
+    return f" for {count} steps ({in_time(_seconds(timeline, None), timeline.time_unit)} each)"
 
 
 def _compute_share(timeline: Timeline, begin: float, end: float) -> float:
@@ -211,15 +241,15 @@ def _difference(first: tuple[Timeline, str, float], second: tuple[Timeline, str,
         first, second = second, first
     (one, one_title, one_seconds), (other, other_title, other_seconds) = first, second
     if (one.source, other.source) == ("predicted", "measured"):
-        return _longer("The predicted step", one_seconds, "measured", other_seconds)
-    return _longer(f"A step of {other_title}", other_seconds, f"one of {one_title}", one_seconds)
+        return _longer("The predicted step", one_seconds, "measured", other_seconds, one.time_unit)
+    subject, base = f"A step of {other_title}", f"one of {one_title}"
+    return _longer(subject, other_seconds, base, one_seconds, one.time_unit)
 
 
-def _longer(subject: str, seconds: float, base_name: str, base: float) -> str:
+def _longer(subject: str, seconds: float, base_name: str, base: float, time_unit: TimeUnit) -> str:
     gap = seconds - base
     if not base or abs(gap) < _EQUAL * base:
         return f"{subject} is as long as {base_name}"
     than = "longer" if gap > 0 else "shorter"
-    return (
-        f"{subject} is {in_time(abs(gap))} ({in_percent(abs(gap) / base)}) {than} than {base_name}"
-    )
+    change = f"{in_time(abs(gap), time_unit)} ({in_percent(abs(gap) / base)})"
+    return f"{subject} is {change} {than} than {base_name}"

@@ -1,4 +1,4 @@
-"""write_figure: timelines as SVG, PNG or PDF, at the width of a README. Needs matplotlib."""
+"""write_figure: timelines as SVG, PNG or PDF, at the width of a phone. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -6,27 +6,30 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import import_module
 from itertools import groupby
+from math import ceil
 from operator import attrgetter, itemgetter
 from pathlib import Path
+from textwrap import wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.picture.drawable import PALETTE, Paint, check, sentences, titles, tracks
 from pipegrad.printable import printable
-from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline
+from pipegrad.simulation.timeline import COMPUTE, KINDS, Span, SpanKind, Timeline, TimeUnit
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 _SUFFIXES = (".svg", ".png", ".pdf")
-# Inches. A README shows 8.3 inches, so text of 7 points is as large as its small print.
-_WIDTH, _LEFT, _RIGHT = 8.3, 0.95, 0.12
-_HEIGHTS = {"rank": 0.25, "beside": 0.13, "memory": 0.16}
-_GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.22
+# Inches. A phone shows 360 points as 360 pixels, so no text is smaller than 9 points.
+_WIDTH, _LEFT, _RIGHT = 5.0, 0.8, 0.12
+_HEIGHTS = {"rank": 0.31, "beside": 0.16, "memory": 0.16}
+_GAP, _PAIR_GAP, _HEADING = 0.13, 0.04, 0.24
 _TALLEST = 14.0
-_FONT, _SMALL_FONT, _SMALLEST_FONT = 7.5, 6.5, 4.5  # points
+_FONT, _SMALL_FONT = 10.0, 9.0  # points
+_LETTERS, _COLUMNS, _LINE_HEIGHT = 68, 2, 0.17  # of a sentence, of the legend, of both in inches
 _LETTER = 0.64  # width of a letter, of its size
 _THIN = 1.5  # points
 _MANY_SPANS = 5000  # as vectors they would make a file of megabytes
@@ -94,8 +97,10 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     strips = list(_strips(timelines))
     bottom = strips[-1].top + strips[-1].height
     shrink = min(1.0, _TALLEST / bottom)
-    about = sentences(timelines)[0]
-    head, foot = 0.17 * len(about) + (0.37 if title else 0.15), 0.75
+    about = [line for text in sentences(timelines)[0] for line in wrap(text, _LETTERS)]
+    num_kinds = len({span.kind for timeline in timelines for span in timeline.spans})
+    head = _LINE_HEIGHT * len(about) + (0.4 if title else 0.15)
+    foot = 0.42 + _LINE_HEIGHT * ceil(num_kinds / _COLUMNS)
     height = bottom * shrink + head + foot
     figure = Figure(figsize=(_WIDTH, height), facecolor="white")
     box = (_LEFT / _WIDTH, foot / height, 1 - (_LEFT + _RIGHT) / _WIDTH, bottom * shrink / height)
@@ -103,7 +108,7 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     seconds = max(max(t.seconds, *(s.end for s in t.spans)) for t in timelines) or 1.0
     axes.set_xlim(0, seconds * 1.005)
     axes.set_ylim(bottom, 0)
-    _frame(axes, seconds)
+    _frame(axes, seconds, timelines[0].time_unit)
     points_per_second = 72 * (_WIDTH - _LEFT - _RIGHT) / (seconds * 1.005)
     many = sum(len(t.spans) for t in timelines) > _MANY_SPANS
     for strip in strips:
@@ -113,9 +118,9 @@ def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
     _step_ends(axes, strips)
     top = 1 - 0.12 / height
     if title:
-        figure.text(0.01, top, title, fontsize=10, fontweight="bold", va="top")
-        top -= 0.22 / height
-    figure.text(0.01, top, "\n".join(about), fontsize=_FONT, color=_SOFT, va="top")
+        figure.text(0.01, top, title, fontsize=12, fontweight="bold", va="top")
+        top -= 0.25 / height
+    figure.text(0.01, top, "\n".join(about), fontsize=_SMALL_FONT, color=_SOFT, va="top")
     _legend(figure, timelines)
     return figure
 
@@ -156,8 +161,10 @@ def _by_rank(strips: Sequence[Strip]) -> Iterator[list[Strip]]:
         yield list(own)
 
 
-def _frame(axes: Axes, seconds: float) -> None:
+def _frame(axes: Axes, seconds: float, time_unit: TimeUnit) -> None:
     scale, unit = (1e3, "ms") if seconds < 1 else (1, "s")
+    if time_unit == "units":
+        scale, unit = 1, "units"
     axes.xaxis.set_major_formatter(lambda value, _: f"{value * scale:g}")
     axes.set_xlabel(unit, fontsize=_SMALL_FONT, color=_SOFT, labelpad=1)
     axes.tick_params(axis="x", labelsize=_SMALL_FONT, length=3, color=_LINE, labelcolor=_SOFT)
@@ -231,7 +238,7 @@ def _write_texts(axes: Axes, strip: Strip, points_per_second: float, shrink: flo
             lines = text.split("\n")
             widest = max(len(line) for line in lines) or 1
             size = min(largest, width / (_LETTER * widest), height / len(lines))
-            if size < _SMALLEST_FONT:
+            if size < _SMALL_FONT:
                 continue
             axes.text(
                 (span.begin + span.end) / 2, strip.top + strip.height / 2, text, fontsize=size,
@@ -255,7 +262,7 @@ def _texts(span: Span, *, several: bool) -> Sequence[str]:
 def _name_ranks(
     axes: Axes, strips: Sequence[Strip], timelines: Sequence[Timeline], shrink: float
 ) -> None:
-    size = max(min(_FONT + 0.5, _HEIGHTS["rank"] * shrink * 72 * 0.8), 2.0)
+    size = max(min(_FONT, _HEIGHTS["rank"] * shrink * 72 * 0.8), 2.0)
     left = -_LEFT / (_WIDTH - _LEFT - _RIGHT) + 0.012
     place: dict[str, Any] = {"transform": axes.get_yaxis_transform(), "va": "center"}
     for own in _by_rank(strips):
@@ -265,9 +272,9 @@ def _name_ranks(
         middle = first.top + first.height / 2
         axes.text(left, middle, f"rank {rank}", fontsize=size, fontweight="bold", **place)
         if shrink == 1 and last is not first:
-            axes.text(left, middle + 0.15, second, fontsize=_SMALL_FONT, color=_SOFT, **place)
+            axes.text(left, middle + 0.17, second, fontsize=_SMALL_FONT, color=_SOFT, **place)
         if rank == 0 and len(timelines) > 1 and not _is_pair(timelines):
-            axes.text(left, first.top - 0.1, first.title, fontsize=_FONT + 0.5, **place)
+            axes.text(left, first.top - 0.1, first.title, fontsize=_FONT, **place)
 
 
 def _step_ends(axes: Axes, strips: Sequence[Strip]) -> None:
@@ -288,7 +295,7 @@ def _legend(figure: Figure, timelines: Sequence[Timeline]) -> None:
         if kind in present
     ]
     figure.legend(
-        handles=patches, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=6, frameon=False,
+        handles=patches, loc="lower left", bbox_to_anchor=(0.0, 0.0), ncols=_COLUMNS, frameon=False,
         fontsize=_SMALL_FONT, handlelength=1.4, handleheight=0.9, columnspacing=1.2,
         handletextpad=0.5, borderaxespad=0.4,
     )  # fmt: skip

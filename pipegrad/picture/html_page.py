@@ -20,14 +20,14 @@ import numpy as np
 
 from pipegrad import run_files
 from pipegrad.limits import LARGEST
-from pipegrad.picture.drawable import PALETTE, Track, check, sentences, titles, tracks
+from pipegrad.picture.drawable import PALETTE, Track, check, how_to_read, sentences, titles, tracks
 from pipegrad.printable import printable
 from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.timeline import BESIDE, COMPUTE, KINDS, WAITS, Timeline
 
 # One module of JavaScript, in this order; each file says what it has.
-_SCRIPTS = ("data.js", "words.js", "rows.js", "paint.js", "page.js")
+_SCRIPTS = ("data.js", "words.js", "strips.js", "paint.js", "address.js", "page.js")
 
 
 def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = "") -> None:
@@ -54,16 +54,19 @@ def write_html(timelines: Sequence[Timeline], path: Path | str, *, title: str = 
         "beside": [KINDS.index(kind) for kind in BESIDE],
         "titles": titles(timelines),
         "sentences": sentences(timelines),
+        "time_unit": timelines[0].time_unit,
         "timelines": [pack(timeline) for timeline in timelines],
     }
-    run_files.replace(Path(path), _page(title, data).encode())
+    page = _page(title, " ".join(how_to_read(timelines)), data)
+    run_files.replace(Path(path), page.encode())
 
 
-def _page(title: str, data: Mapping[str, Any]) -> str:
+def _page(title: str, reading: str, data: Mapping[str, Any]) -> str:
     folder = files("pipegrad.picture") / "page"
     texts = {name: (folder / name).read_text(encoding="utf-8") for name in _SCRIPTS}
     parts = {
         "TITLE": html.escape(title),
+        "READING": html.escape(reading),
         "STYLE": (folder / "page.css").read_text(encoding="utf-8"),
         "DATA": _script_safe(data),
         "SCRIPT": "\n".join(texts.values()),
@@ -104,11 +107,14 @@ def pack(timeline: Timeline) -> dict[str, Any]:
         "num_ranks": timeline.num_ranks,
         "stage_to_rank": timeline.stage_to_rank,
         "step_ends": timeline.step_ends,
-        "notes": {printable(name): printable(str(value)) for name, value in timeline.notes.items()},
+        "notes": {
+            printable(name): printable(f"{value:.3g}" if isinstance(value, float) else value)
+            for name, value in timeline.notes.items()
+        },
         "time_unit": time_unit,
         "memory_unit": memory_unit,
         "labels": list(map(printable, labels)),
-        "lanes": [[track.rank, int(track.is_beside), len(track.spans)] for track in rows],
+        "tracks": [[track.rank, int(track.is_beside), len(track.spans)] for track in rows],
         "spans": _compressed(_span_columns(timeline, rows, time_unit, labels)),
         "memory_counts": [len(points) for points in timeline.memory],
         "memory": _compressed(_memory_columns(timeline, time_unit, memory_unit)),

@@ -48,6 +48,7 @@ ON_RANK: tuple[SpanKind, ...] = (*COMPUTE, *WAITS, "optimizer", "host")
 # What runs beside it: these spans may overlap each other and those of the rank.
 BESIDE: tuple[SpanKind, ...] = ("transfer", "reduction", "parameter sync")
 KINDS: tuple[SpanKind, ...] = (*ON_RANK, *BESIDE)
+TimeUnit = Literal["seconds", "units"]
 
 _VERSION = 1
 _HEAD = ("pipegrad_timeline", "fields")
@@ -115,6 +116,8 @@ class Timeline:
         notes: Further facts, such as a date or a device; values are strings or numbers.
         links: The values that stages hand on; empty if each hands one to the next.
         collectives: The reductions, in the order in which they are launched.
+        time_unit: "units" if nobody knows how long anything takes, so that a time compares only
+            with others of this timeline; all that is called seconds is then units.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -130,6 +133,7 @@ class Timeline:
     notes: Mapping[str, str | float] = field(default_factory=dict)
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    time_unit: TimeUnit = "seconds"
 
     @property
     def seconds(self) -> float:
@@ -183,6 +187,7 @@ class Timeline:
             "notes": dict(self.notes),
             "links": [list(link) for link in self.links],
             "collectives": [list(collective) for collective in self.collectives],
+            "time_unit": self.time_unit,
         }
 
     @classmethod
@@ -295,8 +300,10 @@ def _cut(points: Iterable[MemoryPoint], begin: float, end: float) -> Iterator[Me
 # As people read them.
 
 
-def in_time(seconds: float) -> str:
-    """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85.0 us``."""
+def in_time(seconds: float, time_unit: TimeUnit = "seconds") -> str:
+    """Returns a time with three digits: ``1.23 s``, ``12.3 ms`` or ``85.0 us``; or ``21 units``."""
+    if time_unit == "units":
+        return f"{seconds:.4g} unit{'s' * (seconds != 1)}"
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if abs(seconds) >= 0.9995 * size:  # what is rounded up to a unit is said in it
             return f"{_three_digits(seconds / size)} {unit}"

@@ -19,6 +19,7 @@ from pipegrad.schedules.measured import rows_of
 from pipegrad.simulation.explain.breakdown import Breakdown, RankBreakdown
 from pipegrad.simulation.explain.explanation import Explanation
 from pipegrad.simulation.timeline import in_percent, in_time
+from pipegrad.train.summary import UNIT_COSTS_IN_WORDS
 
 _MIB = 2**20
 _ROWS, _WIDTH = 16, 96  # of the grid, and of long tables
@@ -179,9 +180,7 @@ def _ranks(summary: Mapping[str, Any]) -> Iterator[RenderableType]:
     )  # fmt: skip
     schedule = summary["schedule"]
     unit = schedule["time_unit"]
-    basis = (
-        "the costs given" if unit == "seconds" else "F 1, B 2, I 1, W 1, and nothing for sending"
-    )
+    basis = "the costs given" if unit == "seconds" else UNIT_COSTS_IN_WORDS
     yield (
         f"live: microbatches whose activations a rank holds at most. buffers: for values that it "
         f"receives. bubble: idle share of a step of {schedule['step_time']:g} {unit}, with "

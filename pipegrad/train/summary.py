@@ -7,6 +7,7 @@ same, so their sums are multiples.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from pipegrad.errors import PlanError
@@ -29,6 +30,7 @@ from pipegrad.train.job import Job
 Span = tuple[int, int, int]  # first, last, step
 _KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 _UNIT_COSTS = StageCosts(forward_seconds=1, backward_seconds=2, weight_seconds=1)
+UNIT_COSTS_IN_WORDS = "F 1, B 2, I 1, W 1, and nothing for sending"
 
 
 def make_summary(
@@ -174,7 +176,7 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
     Args:
         job: The job.
         manifest: Its model.
-        costs: Of computing and sending; without them, a forward takes 1 s and a backward 2 s.
+        costs: Of computing and sending; without them, a forward takes 1 unit and a backward 2.
 
     Raises:
         ScheduleError: If the costs are not those of the job's stages.
@@ -183,7 +185,9 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
     own = with_codecs(_of_stages(program, costs), job.codecs, program)
     timeline = simulate(program, own).timeline
     assert timeline is not None
-    return timeline
+    if costs is not None:
+        return timeline
+    return replace(timeline, time_unit="units", notes={"costs": UNIT_COSTS_IN_WORDS})
 
 
 def _of_stages(program: Program, costs: Costs | None) -> Costs:

@@ -30,11 +30,12 @@ class Box(NamedTuple):
     text: str
 
 
-def svg(width: float, height: float, parts: Iterable[str]) -> str:
-    """Returns a picture on white."""
-    size = f'width="{width:.0f}" height="{height:.0f}"'
+def svg(width: float, height: float, parts: Iterable[str], *, zoom: float = 1.0) -> str:
+    """Returns a picture on white; where there is room, it is shown so many times larger."""
+    size = f'width="{zoom * width:.0f}" height="{zoom * height:.0f}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" {size}'
-    lines = [f'{head} font-family="sans-serif" font-size="11">', f'<rect {size} fill="white"/>']
+    back = f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>'
+    lines = [f'{head} font-family="sans-serif" font-size="11">', back]
     return "\n".join([*lines, *parts, "</svg>", ""])
 
 

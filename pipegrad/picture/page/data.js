@@ -1,6 +1,6 @@
-// data.js: unpacks timelines; pipegrad/picture/columns.py packs them.
-// A span is a number, its position in the columns. Spans of a lane lie side by side, in order of
-// time, and do not overlap. So a moment is found by bisection, and a row is a slice.
+// data.js: unpacks timelines; pipegrad/picture/html_page.py packs them.
+// A span is a number, its position in the columns. Spans of a track lie side by side, in order of
+// time, and do not overlap. So a moment is hit by bisection, and a strip is a slice.
 
 const data = JSON.parse(document.getElementById("data").textContent);
 const kindNumber = Object.fromEntries(data.kinds.map((each, number) => [each.kind, number]));
@@ -23,29 +23,30 @@ async function unpack(packed, number) {
   const timeline = { ...packed, number, size, title: data.titles[number] };
   for (const name of data.fields) timeline[name] = column(name);
   Object.assign(timeline, times(packed, column("gap"), column("duration")));
-  timeline.last = Math.max(...timeline.lanes.map((lane) => (lane.end > lane.first ? timeline.end[lane.end - 1] : 0)));
+  timeline.last = Math.max(...timeline.tracks.map((track) => (track.end > track.first ? timeline.end[track.end - 1] : 0)));
   timeline.memory = memory(packed, await inflate(packed.memory));
   timeline.path = path(timeline, await inflate(packed.path));
+  timeline.kinds = new Set(timeline.kind.filter((_, span) => timeline.end[span] > timeline.begin[span]));
   timeline.several = packed.stage_to_rank.length > packed.num_ranks; // stages on a rank
   return timeline;
 }
 
-// Returns begin, end and rank of all spans, and the lanes with the slices that are theirs.
+// Returns begin, end and rank of all spans, and the tracks with the slices that are theirs.
 function times(packed, gaps, durations) {
   const begin = new Float64Array(gaps.length), end = new Float64Array(gaps.length);
-  const ranks = new Int32Array(gaps.length), lanes = [];
+  const ranks = new Int32Array(gaps.length), tracks = [];
   let first = 0;
-  for (const [rank, beside, count] of packed.lanes) {
+  for (const [rank, beside, count] of packed.tracks) {
     let now = 0;
     for (let span = first; span < first + count; span++) {
       begin[span] = (now += gaps[span]) * packed.time_unit;
       end[span] = (now += durations[span]) * packed.time_unit;
     }
-    lanes.push({ rank, beside: Boolean(beside), first, end: first + count });
+    tracks.push({ rank, beside: Boolean(beside), first, end: first + count });
     ranks.fill(rank, first, first + count);
     first += count;
   }
-  return { begin, end, lanes, rank: ranks };
+  return { begin, end, tracks, rank: ranks };
 }
 
 // Returns for each rank its points, and the most that any rank held.
@@ -63,20 +64,20 @@ function memory(packed, numbers) {
   return { ranks, most };
 }
 
-// Returns the parts of the critical path, each with its lane, in order of time.
+// Returns the parts of the critical path, each with its track, in order of time.
 function path(t, numbers) {
   const size = numbers.length / 4, unit = t.time_unit;
   return Array.from({ length: size }, (_, part) => {
     const [rank, beside, begin, end] = [0, 1, 2, 3].map((column) => numbers[column * size + part]);
-    const lanes = t.lanes.filter((lane) => lane.rank === rank && lane.beside === Boolean(beside));
-    const lane = lanes.find((each) => spanAt(t, each, ((begin + end) / 2) * unit) >= 0) ?? lanes[0];
-    return { lane, begin: begin * unit, end: end * unit };
+    const tracks = t.tracks.filter((track) => track.rank === rank && track.beside === Boolean(beside));
+    const track = tracks.find((each) => spanAt(t, each, ((begin + end) / 2) * unit) >= 0) ?? tracks[0];
+    return { track, begin: begin * unit, end: end * unit };
   });
 }
 
 function isOnPath(t, span) {
-  const lane = laneOf(t, span), edge = 1e-3 * (t.end[span] - t.begin[span]);
-  return t.path.some((part) => part.lane === lane && part.end > t.begin[span] + edge && part.begin < t.end[span] - edge);
+  const track = trackOf(t, span), edge = 1e-3 * (t.end[span] - t.begin[span]);
+  return t.path.some((part) => part.track === track && part.end > t.begin[span] + edge && part.begin < t.end[span] - edge);
 }
 
 // Returns the first position from `first` to `end` whose value is above `value`.
@@ -89,19 +90,19 @@ function bisect(values, value, first, end) {
   return first;
 }
 
-// Returns the span of a lane at a moment, or -1.
-function spanAt(timeline, lane, seconds) {
-  const span = bisect(timeline.begin, seconds, lane.first, lane.end) - 1;
-  return span >= lane.first && timeline.end[span] > seconds ? span : -1;
+// Returns the span of a track at a moment, or -1.
+function spanAt(timeline, track, seconds) {
+  const span = bisect(timeline.begin, seconds, track.first, track.end) - 1;
+  return span >= track.first && timeline.end[span] > seconds ? span : -1;
 }
 
-function laneOf(timeline, span) {
-  return timeline.lanes.find((lane) => span >= lane.first && span < lane.end);
+function trackOf(timeline, span) {
+  return timeline.tracks.find((track) => span >= track.first && span < track.end);
 }
 
 function* spansOf(timeline, rank, beside) {
-  for (const lane of timeline.lanes) {
-    if (lane.rank !== rank || lane.beside !== beside) continue;
-    for (let span = lane.first; span < lane.end; span++) yield span;
+  for (const track of timeline.tracks) {
+    if (track.rank !== rank || track.beside !== beside) continue;
+    for (let span = track.first; span < track.end; span++) yield span;
   }
 }

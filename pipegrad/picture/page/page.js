@@ -1,20 +1,26 @@
 // page.js: the state of the view, and what mouse, keys and controls do with it.
 
+const USUAL = [0.6, 2.4];
 const element = (id) => document.getElementById(id);
 const viewport = element("viewport"), tip = element("tip");
 const view = {
   from: 0, to: 1, // seconds that are shown, from the begin of the step
-  step: -1, // a step, or -1 for all
-  layout: "paired", scale: 1, // of the height of rows
-  beside: true, memory: true, path: true, arrows: false,
+  step: 0, // -1 for all
+  layout: "paired", scale: 1, // of the height of a rank
+  fitted: USUAL, // the least and the largest scale that fits all ranks into the window; null: chosen
+  memory: true, path: true, arrows: false,
   hidden: new Set(), ranks: null, microbatches: null, text: "", // the filter
-  hovered: null, chosen: null, // { t, span }
+  hovered: null, chosen: null, // { t, span }, and the chain of the chosen one
 };
 const timelines = await Promise.all(data.timelines.map(unpack));
 const painter = new Painter(element("canvas"));
 let layout, requested = false, forPrint = null;
 
 const longest = () => Math.max(...timelines.map(shownLength));
+const numSteps = () => data.sentences.length - 1;
+const usualStep = () => (numSteps() > 1 ? 0 : -1); // what is shown at first
+const whole = () => longest() * (view.step < 0 ? 1.02 : 1) || 1;
+const isWhole = () => view.from === 0 && view.to === whole();
 const dark = matchMedia("(prefers-color-scheme: dark)");
 
 // --- drawing
@@ -27,9 +33,12 @@ function redraw() {
 function drawNow() {
   requested = false;
   const width = forPrint ?? viewport.clientWidth;
+  if (view.fitted && !forPrint) view.scale = fittedScale();
   layout = arrange(view, width);
+  viewport.style.height = `${Math.min(layout.height, room())}px`;
   element("spacer").style.height = `${layout.height}px`;
   const height = forPrint ? layout.height : viewport.clientHeight;
+  writeAddress();
   painter.frame(layout, view, forPrint ? 0 : viewport.scrollTop, width, height, forPrint ? 2 : devicePixelRatio || 1);
 }
 
@@ -53,52 +62,71 @@ function filter() {
 // --- moving in time and among ranks
 
 function show(from, to) {
-  const whole = longest() || 1, span = Math.min(Math.max(to - from, whole * 1e-7), whole * 1.04);
-  view.from = Math.min(Math.max(from, -whole * 0.01), Math.max(whole * 1.03 - span, -whole * 0.01));
+  const most = longest() || 1, span = Math.min(Math.max(to - from, most * 1e-7), most * 1.04);
+  view.from = Math.min(Math.max(from, -most * 0.01), Math.max(most * 1.03 - span, -most * 0.01));
   view.to = view.from + span;
   redraw();
 }
 
-const fit = () => show(0, longest() * 1.02);
+function fit() {
+  view.from = 0;
+  view.to = whole();
+  redraw();
+}
 
 function zoom(factor, at = 0.5) {
   const span = view.to - view.from, fixed = view.from + span * at;
-  const wanted = Math.min(span * factor, longest() * 1.02);
+  const wanted = Math.min(span * factor, whole());
   show(fixed - wanted * at, fixed + wanted * (1 - at));
 }
 
 const move = (part) => show(view.from + part * (view.to - view.from), view.to + part * (view.to - view.from));
 
-function scaleRows(scale) {
+function scaleRanks(scale) {
   const middle = viewport.scrollTop / Math.max(layout?.height ?? 1, 1);
   view.scale = Math.min(Math.max(scale, 0.02), 3);
+  view.fitted = null;
   drawNow();
   viewport.scrollTop = middle * layout.height;
 }
 
-// Gives rows the height at which all ranks are in view, but at least and at most so much.
-function fitRows(least = 0, most = 3) {
-  for (let turn = 0; turn < 4; turn++) { // from afar rows have another form
-    const { height } = arrange(view, viewport.clientWidth);
-    view.scale *= (viewport.clientHeight - AXIS - 8) / (height - AXIS);
-    view.scale = Math.min(Math.max(view.scale, least), most);
+function fitRanks(fitted) {
+  view.fitted = fitted;
+  redraw();
+}
+
+// Returns how high the timeline may be: what is left of the window, but at least half of it.
+function room() {
+  return Math.max(innerHeight - viewport.offsetTop - 40, innerHeight / 2, 160);
+}
+
+function fittedScale() {
+  let scale = 1;
+  for (let turn = 0; turn < 4; turn++) { // from afar a rank has another form
+    const { height } = arrange({ ...view, scale }, viewport.clientWidth);
+    scale *= (room() - AXIS - 8) / (height - AXIS);
+    scale = Math.min(Math.max(scale, view.fitted[0]), view.fitted[1]);
   }
-  scaleRows(view.scale);
+  return scale;
 }
 
 function setStep(step) {
   view.step = step;
   element("step").value = step;
+  element("step-before").disabled = step < 0;
+  element("step-after").disabled = step >= numSteps() - 1;
   element("sentence").textContent = data.sentences[step + 1].join(" ");
-  const only = step < 0 && data.sentences.length === 2 ? 0 : step; // the step whose path is told
+  const only = step < 0 && numSteps() === 1 ? 0 : step; // the step whose path is in words
   element("path-words").replaceChildren(...timelines.flatMap((t) => (t.path_words[only] ? [pathLine(t, only)] : [])));
+  element("shares").replaceChildren(sharesTable());
   fit();
 }
+
+const moveStep = (by) => numSteps() > 1 && setStep(Math.min(Math.max(view.step + by, -1), numSteps() - 1));
 
 function pathLine(t, step) {
   const line = document.createElement("span");
   line.textContent = `Critical path${timelines.length > 1 ? ` of ${t.title}` : ""}: ${t.path_words[step]}.`;
-  line.title = line.textContent; // a long one is cut
   return line;
 }
 
@@ -107,25 +135,25 @@ function pathLine(t, step) {
 // Returns the box at a point of the page; a thin one may be two pixels away.
 function boxAt(clientX, clientY) {
   const box = viewport.getBoundingClientRect(), x = clientX - box.left, y = clientY - box.top;
-  const found = y > AXIS && find(layout, x, y + viewport.scrollTop);
-  if (!found) return null;
-  const { panel, group, lane } = found, scale = panel.width / (view.to - view.from);
+  const hit = y > AXIS && find(layout, x, y + viewport.scrollTop);
+  if (!hit) return null;
+  const { panel, group, track } = hit, scale = panel.width / (view.to - view.from);
   const seconds = (at) => view.from + (at - panel.left) / scale + originOf(group.t);
-  const span = lane ? [0, -2, 2].map((off) => spanAt(group.t, lane, seconds(x + off))).find((each) => each >= 0) ?? -1 : -1;
-  return { ...found, t: group.t, span: span >= 0 && group.t.mask[span] ? span : -1, seconds: seconds(x) };
+  const span = track ? [0, -2, 2].map((off) => spanAt(group.t, track, seconds(x + off))).find((each) => each >= 0) ?? -1 : -1;
+  return { ...hit, t: group.t, span: span >= 0 && group.t.mask[span] ? span : -1, seconds: seconds(x) };
 }
 
-function linesAt(found) {
-  if (found.span >= 0) return linesOf(found.t, found.span);
-  if (found.row.what !== "memory") return [];
-  const points = found.t.memory.ranks[found.group.rank];
-  const point = bisect(points.seconds, found.seconds, 0, points.seconds.length) - 1;
+function linesAt(hit) {
+  if (hit.span >= 0) return linesOf(hit.t, hit.span);
+  if (hit.strip.what !== "memory") return [];
+  const points = hit.t.memory.ranks[hit.group.rank];
+  const point = bisect(points.seconds, hit.seconds, 0, points.seconds.length) - 1;
   const held = point >= 0 ? points.bytes[point] : 0;
-  return [[`Memory: ${bytesInWords(held)}`, "b"], [`rank ${found.group.rank}, at most ${bytesInWords(points.peak)}`, "span"],
-    [`at ${duration(found.seconds - originOf(found.t), 5)}`, "soft"]];
+  return [[`Memory: ${bytesInWords(held)}`, "b"], [`rank ${hit.group.rank}, at most ${bytesInWords(points.peak)}`, "span"],
+    [`at ${duration(hit.seconds - originOf(hit.t), 5)}`, "soft"]];
 }
 
-function say(lines, x, y, kept) {
+function explain(lines, x, y, pinned) {
   tip.replaceChildren(...lines.map(([text, style]) => {
     const line = document.createElement(style === "b" ? "b" : "span");
     line.className = style;
@@ -133,40 +161,40 @@ function say(lines, x, y, kept) {
     return line;
   }));
   tip.hidden = !lines.length;
-  tip.classList.toggle("kept", kept);
+  tip.classList.toggle("pinned", pinned);
   const { width, height } = tip.getBoundingClientRect();
   tip.style.left = `${Math.max(Math.min(x + 14, innerWidth - width - 8), 8)}px`;
   tip.style.top = `${y + 18 + height > innerHeight ? Math.max(y - height - 12, 8) : y + 18}px`;
 }
 
 function hover(event) {
-  const found = boxAt(event.clientX, event.clientY);
-  const hovered = found && found.span >= 0 ? { t: found.t, span: found.span } : null;
+  const hit = boxAt(event.clientX, event.clientY);
+  const hovered = hit && hit.span >= 0 ? { t: hit.t, span: hit.span } : null;
   if (hovered?.span !== view.hovered?.span || hovered?.t !== view.hovered?.t) redraw();
   view.hovered = hovered;
-  if (!view.chosen) say(found ? linesAt(found) : [], event.clientX, event.clientY, false);
+  if (!view.chosen) explain(hit ? linesAt(hit) : [], event.clientX, event.clientY, false);
 }
 
 // Chooses a box, brings it into view and says what it is, on the screen and to screen readers.
 function choose(t, span) {
-  view.chosen = span >= 0 ? { t, span } : null;
+  view.chosen = span >= 0 ? { t, span, chain: chainOf(t, span) } : null;
   if (!view.chosen) {
     tip.hidden = true;
     return redraw();
   }
-  const lane = laneOf(t, span), begin = t.begin[span] - originOf(t), end = t.end[span] - originOf(t);
+  const track = trackOf(t, span), begin = t.begin[span] - originOf(t), end = t.end[span] - originOf(t);
   if (end < view.from || begin > view.to) {
     const half = (view.to - view.from) / 2;
     show((begin + end) / 2 - half, (begin + end) / 2 + half);
   }
   drawNow();
-  const panel = layout.panels.find((each) => each.places.has(lane)), place = panel?.places.get(lane);
-  if (!place) return redraw();
-  if (place.y < viewport.scrollTop + AXIS) viewport.scrollTop = place.y - AXIS - 10;
-  if (place.y + place.height > viewport.scrollTop + viewport.clientHeight) viewport.scrollTop = place.y - viewport.clientHeight / 2;
+  const panel = layout.panels.find((each) => each.spots.has(track)), spot = panel?.spots.get(track);
+  if (!spot) return redraw();
+  if (spot.y < viewport.scrollTop + AXIS) viewport.scrollTop = spot.y - AXIS - 10;
+  if (spot.y + spot.height > viewport.scrollTop + viewport.clientHeight) viewport.scrollTop = spot.y - viewport.clientHeight / 2;
   const box = viewport.getBoundingClientRect(), lines = linesOf(t, span);
   const at = panel.left + ((Math.max(begin, view.from) - view.from) * panel.width) / (view.to - view.from);
-  say(lines, box.left + at, box.top + place.y - viewport.scrollTop + place.height - 8, true);
+  explain(lines, box.left + at, box.top + spot.y - viewport.scrollTop + spot.height - 8, true);
   element("spoken").textContent = lines.map(([text]) => text).join(". ");
   return redraw();
 }
@@ -174,31 +202,31 @@ function choose(t, span) {
 // Chooses the box before or after the chosen one that the filter shows.
 function chooseBeside(step) {
   if (!view.chosen) return chooseFirst();
-  const { t, span } = view.chosen, lane = laneOf(t, span);
+  const { t, span } = view.chosen, track = trackOf(t, span);
   let next = span + step;
-  while (next >= lane.first && next < lane.end && t.mask[next] < 2) next += step;
-  if (next >= lane.first && next < lane.end) choose(t, next);
+  while (next >= track.first && next < track.end && t.mask[next] < 2) next += step;
+  if (next >= track.first && next < track.end) choose(t, next);
   return undefined;
 }
 
 // Chooses the box above or below, at the same time.
-function chooseRow(step) {
+function chooseTrack(step) {
   if (!view.chosen) return chooseFirst();
-  const { t, span } = view.chosen, panel = layout.panels.find((each) => each.places.has(laneOf(t, span)));
-  const lanes = [...panel.places.keys()], middle = (t.begin[span] + t.end[span]) / 2 - originOf(t);
-  for (let at = lanes.indexOf(laneOf(t, span)) + step; at >= 0 && at < lanes.length; at += step) {
-    const other = panel.places.get(lanes[at]).group.t;
-    const near = Math.max(bisect(other.begin, middle + originOf(other), lanes[at].first, lanes[at].end) - 1, lanes[at].first);
-    if (lanes[at].end > lanes[at].first && other.mask[near]) return choose(other, near);
+  const { t, span } = view.chosen, panel = layout.panels.find((each) => each.spots.has(trackOf(t, span)));
+  const tracks = [...panel.spots.keys()], middle = (t.begin[span] + t.end[span]) / 2 - originOf(t);
+  for (let at = tracks.indexOf(trackOf(t, span)) + step; at >= 0 && at < tracks.length; at += step) {
+    const other = panel.spots.get(tracks[at]).group.t;
+    const near = Math.max(bisect(other.begin, middle + originOf(other), tracks[at].first, tracks[at].end) - 1, tracks[at].first);
+    if (tracks[at].end > tracks[at].first && other.mask[near]) return choose(other, near);
   }
   return undefined;
 }
 
 function chooseFirst() {
-  for (const lane of layout.panels[0].places.keys()) {
-    const { t } = layout.panels[0].places.get(lane).group;
-    const first = bisect(t.end, view.from + originOf(t), lane.first, lane.end);
-    if (first < lane.end) return choose(t, first);
+  for (const track of layout.panels[0].spots.keys()) {
+    const { t } = layout.panels[0].spots.get(track).group;
+    const first = bisect(t.end, view.from + originOf(t), track.first, track.end);
+    if (first < track.end) return choose(t, first);
   }
   return undefined;
 }
@@ -213,12 +241,13 @@ function zoomTo({ t, span }) {
 viewport.addEventListener("wheel", (event) => {
   const box = viewport.getBoundingClientRect(), x = event.clientX - box.left;
   const panel = layout.panels.find((each) => x >= each.left && x < each.left + each.width);
-  if (!panel || event.altKey) return; // the browser scrolls
+  const isZoom = event.ctrlKey || event.metaKey; // so is a pinch on a touchpad
+  const isMove = event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY);
+  if (!panel || !(isZoom || isMove)) return; // the browser scrolls
   event.preventDefault();
   const lines = event.deltaMode === 1 ? 16 : 1;
-  if (event.shiftKey || Math.abs(event.deltaX) > Math.abs(event.deltaY)) {
-    move((((event.shiftKey && event.deltaY) || event.deltaX) * lines) / panel.width);
-  } else zoom(1.0018 ** (event.deltaY * lines), (x - panel.left) / panel.width);
+  if (isZoom) zoom(1.0018 ** (event.deltaY * lines), (x - panel.left) / panel.width);
+  else move(((event.deltaX || event.deltaY) * lines) / panel.width);
 }, { passive: false });
 
 let drag = null;
@@ -234,16 +263,19 @@ addEventListener("pointermove", (event) => {
   viewport.classList.add("dragged");
   if (!view.chosen) tip.hidden = true;
   const shift = (x * (drag.to - drag.from)) / layout.panels[0].width;
-  viewport.scrollTop = drag.top - y;
+  if (event.pointerType === "mouse") viewport.scrollTop = drag.top - y; // fingers scroll by themselves
   show(drag.from - shift, drag.to - shift);
 });
 addEventListener("pointerup", (event) => {
   if (drag && !drag.moved) {
-    const found = boxAt(event.clientX, event.clientY);
-    choose(found?.t, found?.span ?? -1);
+    const hit = boxAt(event.clientX, event.clientY);
+    choose(hit?.t, hit?.span ?? -1);
   }
   drag = null;
   viewport.classList.remove("dragged");
+});
+addEventListener("pointercancel", () => {
+  drag = null; // the browser scrolls
 });
 viewport.addEventListener("pointermove", (event) => drag?.moved || hover(event));
 viewport.addEventListener("pointerleave", () => {
@@ -258,15 +290,19 @@ viewport.addEventListener("scroll", redraw);
 
 const keys = {
   "+": () => zoom(1 / 1.5), "=": () => zoom(1 / 1.5), "-": () => zoom(1.5), 0: fit,
+  w: () => zoom(1 / 1.5), s: () => zoom(1.5), Home: fit,
   a: () => move(-0.2), d: () => move(0.2),
   ArrowLeft: () => chooseBeside(-1), ArrowRight: () => chooseBeside(1),
-  ArrowUp: () => chooseRow(-1), ArrowDown: () => chooseRow(1),
+  ArrowUp: () => chooseTrack(-1), ArrowDown: () => chooseTrack(1),
   Enter: () => view.chosen && follow(view.chosen),
   Escape: () => choose(null, -1),
-  "[": () => setStep(Math.max(view.step - 1, -1)),
-  "]": () => setStep(Math.min(view.step + 1, data.sentences.length - 2)),
-  ",": () => scaleRows(view.scale / 1.25), ".": () => scaleRows(view.scale * 1.25), r: () => fitRows(),
-  "/": () => element("text").focus(), t: () => setTheme(), "?": () => element("help").click(),
+  "[": () => moveStep(-1), "]": () => moveStep(1),
+  ",": () => scaleRanks(view.scale / 1.25), ".": () => scaleRanks(view.scale * 1.25), r: () => fitRanks([0.02, 3]),
+  t: () => setTheme(), "?": () => element("help").click(),
+  "/": () => {
+    element("text").closest("details").open = true;
+    element("text").focus();
+  },
 };
 
 function follow({ t, span }) {
@@ -275,9 +311,9 @@ function follow({ t, span }) {
 }
 
 addEventListener("keydown", (event) => {
-  const typing = /^(INPUT|SELECT|BUTTON)$/.test(event.target.tagName);
+  const typing = /^(INPUT|SELECT)$/.test(event.target.tagName), pressed = /^(BUTTON|SUMMARY)$/.test(event.target.tagName);
   if (event.ctrlKey || event.metaKey || event.altKey || !keys[event.key]) return;
-  if (typing && event.key !== "Escape") return;
+  if ((typing && event.key !== "Escape") || (pressed && event.key === "Enter")) return;
   if (typing) viewport.focus();
   event.preventDefault();
   keys[event.key]();
@@ -291,45 +327,45 @@ press("zoom-out", keys["-"]);
 press("fit", fit);
 press("taller", keys["."]);
 press("lower", keys[","]);
-press("fit-rows", () => fitRows());
+press("fit-ranks", keys.r);
+press("step-before", keys["["]);
+press("step-after", keys["]"]);
 press("theme", () => setTheme());
 press("help", () => {
   element("keys").hidden = !element("keys").hidden;
   element("help").setAttribute("aria-expanded", !element("keys").hidden);
 });
 
-for (const [id, name] of [["show-beside", "beside"], ["show-memory", "memory"], ["show-path", "path"], ["show-arrows", "arrows"]]) {
-  element(id).addEventListener("change", (event) => {
-    view[name] = event.target.checked;
-    redraw();
-  });
-}
-
 // Returns what "0-3, 7" says: a function that is true for these numbers; null for all.
 function numbers(text) {
   if (!text.trim()) return null;
   const ranges = text.split(",").map((part) => {
-    const found = /^\s*(\d+)\s*(?:-\s*(\d+)\s*)?$/.exec(part);
-    if (!found) throw new Error(`“${part.trim()}” is no number and no range; write 3, 0-3 or 0-3, 7`);
-    return [Number(found[1]), Number(found[2] ?? found[1])];
+    const hit = /^\s*(\d+)\s*(?:-\s*(\d+)\s*)?$/.exec(part);
+    if (!hit) throw new Error(`“${part.trim()}” is no number and no range; write 3, 0-3 or 0-3, 7`);
+    return [Number(hit[1]), Number(hit[2] ?? hit[1])];
   });
   return (number) => ranges.some(([low, high]) => number >= low && number <= high);
 }
 
-for (const id of ["ranks", "microbatches"]) {
-  element(id).addEventListener("input", (event) => {
-    const problem = element("problem");
+function readNumbers() {
+  const problems = ["ranks", "microbatches"].flatMap((id) => {
+    const input = element(id);
+    let problem = "";
     try {
-      view[id] = numbers(event.target.value);
-      problem.hidden = true;
+      view[id] = numbers(input.value);
     } catch (error) {
-      problem.textContent = error.message;
-      problem.hidden = false;
+      problem = error.message;
     }
-    event.target.classList.toggle("wrong", !problem.hidden);
-    filter();
+    input.classList.toggle("wrong", problem !== "");
+    return problem || [];
   });
+  element("problem").textContent = problems.join(" ");
+  element("problem").hidden = !problems.length;
+  element("shares").replaceChildren(sharesTable());
+  filter();
 }
+
+for (const id of ["ranks", "microbatches"]) element(id).addEventListener("input", readNumbers);
 element("text").addEventListener("input", (event) => {
   view.text = event.target.value.trim().toLowerCase();
   filter();
@@ -337,7 +373,7 @@ element("text").addEventListener("input", (event) => {
 element("step").addEventListener("change", (event) => setStep(Number(event.target.value)));
 element("layout").addEventListener("change", (event) => {
   view.layout = event.target.value;
-  fitRows(0.6, 1.4);
+  fitRanks(USUAL);
 });
 
 function setTheme(theme) {
@@ -347,24 +383,51 @@ function setTheme(theme) {
   redraw();
 }
 
-// One button for each kind that the timelines have; it hides and shows the kind.
+// One entry for each thing that the timelines have; all but "idle" hide and show it.
 function legend() {
-  const present = new Set(timelines.flatMap((t) => [...new Set(t.kind)]));
-  element("legend").replaceChildren(...data.kinds.flatMap((kind, number) => {
-    if (!present.has(number)) return [];
-    const item = document.createElement("li"), button = document.createElement("button");
-    const letter = isCompute(number) ? `${kind.kind} ` : "";
-    button.append(swatch(kind), `${letter}${kind.name}`);
-    button.dataset.kind = kind.kind;
-    button.setAttribute("aria-pressed", !view.hidden.has(number));
-    button.addEventListener("click", () => {
+  const has = (number) => timelines.some((t) => t.kinds.has(number));
+  const kinds = data.kinds.flatMap((kind, number) => {
+    if (!has(number)) return [];
+    const name = `${isCompute(number) ? `${kind.kind} ` : ""}${kind.name}`;
+    return [entry(name, swatch(kind), () => !view.hidden.has(number), () => {
       if (!view.hidden.delete(number)) view.hidden.add(number);
-      button.setAttribute("aria-pressed", !view.hidden.has(number));
       filter();
-    });
-    item.append(button);
-    return [item];
-  }));
+    }, { kind: kind.kind })];
+  });
+  const others = [
+    ["path", "critical path: what the end of the step waited for", timelines.some((t) => t.path.length)],
+    ["memory", "memory", timelines.some((t) => t.memory.most)],
+    ["arrows", "arrows of messages", has(kindNumber.transfer)],
+  ].flatMap(([name, text, isThere]) => (isThere ? [entry(text, mark(name === "arrows" ? "→" : ""), () => view[name], () => {
+    view[name] = !view[name];
+    redraw();
+  }, { id: `show-${name}` })] : []));
+  const idle = document.createElement("li");
+  Object.assign(idle, { id: "idle", className: "idle" });
+  idle.append(mark(""), "idle: part of a bubble");
+  element("legend").replaceChildren(...kinds, idle, ...others);
+}
+
+// Returns a button of the legend; `press` changes what `isOn` returns.
+function entry(text, sign, isOn, press, { kind, id = "" }) {
+  const item = document.createElement("li"), button = document.createElement("button");
+  button.append(sign, text);
+  button.id = id;
+  if (kind) button.dataset.kind = kind;
+  button.setAttribute("aria-pressed", isOn());
+  button.addEventListener("click", () => {
+    press();
+    button.setAttribute("aria-pressed", isOn());
+  });
+  item.append(button);
+  return item;
+}
+
+function mark(text) {
+  const sign = document.createElement("span");
+  sign.className = "mark";
+  sign.textContent = text;
+  return sign;
 }
 
 function swatch(kind) {
@@ -392,24 +455,60 @@ addEventListener("afterprint", () => {
   setTheme(view.themeBefore);
 });
 
+// --- the shares of the ranks, as a table
+
+const MOST_IN_TABLE = 64; // ranks
+
+function sharesTable() {
+  const table = document.createElement("table"), several = timelines.length > 1;
+  const kinds = data.kinds.flatMap((kind, number) => (!data.beside.includes(number) && timelines.some((t) => t.kinds.has(number)) ? [number] : []));
+  table.createCaption().textContent = "Shares of the time in percent";
+  const add = (line, texts, head) => texts.forEach((text, at) => {
+    const cell = document.createElement(head || at === 0 ? "th" : "td");
+    cell.scope = head ? "col" : "row";
+    cell.textContent = text;
+    line.append(cell);
+  });
+  add(table.createTHead().insertRow(), ["rank", ...kinds.map((kind) => data.kinds[kind].name), "bubble"], true);
+  const body = table.createTBody(), all = ordered(timelines, { ...view, layout: "paired" });
+  for (const [t, rank] of all.slice(0, MOST_IN_TABLE)) {
+    const shares = sharesOf(t, rank), computes = shares.slice(0, data.compute).reduce((a, b) => a + b);
+    const percents = [...kinds.map((kind) => shares[kind]), 1 - computes].map((share) => (100 * share).toFixed(share < 0.0995 ? 1 : 0));
+    add(body.insertRow(), [several ? `${rank}, ${t.title}` : rank, ...percents], false);
+  }
+  if (all.length > MOST_IN_TABLE) add(body.insertRow(), [`and ${all.length - MOST_IN_TABLE} more`], false);
+  return table;
+}
+
+// Returns for each kind its share of the time of a rank, in the step that is shown.
+function sharesOf(t, rank) {
+  const begin = originOf(t), end = view.step < 0 ? (t.step_ends.at(-1) ?? t.last) : begin + shownLength(t), shares = data.kinds.map(() => 0);
+  for (const span of spansOf(t, rank, false)) {
+    shares[t.kind[span]] += Math.max(Math.min(t.end[span], end) - Math.max(t.begin[span], begin), 0) / (end - begin || 1);
+  }
+  return shares;
+}
+
 // --- begin
 
+function usualLayout() {
+  const [first, second] = timelines;
+  return !second || (first.num_ranks === second.num_ranks && first.source !== second.source) ? "paired" : "stacked";
+}
+
 function begin() {
-  const [first, second] = timelines, steps = data.sentences.length - 1;
-  const alike = second && first.num_ranks === second.num_ranks && first.source !== second.source;
-  view.layout = alike || !second ? "paired" : "stacked";
-  element("layout").value = view.layout;
-  element("layout-choice").hidden = !second;
-  element("memory-choice").hidden = timelines.every((t) => !t.memory.most);
-  element("path-choice").hidden = timelines.every((t) => !t.path.length);
-  element("step-choice").hidden = steps < 2;
-  element("step").append(new Option("all", -1), ...Array.from({ length: steps }, (_, step) => new Option(step, step)));
+  element("layout-choice").hidden = timelines.length < 2;
+  element("step-choice").hidden = numSteps() < 2;
+  element("step").append(new Option(`all ${numSteps()} steps`, -1), ...Array.from({ length: numSteps() }, (_, step) => new Option(`step ${step}`, step)));
+  const notes = new Set(timelines.flatMap((t) => Object.entries(t.notes).map(([name, text]) => `${name.replaceAll("_", " ")}: ${text}`)));
+  element("notes").textContent = [...notes].map((each) => `${each[0].toUpperCase()}${each.slice(1)}.`).join(" ");
+  for (const each of document.querySelectorAll("details")) each.open = innerWidth > 700;
   setTheme(dark.matches ? "dark" : "light");
   dark.addEventListener("change", () => setTheme(dark.matches ? "dark" : "light"));
   new ResizeObserver(redraw).observe(viewport);
-  filter();
-  setStep(-1);
-  fitRows(0.6, 1.4);
+  addEventListener("resize", redraw);
+  addEventListener("hashchange", () => fromAddress(location.hash.slice(1)));
+  fromAddress(location.hash.slice(1));
 }
 
 begin();
@@ -423,10 +522,10 @@ window.picture = {
   },
   // Returns the middle of a box on the page, or null if it is out of view.
   locate(number, span) {
-    const t = timelines[number], lane = laneOf(t, span), box = viewport.getBoundingClientRect();
-    const panel = layout.panels.find((each) => each.places.has(lane)), place = panel?.places.get(lane);
+    const t = timelines[number], track = trackOf(t, span), box = viewport.getBoundingClientRect();
+    const panel = layout.panels.find((each) => each.spots.has(track)), spot = panel?.spots.get(track);
     const middle = ((Math.max(t.begin[span] - originOf(t), view.from) + Math.min(t.end[span] - originOf(t), view.to)) / 2 - view.from);
-    return place && { x: box.left + panel.left + (middle * panel.width) / (view.to - view.from), y: box.top + place.y + place.height / 2 - viewport.scrollTop };
+    return spot && { x: box.left + panel.left + (middle * panel.width) / (view.to - view.from), y: box.top + spot.y + spot.height / 2 - viewport.scrollTop };
   },
 };
 document.documentElement.dataset.ready = "true";

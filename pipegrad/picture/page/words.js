@@ -1,6 +1,7 @@
-// words.js: what is said of a box: its name, its times, and the reason of a wait.
+// words.js: what is facts of a box: its name, its times, and the reason of a wait.
 
 function duration(seconds, digits = 3) {
+  if (data.time_unit === "units") return `${Number(seconds.toPrecision(digits))} ${seconds === 1 ? "unit" : "units"}`;
   const [size, unit] = [[1, "s"], [1e-3, "ms"]].find(([least]) => Math.abs(seconds) >= least * 0.9995) ?? [1e-6, "us"];
   return `${Number((seconds / size).toPrecision(digits))} ${unit}`;
 }
@@ -37,14 +38,14 @@ function heading(t, span) {
 
 function detail(t, span) {
   const kind = data.kinds[t.kind[span]].kind, label = t.labels[t.label[span]], lines = [];
-  const said = [`rank ${t.rank[span]}`];
-  if (kind === "transfer") said[0] = `from rank ${t.rank[span]} to rank ${t.peer[span]}`;
-  if (t.stage[span] >= 0) said.push(`stage ${t.stage[span]}`);
-  if (t.microbatch[span] >= 0) said.push(`microbatch ${t.microbatch[span]}`);
-  if (t.step_ends.length > 1) said.push(`step ${t.step[span]}`);
-  if (data.timelines.length > 1) said.push(t.title);
+  const facts = [`rank ${t.rank[span]}`];
+  if (kind === "transfer") facts[0] = `from rank ${t.rank[span]} to rank ${t.peer[span]}`;
+  if (t.stage[span] >= 0) facts.push(`stage ${t.stage[span]}`);
+  if (t.microbatch[span] >= 0) facts.push(`microbatch ${t.microbatch[span]}`);
+  if (t.step_ends.length > 1) facts.push(`step ${t.step[span]}`);
+  if (data.timelines.length > 1) facts.push(t.title);
   if (label && !isWait(t.kind[span])) lines.push(label);
-  lines.push(said.join(", "));
+  lines.push(facts.join(", "));
   return lines;
 }
 
@@ -75,16 +76,16 @@ function reason(t, span) {
 
 // Returns what a rank did in a while: the names of its longest spans, in order of time.
 function during(t, rank, begin, end) {
-  const found = [];
-  for (const lane of t.lanes.filter((each) => each.rank === rank && !each.beside)) {
-    for (let s = Math.max(bisect(t.begin, begin, lane.first, lane.end) - 1, lane.first); s < lane.end && t.begin[s] < end; s++) {
+  const hit = [];
+  for (const track of t.tracks.filter((each) => each.rank === rank && !each.beside)) {
+    for (let s = Math.max(bisect(t.begin, begin, track.first, track.end) - 1, track.first); s < track.end && t.begin[s] < end; s++) {
       const seconds = Math.min(t.end[s], end) - Math.max(t.begin[s], begin);
-      if (seconds > 0.02 * (end - begin)) found.push([s, seconds]);
+      if (seconds > 0.02 * (end - begin)) hit.push([s, seconds]);
     }
   }
-  const longest = new Set([...found].sort((a, b) => b[1] - a[1]).slice(0, 4));
-  const names = found.filter((each) => longest.has(each)).map(([s]) => (isWait(t.kind[s]) ? `a ${waitInWords(t, s)}` : nameOf(t, s)));
-  const more = found.length > longest.size ? [`${found.length - longest.size} more`] : [];
+  const longest = new Set([...hit].sort((a, b) => b[1] - a[1]).slice(0, 4));
+  const names = hit.filter((each) => longest.has(each)).map(([s]) => (isWait(t.kind[s]) ? `a ${waitInWords(t, s)}` : nameOf(t, s)));
+  const more = hit.length > longest.size ? [`${hit.length - longest.size} more`] : [];
   return [...names, ...more].join(", ").replace(/, ([^,]*)$/, " and $1");
 }
 
@@ -119,15 +120,30 @@ function causeOf(t, span) {
     const cause = besideOf(t, span);
     return cause >= 0 ? cause : before(t, t.peer[span], t.end[span]);
   }
-  const compute = data.kinds[t.kind[span]].kind !== "transfer" ? -1 : maker(t, span);
+  const compute = t.kind[span] === kindNumber.transfer ? maker(t, span) : -1;
   return compute >= 0 ? compute : before(t, t.rank[span], t.begin[span]);
 }
 
-// Returns the last compute of the transfer's stage and microbatch that ended before it began.
+// Returns the computes of a span's microbatch, in order of time: each needs what the one before it
+// gave. The backward of weights gives nothing to others, and is not among them.
+function chainOf(t, span) {
+  const chain = [];
+  for (let each = 0; each < t.size; each++) {
+    if (isCompute(t.kind[each]) && t.kind[each] !== kindNumber.W && isOfSame(t, each, t, span)) chain.push(each);
+  }
+  return chain.sort((a, b) => t.begin[a] - t.begin[b] || t.end[a] - t.end[b]);
+}
+
+// Returns whether two spans are of one microbatch.
+function isOfSame(t, span, other, chosen) {
+  return t.microbatch[span] >= 0 && t.microbatch[span] === other.microbatch[chosen] && t.step[span] === other.step[chosen];
+}
+
+// Returns the last compute of the transfer's microbatch that ended before it began.
 function maker(t, transfer) {
   let best = -1;
   for (const span of spansOf(t, t.rank[transfer], false)) {
-    if (!isCompute(t.kind[span]) || t.microbatch[span] !== t.microbatch[transfer]) continue;
+    if (!isCompute(t.kind[span]) || t.kind[span] === kindNumber.W || t.microbatch[span] !== t.microbatch[transfer]) continue;
     if (t.end[span] <= t.begin[transfer] + 2 * t.time_unit && t.step[span] === t.step[transfer]) best = span;
   }
   return best;
@@ -136,9 +152,9 @@ function maker(t, transfer) {
 // Returns the last span of a rank that ended at a moment, or before.
 function before(t, rank, seconds) {
   let best = -1;
-  for (const lane of t.lanes.filter((each) => each.rank === rank && !each.beside)) {
-    const span = bisect(t.end, seconds + 2 * t.time_unit, lane.first, lane.end) - 1;
-    if (span >= lane.first && (best < 0 || t.end[span] > t.end[best])) best = span;
+  for (const track of t.tracks.filter((each) => each.rank === rank && !each.beside)) {
+    const span = bisect(t.end, seconds + 2 * t.time_unit, track.first, track.end) - 1;
+    if (span >= track.first && (best < 0 || t.end[span] > t.end[best])) best = span;
   }
   return best;
 }
@@ -148,7 +164,7 @@ function twinOf(t, span) {
   const other = timelines.find((each) => each !== t);
   if (!other || t.rank[span] >= other.num_ranks) return "";
   const same = ["kind", "stage", "microbatch", "peer", "which", "step"];
-  for (const twin of spansOf(other, t.rank[span], laneOf(t, span).beside)) {
+  for (const twin of spansOf(other, t.rank[span], trackOf(t, span).beside)) {
     if (!same.every((name) => t[name][span] === other[name][twin])) continue;
     const mine = t.end[span] - t.begin[span], its = other.end[twin] - other.begin[twin];
     const change = its > 0 ? ((mine / its - 1) * 100).toFixed(1) : "0.0";

@@ -12,7 +12,7 @@ from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
-from pipegrad.simulation.timeline import COMPUTE, WAITS, Span, in_time
+from pipegrad.simulation.timeline import COMPUTE, WAITS, Span, TimeUnit, in_time
 
 PathKind = Literal[
     "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"
@@ -68,10 +68,12 @@ class CriticalPath:
     Attributes:
         step: Its number.
         segments: In order of time; each begins where the one before it ends. They sum to the step.
+        time_unit: That of the timeline.
     """
 
     step: int
     segments: tuple[Segment, ...]
+    time_unit: TimeUnit = "seconds"
 
     @property
     def seconds(self) -> float:
@@ -93,10 +95,13 @@ class CriticalPath:
     def __str__(self) -> str:
         """In words, such as ``of 64 ms, 42 ms are compute (rank 2 42 ms), 22 ms are host ...``."""
         parts = [
-            f"{in_time(sum(own.values()))} are {_WORDS[kind][0]} ({_longest(own)})"
+            f"{in_time(sum(own.values()), self.time_unit)} are {_WORDS[kind][0]} "
+            f"({_longest(own, self.time_unit)})"
             for kind, own in self.shares.items()
         ]
-        return f"of {in_time(self.seconds)}, " + ", ".join(parts or ["nothing is known"])
+        return f"of {in_time(self.seconds, self.time_unit)}, " + ", ".join(
+            parts or ["nothing is known"]
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -116,7 +121,8 @@ def critical_path(lookup: Lookup, step: int) -> CriticalPath:
         lookup: The timeline.
         step: Number of the step, from 0.
     """
-    return CriticalPath(step, tuple(reversed(_Walk(lookup, step).segments)))
+    segments = tuple(reversed(_Walk(lookup, step).segments))
+    return CriticalPath(step, segments, lookup.timeline.time_unit)
 
 
 class _Walk:
@@ -245,7 +251,8 @@ def _kind_and_name(span: Span | None) -> tuple[PathKind, str]:
     return ("optimizer" if span.kind == "optimizer" else "host"), ""
 
 
-def _longest(seconds: Mapping[str, float]) -> str:
-    shown = [f"{source} {in_time(own)}" for source, own in list(seconds.items())[:_MOST_WORDS]]
+def _longest(seconds: Mapping[str, float], time_unit: TimeUnit) -> str:
+    longest = list(seconds.items())[:_MOST_WORDS]
+    shown = [f"{source} {in_time(own, time_unit)}" for source, own in longest]
     more = len(seconds) - len(shown)
     return ", ".join([*shown, f"{more} more"] if more else shown)

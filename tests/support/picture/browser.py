@@ -25,13 +25,24 @@ class Page:
     def __init__(self, driver: Any) -> None:
         self.driver = driver
 
-    def open(self, path: Path) -> None:
-        """Loads a file and waits until its data is unpacked."""
+    def show_as(self, width: int, height: int, colours: str) -> None:
+        """Sets the size of the window, in pixels, and what the user prefers: "light" or "dark"."""
+        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 500}
+        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+        features = [{"name": "prefers-color-scheme", "value": colours}]
+        self.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+
+    def open(self, path: Path, address: str = "") -> None:
+        """Loads a file and waits until its data is unpacked; `address` stands behind "#"."""
+        self.driver.get("about:blank")  # another "#" alone would load nothing
+        self.driver.get(f"{path.as_uri()}#{address}")
+        self.wait("return document.documentElement.dataset.ready")
+
+    def wait(self, script: str) -> None:
+        """Waits until JavaScript returns something true."""
         from selenium.webdriver.support.ui import WebDriverWait
 
-        self.driver.get(path.as_uri())
-        ready = "return document.documentElement.dataset.ready"
-        WebDriverWait(self.driver, 60).until(lambda driver: driver.execute_script(ready))
+        WebDriverWait(self.driver, 60).until(lambda driver: driver.execute_script(script))
 
     def run(self, script: str, *arguments: object) -> Any:
         """Runs JavaScript and returns what it returns."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,20 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "small.toml"
 
 
+def test_a_page_of_a_plan_without_costs_counts_units_as_the_terminal_does(
+    job: Path, tmp_path: Path
+) -> None:
+    text = plan(job, *RANKS, "--html", tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    [units] = re.findall(r"idle share of a step of (\d+) units", " ".join(text.split()))
+    assert f"(predicted, in units): {units} units; ranks compute in " in page
+    assert '"time_unit":"units"' in page
+    assert '"notes":{"costs":"F 1, B 2, I 1, W 1, and nothing for sending"}' in page
+    assert " s;" not in page.split('"sentences"')[1].split("]]")[0]
+    plan(job, *RANKS, "--costs", job.parent / "costs.json", "--html", tmp_path / "page.html")
+    assert '"time_unit":"seconds"' in (tmp_path / "page.html").read_text()
+
+
 def test_a_plan_shows_why_a_schedule_was_chosen(job: Path) -> None:
     # The file of costs is looked for beside the configuration, not where the command runs.
     text = plan(job, *RANKS, *AUTO)
@@ -245,6 +260,8 @@ def test_what_people_read() -> None:
     assert result.exit_code == 0
     for expected in (
         "1f1b: 4 ranks, 4 stages, 8 microbatches, simulated",
+        "costs: assumed: forward 10 ms, backward 20 ms (split: 10 ms in W) of a microbatch on ",
+        "each rank; 1 MiB to the next stage; 1 Gbit/s, 50 us a message\n",
         "steps: ",
         "bubble 48 %",
         "critical path: of ",
@@ -270,7 +287,11 @@ def test_costs_of_a_file(tmp_path: Path) -> None:
     timeline = Timeline.load(tmp_path / "timeline.json")
     labels = {span.label for span in timeline.spans if span.kind == "transfer"}
     assert {"hidden of 0F0", "mask of 0F0", "gradient of hidden of 0F0"} <= labels
-    assert "peak memory: 1,0" in run("1f1b", *SIZE, "--costs", str(path)).output
+    assert timeline.notes == {"costs": str(path)}
+    printed = run("1f1b", *SIZE, "--costs", str(path)).output
+    assert "peak memory: 1,0" in printed
+    assert f"costs: {path}\n" in printed
+    assert "assumed" not in printed
 
 
 def test_a_page_and_a_trace(tmp_path: Path) -> None:
@@ -278,6 +299,7 @@ def test_a_page_and_a_trace(tmp_path: Path) -> None:
     result = run("1f1b", *SIZE, "--html", str(page), "--perfetto", str(trace))
     assert result.exit_code == 0
     assert "1f1b (predicted): " in page.read_text()
+    assert '"notes":{"costs":"assumed: forward 10 ms, ' in page.read_text()
     assert json.loads(trace.read_text())["traceEvents"]
 
 

@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from pipegrad.picture import write_html
-from pipegrad.simulation.timeline import Timeline
+from pipegrad.simulation.explain.breakdown import break_down
+from pipegrad.simulation.explain.lookup import Lookup
+from pipegrad.simulation.timeline import Timeline, in_percent
 from tests.support.picture.browser import Page, browser
 from tests.support.picture.timelines import SMALL, SPANS, repeated, simulated
 
 pytestmark = pytest.mark.slow  # it starts a browser
+ONE_RANK: dict[str, Any] = {"num_ranks": 1, "stage_to_rank": (0, 0)}
 EVIL = "<img src=x onerror=document.title='broken'>"
 
 
@@ -28,6 +31,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 def page(chromium: Page) -> Iterator[Page]:
     """A page whose console must stay empty."""
     chromium.problems()
+    chromium.show_as(1280, 860, "light")
     yield chromium
     assert chromium.problems() == []
 
@@ -52,7 +56,12 @@ def test_it_opens_and_draws_a_box_for_each_span(page: Page, tmp_path: Path) -> N
     assert drawn["texts"] >= 2 * 4 * 8  # each forward and backward says what it is
     assert page.element("sentence").text.startswith("1f1b (predicted): ")
     assert "Critical path: of " in page.element("path-words").text
-    assert "F forward" in page.element("legend").text
+    assert page.element("reading").text.startswith("Each line is one rank; time runs from left")
+    assert not page.element("step-choice").is_displayed()
+    legend = page.element("legend").text
+    assert "F forward" in legend
+    assert "critical path: what the end of the step waited for" in legend
+    assert "idle: part of a bubble" in legend
     corner = (
         "picture.drawNow(); return Array.from(document.getElementById('canvas')"
         ".getContext('2d').getImageData(2, 60, 1, 1).data.slice(0, 3))"
@@ -92,7 +101,8 @@ def test_it_zooms_by_wheel_keys_and_buttons(page: Page, tmp_path: Path) -> None:
     at = page.run("return picture.locate(0, arguments[0])", page.span("t.microbatch[s] === 5"))
     page.run(
         "document.getElementById('viewport').dispatchEvent(new WheelEvent('wheel', {clientX:"
-        " arguments[0], clientY: arguments[1], deltaY: -600, cancelable: true}))", at["x"], at["y"],
+        " arguments[0], clientY: arguments[1], deltaY: -600, ctrlKey: true, cancelable: true}))",
+        at["x"], at["y"],
     )  # fmt: skip
     page.drawn()
     after = page.run("return picture.locate(0, arguments[0])", page.span("t.microbatch[s] === 5"))
@@ -190,15 +200,149 @@ def test_it_filters_by_kind_rank_microbatch_and_text(page: Page, tmp_path: Path)
 def test_the_controls_show_and_hide_rows_and_steps(page: Page, tmp_path: Path) -> None:
     timeline = simulated(steps=3)
     opened(page, tmp_path, timeline)
-    whole = page.drawn()["boxes"]
-    page.element("show-beside").click()
-    beside = sum(s.kind in ("transfer", "reduction", "parameter sync") for s in timeline.spans)
-    assert page.drawn()["boxes"] == whole - beside
-    page.element("step").send_keys("1")
-    shown = page.view()
     first, second, _ = timeline.step_ends
-    assert shown["to"] - shown["from"] == pytest.approx((second - first) * 1.02, rel=1e-3)
+    assert page.view() == {"from": 0, "to": pytest.approx(first, rel=1e-6)}  # one step at a time
     assert "for 3 steps" not in page.element("sentence").text
+    page.element("step-after").click()
+    assert page.view()["to"] == pytest.approx(second - first, rel=1e-6)
+    page.press("[")
+    page.press("[")
+    assert "for 3 steps" in page.element("sentence").text
+    assert not page.element("step-before").is_enabled()
+    whole = page.drawn()["boxes"]
+    assert whole == num_boxes(timeline)
+    height = page.run("return picture.locate(0, 0).y")
+    beside = ("transfer", "reduction", "parameter sync")
+    for kind in beside:
+        for entry in page.driver.find_elements("css selector", f"[data-kind='{kind}']"):
+            entry.click()
+    assert page.drawn()["boxes"] == whole - sum(s.kind in beside for s in timeline.spans)
+    assert page.run("return picture.locate(0, 0).y") > height  # its lines are gone, others grow
+
+
+def test_the_table_has_the_shares_of_the_step_that_is_shown(page: Page, tmp_path: Path) -> None:
+    timeline = simulated(steps=2)
+    opened(page, tmp_path, timeline)
+    for step in range(2):
+        expected = break_down(Lookup(timeline), step)
+        table = page.element("shares").find_element("tag name", "table")
+        bubbles = [row.text.split()[-1] for row in table.find_elements("css selector", "tbody tr")]
+        assert [f"{bubble} %" for bubble in bubbles] == [
+            in_percent(r.bubble) for r in expected.ranks
+        ]
+        page.press("]")
+
+
+def test_a_copied_address_shows_the_same(page: Page, tmp_path: Path) -> None:
+    opened(page, tmp_path, simulated(steps=3))
+    page.wait("return location.hash === ''")
+    page.press("]")
+    page.press("w")
+    page.press("d")
+    page.driver.find_element("css selector", "[data-kind=transfer]").click()
+    page.element("show-memory").click()
+    page.element("show-arrows").click()
+    page.type("ranks", "0-2")
+    page.type("text", EVIL)
+    page.press(".")
+    chosen = page.span(
+        "kind(s) === 'B' && t.step[s] === 1 && t.rank[s] === 1 && t.microbatch[s] > 3"
+    )
+    page.point_at(chosen, click=True)
+    page.wait("return location.hash.includes('box=0.')")
+    state = (
+        "const v = picture.view; return [v.step, v.from, v.to, v.scale, [...v.hidden], v.memory,"
+        " v.path, v.arrows, v.chosen.span, v.text, document.getElementById('ranks').value]"
+    )
+    before, address = page.run(state), page.run("return location.hash.slice(1)")
+    assert before[0] == 1
+    assert before[5:8] == [False, True, True]
+    page.open(tmp_path / "page.html", address)
+    after = page.run(state)
+    assert after[:4] == pytest.approx(before[:4], rel=1e-6)
+    assert after[4:] == before[4:]
+    # In the same tab, too; and an address without a meaning shows the usual view.
+    page.run("location.hash = '#step=99&from=x&to=-1&hide=F,toString&ranks=0-x&box=7.7&layout=up'")
+    page.wait("return picture.view.hidden.size === 1 && !picture.view.chosen")
+    assert page.run("return picture.view.step") == 0
+    assert page.element("problem").is_displayed()
+
+
+def test_a_click_shows_a_microbatch_on_all_ranks(page: Page, tmp_path: Path) -> None:
+    timeline = simulated()
+    opened(page, tmp_path, timeline)
+    whole = page.drawn()["texts"]
+    page.point_at(
+        page.span("kind(s) === 'F' && t.rank[s] === 1 && t.microbatch[s] === 3"), click=True
+    )
+    assert page.drawn()["texts"] < whole / 4  # the other microbatches are dimmed, without text
+    chain = page.run(
+        "const {t, chain} = picture.view.chosen;"
+        "return chain.map((s) => [t.stage[s], t.microbatch[s], t.end[s] - t.begin[s] > 0.015])"
+    )
+    forward = [[stage, 3, False] for stage in range(4)]
+    assert chain == [*forward, *([stage, 3, True] for stage in (3, 2, 1, 0))]
+    page.press("ESCAPE")
+    assert page.drawn()["texts"] == whole
+
+
+@pytest.mark.parametrize("width", [360, 768, 1280, 1920])
+def test_no_width_needs_to_scroll_sideways_or_leaves_half_of_the_page_empty(
+    page: Page, tmp_path: Path, width: int
+) -> None:
+    page.show_as(width, 740, "light")
+    write_html([simulated(steps=2)], tmp_path / "page.html", title="a_long_name" * 20)
+    page.open(tmp_path / "page.html")
+    page.element("help").click()
+    page.drawn()
+    assert page.run("return document.documentElement.scrollWidth") <= width
+    assert (
+        page.run("return document.getElementById('canvas').getBoundingClientRect().right") <= width
+    )
+    assert page.run("return document.body.getBoundingClientRect().height") > 0.9 * 740
+
+
+@pytest.mark.parametrize("colours", ["light", "dark"])
+def test_all_text_has_the_contrast_of_aa(page: Page, tmp_path: Path, colours: str) -> None:
+    page.show_as(1280, 860, colours)
+    opened(page, tmp_path, simulated(steps=2))
+    page.element("help").click()
+    page.element("show-memory").click()
+    assert page.run("return document.documentElement.dataset.theme") == colours
+    worst = page.run("""
+        const numbers = (colour) => colour.match(/[\\d.]+/g).map(Number);
+        const luminance = (colour) => numbers(colour).slice(0, 3).map((n) => n / 255)
+          .map((p) => (p <= 0.03928 ? p / 12.92 : ((p + 0.055) / 1.055) ** 2.4))
+          .reduce((sum, p, at) => sum + p * [0.2126, 0.7152, 0.0722][at], 0);
+        const behind = (node) => {
+          for (; node; node = node.parentElement) {
+            const colour = getComputedStyle(node).backgroundColor;
+            if (numbers(colour)[3] !== 0) return colour;
+          }
+        };
+        let worst = 21, count = 0;
+        const all = 'h1, p, b, kbd, button, select, th, td, summary, caption';
+        for (const node of document.querySelectorAll(all)) {
+          if (!node.offsetParent || node.disabled) continue;
+          const both = [getComputedStyle(node).color, behind(node)].map(luminance);
+          const [low, high] = both.sort((a, b) => a - b);
+          worst = Math.min(worst, (high + 0.05) / (low + 0.05));
+          count++;
+        }
+        return count > 60 ? worst : 0;""")
+    assert worst >= 4.5
+
+
+def test_keys_work_wherever_the_focus_is_but_in_a_field(page: Page, tmp_path: Path) -> None:
+    opened(page, tmp_path, simulated())
+    page.element("zoom-in").click()
+    nearer = page.view()
+    page.element("zoom-in").send_keys("w")  # the focus is still on the button
+    assert page.view()["to"] - page.view()["from"] < nearer["to"] - nearer["from"]
+    near = page.view()
+    page.type("text", "was")
+    assert page.view() == near
+    assert page.element("hint").is_displayed()
 
 
 def test_a_prediction_lies_over_its_run(page: Page, tmp_path: Path) -> None:
@@ -251,10 +395,10 @@ def test_no_text_of_a_timeline_becomes_markup(page: Page, tmp_path: Path) -> Non
     "timeline",
     [
         replace(SMALL, step_ends=(), memory=()),
-        replace(SMALL, num_ranks=1, spans=SPANS[:1], memory=()),
-        replace(SMALL, num_ranks=5, memory=()),
+        replace(SMALL, **ONE_RANK, spans=SPANS[:1], memory=()),
+        replace(SMALL, num_ranks=5, stage_to_rank=(0, 1, 2, 3, 4), memory=()),
         replace(SMALL, spans=(SPANS[0]._replace(end=0.0),), memory=()),
-        replace(SMALL, num_ranks=1, spans=(SPANS[0], SPANS[0]._replace(begin=0.001)), memory=((),)),
+        replace(SMALL, **ONE_RANK, spans=(SPANS[0], SPANS[0]._replace(begin=0.001)), memory=((),)),
     ],
     ids=["no step", "one span", "idle ranks", "no time", "overlap"],
 )
@@ -270,8 +414,9 @@ def test_a_hundred_thousand_actions_are_drawn_as_few_things(page: Page, tmp_path
     timeline = repeated(simulated(ranks=16, microbatches=100), 32)
     assert sum(span.kind in ("F", "B") for span in timeline.spans) == 102_400
     opened(page, tmp_path, timeline)
+    page.press("[")  # all steps
     frames: list[dict[str, Any]] = [page.drawn()]
-    page.element("fit-rows").click()
+    page.element("fit-ranks").click()
     frames.append(page.drawn())
     for _ in range(8):
         page.element("zoom-in").click()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib.resources import files
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,10 @@ import pytest
 
 from pipegrad.errors import ScheduleError
 from pipegrad.picture import write_figure, write_html, write_perfetto
-from pipegrad.picture.drawable import PALETTE, Track, sentences, titles, tracks
-from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span
+from pipegrad.picture.drawable import PALETTE, Track, how_to_read, sentences, titles, tracks
+from pipegrad.simulation.explain.critical_path import critical_path
+from pipegrad.simulation.explain.lookup import Lookup
+from pipegrad.simulation.timeline import KINDS, WAITS, MemoryPoint, Span, Timeline
 from tests.support.picture.timelines import SMALL, SPANS, simulated
 
 WRONG: Any = (None,)
@@ -52,6 +55,7 @@ def changed(**values: Any) -> tuple[Span, ...]:
         ([replace(SMALL, memory=(SMALL.memory[0], (MemoryPoint(0.0, -1),)))], "each at least 0"),
         ([replace(SMALL, step_ends=(2.0, 1.0))], "seconds that ascend"),
         ([replace(SMALL, memory=SMALL.memory[:1])], "memory: expected points of 2 ranks"),
+        ([SMALL, replace(SMALL, time_unit="units")], "one timeline is in seconds, the other in un"),
     ],
 )
 def test_what_cannot_be_drawn_is_refused_in_one_line(
@@ -65,7 +69,7 @@ def test_what_cannot_be_drawn_is_refused_in_one_line(
 
 
 def test_a_prediction_says_how_long_it_takes_and_is_compared_with_the_run() -> None:
-    said = ["by hand (predicted): 16.0 ms, 44 % of it compute."]  # 14 of 2 x 16 ms
+    said = ["by hand (predicted): 16.0 ms; ranks compute in 44 % of the time."]  # 14 of 2 x 16 ms
     assert sentences([SMALL]) == [said, said]
     measured = replace(SMALL, source="measured", step_ends=(0.020,))
     last = "The predicted step is 4.00 ms (20 %) shorter than measured."
@@ -74,6 +78,48 @@ def test_a_prediction_says_how_long_it_takes_and_is_compared_with_the_run() -> N
     # Timelines of one name are numbered.
     assert titles([SMALL, SMALL]) == ["by hand (predicted)", "by hand (predicted) (2)"]
     assert titles([replace(SMALL, name="")]) == ["predicted"]
+
+
+def test_times_that_nobody_knows_are_in_units() -> None:
+    long = tuple(s._replace(begin=1000 * s.begin, end=1000 * s.end) for s in SPANS)
+    units = replace(SMALL, spans=long, step_ends=(16.0,), memory=(), time_unit="units")
+    title = "by hand (predicted, in units)"
+    assert sentences([units])[0] == [f"{title}: 16 units; ranks compute in 44 % of the time."]
+    measured = replace(units, source="measured", step_ends=(15.0,))
+    assert sentences([units, measured])[0][-1].startswith(
+        "The predicted step is 1 unit (6.7 %) lon"
+    )
+    path = critical_path(Lookup(units), 0)
+    assert str(path).startswith(
+        "of 16 units, 14 units are compute (rank 0 7 units, rank 1 7 units)"
+    )
+    assert Timeline.from_json(units.to_json()) == units
+    assert Timeline.from_json({**SMALL.to_json(), "time_unit": "seconds"}) == SMALL
+    older = {name: value for name, value in SMALL.to_json().items() if name != "time_unit"}
+    assert Timeline.from_json(older) == SMALL
+
+
+def test_how_to_read_it_says_what_is_there_and_no_more() -> None:
+    boxes = (
+        "A box is one action of the rank, its colour says which: F3 is the forward, "
+        "B3 is the backward of microbatch 3."
+    )
+    assert how_to_read([SMALL]) == [
+        "Each line is one rank; time runs from left to right.",
+        boxes,
+        "Hatched boxes are waits.",
+        "Where a rank computes nothing, it has a bubble.",
+        "Thin boxes below a rank run beside its compute: transfers, gradient reductions.",
+        "The grey area is the memory of the rank.",
+    ]
+    plain = replace(SMALL, spans=SPANS[:1], memory=())
+    assert [text.split()[0] for text in how_to_read([plain])] == ["Each", "A", "Where"]
+    # What takes no time is not drawn, and memory of 0 bytes is memory that nobody knows.
+    empty = SPANS[1]._replace(end=SPANS[1].begin)
+    nothing = replace(SMALL, spans=(SPANS[0], empty), memory=((MemoryPoint(0.0, 0),),) * 2)
+    assert how_to_read([nothing]) == how_to_read([plain])
+    several = " ".join(how_to_read([simulated("zbv")]))
+    assert "W3 is the backward of weights of microbatch 3. A rank has several stages: " in several
 
 
 def test_two_schedules_are_compared_step_by_step() -> None:
@@ -104,7 +150,19 @@ def luminance(colour: str) -> float:
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WAITS])
 def test_text_can_be_read_on_its_colour(kind: Any) -> None:
     light, dark = sorted((luminance(PALETTE[kind].fill), luminance(PALETTE[kind].text)))[::-1]
-    assert (light + 0.05) / (dark + 0.05) >= 3.8  # white on vermillion; 3 is asked of large text
+    assert (light + 0.05) / (dark + 0.05) >= 4.5  # AA of WCAG 2.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_box_can_be_seen_on_the_dark_page(kind: Any) -> None:
+    css = (
+        files("pipegrad.picture")
+        .joinpath("page", "page.css")
+        .read_text()
+        .split('data-theme="dark"')[1]
+    )
+    back = luminance(css.split("--back: ")[1][:7])
+    assert (luminance(PALETTE[kind].fill) + 0.05) / (back + 0.05) >= 3.0
 
 
 def test_a_rank_has_a_track_of_its_own_and_one_of_what_runs_beside() -> None:

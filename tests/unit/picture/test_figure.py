@@ -38,7 +38,7 @@ def texts(timelines: Sequence[Timeline], tmp_path: Path, **options: str) -> list
 def test_the_figure_has_its_text_as_text(tmp_path: Path) -> None:
     found = texts([SMALL], tmp_path, title="A step & more")
     assert {"A step & more", "rank 0", "stage 0", "rank 1", "F0", "B0", "mean"} <= set(found)
-    assert "by hand (predicted): 16.0 ms, 44 % of it compute." in found
+    assert "by hand (predicted): 16.0 ms; ranks compute in 44 % of the time." in found
     assert {"F forward", "wait for receive", "transfer", "gradient reduction"} <= set(found)
     assert "parameter sync" not in found  # none was made
 

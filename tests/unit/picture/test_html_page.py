@@ -19,15 +19,17 @@ def test_the_page_loads_nothing(tmp_path: Path) -> None:
     write_html([SMALL], tmp_path / "page.html")
     text = (tmp_path / "page.html").read_text()
     assert not re.search(r"https?://|src=|@import|url\(|import\(|fetch\(", text)
+    assert not re.search(r"transition|animation|behavior", text)  # nothing moves by itself
     assert "default-src 'none'" in text
     assert "%%" not in text
+    assert '<p id="reading">Each line is one rank; time runs from left to right. A box' in text
     write_html([SMALL], tmp_path / "again.html")
     assert (tmp_path / "again.html").read_bytes() == (tmp_path / "page.html").read_bytes()
 
 
 def test_no_text_ends_the_data_or_the_title(tmp_path: Path) -> None:
     spans = (SPANS[0]._replace(label=EVIL), *SPANS[1:])
-    timeline = replace(SMALL, name=EVIL, spans=spans, notes={EVIL: EVIL})
+    timeline = replace(SMALL, name=EVIL, spans=spans, notes={EVIL: EVIL, "costs": EVIL})
     write_html([timeline], tmp_path / "page.html", title=EVIL)
     text = (tmp_path / "page.html").read_text()
 

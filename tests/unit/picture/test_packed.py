@@ -26,7 +26,7 @@ def unpacked(packed: dict[str, Any]) -> list[Span]:
     """Returns the spans in the order of the tracks, as page/data.js unpacks them."""
     columns = dict(zip(FIELDS, numbers(packed["spans"], len(FIELDS)), strict=True))
     spans, number, unit = [], 0, packed["time_unit"]
-    for rank, _, count in packed["lanes"]:
+    for rank, _, count in packed["tracks"]:
         now = 0
         for at in range(number, number + count):
             begin = now + columns["gap"][at]

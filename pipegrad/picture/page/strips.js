@@ -1,17 +1,18 @@
-// rows.js: where everything is. A panel is a part of the canvas with a time axis; a group is what is
-// shown of one rank of one timeline; a row is the rank, what runs beside it, or its memory.
+// strips.js: where everything is. A panel is a part of the canvas with a time axis; a group is what is
+// shown of one rank of one timeline; a strip is the rank, what runs beside it, or its memory.
 
-const AXIS = 26, GUTTER = 118, MARGIN = 12; // pixels
+const AXIS = 26, MARGIN = 12; // pixels
 const HEIGHTS = { rank: 26, beside: 12, memory: 18, gap: 12 }; // pixels at scale 1
 const AFAR = 0.4; // a lower scale leaves no room to show more than what ranks do
 
-// Returns { panels, height }: each panel has groups, and a Map from a lane to where it is.
+// Returns { panels, height }: each panel has groups, and a Map from a track to where it is.
 function arrange(view, width) {
   const blocks = view.layout === "beside" ? timelines.map((t) => [t]) : [timelines];
   const share = width / blocks.length;
   const panels = blocks.map((block, number) => {
-    const left = number * share + GUTTER;
-    const panel = { left, width: Math.max(share - GUTTER - MARGIN, 50), groups: [], places: new Map() };
+    const gutter = share < 520 ? 78 : 118; // for the names of the ranks
+    const left = number * share + gutter;
+    const panel = { left, gutter, width: Math.max(share - gutter - MARGIN, 50), groups: [], spots: new Map() };
     panel.height = fill(panel, ordered(block, view), view);
     return panel;
   });
@@ -31,16 +32,16 @@ function fill(panel, groups, view) {
   for (const [number, [t, rank]] of groups.entries()) {
     const pair = view.layout === "paired" && groups[number + 1]?.[1] === rank;
     const gap = (pair ? 0.25 : 1) * HEIGHTS.gap * view.scale * (view.scale < AFAR ? 0.3 : 1);
-    const group = { t, rank, number, gap, y, rows: [] };
-    for (const [what, lanes] of rowsOf(t, rank, view)) {
-      if (group.rows.length) y += 2;
-      const tall = HEIGHTS[what] * view.scale, row = { what, y, height: tall * Math.max(lanes.length, 1), lanes };
-      lanes.forEach((lane, at) => {
+    const group = { t, rank, number, gap, y, strips: [] };
+    for (const [what, tracks] of stripsOf(t, rank, view)) {
+      if (group.strips.length) y += 2;
+      const tall = HEIGHTS[what] * view.scale, strip = { what, y, height: tall * Math.max(tracks.length, 1), tracks };
+      tracks.forEach((track, at) => {
         const space = what === "beside" && tall > 4 ? 1 : 0;
-        panel.places.set(lane, { y: y + at * tall, height: tall - space, group });
+        panel.spots.set(track, { y: y + at * tall, height: tall - space, group });
       });
-      group.rows.push(row);
-      y += row.height;
+      group.strips.push(strip);
+      y += strip.height;
     }
     group.height = y - group.y;
     panel.groups.push(group);
@@ -49,13 +50,14 @@ function fill(panel, groups, view) {
   return y;
 }
 
-function rowsOf(t, rank, view) {
-  const own = t.lanes.filter((lane) => lane.rank === rank && !lane.beside);
-  const beside = t.lanes.filter((lane) => lane.rank === rank && lane.beside);
-  if (view.scale < AFAR) return [["rank", own]];
+function stripsOf(t, rank, view) {
+  const main = t.tracks.filter((track) => track.rank === rank && !track.beside);
+  const beside = t.tracks.filter((track) => track.rank === rank && track.beside);
+  const isShown = data.beside.some((kind) => t.kinds.has(kind) && !view.hidden.has(kind));
+  if (view.scale < AFAR) return [["rank", main]];
   return [
-    ["rank", own],
-    ...(view.beside && beside.length ? [["beside", beside]] : []),
+    ["rank", main],
+    ...(isShown && beside.length ? [["beside", beside]] : []),
     ...(view.memory && t.memory.most ? [["memory", []]] : []),
   ];
 }
@@ -64,8 +66,8 @@ function rowsOf(t, rank, view) {
 function find(layout, x, y) {
   const panel = layout.panels.find((each) => x >= each.left && x < each.left + each.width);
   const group = panel?.groups.find((each) => y >= each.y && y < each.y + each.height);
-  const row = group?.rows.find((each) => y >= each.y && y < each.y + each.height);
-  return row && { panel, group, row, lane: row.lanes[Math.floor(((y - row.y) / row.height) * row.lanes.length)] };
+  const strip = group?.strips.find((each) => y >= each.y && y < each.y + each.height);
+  return strip && { panel, group, strip, track: strip.tracks[Math.floor(((y - strip.y) / strip.height) * strip.tracks.length)] };
 }
 
 // Returns the first moment of the step that is shown; 0 for all steps.
