@@ -5,9 +5,7 @@ import math
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from gpt import GPT, loss_fn, text
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, DistributedSampler
 
@@ -31,13 +29,9 @@ model = cut.modules[stage]
 for name in cut.layers_of(stage):
     fully_shard(model.get_submodule(name), mesh=topology.mesh["dp"])
 fully_shard(model, mesh=topology.mesh["dp"])
+handlers = ["pipeline-shared"]  # FSDP2 reduces over the replicas
 scheduler = pipegrad.Scheduler(
-    cut,
-    topology,
-    schedule="1f1b",
-    num_microbatches=accumulate,
-    loss_fn=loss_fn,
-    handlers=["pipeline-shared"],
+    cut, topology, schedule="1f1b", num_microbatches=accumulate, loss_fn=loss_fn, handlers=handlers
 )
 optimizer = scheduler.optimizer(torch.optim.AdamW, lr=1e-2, eps=1e-3)
 
@@ -58,13 +52,9 @@ autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
 
 first = 0
 if args.resume:
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    saved = {"model": of_model, "optimizer": of_optimizer, "epoch": 0}
-    saved["lr_schedule"] = lr_schedule.state_dict()
-    dcp.load(saved, checkpoint_id=args.checkpoint)
-    set_state_dict(
-        model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"]
-    )
+    saved = torch.load(f"{args.checkpoint}.{rank}")
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
     lr_schedule.load_state_dict(saved["lr_schedule"])
     first = saved["epoch"] + 1
 
@@ -84,10 +74,9 @@ for epoch in range(first, args.epochs):
         losses = [scheduler.evaluate(x, target=y).loss for x, y in held_out_loader]
     loss = torch.stack(losses).mean()
     model.train()
-    of_model, of_optimizer = get_state_dict(model, optimizer)
-    saved = {"model": of_model, "optimizer": of_optimizer, "epoch": epoch}
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
     saved["lr_schedule"] = lr_schedule.state_dict()
-    dcp.save(saved, checkpoint_id=args.checkpoint)
+    torch.save(saved, f"{args.checkpoint}.{rank}")
     if rank == 0:
         print(f"epoch {epoch}  held-out loss {loss:.7f}")
 dist.destroy_process_group()
