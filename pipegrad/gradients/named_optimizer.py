@@ -442,10 +442,21 @@ def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # 
         stride: Of the parameter in its module. Shards lie in the order of its memory.
 
     Raises:
-        PlanError: If a chunk is of other elements.
+        PlanError: If a chunk or a DTensor has other elements.
     """
     tensor, record = main.tensor, main.record
     if is_dtensor(tensor):
+        if is_dtensor(value):
+            if (value.shape, value.placements) != (tensor.shape, tensor.placements) or (
+                local(value).shape != local(tensor).shape
+            ):
+                raise PlanError(
+                    f"the optimizer's state of {record.key!r} is {tuple(local(value).shape)} of "
+                    f"{tuple(value.shape)} here, and this rank steps {tuple(local(tensor).shape)} "
+                    f"of {tuple(tensor.shape)}: it is of another rank or mesh. Save and load it by "
+                    f"torch.distributed.checkpoint"
+                )
+            return value
         if isinstance(value, Chunk):
             elements = value.local
         elif isinstance(value, torch.Tensor) and value.ndim and value.numel() == tensor.numel():

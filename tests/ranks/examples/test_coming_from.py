@@ -54,13 +54,11 @@ def test_losses_are_those_of_the_script_before(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2", "accelerate"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
 def test_a_run_that_was_interrupted_goes_on_to_the_bit(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if name == "accelerate":
-        pytest.importorskip("accelerate")
-    whole = run(f"{name}_after", tmp_path / "whole")
+    whole = run(f"{name}_after", tmp_path / "whole", "--epochs", "2")
     calls, step = count(), LambdaLR.step
 
     def interrupted(self: LambdaLR, *args: Any) -> None:
@@ -72,24 +70,24 @@ def test_a_run_that_was_interrupted_goes_on_to_the_bit(
         patch.setattr(LambdaLR, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(f"{name}_after", tmp_path / "cut")
-    resumed = run(f"{name}_after", tmp_path / "cut", "--resume")
-    assert resumed == [line for line in whole if not line.startswith("epoch 0")]
+    resumed = run(f"{name}_after", tmp_path / "cut", "--epochs", "2", "--resume")
+    assert resumed == whole[len(whole) // 2 :]
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_bf16_is_as_near_to_one_process_as_before(name: str, tmp_path: Path) -> None:
-    """In bf16 each value is rounded to 8 bits; sums are in float32, so their length is nothing."""
-    expected = one_process()
-    for which in ("before", "after"):
-        lines = run(f"{name}_{which}", tmp_path / which, "--bf16")
-        assert losses(lines) == pytest.approx(expected, rel=rounding(1, dtype=torch.bfloat16) / 8)
-    exact = run(f"{name}_after", tmp_path / "exact")
-    assert losses(exact) != losses(lines)
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_bf16_is_near_to_one_process_in_bf16(which: str, tmp_path: Path) -> None:
+    """Autocast rounds each value of a forward to bf16, and adds in float32."""
+    lines = run(f"ddp_{which}", tmp_path / which, "--bf16")
+    # What differs in the last bits of float32 may become different numbers of bf16. Each of the
+    # values of which the loss is the mean then errs by an eps, in either direction.
+    most = rounding(1, dtype=torch.bfloat16) / TOKENS**0.5
+    assert losses(lines) == pytest.approx(one_process(), rel=most)
+    assert losses(lines) != pytest.approx(one_process(enabled=False), rel=rounding(24 * TOKENS))
 
 
-def one_process() -> list[float]:
-    """Returns the losses of the uncut model in one process, forwards under autocast in bf16."""
+def one_process(*, enabled: bool = True) -> list[float]:
+    """Returns the losses of the uncut model in one process, under autocast if it is enabled."""
     space: dict[str, Any] = {}
     exec((SCRIPTS / "gpt.py").read_text(), space)
     torch.manual_seed(0)
@@ -101,7 +99,7 @@ def one_process() -> list[float]:
     exec("import math\n" + factor, named)
     lr_schedule = LambdaLR(optimizer, named["factor"])
     train, held_out = space["text"](256, seed=1)[:], space["text"](64, seed=2)[:]
-    autocast = torch.autocast("cpu", torch.bfloat16)
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=enabled)
     found = list[float]()
     for epoch in range(EPOCHS):
         order = torch.randperm(256, generator=torch.Generator().manual_seed(epoch))
