@@ -49,7 +49,7 @@ def refuse_uncut(model: nn.Module, held: Sequence[int]) -> None:
     )
     runs = _Refusal(model, f"{why}To train, call scheduler.step(); to evaluate, evaluate()")
     module = f"cut.modules[{held[0]}]"
-    saves = _Refusal(model, f"{why}Each rank saves its own stages: here {module}.state_dict()")
+    saves = _Refusal(model, f"{why}Each rank saves its stages: here {module}.state_dict()")
     # The modules of stages have the same tables of hooks.
     for table in ("_forward_pre_hooks", "_state_dict_pre_hooks"):
         setattr(model, table, getattr(model, table).copy())
