@@ -45,7 +45,7 @@ path = f"{args.checkpoint}.{accelerator.process_index}"
 
 first = 0
 if args.resume:
-    saved = torch.load(path)
+    saved = torch.load(path, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     lr_schedule.load_state_dict(saved["lr_schedule"])

@@ -42,7 +42,7 @@ autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
 
 first = 0
 if args.resume:
-    saved = torch.load(args.checkpoint)
+    saved = torch.load(args.checkpoint, weights_only=True)
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     lr_schedule.load_state_dict(saved["lr_schedule"])

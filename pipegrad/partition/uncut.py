@@ -42,16 +42,15 @@ def refuse_uncut(model: nn.Module, held: Sequence[int]) -> None:
         model: The uncut model.
         held: The stages of this rank.
     """
-    why = (
+    refusal = _Refusal(
+        model,
         f"the {type(model).__name__} was cut, and this rank trains its stage "
         f"{', '.join(map(str, held))} alone: the other layers are trained on other ranks, and are "
-        f"here as they were before. "
+        f"here as they were before. Train by scheduler.step(), evaluate by scheduler.evaluate(), "
+        f"and save the stages of every rank: here cut.modules[{held[0]}].state_dict()",
     )
-    runs = _Refusal(model, f"{why}To train, call scheduler.step(); to evaluate, evaluate()")
-    module = f"cut.modules[{held[0]}]"
-    saves = _Refusal(model, f"{why}Each rank saves its stages: here {module}.state_dict()")
     # The modules of stages have the same tables of hooks.
     for table in ("_forward_pre_hooks", "_state_dict_pre_hooks"):
         setattr(model, table, getattr(model, table).copy())
-    model.register_state_dict_pre_hook(saves)
-    model.register_forward_pre_hook(runs)
+    model.register_forward_pre_hook(refusal)
+    model.register_state_dict_pre_hook(refusal)

@@ -59,12 +59,14 @@ def test_a_model_of_which_other_ranks_train_layers_is_no_more_used(
     model = make()
     twin = copy.deepcopy(model)
     scheduler = scheduler_of(model)
-    trained = rf"was cut, and this rank trains its stage {rank()} alone: .*"
-    with pytest.raises(StepError, match=trained + r"evaluate\(\)"):
-        model(TOKENS)
-    for save in (model.state_dict, lambda: torch.save(model, io.BytesIO())):
-        with pytest.raises(StepError, match=rf"{trained}here cut.modules\[{rank()}\].state_dict"):
-            save()
+    words = rf"trains its stage {rank()} alone: .* here cut\.modules\[{rank()}\]\.state_dict\(\)"
+    for use in (
+        lambda: model(TOKENS),
+        model.state_dict,
+        lambda: torch.save(model, io.BytesIO()),
+    ):
+        with pytest.raises(StepError, match=words):
+            use()
     # What it was may be put into it, and its stages have that then.
     with torch.no_grad():
         expected = loss_fn(twin(TOKENS), TOKENS)
