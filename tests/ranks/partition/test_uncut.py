@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -42,7 +43,7 @@ def loss_fn(logits: Tensor, target: Tensor) -> Tensor:
 
 def scheduler_of(model: nn.Module, stages: int = 2) -> Scheduler:
     parts = cut(model, stages, example={"tokens": TOKENS[:1]})
-    options = {"schedule": "1f1b" if stages == 2 else "gpipe", "num_microbatches": 2}
+    options: Any = {"schedule": "1f1b" if stages == 2 else "gpipe", "num_microbatches": 2}
     return Scheduler(parts, Topology.create(pipeline=stages), loss_fn=loss_fn, **options)
 
 

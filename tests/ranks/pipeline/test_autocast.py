@@ -35,7 +35,8 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         self.look("forward")
-        return self.norm(torch.tanh(self.linear(x)))
+        normed: Tensor = self.norm(torch.tanh(self.linear(x)))
+        return normed
 
 
 def loss_fn(x: Tensor, target: Tensor) -> Tensor:
@@ -56,7 +57,7 @@ def trained(
     torch.manual_seed(rank())
     layer, function = Layer(), loss_fn
     if inside:
-        layer.forward, function = autocast()(layer.forward), autocast()(loss_fn)
+        vars(layer)["forward"], function = autocast()(layer.forward), autocast()(loss_fn)
     scheduler = Scheduler(
         [Stage(layer, rank(), recompute=recompute)],
         Topology.create(pipeline=2),
