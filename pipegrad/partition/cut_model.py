@@ -18,7 +18,7 @@ from pipegrad.partition.boundaries import Layer, Recut, costs_of_layers, recut
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
-from pipegrad.partition.uncut import refuse_uncut
+from pipegrad.partition.uncut_use import refuse_uncut
 from pipegrad.partition.weights.adapter import described, has_adapter
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
