@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -27,6 +27,9 @@ from pipegrad.gradients.main_params import (
 from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Steps = Literal["everything", "matrices", "others"]
@@ -442,22 +445,11 @@ def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # 
         stride: Of the parameter in its module. Shards lie in the order of its memory.
 
     Raises:
-        PlanError: If a chunk is of other elements.
+        PlanError: If a chunk or a DTensor has other elements.
     """
     tensor, record = main.tensor, main.record
     if is_dtensor(tensor):
-        if isinstance(value, Chunk):
-            elements = value.local
-        elif isinstance(value, torch.Tensor) and value.ndim and value.numel() == tensor.numel():
-            whole: Any = value.view(tensor.shape)  # it may be flat, of a run that sharded it
-            boxes: Any = cast("Any", tensor).__create_chunk_list__()
-            parts = [whole[tuple(map(_slice, b.offsets, b.sizes))].reshape(-1) for b in boxes]
-            elements = torch.cat([value.new_empty(0), *parts])
-        else:
-            return value
-        result = torch.empty_like(tensor, dtype=value.dtype)
-        local(result).copy_(elements.view_as(local(result)))
-        return result
+        return _of_mesh(record, tensor, value)
     if isinstance(value, Chunk):
         if (value.begin, *value.local.shape, *value.shape) != (
             main.begin,
@@ -480,3 +472,32 @@ def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # 
         value = in_order.copy_(value).as_strided((record.numel,), (1,))
     # A view would keep the memory of the whole.
     return value[main.begin : main.begin + tensor.numel()].clone()
+
+
+def _of_mesh(record: ParameterRecord, tensor: DTensor, value: Any) -> Any:  # noqa: ANN401 - as above
+    """Returns this rank's part of a value for a DTensor that it steps.
+
+    Raises:
+        PlanError: If a DTensor has other elements.
+    """
+    if is_dtensor(value):
+        if (local(value).shape, value.placements) != (local(tensor).shape, tensor.placements):
+            raise PlanError(
+                f"the optimizer's state of {record.key!r} has {tuple(local(value).shape)} of "
+                f"{tuple(value.shape)}, and this rank steps {tuple(local(tensor).shape)} of "
+                f"{tuple(tensor.shape)}: it is of another rank or mesh. Save and load it by "
+                f"torch.distributed.checkpoint"
+            )
+        return value
+    if isinstance(value, Chunk):
+        elements = value.local
+    elif isinstance(value, torch.Tensor) and value.ndim and value.numel() == tensor.numel():
+        whole: Any = value.view(tensor.shape)  # it may be flat, of a run that sharded it
+        boxes: Any = cast("Any", tensor).__create_chunk_list__()
+        parts = [whole[tuple(map(_slice, b.offsets, b.sizes))].reshape(-1) for b in boxes]
+        elements = torch.cat([value.new_empty(0), *parts])
+    else:
+        return value
+    result = torch.empty_like(tensor, dtype=value.dtype)
+    local(result).copy_(elements.view_as(local(result)))
+    return result

@@ -64,7 +64,7 @@ class Conventions:
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
             computes none, or one that is no mean, or several means, or one that was given to it.
-        accepts: Names of the arguments of its forward; None if it takes any.
+        accepts: Names of the arguments of its forward, in order; None if it takes any.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +72,7 @@ class Conventions:
         self._model = type(model).__name__
         parameters = parameters_of(model)
         takes_any = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self.accepts = None if takes_any else frozenset(p.name for p in parameters or ())
+        self.accepts = None if takes_any else tuple(p.name for p in parameters or ())
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._shifts = False

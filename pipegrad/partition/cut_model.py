@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -17,6 +18,7 @@ from pipegrad.partition.boundaries import Layer, Recut, costs_of_layers, recut
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
+from pipegrad.partition.uncut_use import refuse_uncut
 from pipegrad.partition.weights.adapter import described, has_adapter
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
@@ -44,7 +46,8 @@ class Cut:
     """A model in stages. Stages share the uncut model's tensors, and have its names.
 
     Stages have modes of their own, so call ``train()`` and ``eval()`` of `modules`, and not of the
-    uncut model.
+    uncut model. Once a Scheduler has this rank's stages, the uncut model runs no more, and has no
+    ``state_dict``: its other layers are trained elsewhere.
 
     `Scheduler` takes it in the place of stages. In other runtimes, such as those of
     ``torch.distributed.pipelining``, `modules` are the stages: each takes what earlier stages send
@@ -87,6 +90,7 @@ class Cut:
             self._uncut = described(model)
         elif inner_model(model) is not None:
             self._uncut = without_memory(model)
+        self._model = weakref.ref(model)
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
@@ -171,6 +175,9 @@ class Cut:
         """
         self._held = tuple(sorted(stages))
         modules, source = [self.modules[stage] for stage in self._held], self.source
+        model = self._model()
+        if model is not None and len(self._held) < self.num_stages:
+            refuse_uncut(model, self._held)
         if source is None:
             return
         if source.directory is not None:

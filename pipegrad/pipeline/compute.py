@@ -13,6 +13,7 @@ from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
+from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.losses import LossTerms, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import versions_of
@@ -36,6 +37,7 @@ class Compute:
         weights: The weights' gradients that I leaves to W.
         sharded: The stages whose parameters FSDP2 swaps.
         loose: Finds leaves that no stage holds.
+        autocast: That of the caller, for forwards and losses.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
 
     Attributes:
@@ -54,6 +56,7 @@ class Compute:
         weights: WeightGradients,
         sharded: ShardedStages,
         loose: LooseLeaves,
+        autocast: Autocast,
         loss_fn: Loss | None,
     ) -> None:
         self._stages = stages
@@ -65,6 +68,7 @@ class Compute:
         self._splits = sync is not None and program.schedule.splits_backward
         self._sharded = sharded
         self._loose = loose
+        self._autocast = autocast
         self._is_trained = sync is not None and any(
             record.requires_grad for record in sync.manifest.parameters
         )
@@ -115,7 +119,7 @@ class Compute:
     def method_of(self, stage: int, kind: Kind) -> Method:
         """Returns what computes an action."""
         methods: dict[Kind, Method] = {
-            "F": self._forward,
+            "F": self._cast_forward,
             "B": self._backward,
             "I": self._backward_inputs,
             "W": self._weights.compute,
@@ -128,6 +132,10 @@ class Compute:
         return methods[kind]
 
     # Forward.
+
+    def _cast_forward(self, stage: int, microbatch: int) -> None:
+        with self._autocast.forward():
+            self._forward(stage, microbatch)
 
     def _forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
@@ -247,6 +255,12 @@ class Compute:
 
     def _recomputed(self, backward: Method, stage: int, microbatch: int) -> None:
         """Runs a forward again, then its backward."""
+        with self._autocast.forward():
+            self._roots[stage, microbatch] = self._second_forward(stage, microbatch)
+        backward(stage, microbatch)
+
+    def _second_forward(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the roots of the backward of a stage that recomputes."""
         values = self._values.inputs_of(stage, microbatch)
         # The second forward draws the same random numbers and reads the same buffers: otherwise the
         # gradient would not be that of the loss.
@@ -258,10 +272,7 @@ class Compute:
             self.num_different = self.num_different + differs
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
-        if stage == self._last:
-            outputs = self._with_loss(microbatch, outputs)
-        self._roots[stage, microbatch] = outputs
-        backward(stage, microbatch)
+        return self._with_loss(microbatch, outputs) if stage == self._last else outputs
 
     def _begin_backward(
         self, stage: int, microbatch: int

@@ -62,7 +62,8 @@ class Batches:
     Args:
         wiring: Which external inputs stages take.
         stages: The stages of this rank.
-        accepts: Names of what stages take that take everything; None if it may be anything.
+        accepts: Names of what stages take that take everything, in order; None if it may be
+            anything.
         has_loss: Whether there is a loss_fn.
         whole: Names of values that every microbatch gets whole.
         labels: Names of the inputs that are the target, too.
@@ -79,7 +80,7 @@ class Batches:
         wiring: Wiring,
         stages: Collection[int],
         *,
-        accepts: Collection[str] | None = None,
+        accepts: Sequence[str] | None = None,
         has_loss: bool,
         whole: Collection[str],
         labels: Sequence[str] = (),
@@ -89,6 +90,7 @@ class Batches:
         self._external = [name for name in wiring.external if name != self._rest]
         self._labels = labels
         self._accepts = accepts
+        self._in_order = [*self._external, *((self._rest and accepts) or ())]
         needed = {s for i in stages for s in wiring.taken[i] if isinstance(s, str)}
         self._needed = sorted(needed - {self._rest})
         self._links = list(dict.fromkeys(link.name for link in wiring.links))
@@ -146,15 +148,15 @@ class Batches:
             inputs, fields = (), self._of_stages(parts, target)
         elif isinstance(only, tuple | list):
             inputs = only
-        if len(inputs) > len(self._external):
+        if len(inputs) > len(self._in_order):
             raise StepError(
-                f"{len(inputs)} inputs, expected at most {self._external}; the loss gets target=, "
+                f"{len(inputs)} inputs, expected at most {self._in_order}; the loss gets target=, "
                 f"and a tuple or list that is an input itself is given by name"
             )
         unknown = [name for name in named if not self._is_taken(name)]
         if unknown:
             raise StepError(f"no stage takes {unknown}; from outside they take {self._taken}")
-        values = dict(zip(self._external, inputs, strict=False))
+        values = dict(zip(self._in_order, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):
             twice = [name for name in more if name in values]
             if twice:

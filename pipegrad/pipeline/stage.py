@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from itertools import pairwise
@@ -53,8 +53,9 @@ class Stage:
             of one name. A stage with losses need not have outputs, unless it is the last one.
     """
 
-    # Of a stage that takes everything that no stage names: which names; None if it may be any.
-    accepts: Collection[str] | None = None
+    # Of a stage that takes everything that no stage names: which names, in the order of inputs
+    # without a name; None if it may be any.
+    accepts: Sequence[str] | None = None
 
     def __init__(
         self,

@@ -20,6 +20,7 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.edges import Edges, Specs
@@ -131,6 +132,7 @@ class Steps:
         self._weights = WeightGradients(modules, sync)
         self._sharded = ShardedStages(modules, sync)  # most runs have none
         self._loose = LooseLeaves(sync, modules)
+        self._autocast = Autocast(device)
         # All ranks make these groups, in this order.
         self.edges = Edges(program.channels, topology, device, skips=program.skips)
         self._losses = Losses(
@@ -184,7 +186,7 @@ class Steps:
         """
         notice, programs = self._notice, self._programs
         verb = "evaluate" if forward_only else "step"
-        with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"):
+        with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"), self._autocast.outside():
             if self._closed:
                 raise StepError("this Scheduler is closed: make another one")
             # Before anything can fail on this rank alone: all ranks count each call, since the
@@ -296,6 +298,7 @@ class Steps:
             weights=self._weights,
             sharded=self._sharded,
             loose=self._loose,
+            autocast=self._autocast,
             loss_fn=self.pipeline.loss_fn,
         )
         executor = Executor(

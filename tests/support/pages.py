@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[2]
 _DOCS = (path for path in sorted((ROOT / "docs").rglob("*.md")) if "_build" not in path.parts)
 _FILES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *_DOCS]
 PAGES = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in _FILES}
-LANGUAGES = ("python", "toml", "console", "json", "yaml", "bash", "text")
+LANGUAGES = ("python", "toml", "console", "json", "yaml", "bash", "text", "diff")
 
 _PART = re.compile(
     r"^<!-- (?P<marker>\w+)(?:: (?P<argument>.+?))?(?:\n(?P<hidden>.*?)\n)? ?-->$"
@@ -63,7 +63,9 @@ class Block(NamedTuple):
     @property
     def runs(self) -> bool:
         """Whether something is done with it."""
-        return self.marker != "skip" and (self.language != "text" or self.marker == "output")
+        if self.language in ("text", "diff"):
+            return self.marker == "output"
+        return self.marker != "skip"
 
 
 def blocks_of(page: str) -> Iterator[Block]:

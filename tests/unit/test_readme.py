@@ -26,11 +26,11 @@ SKIPPED = {
     "CONTRIBUTING.md": 5,
     "README.md": 2,
     "docs/audit.md": 1,
+    "docs/coming_from/lightning.md": 1,
     "docs/faults.md": 1,
     "docs/how_to/slurm_and_kubernetes.md": 2,
     "docs/how_to/write_a_codec.md": 1,
     "docs/how_to/write_a_handler.md": 1,
-    "docs/other_trainers.md": 1,
     "docs/schedules.md": 1,
     "docs/torchtitan.md": 2,
 }

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import get_schedule_class
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 import pipegrad
 from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, find_tied
-from pipegrad.errors import PipegradError
+from pipegrad.errors import PipegradError, PlanError
 from tests.support.gradients.cases import in_float32
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import MOST, error
@@ -290,3 +292,33 @@ def test_an_evaluation_sees_what_was_stepped_since_the_last_one() -> None:
     torch.optim.SGD(true.parameters(), lr=0.01).step()
     assert error(loss, squared(true(x), target).detach()) <= MOST
     scheduler.close()
+
+
+@pytest.mark.ranks(2)
+def test_an_optimizer_takes_its_state_back_and_no_other_ranks() -> None:
+    """Its DTensors were copied into whole ones, which is an error of torch."""
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("pp", "dp"))
+    module: Any = nn.Linear(4, 3)  # rank 0 has two rows, rank 1 has one
+    fully_shard(module, mesh=mesh["dp"])
+    options: Any = {"schedule": "1f1b", "num_microbatches": 1, "loss_fn": squared}
+    scheduler = Scheduler([Stage(module, 0)], Topology.from_mesh(mesh), handlers=[], **options)
+    optimizer = scheduler.optimizer(torch.optim.AdamW, lr=0.01)
+    x, target = torch.ones(4, 4), torch.ones(4, 3)
+    scheduler.step(x, target=target)
+    optimizer.step()
+    state, other = optimizer.state_dict(), scheduler.optimizer(torch.optim.AdamW, lr=0.1)
+    other.load_state_dict(copy.deepcopy(state))
+    for name, values in other.state_dict()["state"].items():
+        for key, value in values.items():
+            assert torch.equal(to_local(value), to_local(state["state"][name][key]))
+    assert other.param_groups[0]["lr"] == 0.01
+    files: list[Any] = [None, None]
+    dist.all_gather_object(files, pickle.dumps(state))
+    words = r"'0.weight' has \((1|2), 4\) of \(3, 4\), and this rank steps \((2|1), 4\) of"
+    with pytest.raises(PlanError, match=words):
+        other.load_state_dict(pickle.loads(files[1 - dist.get_rank()]))
+    scheduler.close()
+
+
+def to_local(value: Any) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value

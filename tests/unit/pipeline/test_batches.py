@@ -314,7 +314,7 @@ def test_a_cut_model_is_given_what_its_forward_takes_and_nothing_else() -> None:
     wiring = wire({0: (("**batch",), ("x",), ()), 1: (("x", "**batch"), ("x",), ())})
     own, any_ = (
         Batches(wiring, range(2), accepts=accepts, has_loss=True, whole=())
-        for accepts in ({"x", "scale"}, None)
+        for accepts in (("x", "scale"), None)
     )
     given = {"x": X, "labels": Y}
     # The call of docs/scheduler.md: labels that are the target are for nobody else.

@@ -1,0 +1,81 @@
+"""Run it by torchrun --nproc-per-node 4. It takes --epochs 3 --bf16 --resume."""
+
+import argparse
+import contextlib
+import math
+
+import torch
+import torch.distributed as dist
+from gpt import GPT, loss_fn, text
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--epochs", type=int, default=3)
+parser.add_argument("--bf16", action="store_true")
+parser.add_argument("--resume", action="store_true")
+parser.add_argument("--checkpoint", default="checkpoint.pt")
+args = parser.parse_args()
+batch_size, accumulate, warm_up, total = 32, 2, 4, 24  # rows of a step, and numbers of steps
+
+dist.init_process_group("gloo")
+rank, world = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(0)
+model = GPT()
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+
+
+def factor(step: int) -> float:
+    part = (step - warm_up) / (total - warm_up)
+    return (step + 1) / warm_up if step < warm_up else (1 + math.cos(math.pi * part)) / 2
+
+
+lr_schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+train, held_out = text(256, seed=1), text(64, seed=2)
+samplers = [DistributedSampler(data, world, rank) for data in (train, held_out)]
+loader, held_out_loader = (
+    DataLoader(sampler.dataset, batch_size // world, sampler=sampler, drop_last=True)
+    for sampler in samplers
+)
+autocast = torch.autocast("cpu", torch.bfloat16, enabled=args.bf16)
+
+first = 0
+if args.resume:
+    saved = torch.load(args.checkpoint, weights_only=True)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    lr_schedule.load_state_dict(saved["lr_schedule"])
+    first = saved["epoch"] + 1
+
+for epoch in range(first, args.epochs):
+    samplers[0].set_epoch(epoch)
+    for tokens, target in loader:
+        loss = torch.zeros(())
+        microbatches = zip(tokens.chunk(accumulate), target.chunk(accumulate), strict=True)
+        for number, (x, y) in enumerate(microbatches, 1):
+            with contextlib.nullcontext() if number == accumulate else ddp.no_sync():
+                with autocast:
+                    micro_loss = loss_fn(ddp(x), y) / accumulate
+                micro_loss.backward()
+            loss += micro_loss.detach()
+        dist.all_reduce(loss, dist.ReduceOp.AVG)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        lr_schedule.step()
+        optimizer.zero_grad()
+        if rank == 0:
+            print(f"epoch {epoch}  loss {loss:.7f}")
+    model.eval()
+    with torch.no_grad(), autocast:
+        losses = [loss_fn(model(x), y) for x, y in held_out_loader]
+    loss = torch.stack(losses).mean()
+    dist.all_reduce(loss, dist.ReduceOp.AVG)
+    model.train()
+    saved = {"optimizer": optimizer.state_dict(), "lr_schedule": lr_schedule.state_dict()}
+    saved |= {"model": model.state_dict(), "epoch": epoch}
+    if rank == 0:
+        print(f"epoch {epoch}  held-out loss {loss:.7f}")
+        torch.save(saved, args.checkpoint)
+    dist.barrier()
+dist.destroy_process_group()

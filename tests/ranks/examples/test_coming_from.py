@@ -1,0 +1,196 @@
+"""What the pages for newcomers from other trainers show: each script, before and after."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from tests.ranks.examples.test_examples import run_example
+from tests.support.pages import BLOCKS
+from tests.support.ranked import gathered
+from tests.support.rounding import rounding
+from tests.support.train.jobs import EXAMPLES
+from tests.support.train.launched import Launched, torchrun
+
+SCRIPTS = EXAMPLES / "coming_from"
+PAGES = {"ddp": "ddp", "fsdp2": "fsdp2", "accelerate": "accelerate_and_trainer"}
+TOKENS = 32 * 16  # of a step
+EPOCHS, STEPS = 3, 8  # steps of an epoch
+# The last but one line of an epoch is that of its last step, the last one that of its evaluation.
+NUM_STEPS = [min(line + 1, STEPS) + STEPS * epoch for epoch in range(EPOCHS) for line in range(9)]
+
+
+def run(name: str, checkpoint: Path, *arguments: str) -> list[str]:
+    """Returns the lines that a script prints."""
+    words = ("--checkpoint", str(checkpoint), *arguments)
+    return run_example(*words, example=SCRIPTS / f"{name}.py").splitlines()
+
+
+def losses(lines: list[str]) -> list[float]:
+    found = [float(loss) for line in lines for loss in re.findall(r"loss (\S+)", line)]
+    assert len(found) == len(NUM_STEPS), lines
+    assert found[-1] < 0.85 * found[0]
+    return found
+
+
+def check_equal(before: list[str], after: list[str]) -> None:
+    for ours, theirs, number in zip(losses(after), losses(before), NUM_STEPS, strict=True):
+        assert ours == pytest.approx(theirs, rel=rounding(number * TOKENS))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_losses_are_those_of_the_script_before(name: str, tmp_path: Path) -> None:
+    before = run(f"{name}_before", tmp_path / "before")
+    check_equal(before, run(f"{name}_after", tmp_path / "after"))
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
+def test_a_run_that_was_interrupted_goes_on_to_the_bit(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(f"{name}_after", tmp_path / "whole", "--epochs", "2")
+    calls, step = count(), LambdaLR.step
+
+    def interrupted(self: LambdaLR, *args: Any) -> None:
+        step(self, *args)
+        if next(calls) == STEPS + 3:  # in the second epoch; the first call is that of __init__
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(LambdaLR, "step", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run(f"{name}_after", tmp_path / "cut")
+    resumed = run(f"{name}_after", tmp_path / "cut", "--epochs", "2", "--resume")
+    assert resumed == whole[len(whole) // 2 :]
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_bf16_is_near_to_one_process_in_bf16(which: str, tmp_path: Path) -> None:
+    """Autocast rounds each value of a forward to bf16, and adds in float32."""
+    lines = run(f"ddp_{which}", tmp_path / which, "--bf16")
+    # What differs in the last bits of float32 may become different numbers of bf16. Each of the
+    # values of which the loss is the mean then errs by an eps, in either direction.
+    most = rounding(1, dtype=torch.bfloat16) / TOKENS**0.5
+    assert losses(lines) == pytest.approx(one_process(), rel=most)
+    assert losses(lines) != pytest.approx(one_process(enabled=False), rel=rounding(24 * TOKENS))
+
+
+def one_process(*, enabled: bool = True) -> list[float]:
+    """Returns the losses of the uncut model in one process, under autocast if it is enabled."""
+    space: dict[str, Any] = {}
+    exec((SCRIPTS / "gpt.py").read_text(), space)
+    torch.manual_seed(0)
+    model, loss_fn = space["GPT"](), space["loss_fn"]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    source = (SCRIPTS / "ddp_before.py").read_text()
+    [factor] = re.findall(r"^def factor.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)
+    named: dict[str, Any] = {"warm_up": 4, "total": EPOCHS * STEPS}
+    exec("import math\n" + factor, named)
+    lr_schedule = LambdaLR(optimizer, named["factor"])
+    train, held_out = space["text"](256, seed=1)[:], space["text"](64, seed=2)[:]
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=enabled)
+    found = list[float]()
+    for epoch in range(EPOCHS):
+        order = torch.randperm(256, generator=torch.Generator().manual_seed(epoch))
+        for rows in order.chunk(STEPS):
+            with autocast:
+                loss = loss_fn(model(train[0][rows]), train[1][rows])
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            lr_schedule.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+        with torch.no_grad(), autocast:
+            found.append(loss_fn(model(held_out[0]), held_out[1]).item())
+    return found
+
+
+def test_torchrun_runs_an_accelerate_script_before_and_after(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate")
+    check_equal(*(launched(f"accelerate_{which}", tmp_path) for which in ("before", "after")))
+
+
+def launched(name: str, folder: Path) -> list[str]:
+    words = ["--nproc-per-node", "4", str(SCRIPTS / f"{name}.py")]
+    ran = Launched(folder, torchrun, *words, "--checkpoint", str(folder / name))
+    assert ran.wait() == 0, ran.errors
+    return ran.printed.splitlines()
+
+
+# The pages.
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_page_shows_the_difference_of_its_scripts(name: str) -> None:
+    before, after = (
+        (SCRIPTS / f"{name}_{which}.py").read_text().splitlines(keepends=True)
+        for which in ("before", "after")
+    )
+    _, _, *lines = difflib.unified_diff(before, after, n=1)
+    shown = diffs(f"docs/coming_from/{PAGES[name]}.md")[-1]
+    assert shown == "".join(lines), "".join(lines)
+
+
+def diffs(page: str) -> list[str]:
+    return [block.code for block in BLOCKS[page] if block.language == "diff"]
+
+
+START = """
+import torch
+import torch.distributed as dist
+from gpt import GPT, loss_fn, text
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
+
+import pipegrad
+
+torch.manual_seed(0)
+data = text(256, seed=1)
+losses = []
+"""
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("sign", ["-", "+"])
+def test_the_short_difference_runs(sign: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Four replicas before; two after, of two stages each."""
+    monkeypatch.syspath_prepend(SCRIPTS)
+    short = diffs("docs/coming_from/ddp.md")[0].splitlines()
+    code = [line[1:] for line in short if line[0] in (" ", sign)]
+    assert len(short) > len(code) > 5
+    assert code[-1].startswith("    ")
+    space: dict[str, Any] = {}
+    exec("\n".join([START, *code, "    losses.append(loss.item())"]), space)
+    replicas = 4 if sign == "-" else 2
+    everywhere = torch.tensor(gathered(space["losses"])).mean(0)
+    for step, (loss, true) in enumerate(zip(everywhere, short_losses(replicas), strict=True), 1):
+        assert loss.item() == pytest.approx(true, rel=rounding(step * TOKENS))
+
+
+def short_losses(replicas: int) -> Iterator[float]:
+    """Yields the losses of one process that trains on the batches of all replicas."""
+    space: dict[str, Any] = {}
+    exec(START, space)
+    model, loss_fn, data = space["GPT"](), space["loss_fn"], space["data"]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
+    for rows in order.split(16 * replicas):
+        tokens, target = data[rows]
+        loss = loss_fn(model(tokens), target)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        yield loss.item()
