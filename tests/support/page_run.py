@@ -7,14 +7,17 @@ import io
 import os
 import runpy
 import shlex
+import shutil
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
+from types import CodeType
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 from pydantic import ValidationError
 
@@ -22,7 +25,7 @@ from pipegrad.cli import main
 from pipegrad.observe import links
 from pipegrad.testing import ranks
 from pipegrad.train.config import Config
-from tests.support.pages import ROOT, Block
+from tests.support.pages import ROOT, Block, is_unfinished
 
 # Jobs of this repository, and the reader's own, which is a copy of one: some steps show enough.
 _LONG_JOBS = ("examples/", "JOB.toml")
@@ -32,29 +35,92 @@ _OF_AUDITS = ("torch._dynamo", "pipegrad.audit.script", "pipegrad.pipeline.sched
 
 def run_page(blocks: Sequence[Block], folder: Path) -> list[str]:
     """Runs the blocks in order; returns what each of those that run prints on all ranks."""
-    space: dict[str, Any] = {"__name__": "__main__"}
-    printed = [""]
-    with _inside(folder):
+    page = _Page(is_unfinished(blocks[0].page))
+    with _inside(folder, page.is_unfinished):
         for block in (block for block in blocks if block.runs):
             try:
-                printed.append(_run(block, space, printed[-1]))
+                page.printed.append(_run(block, page))
             except BaseException as error:
                 error.add_note(f"In {block.page}, the block of line {block.line}.")
                 raise
-            space["printed"] = printed[-1]
-    return printed[1:]
+    return page.printed[1:]
+
+
+class _Page:
+    """What the blocks of a page share.
+
+    Attributes:
+        is_unfinished: Whether hidden blocks define what visible blocks use.
+        printed: What each block has printed.
+    """
+
+    def __init__(self, is_unfinished: bool) -> None:
+        self.is_unfinished, self.printed = is_unfinished, [""]
+        self._space: dict[str, Any] = {"__name__": "__main__"}
+        self._checks: dict[str, Any] = {}
+        self._world = dist.group.WORLD if is_unfinished else None
+
+    def run(self, code: CodeType) -> None:
+        """Runs a visible block."""
+        with _seeing(self._world):
+            exec(code, self._space)
+            self._world = dist.group.WORLD
+
+    def check(self, code: CodeType) -> None:
+        """Runs a hidden block: it sees all names, and what was `printed`. Nobody sees what it did.
+
+        Raises:
+            AssertionError: If a visible block could see that it ran.
+        """
+        checks = self._space if self.is_unfinished else self._checks
+        checks |= self._space | {"printed": self.printed[-1]}
+        before = _outside()
+        with _seeing(self._world), torch.random.fork_rng(devices=[]):
+            exec(code, checks)
+        after = _outside()
+        changed = [name for name in before if before[name] != after[name]]
+        assert self.is_unfinished or not changed, f"a hidden block changes {changed}"
+
+
+def _outside() -> dict[str, Any]:
+    """Returns what a hidden block could change for others."""
+    files = {path for path in Path().rglob("*") if "__pycache__" not in path.parts}
+    return {"files": files, "sys.path": [*sys.path], "os.environ": dict(os.environ)}
 
 
 @contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    """Lets the code of a page see its folder, and nothing of this page last in the process."""
+def _seeing(world: dist.ProcessGroup | None) -> Iterator[None]:
+    """Lets code see this default process group, or none, until it makes or destroys one."""
+    shared, dist.group.WORLD = dist.group.WORLD, world
+    try:
+        yield
+    finally:
+        dist.group.WORLD = shared
+
+
+@contextlib.contextmanager
+def _inside(folder: Path, is_unfinished: bool) -> Iterator[None]:
+    """Lets the code of a page see its folder, and nothing of this page last in the process.
+
+    A script makes and destroys its process group. Here blocks, and pages, share one: code sees it
+    after it has called `init_process_group`, as a reader must.
+    """
+    shared = dist.group.WORLD
+
+    def make(*_: Any, **__: Any) -> None:
+        if dist.is_initialized() and not is_unfinished:
+            raise ValueError("trying to initialize the default process group twice!")
+        dist.group.WORLD = shared
+
+    def destroy() -> None:
+        dist.group.WORLD = shared if is_unfinished else None
+
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "path", [str(folder), *sys.path]),
         mock.patch.dict(os.environ),
-        # A script makes and destroys its process group. Here other blocks, and pages, share it.
-        mock.patch.object(dist, "init_process_group"),
-        mock.patch.object(dist, "destroy_process_group"),
+        mock.patch.object(dist, "init_process_group", make),
+        mock.patch.object(dist, "destroy_process_group", destroy),
     ):
         yield
     for name, module in list(sys.modules.items()):
@@ -62,11 +128,11 @@ def _inside(folder: Path) -> Iterator[None]:
             del sys.modules[name]
 
 
-def _run(block: Block, space: dict[str, Any], printed: str) -> str:
+def _run(block: Block, page: _Page) -> str:
     """Does what the block says; returns what all ranks print."""
     if block.marker == "output":
-        _compare(block, printed)
-        return printed
+        _compare(block, page.printed[-1])
+        return page.printed[-1]
     if block.marker == "file":
         return _on_first_rank(lambda: _write(block))
     if block.language == "toml":
@@ -76,7 +142,8 @@ def _run(block: Block, space: dict[str, Any], printed: str) -> str:
         assert found, "a console block has commands behind $"
         return "".join(_command(command) for command in found)
     code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
-    return _on_all_ranks(lambda: exec(code, space))
+    run = page.check if block.marker == "run" else page.run
+    return _on_all_ranks(lambda: run(code))
 
 
 def _on_all_ranks(call: Callable[[], object]) -> str:
@@ -143,7 +210,7 @@ def _command(command: str) -> str:
         )
     if program == "torchrun":
         return _on_all_ranks(lambda: _torchrun(words))
-    known = {"pipegrad": _pipegrad, "python": _python, "pip": _pip}
+    known = {"pipegrad": _pipegrad, "python": _python, "pip": _pip, "cp": _cp}
     assert program in known, f"{program}: this harness runs {', '.join(known)} and torchrun"
     printed = _on_first_rank(lambda: known[program](words))
     if target and dist.get_rank() == 0:
@@ -192,11 +259,18 @@ def _python(words: list[str]) -> None:
         return _pipegrad(words[2:])
     script = str(Path(words[0]).resolve())
     with (
+        _seeing(None),
         mock.patch.object(sys, "argv", words),
         mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
     ):
         runpy.run_path(script, run_name="__main__")
     return None
+
+
+def _cp(words: list[str]) -> None:
+    *files, target = words
+    for file in files:
+        shutil.copy(file, target)
 
 
 def _pip(words: list[str]) -> None:

@@ -6,16 +6,24 @@ A comment in front of a block says what is done with it; GitHub and the site do 
     <!-- file: job.toml --> the block is a file of this name in the folder where the page runs
     <!-- output -->         the block before printed these lines; a line ... stands for others
     <!-- skip: reason -->   the block cannot run here
-    <!-- run (code) -->     Python that a reader need not see: what blocks take for granted, checks
+    <!-- run (code) -->     checks that a reader need not see; what they define, no block sees
 
 Without a comment, blocks of Python share a namespace in the order of the page, the lines of a
 console block behind $ are commands, and TOML is a part of a configuration.
+
+A reader can copy a page: what its blocks use, blocks before them define, `gaps` says where not.
+``python -m tests.support.pages`` prints all gaps, and how many pages have none.
 """
 
 from __future__ import annotations
 
+import ast
+import builtins
 import re
-from collections.abc import Iterator
+import symtable
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -95,3 +103,68 @@ def file_of(page: str, name: str) -> str:
 def prose(page: str) -> str:
     """Returns a page without its blocks of code and comments."""
     return _PART.sub("", PAGES[page])
+
+
+# What a page is that hides set-up from its readers still: a comment, once a page.
+UNFINISHED = "<!-- set-up: hidden -->"
+
+
+def is_unfinished(page: str) -> bool:
+    """Returns whether hidden blocks of a page define what visible blocks use."""
+    return UNFINISHED in PAGES[page].splitlines()
+
+
+def gaps(page: str) -> Iterator[str]:
+    """Yields what keeps a reader from copying a page, a line each."""
+    visible = [b for b in BLOCKS[page] if b.language == "python" and b.marker != "run"]
+    alone = [b for b in visible if b.marker == "file"]
+    together = [b for b in visible if b.marker != "file"]
+    for blocks in (*([block] for block in alone), together):
+        for number, names in enumerate(undefined(block.code for block in blocks)):
+            if names:
+                yield f"{page}:{blocks[number].line}: nothing defines {', '.join(names)}"
+    for block in BLOCKS[page]:
+        if block.marker == "run":
+            for line, target in _sets(block):
+                yield f"{page}:{line}: a hidden block sets {target}"
+    start = f"torchrun --nproc-per-node {num_ranks(page)} "
+    if any("init_process_group" in b.code for b in together) and start not in PAGES[page]:
+        yield f"{page}: does not say how it starts: {start}..."
+
+
+def undefined(codes: Iterable[str]) -> Iterator[list[str]]:
+    """Yields for each of several blocks the names that neither it nor one before defines."""
+    defined = {*dir(builtins), "__name__", "__file__"}
+    for code in codes:
+        top = symtable.symtable(code, "page", "exec")
+        tables = [top]
+        for table in tables:  # it grows
+            tables.extend(table.get_children())
+        defined |= {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
+        used = {
+            symbol.get_name(): None
+            for table in tables
+            for symbol in table.get_symbols()
+            if symbol.is_referenced() and (table is top or symbol.is_global())
+        }
+        yield [name for name in used if name not in defined]
+
+
+def _sets(block: Block) -> Iterator[tuple[int, str]]:
+    """Yields the attributes and items that a block sets: others see them. With their lines."""
+    for node in ast.walk(ast.parse(block.code)):
+        if isinstance(node, ast.Attribute | ast.Subscript) and not isinstance(node.ctx, ast.Load):
+            yield block.line + node.lineno - 1, ast.unparse(node)
+
+
+def main() -> None:
+    """Prints the gaps of all pages, and how many pages with Python have none."""
+    blocks = [b for b in chain(*BLOCKS.values()) if b.language == "python" and b.marker != "run"]
+    missing = {page: [*gaps(page)] for page in dict.fromkeys(block.page for block in blocks)}
+    whole = [page for page in missing if not missing[page] and not is_unfinished(page)]
+    lines = [*chain(*missing.values()), f"can be copied: {len(whole)} of {len(missing)} pages", ""]
+    sys.stdout.write("\n".join(lines))
+
+
+if __name__ == "__main__":
+    main()

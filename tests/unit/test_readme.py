@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 import pipegrad
-from tests.support.pages import BLOCKS, LANGUAGES, PAGES, ROOT, prose
+from tests.support.pages import (
+    BLOCKS,
+    LANGUAGES,
+    PAGES,
+    ROOT,
+    gaps,
+    is_unfinished,
+    prose,
+    undefined,
+)
 
 # How many blocks of a page cannot run here.
 SKIPPED = {
@@ -38,7 +47,7 @@ def test_every_comment_is_a_marker() -> None:
     """A marker that is misspelt would be ignored."""
     for page, text in PAGES.items():
         code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-        marker = r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$)"
+        marker = r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$|set-up: hidden -->)"
         known = re.findall(marker, code, re.MULTILINE)
         assert len(re.findall("^<!--", code, re.MULTILINE)) == len(known), page
 
@@ -57,6 +66,21 @@ def test_python_compiles_and_toml_is_read(page: str) -> None:
             compile("\n" * (block.line - 1) + block.code, page, "exec")
         if block.language == "toml":
             tomllib.loads(block.code)
+
+
+@pytest.mark.parametrize("page", [page for page in BLOCKS if not is_unfinished(page)])
+def test_a_reader_can_copy_a_page(page: str) -> None:
+    """25 of 35 pages had names that hidden blocks defined; many had no import of torch."""
+    assert [*gaps(page)] == []
+
+
+def test_a_name_counts_if_a_block_before_defines_it() -> None:
+    blocks = [
+        "import a.b\nc: int = a.b",
+        "def f(x):\n    y = x + c\n    return [y + z + d for z in e]",
+        "class G(f):\n    w = v\nd = len([w for w in __name__])",
+    ]
+    assert [*undefined(blocks)] == [[], ["d", "e"], ["v"]]
 
 
 def test_what_is_made_of_code_is_up_to_date() -> None:
