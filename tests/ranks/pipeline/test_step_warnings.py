@@ -79,7 +79,7 @@ def labels(*ignored: int, value: int = -100) -> Tensor:
     return given
 
 
-def cross_entropy(out: Tensor, target: Tensor, **options: Any) -> Tensor:  # noqa: ANN401 - torch's
+def cross_entropy(out: Tensor, target: Tensor, **options: Any) -> Tensor:
     return F.cross_entropy(out.flatten(0, 1), target.flatten(), **options)
 
 
