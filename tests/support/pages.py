@@ -142,12 +142,12 @@ def undefined(codes: Iterable[str]) -> Iterator[list[str]]:
             tables.extend(table.get_children())
         defined |= {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported()}
         used = {
-            symbol.get_name(): None
+            symbol.get_name()
             for table in tables
             for symbol in table.get_symbols()
             if symbol.is_referenced() and (table is top or symbol.is_global())
         }
-        yield [name for name in used if name not in defined]
+        yield sorted(used - defined)
 
 
 def _sets(block: Block) -> Iterator[tuple[int, str]]:
