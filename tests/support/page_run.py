@@ -112,8 +112,9 @@ def _inside(folder: Path, is_unfinished: bool) -> Iterator[None]:
             raise ValueError("trying to initialize the default process group twice!")
         dist.group.WORLD = shared
 
-    def destroy() -> None:
-        dist.group.WORLD = shared if is_unfinished else None
+    def destroy(group: dist.ProcessGroup | None = None) -> None:
+        if group in (None, shared) and not is_unfinished:
+            dist.group.WORLD = None
 
     with (
         contextlib.chdir(folder),
