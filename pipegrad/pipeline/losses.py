@@ -337,9 +337,11 @@ class Losses:
             return
         self._knows_labels = self._device.type != "cpu"
         loss_fn = getattr(loss_fn, "function", loss_fn)
-        ignored = getattr(loss_fn, "ignore_index", IGNORED)
+        options = getattr(loss_fn, "keywords", {})  # of functools.partial(cross_entropy, ...)
+        ignored = options.get("ignore_index", getattr(loss_fn, "ignore_index", IGNORED))
+        reduction = options.get("reduction", getattr(loss_fn, "reduction", "mean"))
         labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
-        if len(labels) < len(targets) or getattr(loss_fn, "reduction", "mean") != "mean":
+        if len(labels) < len(targets) or reduction != "mean":
             return
         counts = [int((x != ignored).sum()) for x in labels]
         if len({count / max(x.numel(), 1) for count, x in zip(counts, labels, strict=True)}) > 1:

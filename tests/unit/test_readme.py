@@ -31,7 +31,6 @@ SKIPPED = {
     "docs/how_to/slurm_and_kubernetes.md": 2,
     "docs/how_to/write_a_codec.md": 1,
     "docs/how_to/write_a_handler.md": 1,
-    "docs/schedules.md": 1,
     "docs/torchtitan.md": 2,
 }
 EVERY = [block for blocks in BLOCKS.values() for block in blocks]

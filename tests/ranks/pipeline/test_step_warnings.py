@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -78,8 +79,8 @@ def labels(*ignored: int, value: int = -100) -> Tensor:
     return given
 
 
-def cross_entropy(out: Tensor, target: Tensor) -> Tensor:
-    return F.cross_entropy(out.flatten(0, 1), target.flatten())
+def cross_entropy(out: Tensor, target: Tensor, **options: Any) -> Tensor:
+    return F.cross_entropy(out.flatten(0, 1), target.flatten(), **options)
 
 
 def weighted(out: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -93,16 +94,19 @@ class Entropy(nn.CrossEntropyLoss):
 
 
 OTHER = {"loss_fn": Entropy(ignore_index=0)}
+PARTIAL = {"loss_fn": partial(cross_entropy, ignore_index=0)}
 WEIGHTED = {"loss_fn": weighted, "loss_reduction": "token_mean"}
 CASES: dict[str, tuple[Tensor, dict[str, Any], str]] = {
     "uneven": (labels(2, 5), {}, "3 to 6 labels that count. If loss_fn is a mean over them, a la"),
     "by how much": (labels(2, 5), {}, "a label of one microbatch weighs 2 times as much as one of"),
     "one has none": (labels(2, 8), {}, "have 0 to 6 labels that count"),
     "of a module": (labels(0, 4, value=0), OTHER, "targets have 0, "),
+    "of a partial": (labels(0, 4, value=0), PARTIAL, "targets have 0, "),
     "even": (labels(3, 3), {}, ""),
     "all count": (labels(), {}, ""),
     "weights": (labels(2, 5), WEIGHTED, ""),
     "sums": (labels(2, 5), {"loss_fn": Entropy(reduction="sum")}, ""),
+    "sums of a partial": (labels(2, 5), {"loss_fn": partial(cross_entropy, reduction="sum")}, ""),
 }
 
 
