@@ -30,11 +30,13 @@ class Box(NamedTuple):
     text: str
 
 
-def svg(width: float, height: float, parts: Iterable[str]) -> str:
-    """Returns a picture on white."""
-    size = f'width="{width:.0f}" height="{height:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" {size}'
-    lines = [f'{head} font-family="sans-serif" font-size="11">', f'<rect {size} fill="white"/>']
+def svg(width: float, height: float, parts: Iterable[str], zoom: float = 1) -> str:
+    """Returns a picture on white; what is shown is `zoom` times as large as what is drawn."""
+    box = f'viewBox="0 0 {width:.0f} {height:.0f}"'
+    shown = f'width="{width * zoom:.0f}" height="{height * zoom:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {shown}'
+    ground = f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>'
+    lines = [f'{head} font-family="sans-serif" font-size="11">', ground]
     return "\n".join([*lines, *parts, "</svg>", ""])
 
 

@@ -29,7 +29,8 @@ def pictures() -> dict[str, str]:
     four, two = ("gpipe", "1f1b", "zb-h1", "zbv"), ("1f1b", "eager-1f1b")
     slow = [(name, step(name, transfer=0.8)) for name in two]
     return {
-        "timeline.svg": timelines([("", tied_step())], scale=24),
+        # The home page and README begin with it: it is narrow, so that a phone shows its texts.
+        "timeline.svg": timelines([("", tied_step())], scale=14, least=0, zoom=1.5),
         "drawings/schedules.svg": timelines([(name, step(name)) for name in four], scale=20),
         "drawings/slow_network.svg": timelines(slow, scale=18),
     }
@@ -55,16 +56,14 @@ def step(name: str, *, transfer: float = 0.0) -> Timeline:
 
 
 def tied_step() -> Timeline:
-    """Returns a step of 1F1B: a mean for each stage, and a weight of stages 0 and 3.
+    """Returns a step of 1F1B with four microbatches: a mean for each stage, and a tied weight.
 
-    The tied weight has the placement OWNER: stage 3 sends its gradient to stage 0, which steps.
+    Stages 0 and 3 hold the weight. Its placement is OWNER: stage 3 sends its gradient to stage 0.
     """
     last = NUM_STAGES - 1
     means = [Collective(f"mean {s}", (s,), (s,), 0) for s in reversed(range(NUM_STAGES))]
     tie = Collective("tie", (0, last), (0, last), 1, (last,))
-    schedule = pipegrad.schedules.build(
-        "1f1b", num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
-    )
+    schedule = pipegrad.schedules.build("1f1b", num_ranks=NUM_STAGES, num_microbatches=4)
     program = pipegrad.schedules.lower(schedule, collectives=[*means, tie])
     times = {mean.name: CollectiveCosts(seconds=2.5) for mean in means}
     times["tie"] = CollectiveCosts(kind="send", seconds=3.0, sync_bytes=1, sync_seconds=3.0)
@@ -80,11 +79,18 @@ def tied_step() -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
-def timelines(panels: Sequence[tuple[str, Timeline]], *, scale: float) -> str:
-    """Returns timelines below each other, in one scale: pixels for each unit of time."""
+def timelines(
+    panels: Sequence[tuple[str, Timeline]], *, scale: float, least: float = 620, zoom: float = 1
+) -> str:
+    """Returns timelines below each other, in one scale: pixels for each unit of time.
+
+    It is at least `least` pixels wide; `zoom` enlarges the whole picture.
+    """
+    width = LEFT + max(timeline.seconds for _, timeline in panels) * scale + 12
+    width = max(width, least)
     spans = [span for _, timeline in panels for span in timeline.spans if span.seconds > 0]
     kinds = {colour_of(span) for span in spans}
-    parts, top = list(legend([kind for kind in WORDS if kind in kinds])), 40.0
+    parts, top = legend([kind for kind in WORDS if kind in kinds], width)
     for title, timeline in panels:
         if title:
             text = f"{title}: {timeline.seconds:g}" if timeline.seconds else title
@@ -96,8 +102,7 @@ def timelines(panels: Sequence[tuple[str, Timeline]], *, scale: float) -> str:
             parts += map(drawn, boxes)
             top = max([top + ROW, *(box.top + box.height + 8 for box in boxes)])
         top += 14
-    width = LEFT + max(timeline.seconds for _, timeline in panels) * scale + 12
-    return svg(max(width, 620), top, parts)
+    return svg(width, top, parts, zoom)
 
 
 def colour_of(span: Span) -> str:
@@ -129,10 +134,13 @@ def rows(timeline: Timeline, rank: int, top: float, scale: float) -> Iterator[Bo
         yield Box(left, below, span.seconds * scale, height, COLOURS[colour], text)
 
 
-def legend(kinds: Iterable[str]) -> Iterator[str]:
-    """Yields what the colours mean."""
-    x = float(LEFT)
+def legend(kinds: Iterable[str], width: float) -> tuple[list[str], float]:
+    """Returns what the colours mean, in lines that fit, and where they end."""
+    parts, x, y = list[str](), float(LEFT), 12.0
     for kind in kinds:
-        yield drawn(Box(x, 12, 14, BAR, COLOURS[kind], ""))
-        yield label(x + 19, 22, WORDS[kind])
+        if x > LEFT and x + 19 + 6 * len(WORDS[kind]) > width:
+            x, y = LEFT, y + 18
+        parts.append(drawn(Box(x, y, 14, BAR, COLOURS[kind], "")))
+        parts.append(label(x + 19, y + 10, WORDS[kind]))
         x += 42 + 6 * len(WORDS[kind])
+    return parts, y + 28
