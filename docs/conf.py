@@ -55,6 +55,7 @@ html_theme = "furo"
 html_title = f"pipegrad {version}"
 html_logo = html_favicon = "_static/logo.svg"
 html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
+pygments_dark_style = "github-dark"  # furo's own underlines the names of modules, like links
 html_static_path = ["_static"]
 html_extra_path = ["_root"]  # leads from the root of the site to the home page
 html_css_files = ["pipegrad.css"]

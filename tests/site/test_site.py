@@ -139,9 +139,10 @@ def test_home_says_in_its_order_for_whom_shows_a_run_and_leads_on(site: Site) ->
     code, output = [each.text for each in site.all("article pre")][:2]
     assert code.startswith("import torch")
     assert output.splitlines()[0].startswith("step 1  loss ")
-    [first] = [each for each in site.all("article p") if "hardly run on GPUs" in each.text]
-    # Who reads only the first screen reads this: it is above the example.
-    assert first.location["y"] < site.all("article pre")[0].location["y"]
+    [warning] = [each for each in site.all("article p") if "hardly run on GPUs" in each.text]
+    [audience] = site.all("#is-it-for-you table")
+    screen = site.page.run("return innerHeight")  # the first one says what it is and is not
+    assert warning.location["y"] < audience.location["y"] < screen / 2
 
 
 @pytest.mark.parametrize("query", QUERIES)
