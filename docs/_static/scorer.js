@@ -1,7 +1,7 @@
 /* How the search orders what it finds: Sphinx puts this in front of its searchtools.js.
 
-   Sphinx counts where a word stands, a heading or the text, and nothing else. So a list of all
-   changes has every word, and stood first. Here the kind of a page counts, too. */
+   Sphinx counts whether a word stands in a heading or in the text, and nothing else. So the list of
+   all changes, which has every word, stood first. Here the kind of a page and its title count, too. */
 "use strict";
 
 const PREFERENCES = [
@@ -10,17 +10,20 @@ const PREFERENCES = [
   [/^docs\/(index|files|numbers|internals)$/, -4], // they name everything
   [/^docs\/reference\//, 0],
   [/^docs\//, 10],
-  [/^examples\//, 0],
   [/^benchmarks\//, -10],
   [/^C/, -15], // CHANGELOG, CONTRIBUTING
 ];
 
 var Scorer = {
-  score: ([page, , , , score, , kind]) =>
-    // A name of the reference is found by itself: whoever types one wants its signature.
-    kind === "object" ? score : score + (PREFERENCES.find(([name]) => name.test(page))?.[1] ?? 0),
+  score: ([page, title, , , score, , kind]) => {
+    // Who types a public name wants its signature: objNameMatch is above a text in a guide.
+    if (kind === "object") return score;
+    const query = new URLSearchParams(location.search).get("q").trim().toLowerCase();
+    const preference = PREFERENCES.find(([name]) => name.test(page))?.[1] ?? 0;
+    return score + preference + (title.toLowerCase().includes(query) ? 6 : 0);
+  },
 
-  objNameMatch: 11,
+  objNameMatch: 15,
   objPartialMatch: 1,
   objPrio: { 0: 15, 1: 5, 2: -5 },
   objPrioDefault: 0,
