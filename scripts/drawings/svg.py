@@ -30,13 +30,12 @@ class Box(NamedTuple):
     text: str
 
 
-def svg(width: float, height: float, parts: Iterable[str], zoom: float = 1) -> str:
-    """Returns a picture on white; what is shown is `zoom` times as large as what is drawn."""
-    box = f'viewBox="0 0 {width:.0f} {height:.0f}"'
-    shown = f'width="{width * zoom:.0f}" height="{height * zoom:.0f}"'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" {box} {shown}'
-    ground = f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>'
-    lines = [f'{head} font-family="sans-serif" font-size="11">', ground]
+def svg(width: float, height: float, parts: Iterable[str], *, zoom: float = 1.0) -> str:
+    """Returns a picture on white; where there is room, it is shown so many times larger."""
+    size = f'width="{zoom * width:.0f}" height="{zoom * height:.0f}"'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" {size}'
+    back = f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>'
+    lines = [f'{head} font-family="sans-serif" font-size="11">', back]
     return "\n".join([*lines, *parts, "</svg>", ""])
 
 

@@ -6,21 +6,22 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 
 import pipegrad
-from drawings.svg import BAR, BOX, COLOURS, Box, drawn, label, svg
+from drawings.svg import BAR, COLOURS, Box, drawn, label, svg
 from pipegrad.schedules.program.program import Collective, Program
 from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
 from pipegrad.simulation.timeline import Span, Timeline
 
 NUM_STAGES, NUM_MICROBATCHES = 4, 8
-LEFT, ROW = 62, 34  # pixels
+# Pixels. A phone shows them as they are, so no text is smaller than 9; other screens more of them.
+WIDTH, LEFT, BOX, ZOOM = 360, 42, 21, 1.7
 WORDS = {
-    "F": "forward",
+    "F": "forward of the numbered microbatch",
     "B": "backward",
     "I": "gradients of inputs",
     "W": "gradients of weights",
     "transfer": "message",
     "mean": "mean over the replicas",
-    "tie": "tied weight: its gradient to rank 0, the new value back",
+    "tie": "tied weight: its gradient to rank 0, its value back",
 }
 
 
@@ -29,10 +30,9 @@ def pictures() -> dict[str, str]:
     four, two = ("gpipe", "1f1b", "zb-h1", "zbv"), ("1f1b", "eager-1f1b")
     slow = [(name, step(name, transfer=0.8)) for name in two]
     return {
-        # The home page and README begin with it: it is narrow, so that a phone shows its texts.
-        "timeline.svg": timelines([("", tied_step())], scale=14, least=0, zoom=1.5),
-        "drawings/schedules.svg": timelines([(name, step(name)) for name in four], scale=20),
-        "drawings/slow_network.svg": timelines(slow, scale=18),
+        "timeline.svg": timelines([("", tied_step())]),
+        "drawings/schedules.svg": timelines([(name, step(name)) for name in four]),
+        "drawings/slow_network.svg": timelines(slow),
     }
 
 
@@ -56,14 +56,16 @@ def step(name: str, *, transfer: float = 0.0) -> Timeline:
 
 
 def tied_step() -> Timeline:
-    """Returns a step of 1F1B with four microbatches: a mean for each stage, and a tied weight.
+    """Returns a step of 1F1B: a mean for each stage, and a weight of stages 0 and 3.
 
-    Stages 0 and 3 hold the weight. Its placement is OWNER: stage 3 sends its gradient to stage 0.
+    The tied weight has the placement OWNER: stage 3 sends its gradient to stage 0, which steps.
     """
     last = NUM_STAGES - 1
     means = [Collective(f"mean {s}", (s,), (s,), 0) for s in reversed(range(NUM_STAGES))]
     tie = Collective("tie", (0, last), (0, last), 1, (last,))
-    schedule = pipegrad.schedules.build("1f1b", num_ranks=NUM_STAGES, num_microbatches=4)
+    schedule = pipegrad.schedules.build(
+        "1f1b", num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
+    )
     program = pipegrad.schedules.lower(schedule, collectives=[*means, tie])
     times = {mean.name: CollectiveCosts(seconds=2.5) for mean in means}
     times["tie"] = CollectiveCosts(kind="send", seconds=3.0, sync_bytes=1, sync_seconds=3.0)
@@ -79,30 +81,24 @@ def tied_step() -> Timeline:
     return replace(timeline, spans=tuple(spans))
 
 
-def timelines(
-    panels: Sequence[tuple[str, Timeline]], *, scale: float, least: float = 620, zoom: float = 1
-) -> str:
-    """Returns timelines below each other, in one scale: pixels for each unit of time.
-
-    It is at least `least` pixels wide; `zoom` enlarges the whole picture.
-    """
-    width = LEFT + max(timeline.seconds for _, timeline in panels) * scale + 12
-    width = max(width, least)
+def timelines(panels: Sequence[tuple[str, Timeline]]) -> str:
+    """Returns timelines below each other, in one scale."""
+    scale = (WIDTH - LEFT - 4) / max(timeline.seconds for _, timeline in panels)
     spans = [span for _, timeline in panels for span in timeline.spans if span.seconds > 0]
     kinds = {colour_of(span) for span in spans}
-    parts, top = legend([kind for kind in WORDS if kind in kinds], width)
+    parts, top = legend([kind for kind in WORDS if kind in kinds])
     for title, timeline in panels:
         if title:
             text = f"{title}: {timeline.seconds:g}" if timeline.seconds else title
-            parts.append(label(8, top + 6, text, 'font-weight="bold"'))
-            top += 16
+            parts.append(label(4, top + 6, text, 'font-weight="bold"'))
+            top += 13
         for rank in range(timeline.num_ranks):
-            parts.append(label(8, top + 18, f"rank {rank}"))
+            parts.append(label(4, top + 15, f"rank {rank}"))
             boxes = list(rows(timeline, rank, top, scale))
             parts += map(drawn, boxes)
-            top = max([top + ROW, *(box.top + box.height + 8 for box in boxes)])
+            top = max([top + BOX + 4, *(box.top + box.height + 5 for box in boxes)])
         top += 14
-    return svg(width, top, parts, zoom)
+    return svg(WIDTH, top - 8, parts, zoom=ZOOM)
 
 
 def colour_of(span: Span) -> str:
@@ -120,27 +116,27 @@ def rows(timeline: Timeline, rank: int, top: float, scale: float) -> Iterator[Bo
         if not colour or span.seconds == 0:
             continue
         if colour in "FBIW":
-            text = f"{span.kind}{span.microbatch}"
+            text = str(span.microbatch)
             yield Box(left, top, span.seconds * scale, BOX, COLOURS[colour], text)
             continue
         free = [number for number, end in enumerate(ends) if end <= span.begin + 1e-9]
         line = free[0] if free else len(ends)
         ends[line:] = [span.end, *ends[line + 1 :]]
-        word, _, rest = span.label.partition(" ")
+        rest = span.label.partition(" ")[2] if span.label.startswith("tie") else ""
         texts = {"transfer": "", "parameter sync": "value"}
-        text = texts.get(span.kind, rest if word == "tie" else word)
+        text = texts.get(span.kind, rest)
         height = 4 if colour == "transfer" else BAR
         below = top + BOX + 2 + line * (height + 2)
         yield Box(left, below, span.seconds * scale, height, COLOURS[colour], text)
 
 
-def legend(kinds: Iterable[str], width: float) -> tuple[list[str], float]:
-    """Returns what the colours mean, in lines that fit, and where they end."""
-    parts, x, y = list[str](), float(LEFT), 12.0
+def legend(kinds: Iterable[str]) -> tuple[list[str], float]:
+    """Returns what the colours mean, and where the picture goes on below."""
+    parts, x, y = list[str](), 4.0, 8.0
     for kind in kinds:
-        if x > LEFT and x + 19 + 6 * len(WORDS[kind]) > width:
-            x, y = LEFT, y + 18
-        parts.append(drawn(Box(x, y, 14, BAR, COLOURS[kind], "")))
-        parts.append(label(x + 19, y + 10, WORDS[kind]))
-        x += 42 + 6 * len(WORDS[kind])
+        width = 30 + 5.6 * len(WORDS[kind])
+        if x + width > WIDTH + 10:
+            x, y = 4.0, y + 17
+        parts += [drawn(Box(x, y, 14, BAR, COLOURS[kind], "")), label(x + 18, y + 9, WORDS[kind])]
+        x += width
     return parts, y + 28
