@@ -94,7 +94,7 @@ def contents(index: str) -> dict[str, str]:
     """
     titles, home, figures = _HEADING.split(index)[1:], list[str](), ""
     for title, text in zip(titles[::2], titles[1::2], strict=True):
-        pages = [f"{found['title']} <{found['page']}>" for found in _LISTED.finditer(text)]
+        pages = [f"{each['title']} <{each['page']}>" for each in _LISTED.finditer(text)]
         if title == "Benchmarks":
             figures, pages = "\n".join(["```{toctree}\n:hidden:\n", *pages[1:], "```"]), pages[:1]
         if pages:

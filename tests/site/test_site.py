@@ -59,10 +59,10 @@ class Site:
 
     def all(self, selector: str) -> list[Any]:
         """Returns the elements."""
-        found: list[Any] = self.page.driver.find_elements("css selector", selector)
-        return found
+        elements: list[Any] = self.page.driver.find_elements("css selector", selector)
+        return elements
 
-    def found(self, query: str) -> list[str]:
+    def hits(self, query: str) -> list[str]:
         """Returns the pages that a search lists, in their order."""
         from selenium.webdriver.support.ui import WebDriverWait
 
@@ -147,25 +147,25 @@ def test_home_says_in_its_order_for_whom_shows_a_run_and_leads_on(site: Site) ->
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_the_best_page_is_one_of_the_first_two(site: Site, query: str) -> None:
-    found = site.found(query)
-    assert QUERIES[query] in found[:2], found[:5]
+    hits = site.hits(query)
+    assert QUERIES[query] in hits[:2], hits[:5]
 
 
 def test_guides_come_before_changes_and_benchmarks(site: Site) -> None:
     """The changelog stood above the Checkpoints page for "checkpoint"."""
     below = 0
     for query in QUERIES:
-        found = site.found(query)
-        guides = [n for n, page in enumerate(found) if page.startswith(("docs/how_to", "docs/tut"))]
-        others = [n for n, page in enumerate(found) if page.startswith(("CHANGE", "benchmarks"))]
-        assert max(guides, default=-1) < min(others, default=len(found)), (query, found)
+        hits = site.hits(query)
+        guides = [n for n, page in enumerate(hits) if page.startswith(("docs/how_to", "docs/tut"))]
+        others = [n for n, page in enumerate(hits) if page.startswith(("CHANGE", "benchmarks"))]
+        assert max(guides, default=-1) < min(others, default=len(hits)), (query, hits)
         below += len(others)
     assert below > 10
 
 
 def test_a_public_name_leads_to_the_reference(site: Site) -> None:
     for name in ("GradientSync", "find_tied", "clip_grad_norm_"):
-        assert site.found(name)[0].startswith("docs/reference/"), name
+        assert site.hits(name)[0].startswith("docs/reference/"), name
 
 
 def test_the_side_bar_is_the_list_of_the_home_page_in_its_order(site: Site) -> None:
