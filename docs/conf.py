@@ -105,8 +105,10 @@ def contents(index: str) -> dict[str, str]:
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
     """Drops the markers of tests; adds the side bar, and the list of files."""
     source[0] = _COMMENT.sub("", source[0])
-    index = (ROOT / f"{root_doc}.md").read_text(encoding="utf-8")
-    source[0] += "\n\n" + contents(index).get(docname, "")
+    index = ROOT / f"{root_doc}.md"
+    if docname in (root_doc, "docs/numbers"):
+        app.env.note_dependency(index)  # who changes the list changes the side bar
+        source[0] += "\n\n" + contents(index.read_text(encoding="utf-8"))[docname]
     if docname == "docs/files":
         script = ROOT / "scripts" / "docs"
         source[0] += "\n".join(runpy.run_path(str(script))["files"]())
