@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import runpy
+import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,9 @@ if TYPE_CHECKING:
     from sphinx.application import Sphinx
     from sphinx.environment import BuildEnvironment
 
+ROOT = Path(__file__).parents[1]
 project = "pipegrad"
+version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
@@ -49,7 +52,10 @@ nitpick_ignore_regex = [
 myst_heading_anchors = 4  # those of GitHub
 
 html_theme = "furo"
-html_title = "pipegrad"
+html_title = f"pipegrad {version}"
+html_logo = html_favicon = "_static/logo.svg"
+html_search_scorer = str(ROOT / "docs" / "_static" / "scorer.js")
+pygments_dark_style = "github-dark"  # furo's own underlines the names of modules, like links
 html_static_path = ["_static"]
 html_extra_path = ["_root"]  # leads from the root of the site to the home page
 html_css_files = ["pipegrad.css"]
@@ -80,24 +86,31 @@ for _module in (errors, schedules):
             _PUBLIC |= {_name: _public, f"{_value.__module__}.{_name}": _public}
 
 
-def with_side_bar(index: str) -> str:
-    """Returns the home page with a hidden table of contents for each heading that lists pages."""
-    titles = _HEADING.split(index)[1:]
-    parts = [index]
+def contents(index: str) -> dict[str, str]:
+    """Returns hidden tables of contents by the page that has them: the side bar is made of them.
+
+    The home page has one for each of its headings that lists pages. Under `Benchmarks` the page of
+    all figures has the others, so that the side bar shows one line instead of thirty.
+    """
+    titles, home, figures = _HEADING.split(index)[1:], list[str](), ""
     for title, text in zip(titles[::2], titles[1::2], strict=True):
-        pages = [f"{found['title']} <{found['page']}>" for found in _LISTED.finditer(text)]
+        pages = [f"{each['title']} <{each['page']}>" for each in _LISTED.finditer(text)]
+        if title == "Benchmarks":
+            figures, pages = "\n".join(["```{toctree}\n:hidden:\n", *pages[1:], "```"]), pages[:1]
         if pages:
-            parts += [f"```{{toctree}}\n:hidden:\n:caption: {title}\n", *pages, "```"]
-    return "\n".join(parts)
+            home += [f"```{{toctree}}\n:hidden:\n:caption: {title}\n", *pages, "```"]
+    return {root_doc: "\n".join(home), "docs/numbers": figures}
 
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
-    """Drops the markers of tests; gives the home page its side bar, and the list of files."""
+    """Drops the markers of tests; adds the side bar, and the list of files."""
     source[0] = _COMMENT.sub("", source[0])
-    if docname == root_doc:
-        source[0] = with_side_bar(source[0])
+    index = ROOT / f"{root_doc}.md"
+    if docname in (root_doc, "docs/numbers"):
+        app.env.note_dependency(index)  # who changes the list changes the side bar
+        source[0] += "\n\n" + contents(index.read_text(encoding="utf-8"))[docname]
     if docname == "docs/files":
-        script = Path(app.confdir).parent / "scripts" / "docs"
+        script = ROOT / "scripts" / "docs"
         source[0] += "\n".join(runpy.run_path(str(script))["files"]())
 
 

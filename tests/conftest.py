@@ -1,7 +1,8 @@
 """Chooses and orders tests, has fixtures of the registry's, and prints what took longest.
 
-Every test but a mutation is `full`. Unit tests that are not `slow`, and all `smoke` tests, are
-`quick`. ``pytest`` alone runs what is quick; with a path or ``-k`` it runs all that they name.
+Every test but a mutation, and those of the built site, is `full`. Unit tests that are not `slow`,
+and all `smoke` tests, are `quick`. ``pytest`` alone runs what is quick; with a path or ``-k`` it
+runs all that they name.
 """
 
 from __future__ import annotations
@@ -61,11 +62,13 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
-        if "mutation" not in marks:
+        if not marks & {"mutation", "site"}:
             item.add_marker("full")
         if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
             item.add_marker("quick")
-    config.option.markexpr = config.option.markexpr or ("full" if is_named(config) else "quick")
+    config.option.markexpr = config.option.markexpr or (
+        "full or site" if is_named(config) else "quick"
+    )
     addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
     assert not addresses, f"names that differ from process to process: {addresses}"
     # Long files first, so that no process is left with one while the others have nothing to do.

@@ -31,10 +31,10 @@ def pictures() -> dict[str, str]:
 
 
 def pipeline() -> str:
-    """Returns an uncut model, and its stages on ranks."""
+    """Returns a whole model, and its stages on ranks."""
     layers = ["embedding", "block 1", "block 2", "block 3", "block 4", "head"]
     stages = [layers[:1], layers[1:3], layers[3:5], layers[5:]]
-    parts, wide = [label(8, 20, "the uncut model", 'font-weight="bold"')], 84
+    parts, wide = [label(8, 20, "the whole model", 'font-weight="bold"')], 84
     for number, layer in enumerate(layers):
         colour = COLOURS["tie" if layer in ("embedding", "head") else "F"]
         parts.append(drawn(Box(8 + number * (wide + 8), 34, wide, BOX, colour, layer)))
