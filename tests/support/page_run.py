@@ -25,7 +25,7 @@ from pipegrad.cli import main
 from pipegrad.observe import links
 from pipegrad.testing import ranks
 from pipegrad.train.config import Config
-from tests.support.pages import ROOT, Block, is_unfinished
+from tests.support.pages import ROOT, Block
 
 # Jobs of this repository, and the reader's own, which is a copy of one: some steps show enough.
 _LONG_JOBS = ("examples/", "JOB.toml")
@@ -35,8 +35,8 @@ _OF_AUDITS = ("torch._dynamo", "pipegrad.audit.script", "pipegrad.pipeline.sched
 
 def run_page(blocks: Sequence[Block], folder: Path) -> list[str]:
     """Runs the blocks in order; returns what each of those that run prints on all ranks."""
-    page = _Page(is_unfinished(blocks[0].page))
-    with _inside(folder, page.is_unfinished):
+    page = _Page()
+    with _inside(folder):
         for block in (block for block in blocks if block.runs):
             try:
                 page.printed.append(_run(block, page))
@@ -50,15 +50,14 @@ class _Page:
     """What the blocks of a page share.
 
     Attributes:
-        is_unfinished: Whether hidden blocks define what visible blocks use.
         printed: What each block has printed.
     """
 
-    def __init__(self, is_unfinished: bool) -> None:
-        self.is_unfinished, self.printed = is_unfinished, [""]
+    def __init__(self) -> None:
+        self.printed = [""]
         self._space: dict[str, Any] = {"__name__": "__main__"}
         self._checks: dict[str, Any] = {}
-        self._world = dist.group.WORLD if is_unfinished else None
+        self._world: dist.ProcessGroup | None = None
 
     def run(self, code: CodeType) -> None:
         """Runs a visible block."""
@@ -72,14 +71,13 @@ class _Page:
         Raises:
             AssertionError: If a visible block could see that it ran.
         """
-        checks = self._space if self.is_unfinished else self._checks
-        checks |= self._space | {"printed": self.printed[-1]}
+        self._checks |= self._space | {"printed": self.printed[-1]}
         before = _outside()
         with _seeing(self._world), torch.random.fork_rng(devices=[]):
-            exec(code, checks)
+            exec(code, self._checks)
         after = _outside()
         changed = [name for name in before if before[name] != after[name]]
-        assert self.is_unfinished or not changed, f"a hidden block changes {changed}"
+        assert not changed, f"a hidden block changes {changed}"
 
 
 def _outside() -> dict[str, Any]:
@@ -99,7 +97,7 @@ def _seeing(world: dist.ProcessGroup | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _inside(folder: Path, is_unfinished: bool) -> Iterator[None]:
+def _inside(folder: Path) -> Iterator[None]:
     """Lets the code of a page see its folder, and nothing of this page last in the process.
 
     A script makes and destroys its process group. Here blocks, and pages, share one: code sees it
@@ -108,12 +106,12 @@ def _inside(folder: Path, is_unfinished: bool) -> Iterator[None]:
     shared = dist.group.WORLD
 
     def make(*_: Any, **__: Any) -> None:
-        if dist.is_initialized() and not is_unfinished:
+        if dist.is_initialized():
             raise ValueError("trying to initialize the default process group twice!")
         dist.group.WORLD = shared
 
     def destroy(group: dist.ProcessGroup | None = None) -> None:
-        if group in (None, shared) and not is_unfinished:
+        if group in (None, shared):
             dist.group.WORLD = None
 
     with (

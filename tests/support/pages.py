@@ -107,15 +107,6 @@ def prose(page: str) -> str:
     return _PART.sub("", PAGES[page])
 
 
-# What a page is that hides set-up from its readers still: a comment, once a page.
-UNFINISHED = "<!-- set-up: hidden -->"
-
-
-def is_unfinished(page: str) -> bool:
-    """Returns whether hidden blocks of a page define what visible blocks use."""
-    return UNFINISHED in PAGES[page].splitlines()
-
-
 def gaps(page: str) -> Iterator[str]:
     """Yields what keeps a reader from copying a page, a line each."""
     visible = [b for b in BLOCKS[page] if b.language == "python" and b.marker != "run"]
@@ -163,7 +154,7 @@ def main() -> None:
     """Prints the gaps of all pages, and how many pages with Python have none."""
     blocks = [b for b in chain(*BLOCKS.values()) if b.language == "python" and b.marker != "run"]
     missing = {page: [*gaps(page)] for page in dict.fromkeys(block.page for block in blocks)}
-    whole = [page for page in missing if not missing[page] and not is_unfinished(page)]
+    whole = [page for page in missing if not missing[page]]
     lines = [*chain(*missing.values()), f"can be copied: {len(whole)} of {len(missing)} pages", ""]
     sys.stdout.write("\n".join(lines))
 

@@ -16,7 +16,6 @@ from tests.support.pages import (
     PAGES,
     ROOT,
     gaps,
-    is_unfinished,
     prose,
     undefined,
 )
@@ -46,7 +45,7 @@ def test_every_comment_is_a_marker() -> None:
     """A marker that is misspelt would be ignored."""
     for page, text in PAGES.items():
         code = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-        marker = r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$|set-up: hidden -->)"
+        marker = r"^<!-- (?:(?:file|skip|ranks): .+ -->|output -->|run$)"
         known = re.findall(marker, code, re.MULTILINE)
         assert len(re.findall("^<!--", code, re.MULTILINE)) == len(known), page
 
@@ -67,7 +66,7 @@ def test_python_compiles_and_toml_is_read(page: str) -> None:
             tomllib.loads(block.code)
 
 
-@pytest.mark.parametrize("page", [page for page in BLOCKS if not is_unfinished(page)])
+@pytest.mark.parametrize("page", BLOCKS)
 def test_a_reader_can_copy_a_page(page: str) -> None:
     """25 of 35 pages had names that hidden blocks defined; many had no import of torch."""
     assert [*gaps(page)] == []
