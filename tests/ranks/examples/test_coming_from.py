@@ -168,6 +168,7 @@ def test_the_short_difference_runs(sign: str, monkeypatch: pytest.MonkeyPatch) -
     """Four replicas before; two after, of two stages each."""
     monkeypatch.syspath_prepend(SCRIPTS)
     short = diffs("docs/coming_from/ddp.md")[0].splitlines()
+    assert diffs("README.md") == [diffs("docs/coming_from/ddp.md")[0]]
     code = [line[1:] for line in short if line[0] in (" ", sign)]
     assert len(short) > len(code) > 5
     assert code[-1].startswith("    ")
