@@ -49,6 +49,8 @@ ON_RANK: tuple[SpanKind, ...] = (*COMPUTE, *WAITS, "optimizer", "host")
 BESIDE: tuple[SpanKind, ...] = ("transfer", "reduction", "parameter sync")
 KINDS: tuple[SpanKind, ...] = (*ON_RANK, *BESIDE)
 
+BATCH = "the next batch"  # the label of "host" while a rank fetches one
+
 _VERSION = 1
 _HEAD = ("pipegrad_timeline", "fields")
 
@@ -115,6 +117,7 @@ class Timeline:
         notes: Further facts, such as a date or a device; values are strings or numbers.
         links: The values that stages hand on; empty if each hands one to the next.
         collectives: The reductions, in the order in which they are launched.
+        layers: For each stage the names of its layers that have parameters; empty if not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -130,11 +133,17 @@ class Timeline:
     notes: Mapping[str, str | float] = field(default_factory=dict)
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
+    layers: tuple[tuple[str, ...], ...] = ()
 
     @property
     def seconds(self) -> float:
         """When the last step has ended on all ranks."""
         return self.step_ends[-1] if self.step_ends else 0.0
+
+    def noted(self, name: str, default: float = 0.0) -> float:
+        """Returns a note that is a number; the default if there is none."""
+        value = self.notes.get(name)
+        return value if isinstance(value, int | float) and abs(value) <= MOST_NUMBER else default
 
     def on_rank(self, rank: int) -> list[Span]:
         """Returns what a rank itself did, in order of time."""
@@ -183,6 +192,7 @@ class Timeline:
             "notes": dict(self.notes),
             "links": [list(link) for link in self.links],
             "collectives": [list(collective) for collective in self.collectives],
+            "layers": [list(names) for names in self.layers],
         }
 
     @classmethod
@@ -240,6 +250,8 @@ def check_timeline(timeline: Timeline) -> None:
     begins = (0.0, *timeline.step_ends)
     if any(not begin <= end <= MOST_NUMBER for begin, end in pairwise(begins)):
         raise ScheduleError("step_ends: expected seconds that ascend")
+    if len(timeline.layers) not in (0, len(timeline.stage_to_rank)):
+        raise ScheduleError("layers: expected those of each stage, or none")
     _check_memory(timeline)
     stages = range(len(timeline.stage_to_rank))
     for each in timeline.collectives:

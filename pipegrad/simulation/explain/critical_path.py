@@ -19,7 +19,7 @@ PathKind = Literal[
 ]
 _WORDS: dict[PathKind, tuple[str, str]] = {
     "compute": ("compute", "rank {s.rank}"),
-    "transfer": ("transfers", "hop {s.rank}->{s.peer}"),
+    "transfer": ("transfers", "link {s.rank}->{s.peer}"),
     "reduction": ("reductions", "{s.name}"),
     "parameter sync": ("parameter sync", "{s.name}"),
     "optimizer": ("optimizer", "rank {s.rank}"),
@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where it ran, such as ``rank 2``, ``hop 1->2`` or the name of a reduction."""
+        """Where it ran, such as ``rank 2``, ``link 1->2`` or the name of a reduction."""
         return _WORDS[self.kind][1].format(s=self)
 
 
@@ -242,7 +242,7 @@ def _kind_and_name(span: Span | None) -> tuple[PathKind, str]:
         return "other", ""
     if span.kind in COMPUTE:
         return "compute", span.action
-    return ("optimizer" if span.kind == "optimizer" else "host"), ""
+    return ("optimizer", "") if span.kind == "optimizer" else ("host", span.label)
 
 
 def _longest(seconds: Mapping[str, float]) -> str:
