@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
@@ -249,9 +248,9 @@ class Recording:
         """
         return explain(self.timeline())
 
-    def _read(self) -> tuple[Recorded, dict[int, tuple[str, ...]], float]:
+    def _read(self) -> tuple[Recorded, dict[int, Mapping[str, float]], float]:
         stages = self._scheduler.steps.pipeline.stages
-        layers = {stage.index: tuple(_layers_of(stage.module)) for stage in stages}
+        layers = {stage.index: dict(stage.layers) for stage in stages}
         return self._recorder.read(), layers, self._busy or self._used_cores()
 
     def _used_cores(self) -> float:
@@ -302,14 +301,6 @@ class Recording:
         read = partial(read_clock, edges, self._rank, len(self._ranks))
         # Each rank posts its own reading after the last ping, so no rank is asked too late.
         return agree("clocks", read, ranks=self._ranks)
-
-
-def _layers_of(module: nn.Module) -> Iterator[str]:
-    """Yields the names of the layers of a stage that have parameters; none if it is no chain."""
-    if isinstance(module, nn.Sequential):
-        for name, layer in module.named_children():
-            if next(layer.parameters(), None) is not None:
-                yield name
 
 
 def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Program) -> Timeline:

@@ -117,7 +117,8 @@ class Timeline:
         notes: Further facts, such as a date or a device; values are strings or numbers.
         links: The values that stages hand on; empty if each hands one to the next.
         collectives: The reductions, in the order in which they are launched.
-        layers: For each stage the names of its layers that have parameters; empty if not known.
+        layers: For each stage its layers by name, with what part of its time each takes; empty if
+            they are not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -133,7 +134,7 @@ class Timeline:
     notes: Mapping[str, str | float] = field(default_factory=dict)
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
-    layers: tuple[tuple[str, ...], ...] = ()
+    layers: tuple[Mapping[str, float], ...] = ()
 
     @property
     def seconds(self) -> float:
@@ -192,7 +193,7 @@ class Timeline:
             "notes": dict(self.notes),
             "links": [list(link) for link in self.links],
             "collectives": [list(collective) for collective in self.collectives],
-            "layers": [list(names) for names in self.layers],
+            "layers": [dict(own) for own in self.layers],
         }
 
     @classmethod
@@ -250,8 +251,7 @@ def check_timeline(timeline: Timeline) -> None:
     begins = (0.0, *timeline.step_ends)
     if any(not begin <= end <= MOST_NUMBER for begin, end in pairwise(begins)):
         raise ScheduleError("step_ends: expected seconds that ascend")
-    if len(timeline.layers) not in (0, len(timeline.stage_to_rank)):
-        raise ScheduleError("layers: expected those of each stage, or none")
+    _check_layers(timeline)
     _check_memory(timeline)
     stages = range(len(timeline.stage_to_rank))
     for each in timeline.collectives:
@@ -262,6 +262,13 @@ def check_timeline(timeline: Timeline) -> None:
     for number, span in enumerate(timeline.spans):
         if complaint := next(_complaints(span, timeline), ""):
             raise ScheduleError(f"spans.{number}: {complaint}")
+
+
+def _check_layers(timeline: Timeline) -> None:
+    if len(timeline.layers) not in (0, len(timeline.stage_to_rank)):
+        raise ScheduleError("layers: expected those of each stage, or none")
+    if any(not 0 < part <= MOST_NUMBER for own in timeline.layers for part in own.values()):
+        raise ScheduleError("layers: expected parts of the time of a stage, each above 0")
 
 
 def _check_memory(timeline: Timeline) -> None:

@@ -312,8 +312,7 @@ def _with_notes(
         notes["batch"] = "set data.streaming = false"
     if config.gradients.reduce_dtype is not None:
         notes["reduce_dtype"] = config.gradients.reduce_dtype
-    layers = timeline.layers or tuple(tuple(stage["layers"]) for stage in summary["stages"])
-    return replace(timeline, notes={**timeline.notes, **notes}, layers=layers)
+    return replace(timeline, notes={**timeline.notes, **notes})
 
 
 def _of_optimizer(config: Config) -> str:

@@ -8,9 +8,10 @@ a configuration, or is a bound: what nobody can do, such as a network that takes
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate, chain
+from itertools import accumulate, chain, pairwise
 from typing import Any, Literal
 
 from pipegrad.errors import PipegradError, ScheduleError
@@ -20,6 +21,7 @@ from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
+from pipegrad.simulation.balance import balanced
 from pipegrad.simulation.choose import knowing, times_of
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.explain.breakdown import Breakdown, break_down, typical_step
@@ -36,7 +38,6 @@ _LEAST_GAIN = 0.005
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
 _UNEVEN = 1.05  # of the mean; what is below is as even as layers allow
-_MOST_MOVES = 100  # of layers, one after the other
 
 Cause = Literal["ranks", "links", "pipeline", "reductions", "host"]
 
@@ -256,24 +257,30 @@ def compute_seconds(program: Program, costs: Costs) -> list[float]:
     return [sum(next(kinds) for _ in own) for own in program.schedule.actions]
 
 
-def _evened(program: Program, costs: Costs, layers: Sequence[Sequence[str]]) -> Iterator[WhatIf]:
-    seconds = compute_seconds(program, costs)
+def _evened(
+    program: Program, costs: Costs, layers: Sequence[Mapping[str, float]]
+) -> Iterator[WhatIf]:
+    seconds, ranks = compute_seconds(program, costs), program.schedule.stage_to_rank
     mean, slowest = sum(seconds) / len(seconds), max(seconds)
     if mean <= 0 or slowest <= _UNEVEN * mean:
         return
-    factors = [mean / seconds[rank] if seconds[rank] else 1.0 for rank in _ranks(program)]
+    factors = [mean / seconds[rank] if seconds[rank] else 1.0 for rank in ranks]
     stages = tuple(_times(each, factor) for each, factor in zip(costs.stages, factors, strict=True))
     change = "layers moved so that all ranks compute alike"
     yield WhatIf("ranks", change, program, replace(costs, stages=stages), is_bound=True)
     if len(layers) == len(costs.stages) and all(layers):
-        counts = _recounted(program, costs, [len(own) for own in layers])
-        if counts != [len(own) for own in layers]:
-            moved = replace(costs, stages=_with_counts(costs, layers, counts))
-            yield WhatIf("ranks", _in_words(program, layers, counts), program, moved)
-
-
-def _ranks(program: Program) -> tuple[int, ...]:
-    return tuple(program.schedule.stage_to_rank)
+        each = [
+            _times(stage, part / sum(own.values()))
+            for stage, own in zip(costs.stages, layers, strict=True)
+            for part in own.values()
+        ]
+        begins = list(accumulate(map(len, layers)))[:-1]
+        sums = [0.0, *accumulate(own.forward_seconds + own.backward_seconds for own in each)]
+        better = balanced(len(each), len(layers), lambda _, start, end: sums[end] - sums[start])
+        if better != begins:
+            change = _in_words(ranks, layers, begins, better)
+            moved = replace(costs, stages=_cut_at(costs, each, better))
+            yield WhatIf("ranks", change, program, moved)
 
 
 def _times(stage: StageCosts, factor: float) -> StageCosts:
@@ -285,69 +292,35 @@ def _times(stage: StageCosts, factor: float) -> StageCosts:
     )
 
 
-def _with_counts(
-    costs: Costs, layers: Sequence[Sequence[str]], counts: Sequence[int]
+def _cut_at(
+    costs: Costs, layers: Sequence[StageCosts], begins: Sequence[int]
 ) -> tuple[StageCosts, ...]:
-    """Returns the stages with other numbers of layers. The layers of a stage take equally long."""
-    each = [
-        _times(s, 1 / len(own)) for s, own in zip(costs.stages, layers, strict=True) for _ in own
-    ]
-    ends, stages = list(accumulate(counts)), list[StageCosts]()
-    for stage, count, end in zip(costs.stages, counts, ends, strict=True):
-        own = each[end - count : end]
-        stages.append(
-            replace(
-                stage,
-                forward_seconds=sum(layer.forward_seconds for layer in own),
-                backward_seconds=sum(layer.backward_seconds for layer in own),
-                weight_seconds=sum(layer.weight_seconds for layer in own),
-            )
-        )
-    return tuple(stages)
+    """Returns the stages, each with the times of the layers from its begin on."""
+    names = ("forward_seconds", "backward_seconds", "weight_seconds")
+    edges = pairwise([0, *begins, len(layers)])
+    return tuple(
+        replace(stage, **{name: sum(getattr(own, name) for own in layers[a:b]) for name in names})
+        for stage, (a, b) in zip(costs.stages, edges, strict=True)
+    )
 
 
-def _recounted(program: Program, costs: Costs, counts: list[int]) -> list[int]:
-    """Returns how many layers each stage should have: one moves, while the slowest rank gains."""
-    layers = [[""] * count for count in counts]
-
-    def weight(counts: Sequence[int]) -> tuple[float, float]:
-        moved = replace(costs, stages=_with_counts(costs, layers, counts))
-        seconds = compute_seconds(program, moved)
-        return max(seconds), sum(each**2 for each in seconds)
-
-    best = weight(counts)
-    for _ in range(_MOST_MOVES):
-        near = list[list[int]]()
-        for stage in range(len(counts) - 1):
-            for source, target in ((stage, stage + 1), (stage + 1, stage)):
-                if counts[source] > 1:
-                    near.append(list(counts))
-                    near[-1][source] -= 1
-                    near[-1][target] += 1
-        lightest = min(near, key=weight, default=counts)
-        if weight(lightest) >= best:
-            break
-        counts, best = lightest, weight(lightest)
-    return counts
-
-
-def _in_words(program: Program, layers: Sequence[Sequence[str]], counts: Sequence[int]) -> str:
+def _in_words(
+    ranks: Sequence[int],
+    layers: Sequence[Mapping[str, float]],
+    before: Sequence[int],
+    after: Sequence[int],
+) -> str:
     """Returns which layers go to which rank, and the key that does it."""
-    names, ranks = list(chain.from_iterable(layers)), _ranks(program)
-    ends = list(accumulate(counts))
-    new = [stage for stage, count in enumerate(counts) for _ in range(count)]
-    old = [stage for stage, own in enumerate(layers) for _ in own]
-    moves = dict[int, list[str]]()
-    for name, before, after in zip(names, old, new, strict=True):
-        if before != after:
-            moves.setdefault(ranks[after], []).append(name)
+    names, moves = list(chain.from_iterable(layers)), dict[int, list[str]]()
+    for number, name in enumerate(names):
+        if (stage := bisect_right(after, number)) != bisect_right(before, number):
+            moves.setdefault(ranks[stage], []).append(name)
     words = (
         f"layer{'s' * (len(own) > 1)} {' and '.join(own)} to rank {rank}"
         for rank, own in sorted(moves.items())
     )
-    begins = (names[end] for end in ends[:-1])
-    keys = ", ".join(name if name.isdigit() else json.dumps(name) for name in begins)
-    return f"move {', '.join(words)} (parallel.boundaries = [{keys}])"
+    keys = (names[begin] if names[begin].isdigit() else json.dumps(names[begin]) for begin in after)
+    return f"move {', '.join(words)} (parallel.boundaries = [{', '.join(keys)}])"
 
 
 # Sending.

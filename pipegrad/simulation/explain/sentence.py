@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _LEAST_NOISE = 0.02
 _ALL_CORES = 0.9  # processes that use so much of all cores leave none to a rank that waits
-_MOST_REMEDIES = 3
 _KEY = re.compile(r"\b(?:parallel|gradients|optimizer)\.(\w+) = ")
 
 
@@ -100,7 +99,9 @@ def _clauses(explanation: Explanation, noise: float) -> Iterator[_Clause]:
 
 def _against(remedies: Sequence[Advice], cause: str) -> Iterator[_Clause]:
     if remedies:
-        words = (f"{a.change}: about {in_percent(a.gain)} less" for a in remedies[:_MOST_REMEDIES])
+        best = {a.change.partition(" = ")[0]: a for a in reversed(remedies)}  # of each key
+        shown = sorted(best.values(), key=lambda a: -a.gain)
+        words = (f"{a.change}: about {in_percent(a.gain)} less" for a in shown)
         yield _Clause(remedies[0].gain, f"{cause}; {', or '.join(words)}")
 
 
@@ -133,6 +134,8 @@ def _slow_link(explanation: Explanation) -> str:
     seconds = explanation.path.shares.get("transfer", {})
     if not seconds:
         return "ranks wait for the network"
-    link = next(iter(seconds))
-    share = seconds[link] / (explanation.path.seconds or 1.0)
-    return f"the {link} takes {in_percent(share)} of it"
+    total = explanation.path.seconds or 1.0
+    link, longest = next(iter(seconds.items()))
+    if longest > sum(seconds.values()) / 2:
+        return f"the {link} takes {in_percent(longest / total)} of it"
+    return f"links take {in_percent(sum(seconds.values()) / total)} of it, most of all the {link}"

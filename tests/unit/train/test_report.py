@@ -81,7 +81,7 @@ def test_a_long_run_keeps_few_metrics(tmp_path: Path) -> None:
         assert num_metrics() - before == 1001  # the first, and the last 1000
     said = shown.getvalue()
     assert "1.0000 to 2501.0000, 2501 steps on cpu" in said
-    assert "  300 ms, 64 tokens/s" in said  # of the last 1000 steps; the last 1250 have 9 s
+    assert "  300 ms, 100 tokens/s" in said  # of the last 1000 steps; the last 1250 have 9 s
 
 
 @pytest.mark.parametrize(("num_steps", "median"), [(1, "1.00 s"), (2, "2.00 s"), (5, "4.00 s")])

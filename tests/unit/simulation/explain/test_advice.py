@@ -45,7 +45,7 @@ def test_uneven_ranks() -> None:
 def test_layers_move_to_ranks_that_have_time() -> None:
     """Rank 1 has four of seven equal layers. One more on ranks 0 and 2, and 10 ms less a step."""
     program, costs = program_and_costs(factors=(1, 4, 1, 1))
-    layers = (("0",), ("1", "2", "3", "4"), ("5",), ("6",))
+    layers = ({"0": 1.0}, dict.fromkeys("1234", 1.0), {"5": 1.0}, {"6": 1.0})
     known = replace(recorded(program, costs), layers=layers)
     moved = by_change(advise(program, costs, of=known), "move")
     assert moved.change == (
@@ -54,7 +54,9 @@ def test_layers_move_to_ranks_that_have_time() -> None:
     own = tuple(StageCosts(0.01 * f, 0.02 * f, 0.01 * f) for f in (2, 2, 2, 1))
     expected = simulate(program, replace(costs, stages=own)).step_seconds[0]
     assert moved.step_seconds == pytest.approx(expected)
-    named = replace(known, layers=(("in",), ("a", "b", "c", "d"), ("e",), ("out",)))
+    named = replace(
+        known, layers=({"in": 1.0}, dict.fromkeys("abcd", 1.0), {"e": 1.0}, {"out": 1.0})
+    )
     (words,) = (a.change for a in advise(program, costs, of=named) if a.change.startswith("move"))
     assert words.endswith('(parallel.boundaries = ["b", "d", "out"])')
 
@@ -324,3 +326,17 @@ def test_a_rank_that_computes_faster_has_shorter_weight_gradients_too() -> None:
     slow = evened.stages[1]
     assert slow.weight_seconds / 1.5 == pytest.approx(slow.forward_seconds / 3.0)
     assert 0.5 < slow.forward_seconds / 3.0 < 1.0
+
+
+def test_a_layer_that_takes_longer_counts_as_more() -> None:
+    """Rank 3 has two layers; the first one takes a third of its time, and fits on rank 2."""
+    program, costs = program_and_costs(factors=(2, 2, 1, 3))
+    layers = ({"0": 1.0}, {"1": 1.0}, {"2": 1.0}, {"3": 5.0, "4": 10.0})
+    moved = by_change(
+        advise(program, costs, of=replace(recorded(program, costs), layers=layers)), "move"
+    )
+    assert moved.change == "move layer 3 to rank 2 (parallel.boundaries = [1, 2, 4])"
+    even = Costs(
+        tuple(StageCosts(0.02, 0.04, 0.02, outputs={"x": 0}) for _ in range(4)), costs.network
+    )
+    assert moved.step_seconds == pytest.approx(simulate(program, even).step_seconds[0])
