@@ -37,6 +37,7 @@ _ALL_TRIED = 50  # there are never more changes than so many in two steps
 _LEAST_GAIN = 0.005
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
+_MOVE = 0.01  # what a stage counts more for each layer that its begin moves by
 _UNEVEN = 1.05  # of the mean; what is below is as even as layers allow
 
 Cause = Literal["ranks", "links", "pipeline", "reductions", "host"]
@@ -276,7 +277,12 @@ def _evened(
         ]
         begins = list(accumulate(map(len, layers)))[:-1]
         sums = [0.0, *accumulate(own.forward_seconds + own.backward_seconds for own in each)]
-        better = balanced(len(each), len(layers), lambda _, start, end: sums[end] - sums[start])
+        move = _MOVE * sums[-1] / len(each)  # of equal cuts, the one with the fewest moves
+
+        def weight(stage: int, start: int, end: int) -> float:
+            return sums[end] - sums[start] + move * abs(start - [0, *begins][stage])
+
+        better = balanced(len(each), len(layers), weight)
         if better != begins:
             change = _in_words(ranks, layers, begins, better)
             moved = replace(costs, stages=_cut_at(costs, each, better))
