@@ -90,6 +90,10 @@ class CriticalPath:
             kind: dict(sorted(own.items(), key=lambda i: (-i[1], i[0]))) for kind, own in by_time
         }
 
+    def seconds_of(self, kind: PathKind, name: str) -> float:
+        """Returns how much of it has this kind and name."""
+        return sum(s.seconds for s in self.segments if (s.kind, s.name) == (kind, name))
+
     def __str__(self) -> str:
         """In words, such as ``of 64 ms, 42 ms are compute (rank 2 42 ms), 22 ms are host ...``."""
         parts = [

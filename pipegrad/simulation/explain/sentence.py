@@ -1,9 +1,10 @@
 """Sentence: how long a step takes, what makes it long, and what the user can do about that.
 
 [Note: what is worth a sentence] Each cause has a weight: the share of the step that its best remedy
-saves. Of waiting for data, for an optimizer or for Python nothing is simulated. Nobody saves all of
-that, so half of its share counts. A gain below the noise counts for nothing. The noise is what
-steps differ by, what the simulation of the present step is off by, and at least 2 %.
+saves. Of data, the optimizer, Python and what is between steps nothing is simulated: their share of
+the critical path counts, and half of it if nobody can save all of it. What is below the noise counts
+for nothing. The noise is what steps differ by, at least 2 %; and for what is simulated what the
+simulation of the present step is off by.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pipegrad.simulation.timeline import BATCH, in_percent, in_time
 if TYPE_CHECKING:
     from pipegrad.simulation.explain.explanation import Advice, Explanation
 
-_LEAST_NOISE = 0.02
+_LEAST_NOISE, _LEAST_SHARE = 0.02, 0.05
 _ALL_CORES = 0.9  # processes that use so much of all cores leave none to a rank that waits
 _KEY = re.compile(r"\b(?:parallel|gradients|optimizer)\.(\w+) = ")
 
@@ -38,8 +39,10 @@ def sentence(explanation: Explanation) -> str:
     """Returns how long a step takes, what makes it long, and what would help, in one sentence."""
     seconds = explanation.timeline.noted("step_seconds", explanation.breakdown.seconds)
     noise = noise_of(explanation)
-    clauses = [clause for clause in _clauses(explanation, noise) if clause.weight >= noise]
-    limit = f"no change is simulated to save more than the noise, {in_percent(noise)}"
+    rough = max(noise, explanation.error)
+    clauses = [c for c in _shares(explanation) if c.weight >= max(noise, _LEAST_SHARE)]
+    clauses += [c for c in _simulated(explanation, rough) if c.weight >= rough]
+    limit = f"no change is simulated to save more than the noise, {in_percent(rough)}"
     words = f"nothing stands out: {limit}"
     if clauses:
         words = max(clauses, key=lambda clause: clause.weight).words
@@ -62,11 +65,11 @@ def noise_of(explanation: Explanation) -> float:
     ends = timeline.step_ends
     steps = sorted(end - begin for begin, end in zip([0.0, *ends], ends, strict=False))
     own = (steps[-1] - steps[0]) / 2 / (steps[len(steps) // 2] or 1.0)
-    return max(_LEAST_NOISE, explanation.error, timeline.noted("noise", own))
+    return max(_LEAST_NOISE, timeline.noted("noise", own))
 
 
-def _clauses(explanation: Explanation, noise: float) -> Iterator[_Clause]:
-    yield from _shares(explanation)
+def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
+    """Yields what changes are simulated against, and those that save more than the noise."""
     timeline = explanation.timeline
     if timeline.noted("busy_cores") >= _ALL_CORES and timeline.num_ranks > 1:
         # Ranks that wait are no slack then: another cut or schedule changes little.
@@ -109,19 +112,19 @@ def _shares(explanation: Explanation) -> Iterator[_Clause]:
     """Yields what is not simulated: data, the optimizer, Python, and what is between steps."""
     path, notes = explanation.path, explanation.timeline.notes
     total = path.seconds or 1.0
-    data = sum(s.seconds for s in path.segments if (s.kind, s.name) == ("host", BATCH)) / total
+    data = path.seconds_of("host", BATCH) / total
     host = sum(path.shares.get("host", {}).values()) / total - data
     optimizer = sum(path.shares.get("optimizer", {}).values()) / total
     between = explanation.timeline.noted("between_steps")
-    for share, cause, remedy in (
-        (data, "the next batch takes", notes.get("batch", "load it in other processes")),
-        (optimizer, "the optimizer takes", notes.get("optimizer", "try optimizer.fused = true")),
-        (host, "Python beside the model takes", "more rows a step make its share smaller"),
+    for share, saved, cause, remedy in (
+        (data, 1.0, "the next batch", notes.get("batch", "load it in other processes")),
+        (optimizer, 0.5, "the optimizer", notes.get("optimizer", "try optimizer.fused = true")),
+        (host, 0.5, "Python beside the model", "more rows a step make its share smaller"),
     ):
-        words = f"{cause} {in_percent(share)} of it; {remedy}: at most as much less"
-        yield _Clause(share / 2, words)
+        words = f"{cause} takes {in_percent(share)} of it; {remedy}: at most as much less"
+        yield _Clause(saved * share, words)
     what = notes.get("between", "what is between steps takes")
-    yield _Clause(between / 2, f"{what} {in_percent(between)} of the run")
+    yield _Clause(between, f"{what} {in_percent(between)} of the run")
 
 
 def _slowest(explanation: Explanation) -> int:
