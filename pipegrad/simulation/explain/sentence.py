@@ -1,10 +1,10 @@
 """Sentence: how long a step takes, what makes it long, and what the user can do about that.
 
 [Note: what is worth a sentence] Each cause has a weight: the share of the step that its best remedy
-saves. Of data, the optimizer, Python and what is between steps nothing is simulated: their share of
-the critical path counts, and half of it if nobody can save all of it. What is below the noise counts
-for nothing. The noise is what steps differ by, at least 2 %; and for what is simulated what the
-simulation of the present step is off by.
+saves. Of data, the optimizer, Python and what is between steps nothing is simulated: their share
+counts, or half of it if nobody can save all of it. What is below the noise counts for nothing. The
+noise is what steps differ by, and at least 2 %; for what is simulated, also what the simulation of
+the present step is off by.
 """
 
 from __future__ import annotations
