@@ -89,7 +89,8 @@ def test_twice_as_many_microbatches_need_as_many_rows() -> None:
     for rows, is_tried in ((15.0, False), (16.0, True)):
         known = replace(recorded(program, costs), notes={"rows": rows})
         changes = [each.change for each in advise(program, costs, of=known)]
-        assert ("parallel.microbatches = 16" in changes) is is_tried
+        tried = any(change.startswith("parallel.microbatches = 16,") for change in changes)
+        assert tried is is_tried
 
 
 def test_nothing_helps_what_takes_no_time_and_one_rank_has_no_link() -> None:

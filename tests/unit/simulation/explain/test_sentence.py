@@ -60,8 +60,8 @@ def test_slow_links_with_three_remedies() -> None:
     assert words == (
         "a step takes 611 ms; links take 46 % of it, most of all the link 1->2; "
         'parallel.codecs = "int8": about 36 % less, or parallel.schedule = "hop-aware-1f1b" '
-        "(a rank holds 8 activations, now 4): about 29 % less, or parallel.microbatches = 16: "
-        "about 13 % less"
+        "(a rank holds 8 activations, now 4): about 29 % less, or parallel.microbatches = 16, "
+        "if half the rows take half the time: about 13 % less"
     )
 
 
@@ -72,7 +72,7 @@ def test_a_codec_that_is_in_use_is_not_a_remedy() -> None:
 def test_a_pipeline_that_fills_and_drains() -> None:
     assert said(run()) == (
         "a step takes 330 ms; ranks compute nothing in 27 % of it, mostly at its begin and end; "
-        "parallel.microbatches = 16: about 14 % less"
+        "parallel.microbatches = 16, if half the rows take half the time: about 14 % less"
     )
 
 
@@ -145,7 +145,9 @@ def test_steps_that_differ_are_noise() -> None:
 
 
 def test_python_has_arguments_in_the_place_of_keys() -> None:
-    assert str(explain(run())).endswith("num_microbatches=16: about 14 % less")
+    assert str(explain(run())).endswith(
+        "num_microbatches=16, if half the rows take half the time: about 14 % less"
+    )
     assert "; try fused=True: at most" in str(explain(run(optimizer=0.5)))
     layers = ({"0": 1.0}, dict.fromkeys("123", 1.0), {"4": 1.0}, {"5": 1.0})
     words = str(explain(replace(run(1, 3, 1, 1), layers=layers)))
