@@ -248,7 +248,7 @@ class Recording:
         """
         return explain(self.timeline())
 
-    def _read(self) -> tuple[Recorded, dict[int, Mapping[str, float]], float]:
+    def _read(self) -> tuple[Recorded, dict[int, dict[str, float]], float]:
         stages = self._scheduler.steps.pipeline.stages
         layers = {stage.index: dict(stage.layers) for stage in stages}
         return self._recorder.read(), layers, self._busy or self._used_cores()

@@ -22,7 +22,6 @@ SKIPPED = {
     "docs/how_to/write_a_codec.md": 1,
     "docs/how_to/write_a_handler.md": 1,
     "docs/other_trainers.md": 1,
-    "docs/schedules.md": 1,
     "docs/torchtitan.md": 2,
 }
 EVERY = [block for blocks in BLOCKS.values() for block in blocks]

@@ -112,8 +112,8 @@ def explain(
             steps = simulate(program, costs, num_steps=_num_steps(program, costs), records=False)
             expected = steps.step_seconds[-1]
             # Waiting for data is measured, and is no error of the simulation.
-            known = breakdown.seconds - path.seconds_of("host", BATCH)
-            error = abs(expected - known) / breakdown.seconds if breakdown.seconds else 0.0
+            without = breakdown.seconds - path.seconds_of("host", BATCH)
+            error = abs(expected - without) / breakdown.seconds if breakdown.seconds else 0.0
             if error > _ROUGH:
                 simulated = f"a simulation of this step takes {in_time(expected)}"
                 notes.append(f"{simulated}: expected gains are rough")
