@@ -405,7 +405,7 @@ def _is_of_user(frame: FrameType) -> bool:
 
 
 # What a part notes. The words are those of a timeline.
-Noted = Literal["wait for reduction", "wait for ranks", "reduction", "parameter sync"]
+Noted = Literal["wait for reduction", "wait for ranks", "reduction", "parameter sync", "host"]
 Key = tuple[int, int] | str  # a bucket and a step of its route, or what is waited for
 
 

@@ -13,10 +13,13 @@ and its arrival, so the fastest of some round trips bounds the error by half of 
 
 from __future__ import annotations
 
+import os
 import time
 from bisect import bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from operator import attrgetter
@@ -33,6 +36,7 @@ from pipegrad.observe.step_recorder import Recorded, StepRecorder, stamps_of
 from pipegrad.pipeline.edges import Edges
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.schedules.program.program import Program
+from pipegrad.simulation.explain.explanation import Explanation, explain
 from pipegrad.simulation.timeline import ON_RANK, Span, Timeline
 
 _PINGS = 32
@@ -192,6 +196,8 @@ class Recording:
                 )
             return steps
 
+        self._since = time.process_time(), time.perf_counter()
+        self._busy = 0.0  # cores that this process has used, when the recording has ended
         steps_kept = min(agree("recording", checked, ranks=self._ranks))
         self._before = self._read_clocks()
         plan = scheduler.sync.plan
@@ -205,6 +211,7 @@ class Recording:
 
     def stop(self) -> None:
         """Ends the recording on this rank; the end of `record` calls it."""
+        self._busy = self._busy or self._used_cores()
         self._recorder.stop()
         if self._tape.recorder is self._recorder:
             self._tape.recorder = None
@@ -220,9 +227,54 @@ class Recording:
             ScheduleError: If no step was recorded on all ranks.
             AgreementError: If a rank does not call it.
         """
-        own = agree("the recorded steps", self._recorder.read, ranks=self._ranks)
+        replies = agree("the recorded steps", self._read, ranks=self._ranks)
+        owns, layers, busy = zip(*replies, strict=True)
         after = self._read_clocks()
-        return assembled(own, clocks_of(self._before, after), self._program)
+        made = assembled(owns, clocks_of(self._before, after), self._program)
+        names = {stage: own for of_rank in layers for stage, own in of_rank.items()}
+        known = all(names.values()) and len(names) == len(made.stage_to_rank)
+        notes = {**made.notes, **self._notes(busy)}
+        of_stages = tuple(names[stage] for stage in sorted(names)) if known else ()
+        return replace(made, notes=notes, layers=of_stages)
+
+    def explain(self) -> Explanation:
+        """Returns where the median one of the recorded steps went; as text, it is one sentence.
+
+        All ranks of the pipeline call it, as `timeline`.
+
+        Raises:
+            ScheduleError: As `timeline`.
+            AgreementError: Likewise.
+        """
+        return explain(self.timeline())
+
+    def _read(self) -> tuple[Recorded, dict[int, dict[str, float]], float]:
+        stages = self._scheduler.steps.pipeline.stages
+        layers = {stage.index: dict(stage.layers) for stage in stages}
+        return self._recorder.read(), layers, self._busy or self._used_cores()
+
+    def _used_cores(self) -> float:
+        cpu, began = self._since
+        return (time.process_time() - cpu) / (time.perf_counter() - began)
+
+    def _notes(self, busy: Sequence[float]) -> dict[str, str | float]:
+        """Returns what an explanation needs to know of a run, beside its spans."""
+        pipeline, device = self._scheduler.steps.pipeline, self._scheduler.sync.device
+        notes: dict[str, str | float] = {}
+        if not pipeline.codecs.is_none:
+            notes["codecs"] = str(pipeline.codecs)
+        if device.type == "cpu":
+            by_machine = defaultdict[str, list[float]](list)
+            for reading, used in zip(self._before, busy, strict=True):
+                by_machine[reading.machine].append(used)
+            # Other pipelines have ranks there, too.
+            local, cores = (
+                int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+                len(os.sched_getaffinity(0)),
+            )
+            used = max(sum(own) * max(1.0, local / len(own)) for own in by_machine.values())
+            notes |= {"cores": cores, "busy_cores": used / cores}
+        return notes
 
     def own_timeline(self) -> Timeline:
         """Returns what this rank did, by its own clock; without any message.

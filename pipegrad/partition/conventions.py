@@ -238,6 +238,7 @@ class CutStage(Stage):
         is_last: Whether it is the last one.
         labels: Names of what the model's own loss needs; empty if it is not wanted.
         recompute: As `Stage`.
+        layers: Its layers; see `Stage.layers`.
     """
 
     def __init__(
@@ -249,11 +250,13 @@ class CutStage(Stage):
         is_last: bool,
         labels: Sequence[str],
         recompute: bool,
+        layers: Mapping[str, float],
     ) -> None:
         outputs = (*part.outputs, LOSS) if labels else part.outputs
         inputs = (*part.inputs, BATCH)
         super().__init__(part.module, index, inputs, outputs, recompute=recompute)
         self.accepts = conventions.accepts
+        self.layers = layers
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels

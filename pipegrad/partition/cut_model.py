@@ -14,7 +14,7 @@ from torch import nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.model.ties import find_tied
-from pipegrad.partition.boundaries import Layer, Recut, costs_of_layers, recut
+from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
@@ -23,8 +23,6 @@ from pipegrad.partition.weights.adapter import described, has_adapter
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
-from pipegrad.schedules.schedule import Schedule
-from pipegrad.simulation.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -128,39 +126,6 @@ class Cut:
         title = f"{self.num_stages} stages, {self.how}, cut by {self._by}"
         return "\n".join([title, *map(str.rstrip, lines)])
 
-    def recut(
-        self,
-        schedule: Schedule,
-        *,
-        stage_seconds: Sequence[float] | None = None,
-        costs: Costs | None = None,
-        memory_limit_bytes: int | None = None,
-    ) -> Recut:
-        """Returns where the model should be cut, in words too, and what that gains.
-
-        The model must have been cut with ``by="measured"`` or ``"time"``. Nothing is changed: cut
-        the uncut model with the result's boundaries.
-
-        Args:
-            schedule: What every rank computes, for as many stages.
-            stage_seconds: What a forward and a backward of each stage took in training, such as
-                ``scheduler.times.compute_seconds``.
-            costs: The network. Its latencies count; what values take is not known of other cuts.
-            memory_limit_bytes: The most that a stage may hold, of a microbatch as large as
-                ``example``.
-
-        Raises:
-            TopologyError: As `pipegrad.partition.recut.recut`, or if times are unknown.
-        """
-        return recut(
-            costs_of_layers(self.layers),
-            self.boundaries,
-            schedule=schedule,
-            costs=costs,
-            memory_limit_bytes=memory_limit_bytes,
-            stage_seconds=stage_seconds,
-        )
-
     def load(self, stages: Iterable[int]) -> None:
         """Gives stages of a cut that `from_pretrained` or `from_config` made their values.
 
@@ -228,6 +193,12 @@ class Cut:
         edges = [0, *self.boundaries, len(self.layers)]
         return [layer.name for layer in self.layers[edges[stage] : edges[stage + 1]]]
 
+    def _times_of(self, stage: int) -> dict[str, float]:
+        """Returns the layers of a stage with their times, or with 1 if times are unknown."""
+        times = {layer.name: layer.time for layer in self.layers}
+        are_known = all(times.values())
+        return {name: times[name] if are_known else 1.0 for name in self.layers_of(stage)}
+
     def stages(
         self, indices: Sequence[int], *, own_loss: bool = False, recompute: bool = False
     ) -> list[Stage]:
@@ -250,6 +221,7 @@ class Cut:
                 is_last=i == last,
                 labels=self.labels if own_loss and i == last else (),
                 recompute=recompute,
+                layers=self._times_of(i),
             )
             for i in indices
         ]

@@ -77,6 +77,14 @@ class Stage:
         self._returns_one = len(self._returned) == 1
 
     @cached_property
+    def layers(self) -> Mapping[str, float]:
+        """Its layers by name, with what part of its time each takes; empty if it is no chain."""
+        if not isinstance(self.module, nn.Sequential):
+            return {}
+        parts = self.module.named_children()
+        return {name: 1.0 for name, layer in parts if next(layer.parameters(), None) is not None}
+
+    @cached_property
     def binding(self) -> Binding:
         """How its module is called.
 

@@ -50,6 +50,8 @@ BESIDE: tuple[SpanKind, ...] = ("transfer", "reduction", "parameter sync")
 KINDS: tuple[SpanKind, ...] = (*ON_RANK, *BESIDE)
 TimeUnit = Literal["seconds", "units"]
 
+BATCH = "the next batch"  # the label of "host" while a rank fetches one
+
 _VERSION = 1
 _HEAD = ("pipegrad_timeline", "fields")
 
@@ -118,6 +120,8 @@ class Timeline:
         collectives: The reductions, in the order in which they are launched.
         time_unit: "units" if nobody knows how long anything takes, so that a time compares only
             with others of this timeline; all that is called seconds is then units.
+        layers: For each stage its layers by name, with what part of its time each takes; empty if
+            they are not known.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -134,11 +138,17 @@ class Timeline:
     links: tuple[Link, ...] = ()
     collectives: tuple[Collective, ...] = ()
     time_unit: TimeUnit = "seconds"
+    layers: tuple[Mapping[str, float], ...] = ()
 
     @property
     def seconds(self) -> float:
         """When the last step has ended on all ranks."""
         return self.step_ends[-1] if self.step_ends else 0.0
+
+    def noted(self, name: str, default: float = 0.0) -> float:
+        """Returns a note that is a number; the default if there is none."""
+        value = self.notes.get(name)
+        return value if isinstance(value, int | float) and abs(value) <= MOST_NUMBER else default
 
     def on_rank(self, rank: int) -> list[Span]:
         """Returns what a rank itself did, in order of time."""
@@ -188,6 +198,7 @@ class Timeline:
             "links": [list(link) for link in self.links],
             "collectives": [list(collective) for collective in self.collectives],
             "time_unit": self.time_unit,
+            "layers": [dict(own) for own in self.layers],
         }
 
     @classmethod
@@ -245,6 +256,7 @@ def check_timeline(timeline: Timeline) -> None:
     begins = (0.0, *timeline.step_ends)
     if any(not begin <= end <= MOST_NUMBER for begin, end in pairwise(begins)):
         raise ScheduleError("step_ends: expected seconds that ascend")
+    _check_layers(timeline)
     _check_memory(timeline)
     stages = range(len(timeline.stage_to_rank))
     for each in timeline.collectives:
@@ -255,6 +267,13 @@ def check_timeline(timeline: Timeline) -> None:
     for number, span in enumerate(timeline.spans):
         if complaint := next(_complaints(span, timeline), ""):
             raise ScheduleError(f"spans.{number}: {complaint}")
+
+
+def _check_layers(timeline: Timeline) -> None:
+    if len(timeline.layers) not in (0, len(timeline.stage_to_rank)):
+        raise ScheduleError("layers: expected those of each stage, or none")
+    if any(not 0 < part <= MOST_NUMBER for own in timeline.layers for part in own.values()):
+        raise ScheduleError("layers: expected parts of the time of a stage, each above 0")
 
 
 def _check_memory(timeline: Timeline) -> None:

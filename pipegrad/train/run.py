@@ -7,8 +7,9 @@ import platform
 import signal
 import statistics
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -20,18 +21,20 @@ from rich.console import Console
 from pipegrad import run_files
 from pipegrad.errors import DriftError, PipegradError, in_words
 from pipegrad.plugins.registry import redacted
-from pipegrad.simulation.explain.breakdown import break_down
-from pipegrad.simulation.explain.lookup import Lookup
-from pipegrad.simulation.timeline import Timeline
-from pipegrad.train.config import Config
+from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.explain.sentence import sentence
+from pipegrad.simulation.timeline import Timeline, in_time
+from pipegrad.train.config import Config, path_of
 from pipegrad.train.job import Job
 from pipegrad.train.process import exit_code
-from pipegrad.train.rendering import rendered_breakdown, table
+from pipegrad.train.rendering import table
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.run_folder import MANIFEST, with_launch
 from pipegrad.train.trainer import Trainer
 
 _KEPT_STEPS = 1000
+_BETWEEN = ("eval.every", "eval.sample_every", "train.save_every")
+_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")  # classes of torch.optim that have it on CPU, too
 
 
 def run(trainer: Trainer, report: Report) -> int:
@@ -44,6 +47,8 @@ def run(trainer: Trainer, report: Report) -> int:
     """
     is_first_rank = dist.get_rank() == 0
     folder = _make_folder(trainer, report)
+    if is_first_rank:
+        report.note(_begins(trainer, folder))
     trainer.saving.begin_run(folder, report.note)
     with (
         trainer.signals,
@@ -75,6 +80,15 @@ def _make_folder(trainer: Trainer, report: Report) -> Path:
         report.begin(folder, noted, trainer.first_step)
 
     return trainer.make_folder(begin)
+
+
+def _begins(trainer: Trainer, folder: Path) -> str:
+    """Returns where a run writes, and why not where the user said."""
+    if trainer.first_step > 1:
+        return f"writes into {folder}, from step {trainer.first_step} on"
+    output = path_of(trainer.job.config.train.output)
+    is_other = folder.name != output.resolve().name
+    return f"writes into {folder}{f': {output} is there already' if is_other else ''}"
 
 
 def _make_steps(trainer: Trainer, report: Report) -> int:
@@ -119,29 +133,25 @@ def _end(trainer: Trainer, report: Report, folder: Path) -> None:
             f"all {config.train.steps} steps are made already: {trainer.checkpoint}; for more, "
             f"set train.steps higher"
         )
-    # The report is written first, even if copies differ. All ranks raise the same DriftError.
-    drift = None
+    # All ranks raise the same DriftError. What people see of the run is printed before.
     try:
         trainer.sync.check_replicas()
-    except DriftError as error:
-        drift = error
-    if is_first_rank and not was_complete:
-        report.close(folder, trainer.summary["device"], "DIFFER" if drift else "bit-identical")
-    if drift:
-        raise drift
+    except DriftError:
+        if is_first_rank and not was_complete:
+            report.close(folder, trainer.summary, "DIFFER")
+        raise
     if config.model.is_transformers:
         trainer.save_model(folder / "model")
     if was_complete:
         return
     # At last: a run that has made its steps and saved its model does not fail for its timeline.
+    timeline = None
     try:
         timeline = trainer.tracing.timeline()
-        if is_first_rank and timeline is not None:
-            path = folder / "timeline.json"
-            timeline.save(path)
-            report.break_down(timeline, path)
     except (PipegradError, OSError) as error:
         report.note(f"there is no timeline of this run: {in_words(error)}")
+    if is_first_rank:
+        report.close(folder, trainer.summary, "equal, bit by bit", timeline)
 
 
 def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -218,13 +228,20 @@ class Report:
                     soft_wrap=True,
                 )
 
-    def close(self, folder: Path, device: str, replicas: str) -> None:
-        """Prints the summary.
+    def close(
+        self,
+        folder: Path,
+        summary: Mapping[str, Any],
+        replicas: str,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """Prints the end of a run: a sentence on its steps, a table, and where the rest is.
 
         Args:
-            folder: Folder of the run's files.
-            device: Kind of device that the ranks trained on.
+            folder: Folder of the run's files. It gets the timeline.
+            summary: Of the job.
             replicas: Result of `check_replicas` at the end.
+            timeline: Of the last steps; None if they were not recorded.
         """
         first, last = self._first, self._last[-1]
         assert first is not None
@@ -232,39 +249,74 @@ class Report:
         # half of the run, or from the last steps that are kept.
         later = list(self._last)[-(self._num_steps - self._num_steps // 2) :]
         seconds = statistics.median(m.step_seconds for m in later)
-        exposed = statistics.median(m.exposed_seconds for m in later)
+        if timeline is not None:
+            self._explain(folder, _with_notes(timeline, self._config, summary, later))
+        tokens = statistics.median(m.tokens_per_second for m in later)
         table_rows = {
-            "steps": f"{self._num_steps} on {device}",
-            "loss": f"{first.loss:.4f} to {last.loss:.4f}",
-            "step": f"{seconds * 1e3:.1f} ms (median), {exposed * 1e3:.1f} ms of it exposed",
-            "tokens a second": f"{statistics.median(m.tokens_per_second for m in later):,.0f}",
-            "a step reduces": f"{last.bytes_reduced / 2**20:.2f} MiB in {last.collectives} "
-            f"collectives, all ranks counted",
+            "loss": f"{first.loss:.4f} to {last.loss:.4f}, {self._num_steps} steps on "
+            f"{summary['device']}",
+            "a step": f"{in_time(seconds)}, {tokens:,.0f} tokens/s",
             "replicas": replicas,
-            "files": f"{folder}/{'metrics.jsonl, ' if 'jsonl' in self._reporters else ''}"
-            f"manifest.json{f', checkpoint-{last.step}' if self._config.train.save else ''}"
-            f"{', model' if self._config.model.is_transformers else ''}",
         }
         self._console.print(table(["run", ""], table_rows.items()))
+        self.note(
+            f"{folder} has {'metrics.jsonl, ' if 'jsonl' in self._reporters else ''}manifest.json"
+            f"{f', checkpoint-{last.step}' if self._config.train.save else ''}"
+            f"{', model' if self._config.model.is_transformers else ''}"
+            f"{'' if timeline is None else f'; where a step went: pipegrad trace {folder}'}"
+        )
+
+    def _explain(self, folder: Path, timeline: Timeline) -> None:
+        """Writes a timeline, and prints what makes a step long."""
+        try:
+            timeline.save(folder / "timeline.json")
+            self.note(f"{sentence(explain(timeline))}")
+        except (PipegradError, OSError) as error:
+            self.note(f"there is no timeline of this run: {in_words(error)}")
 
     def note(self, text: str) -> None:
         """Prints a line."""
         self._console.print(text, soft_wrap=True)
 
-    def break_down(self, timeline: Timeline, path: Path) -> None:
-        """Prints where the shortest of the recorded steps went.
 
-        Others may have an evaluation or a checkpoint behind them.
+def _with_notes(
+    timeline: Timeline, config: Config, summary: Mapping[str, Any], steps: Sequence[StepMetrics]
+) -> Timeline:
+    """Returns a timeline with what its explanation needs to know of the run.
 
-        Args:
-            timeline: What was recorded.
-            path: The file that has it.
-        """
-        lookup = Lookup(timeline)
-        steps = range(len(timeline.step_ends))
-        seconds = [end - begin for begin, end in map(lookup.step, steps)]
-        breakdown = break_down(lookup, seconds.index(min(seconds)))
-        title = f"the shortest of the last {len(steps)} steps"
-        for part in rendered_breakdown(breakdown, title):
-            self._console.print(part, soft_wrap=isinstance(part, str))
-        self._console.print(f"why, and what would help: pipegrad trace {path}", soft_wrap=True)
+    Args:
+        timeline: Of the last steps.
+        config: The configuration.
+        summary: Of the job.
+        steps: More steps, which say how long they take, and how much that varies.
+    """
+    seconds = sorted(m.step_seconds for m in steps)
+    middle, quarter = statistics.median(seconds), len(seconds) // 4
+    elapsed = steps[-1].elapsed_seconds - steps[0].elapsed_seconds
+    inside = sum(m.step_seconds for m in steps[1:])
+    notes: dict[str, str | float] = {
+        "step_seconds": middle,
+        "noise": (seconds[-1 - quarter] - seconds[quarter]) / 2 / (middle or 1.0),
+        "between_steps": max(0.0, 1 - inside / elapsed) if elapsed else 0.0,
+        "value_bytes": 4 if config.train.precision == "fp32" else 2,
+        "optimizer": _of_optimizer(config),
+    }
+    between = [key for key in _BETWEEN if config.flat().get(key) is not None]
+    if between:
+        notes["between"] = f"what {' and '.join(between)} take"
+    if config.data.dataset is None:
+        notes["rows"] = config.data.batch_size // summary["data"]
+    else:
+        notes["batch"] = "let data.dataset load in other processes, as a DataLoader's num_workers"
+    if config.data.streaming:
+        notes["batch"] = "set data.streaming = false"
+    if config.gradients.reduce_dtype is not None:
+        notes["reduce_dtype"] = config.gradients.reduce_dtype
+    return replace(timeline, notes={**timeline.notes, **notes})
+
+
+def _of_optimizer(config: Config) -> str:
+    optimizer = config.optimizer
+    if optimizer.name in _FUSED and not optimizer.options.get("fused"):
+        return "try optimizer.fused = true"
+    return "more rows a step need it less often"

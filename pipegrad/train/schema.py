@@ -453,8 +453,8 @@ class Train(Table):
     )
     trace: bool = Field(
         default=True,
-        description="record the last steps; the end of the run prints what each rank did in one, "
-        "and writes timeline.json into the run's folder, for pipegrad trace",
+        description="record the last steps; the end of the run says what makes a step long, and "
+        "writes timeline.json into the run's folder, for pipegrad trace",
     )
     step_timeout_seconds: float = Field(
         default=STEP_SECONDS,

@@ -31,6 +31,7 @@ from pipegrad.gradients.grad_scaler import GradScaler
 from pipegrad.partition.cut_model import Cut
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
+from pipegrad.simulation.timeline import BATCH
 from pipegrad.topology import Topology
 from pipegrad.train.checkpoint.resume import resume
 from pipegrad.train.checkpoint.saving import Saving
@@ -176,7 +177,9 @@ class Trainer:
         result = self._scheduler.step(inputs, target=target)
         # A device still computes while the host fetches the next batch.
         if number < config.train.steps:
+            fetching = self.sync.tape.now()
             self._feed.fetch(number + 1)
+            self.sync.tape.note("host", BATCH, fetching)
         # A checkpoint of the step before may still be copied, and this overwrites what it reads.
         self.saving.wait_copied()
         update = self._update.make(number)

@@ -19,7 +19,7 @@ PathKind = Literal[
 ]
 _WORDS: dict[PathKind, tuple[str, str]] = {
     "compute": ("compute", "rank {s.rank}"),
-    "transfer": ("transfers", "hop {s.rank}->{s.peer}"),
+    "transfer": ("transfers", "link {s.rank}->{s.peer}"),
     "reduction": ("reductions", "{s.name}"),
     "parameter sync": ("parameter sync", "{s.name}"),
     "optimizer": ("optimizer", "rank {s.rank}"),
@@ -57,7 +57,7 @@ class Segment(NamedTuple):
 
     @property
     def source(self) -> str:
-        """Where it ran, such as ``rank 2``, ``hop 1->2`` or the name of a reduction."""
+        """Where it ran, such as ``rank 2``, ``link 1->2`` or the name of a reduction."""
         return _WORDS[self.kind][1].format(s=self)
 
 
@@ -91,6 +91,10 @@ class CriticalPath:
         return {
             kind: dict(sorted(own.items(), key=lambda i: (-i[1], i[0]))) for kind, own in by_time
         }
+
+    def seconds_of(self, kind: PathKind, name: str) -> float:
+        """Returns how much of it has this kind and name."""
+        return sum(s.seconds for s in self.segments if (s.kind, s.name) == (kind, name))
 
     def __str__(self) -> str:
         """In words, such as ``of 64 ms, 42 ms are compute (rank 2 42 ms), 22 ms are host ...``."""
@@ -248,7 +252,7 @@ def _kind_and_name(span: Span | None) -> tuple[PathKind, str]:
         return "other", ""
     if span.kind in COMPUTE:
         return "compute", span.action
-    return ("optimizer" if span.kind == "optimizer" else "host"), ""
+    return ("optimizer", "") if span.kind == "optimizer" else ("host", span.label)
 
 
 def _longest(seconds: Mapping[str, float], time_unit: TimeUnit) -> str:

@@ -1,42 +1,46 @@
 """Explanation: where a step went, and what would make it shorter.
 
 Of a simulated or a recorded run. A change that may help is a `WhatIf`: another Program, or other
-costs. Each of them is simulated, and what then takes less time is an `Advice`.
+costs. Each of them is simulated, and what then takes less time is an `Advice`. Each names a key of
+a configuration, or is a bound: what nobody can do, such as a network that takes no time.
 """
 
 from __future__ import annotations
 
+import json
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import accumulate
-from typing import Any
+from itertools import accumulate, chain, pairwise
+from typing import Any, Literal
 
 from pipegrad.errors import PipegradError, ScheduleError
 from pipegrad.plugins.registry import Plugin
 from pipegrad.schedules import generate, registry
-from pipegrad.schedules.builtin.one_f_one_b import in_turns
 from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
+from pipegrad.simulation.balance import balanced
 from pipegrad.simulation.choose import knowing, times_of
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
-from pipegrad.simulation.explain.breakdown import Breakdown, break_down, longest_waits, typical_step
-from pipegrad.simulation.explain.critical_path import CriticalPath, PathKind, Segment, critical_path
+from pipegrad.simulation.explain.breakdown import Breakdown, break_down, typical_step
+from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
 from pipegrad.simulation.explain.inferred import costs_of, program_of
 from pipegrad.simulation.explain.lookup import Lookup
+from pipegrad.simulation.explain.sentence import as_arguments, sentence
 from pipegrad.simulation.simulator import simulate
-from pipegrad.simulation.timeline import Timeline, in_percent, in_time
+from pipegrad.simulation.timeline import BATCH, Timeline, in_percent, in_time
 
-_MOST_WAITS = 5
 _ROUGH = 0.1  # what a simulation may be off before advice says so
 _ALL_TRIED = 50  # there are never more changes than so many in two steps
 _LEAST_GAIN = 0.005
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
-_FASTER = 1.1  # how much faster a rank computes in a what-if
+_MOVE = 0.01  # what a stage counts more for each layer that its begin moves by
 _UNEVEN = 1.05  # of the mean; what is below is as even as layers allow
-_MOST_SUSPECTS = 3  # ranks and hops on the critical path that are tried
+
+Cause = Literal["ranks", "links", "pipeline", "reductions", "host"]
 
 
 @dataclass(frozen=True)
@@ -44,25 +48,31 @@ class Explanation:
     """What is known of one step.
 
     Attributes:
+        timeline: The run that it is a step of.
         breakdown: Where the time of each rank went.
         path: What decided when the step ended.
-        waits: The longest waits, with their reasons in words.
         advice: What would make it shorter.
+        error: The share by which a simulation of this step is off.
         notes: What could not be found out.
     """
 
+    timeline: Timeline
     breakdown: Breakdown
     path: CriticalPath
-    waits: Sequence[str]
     advice: Sequence[Advice]
+    error: float = 0.0
     notes: Sequence[str] = ()
+
+    def __str__(self) -> str:
+        """The sentence, with the arguments that Python has for keys of a configuration."""
+        return as_arguments(sentence(self))
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
         return {
+            "sentence": sentence(self),
             "breakdown": self.breakdown.to_json(),
             "critical_path": self.path.to_json(),
-            "waits": list(self.waits),
             "advice": [advice.to_json() for advice in self.advice],
             "notes": list(self.notes),
         }
@@ -92,24 +102,26 @@ def explain(
         known = f"steps 0 to {num_steps - 1}" if num_steps else "no step that has ended"
         raise ScheduleError(f"step {step} of timeline {timeline.name!r}, which has {known}")
     lookup = Lookup(timeline)
-    breakdown = break_down(lookup, step)
-    advice, notes = list[Advice](), list[str]()
+    breakdown, path = break_down(lookup, step), critical_path(lookup, step)
+    advice, notes, error = list[Advice](), list[str](), 0.0
     try:
         program = program or program_of(lookup, step)
         costs = costs or costs_of(lookup)
-        advice.extend(advise(program, costs, step_seconds=breakdown.seconds))
+        advice.extend(advise(program, costs, step_seconds=breakdown.seconds, of=timeline))
         if advice and timeline.source == "measured":
             steps = simulate(program, costs, num_steps=_num_steps(program, costs), records=False)
             expected = steps.step_seconds[-1]
-            if abs(expected - breakdown.seconds) > _ROUGH * breakdown.seconds:
+            # Waiting for data is measured, and is no error of the simulation.
+            without = breakdown.seconds - path.seconds_of("host", BATCH)
+            error = abs(expected - without) / breakdown.seconds if breakdown.seconds else 0.0
+            if error > _ROUGH:
                 simulated = f"a simulation of this step takes {in_time(expected)}"
                 notes.append(f"{simulated}: expected gains are rough")
         if _most_tried(program) < _ALL_TRIED:
             notes.append("the schedule is large: not all changes were simulated")
-    except ScheduleError as error:  # the step was recorded in part
-        notes.append(f"no advice: {str(error).partition(chr(10))[0]}")
-    waits = longest_waits(lookup, step, _MOST_WAITS)
-    return Explanation(breakdown, critical_path(lookup, step), waits, advice, notes)
+    except ScheduleError as refusal:  # the step was recorded in part
+        notes.append(f"no advice: {str(refusal).partition(chr(10))[0]}")
+    return Explanation(timeline, breakdown, path, advice, error, notes)
 
 
 @dataclass(frozen=True)
@@ -117,6 +129,7 @@ class Advice:
     """A change, and what the simulator expects.
 
     Attributes:
+        cause: What it is against.
         change: In words.
         step_seconds: Expected time of a step.
         gain: The share of the present step time that it saves.
@@ -125,6 +138,7 @@ class Advice:
         peak_bytes: The most that a rank holds with this change; 0 if memory is not known.
     """
 
+    cause: Cause
     change: str
     step_seconds: float
     gain: float
@@ -143,35 +157,41 @@ class Advice:
 
 
 def advise(
-    program: Program, costs: Costs, *, step_seconds: float | None = None
+    program: Program,
+    costs: Costs,
+    *,
+    step_seconds: float | None = None,
+    of: Timeline | None = None,
 ) -> tuple[Advice, ...]:
     """Returns changes that make a step shorter: first real ones, then bounds, each by its gain.
 
     Args:
         program: What is run now.
         costs: What it takes.
-        step_seconds: The time of a step that was measured. Expected times are then this time,
-            shorter by the gain that the simulator sees. By default the simulated time.
+        step_seconds: The time of a step that was measured. A gain is a share of it. By default the
+            simulated time.
+        of: The timeline. It knows the layers of stages, and what the run has set.
 
     Raises:
         ScheduleError: If the costs are not those of the program's stages.
     """
     num_steps = _num_steps(program, costs)
-    present = simulate(program, costs, num_steps=num_steps)
-    base = present.step_seconds[-1]
-    if present.timeline is None or base <= 0:
+    base = simulate(program, costs, num_steps=num_steps, records=False).step_seconds[-1]
+    if base <= 0:
         return ()
-    path = critical_path(Lookup(present.timeline), num_steps - 1)
+    # Time that the simulation does not know, such as waiting for data, is not saved either.
+    now = max(base, step_seconds or 0.0)
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
     most = _most_tried(program) // num_steps
     result = []
-    for _, what_if in zip(range(max(1, most)), what_ifs(program, costs, path), strict=False):
+    for _, what_if in zip(range(max(1, most)), what_ifs(program, costs, of), strict=False):
         simulated = simulate(what_if.program, what_if.costs, num_steps=num_steps, records=False)
-        gain = 1 - simulated.step_seconds[-1] / base
+        gain = (base - simulated.step_seconds[-1]) / now
         if gain >= _LEAST_GAIN:
             expected = (step_seconds or base) * (1 - gain)
             peak = max(simulated.peak_bytes) if knows_memory else 0
-            result.append(Advice(what_if.change, expected, gain, what_if.is_bound, peak))
+            own = what_if.cause, what_if.change, expected, gain, what_if.is_bound, peak
+            result.append(Advice(*own))
     return tuple(sorted(result, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
 
 
@@ -190,142 +210,179 @@ class WhatIf:
     """A change that may make a step shorter.
 
     Attributes:
+        cause: What it is against.
         change: In words.
         program: What would be run.
         costs: What that would cost.
         is_bound: True if nobody can do that, as with a network that takes no time.
     """
 
+    cause: Cause
     change: str
     program: Program
     costs: Costs
     is_bound: bool = False
 
 
-def what_ifs(program: Program, costs: Costs, path: CriticalPath) -> Iterator[WhatIf]:
+def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iterator[WhatIf]:
     """Yields what is tried, the most telling first: a large program leaves no time for all."""
     yield from _bounds(program, costs)
-    yield from _evened(program, costs)
+    yield from _evened(program, costs, of.layers if of else ())
+    yield from _codecs(program, costs, of)
+    yield from _more_microbatches(program, costs, of)
     yield from _other_schedules(program, costs)
-    yield from _longer_warm_ups(program, costs)
-    yield from _smaller_buckets(program, costs)
-    yield from _faster_hops(program, costs, path)
-    yield from _faster_ranks(program, costs, path)
+    yield from _narrow_reductions(program, costs, of)
 
 
 # Bounds.
 
 
 def _bounds(program: Program, costs: Costs) -> Iterator[WhatIf]:
-    # Values of no bytes and a network without latency: only computes, hosts and waits for the order
-    # of actions are left.
+    # Values of no bytes and a network without latency.
     silent = tuple(replace(stage, outputs={}) for stage in costs.stages)
-    network = Network(hosts=costs.network.hosts)
-    free = replace(costs, stages=silent, network=network, collectives={})
-    yield WhatIf("no communication at all", program, free, is_bound=True)
+    free = replace(costs, stages=silent, network=Network(hosts=costs.network.hosts))
+    yield WhatIf("links", "links that take no time", program, free, is_bound=True)
     if costs.collectives:
         reduced = replace(costs, collectives={})
-        yield WhatIf("reductions that take no time", program, reduced, is_bound=True)
+        yield WhatIf("reductions", "reductions that take no time", program, reduced, is_bound=True)
     if costs.host != HostCosts():
         hostless = replace(costs, host=HostCosts())
-        yield WhatIf("hosts that take no time", program, hostless, is_bound=True)
+        yield WhatIf("host", "hosts that take no time", program, hostless, is_bound=True)
 
 
 # Computing.
 
 
-def _compute_seconds(program: Program, costs: Costs) -> list[float]:
+def compute_seconds(program: Program, costs: Costs) -> list[float]:
     """Returns for each rank what it computes in a step."""
     kinds = (costs.stages[a.stage].seconds(a.kind) for own in program.schedule.actions for a in own)
     return [sum(next(kinds) for _ in own) for own in program.schedule.actions]
 
 
-def _evened(program: Program, costs: Costs) -> Iterator[WhatIf]:
-    seconds = _compute_seconds(program, costs)
-    mean = sum(seconds) / len(seconds)
-    slowest = max(range(len(seconds)), key=lambda rank: (seconds[rank], -rank))
-    if mean > 0 and seconds[slowest] > _UNEVEN * mean:
-        factors = {rank: mean / own for rank, own in enumerate(seconds) if own > 0}
-        change = (
-            f"layers moved so that all ranks compute alike (rank {slowest} computes "
-            f"{seconds[slowest] / mean:.2f} times the mean)"
-        )
-        yield WhatIf(change, program, _scaled(program, costs, factors))
+def _evened(
+    program: Program, costs: Costs, layers: Sequence[Mapping[str, float]]
+) -> Iterator[WhatIf]:
+    seconds, ranks = compute_seconds(program, costs), program.schedule.stage_to_rank
+    mean, slowest = sum(seconds) / len(seconds), max(seconds)
+    if mean <= 0 or slowest <= _UNEVEN * mean:
+        return
+    factors = [mean / seconds[rank] if seconds[rank] else 1.0 for rank in ranks]
+    stages = tuple(_times(each, factor) for each, factor in zip(costs.stages, factors, strict=True))
+    change = "layers moved so that all ranks compute alike"
+    yield WhatIf("ranks", change, program, replace(costs, stages=stages), is_bound=True)
+    if len(layers) == len(costs.stages) and all(layers):
+        each = [
+            _times(stage, part / sum(own.values()))
+            for stage, own in zip(costs.stages, layers, strict=True)
+            for part in own.values()
+        ]
+        begins = list(accumulate(map(len, layers)))[:-1]
+        sums = [0.0, *accumulate(own.forward_seconds + own.backward_seconds for own in each)]
+        move = _MOVE * sums[-1] / len(each)  # of equal cuts, the one with the fewest moves
+
+        def weight(stage: int, start: int, end: int) -> float:
+            return sums[end] - sums[start] + move * abs(start - [0, *begins][stage])
+
+        better = balanced(len(each), len(layers), weight)
+        if better != begins:
+            change = _in_words(ranks, layers, begins, better)
+            moved = replace(costs, stages=_cut_at(costs, each, better))
+            yield WhatIf("ranks", change, program, moved)
 
 
-def _faster_ranks(program: Program, costs: Costs, path: CriticalPath) -> Iterator[WhatIf]:
-    ranks = (segment.rank for segment in _longest(path, "compute"))
-    for rank in list(dict.fromkeys(ranks))[:_MOST_SUSPECTS]:
-        faster = _scaled(program, costs, {rank: 1 / _FASTER})
-        yield WhatIf(f"rank {rank} computes {in_percent(_FASTER - 1)} faster", program, faster)
+def _times(stage: StageCosts, factor: float) -> StageCosts:
+    return replace(
+        stage,
+        forward_seconds=stage.forward_seconds * factor,
+        backward_seconds=stage.backward_seconds * factor,
+        weight_seconds=stage.weight_seconds * factor,
+    )
 
 
-def _scaled(program: Program, costs: Costs, factors: Mapping[int, float]) -> Costs:
-    ranks = program.schedule.stage_to_rank
-    stages = list[StageCosts]()
-    for stage, rank in zip(costs.stages, ranks, strict=True):
-        factor = factors.get(rank, 1.0)
-        scaled = replace(
-            stage,
-            forward_seconds=stage.forward_seconds * factor,
-            backward_seconds=stage.backward_seconds * factor,
-            weight_seconds=stage.weight_seconds * factor,
-        )
-        stages.append(scaled)
-    return replace(costs, stages=tuple(stages))
+def _cut_at(
+    costs: Costs, layers: Sequence[StageCosts], begins: Sequence[int]
+) -> tuple[StageCosts, ...]:
+    """Returns the stages, each with the times of the layers from its begin on."""
+    names = ("forward_seconds", "backward_seconds", "weight_seconds")
+    edges = pairwise([0, *begins, len(layers)])
+    return tuple(
+        replace(stage, **{name: sum(getattr(own, name) for own in layers[a:b]) for name in names})
+        for stage, (a, b) in zip(costs.stages, edges, strict=True)
+    )
+
+
+def _in_words(
+    ranks: Sequence[int],
+    layers: Sequence[Mapping[str, float]],
+    before: Sequence[int],
+    after: Sequence[int],
+) -> str:
+    """Returns which layers go to which rank, and the key that does it."""
+    names, moves = list(chain.from_iterable(layers)), dict[int, list[str]]()
+    for number, name in enumerate(names):
+        if (stage := bisect_right(after, number)) != bisect_right(before, number):
+            moves.setdefault(ranks[stage], []).append(name)
+    words = (
+        f"layer{'s' * (len(own) > 1)} {' and '.join(own)} to rank {rank}"
+        for rank, own in sorted(moves.items())
+    )
+    keys = (names[begin] if names[begin].isdigit() else json.dumps(names[begin]) for begin in after)
+    return f"move {', '.join(words)} (parallel.boundaries = [{', '.join(keys)}])"
 
 
 # Sending.
 
 
-def _faster_hops(program: Program, costs: Costs, path: CriticalPath) -> Iterator[WhatIf]:
-    hops = (tuple(sorted((s.rank, s.peer))) for s in _longest(path, "transfer"))
-    for first, second in list(dict.fromkeys(hops))[:_MOST_SUSPECTS]:
-        stages = list(costs.stages)
-        links = (program.links[c.link] for c in program.channels if {*c[2:]} == {first, second})
-        for producer, name in dict.fromkeys((link.producer, link.name) for link in links):
-            outputs = dict(stages[producer].outputs)
-            outputs[name] = outputs.get(name, 0) // 2
-            stages[producer] = replace(stages[producer], outputs=outputs)
-        # Half the bytes are sent in the time of twice the rate. Hops may share a NIC, so the rate
-        # of one of them cannot be changed alone.
-        change = f"hop {first}-{second} at twice the rate, or half the bytes over it"
-        yield WhatIf(change, program, replace(costs, stages=tuple(stages)))
+def _codecs(program: Program, costs: Costs, of: Timeline | None) -> Iterator[WhatIf]:
+    """Yields the values in eight bits. What coding takes is not known, and is left out."""
+    has_some = costs.codecs or (of and of.notes.get("codecs"))
+    if has_some or not any(stage.outputs for stage in costs.stages):
+        return
+    share = 1 / max(1.0, of.noted("value_bytes", 4.0) if of else 4.0)
+    stages = tuple(
+        replace(stage, outputs={n: round(share * b) for n, b in stage.outputs.items()})
+        for stage in costs.stages
+    )
+    yield WhatIf("links", 'parallel.codecs = "int8"', program, replace(costs, stages=stages))
 
 
-def _smaller_buckets(program: Program, costs: Costs) -> Iterator[WhatIf]:
-    """Yields each reduction in two halves; the first one leaves earlier."""
-    known = [c for c in program.collectives if c.name in costs.collectives]
-    if known:
-        halves = [(c, half) for c in program.collectives for half in ("first", "second")]
-        collectives = {
-            f"{c.name}, {half} half": replace(
-                own := costs.collectives[c.name],
-                num_bytes=own.num_bytes // 2,
-                seconds=own.seconds / 2,
-                sync_bytes=own.sync_bytes // 2,
-                sync_seconds=own.sync_seconds / 2,
-            )
-            for c, half in halves
-            if c in known
+def _narrow_reductions(program: Program, costs: Costs, of: Timeline | None) -> Iterator[WhatIf]:
+    if costs.collectives and not (of and of.notes.get("reduce_dtype")):
+        halves = {
+            name: replace(own, num_bytes=own.num_bytes // 2, seconds=own.seconds / 2)
+            for name, own in costs.collectives.items()
         }
-        program = lower(
-            program.schedule,
-            links=program.links,
-            collectives=[c._replace(name=f"{c.name}, {half} half") for c, half in halves],
-        )
-        change = "buckets of half the size, if parameters are small enough"
-        yield WhatIf(change, program, replace(costs, collectives=collectives))
-
-
-def _longest(path: CriticalPath, kind: PathKind) -> list[Segment]:
-    """Returns segments of a kind; those whose ranks take most of the path come first."""
-    seconds = path.shares.get(kind, {})
-    own = [segment for segment in path.segments if segment.kind == kind]
-    return sorted(own, key=lambda s: (-seconds[s.source], s.rank, s.peer))
+        change = 'gradients.reduce_dtype = "bfloat16"'
+        yield WhatIf("reductions", change, program, replace(costs, collectives=halves))
 
 
 # Schedules.
+
+
+def _more_microbatches(program: Program, costs: Costs, of: Timeline | None) -> Iterator[WhatIf]:
+    """Yields twice as many microbatches of half the size, which take half the time."""
+    now = program.schedule
+    number = 2 * now.num_microbatches
+    if of and number > of.noted("rows", number):  # each needs a row
+        return
+    plugin = next((plugin for plugin in registry if plugin.name == now.name), None)
+    same, more = (
+        plugin and _generated(plugin, replace(now, num_microbatches=m), None)
+        for m in (now.num_microbatches, number)
+    )
+    if same and more and same.actions == now.actions and more.stage_to_rank == now.stage_to_rank:
+        stages = tuple(
+            replace(
+                _times(stage, 0.5),
+                activation_bytes=stage.activation_bytes // 2,
+                factor_bytes=stage.factor_bytes // 2,
+                outputs={name: size // 2 for name, size in stage.outputs.items()},
+            )
+            for stage in costs.stages
+        )
+        change = f"parallel.microbatches = {number}, if half the rows take half the time"
+        halved = replace(costs, stages=stages)
+        yield WhatIf("pipeline", change, _lowered(program, more), halved)
 
 
 def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
@@ -345,8 +402,8 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
         )
         if known and schedule.actions not in tried:
             tried.add(schedule.actions)
-            change = f"schedule {schedule.name}{_activations(schedule, now)}"
-            yield WhatIf(change, _lowered(program, schedule), costs)
+            change = f'parallel.schedule = "{schedule.name}"{_activations(schedule, now)}'
+            yield WhatIf("pipeline", change, _lowered(program, schedule), costs)
 
 
 def _generated(plugin: Plugin, now: Schedule, times: Times | None) -> Schedule | None:
@@ -359,28 +416,6 @@ def _generated(plugin: Plugin, now: Schedule, times: Times | None) -> Schedule |
         )
     except PipegradError:  # not installed in full, not defined for these numbers, or needs options
         return None
-
-
-def _longer_warm_ups(program: Program, costs: Costs) -> Iterator[WhatIf]:
-    schedule = program.schedule
-    if schedule.stage_to_rank != tuple(range(schedule.num_ranks)):
-        return
-    kinds = [[action.kind for action in own] for own in schedule.actions]
-    if any({*own} != {"F", "B"} for own in kinds):
-        return
-    warm_ups = [own.index("B") - 1 for own in kinds]
-    most = schedule.num_microbatches
-    if in_turns(schedule.name, warm_ups, most).actions != schedule.actions:
-        return
-    hops = dict(enumerate(times_of(costs).hop_seconds))
-    for hop in sorted(hops, key=lambda hop: -hops[hop])[:_MOST_SUSPECTS]:
-        longer = [n + (rank <= hop) for rank, n in enumerate(warm_ups)]
-        longer_schedule = in_turns(schedule.name, longer, most)
-        if longer_schedule.actions != schedule.actions:
-            ranks = "rank 0" if hop == 0 else f"ranks 0 to {hop}"
-            held = _activations(longer_schedule, schedule)
-            change = f"one more forward in the warm-up of {ranks}{held}"
-            yield WhatIf(change, _lowered(program, longer_schedule), costs)
 
 
 def _activations(schedule: Schedule, now: Schedule) -> str:

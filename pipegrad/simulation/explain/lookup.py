@@ -49,8 +49,6 @@ class Lookup:
             has left. A measured one begins when it is handed to the backend, and may then wait.
         tolerance: Two times that differ by less, in seconds, are one time.
         least_wait_seconds: A wait that took longer was a wait; another may be time of the host.
-        overlap_seconds: For each rank how long two of its own spans claim the same time. The one
-            that began first has it. This is 0 but for errors of measuring.
     """
 
     def __init__(self, timeline: Timeline) -> None:
@@ -58,7 +56,6 @@ class Lookup:
         self.is_predicted = timeline.source == "predicted"
         self.tolerance = _PREDICTED_TOLERANCE if self.is_predicted else _MEASURED_TOLERANCE
         self.least_wait_seconds = 0.0 if self.is_predicted else _LEAST_WAIT_SECONDS
-        self.overlap_seconds = [0.0] * timeline.num_ranks
         self._transfers: dict[_Key, Span] = {}
         self._awaited = set[_Key]()
         self._makers = defaultdict[tuple[int, int, int], list[Span]](list)
@@ -72,7 +69,7 @@ class Lookup:
         for span in self.spans:
             self._enter(span, own[span.rank])
         self._edge_ends = {edge: [s.end for s in spans] for edge, spans in self._edges.items()}
-        self.pieces = [self._without_overlap(rank, spans) for rank, spans in enumerate(own)]
+        self.pieces = [self._without_overlap(spans) for spans in own]
         self._piece_ends = [[piece.end for piece in pieces] for pieces in self.pieces]
 
     def _enter(self, span: Span, own: list[Span]) -> None:
@@ -89,13 +86,12 @@ class Lookup:
             self._beside[span.kind, span.step].setdefault(name_of(span), []).append(span)
             self._beside_rank[span.kind, span.rank].append(span)
 
-    def _without_overlap(self, rank: int, spans: list[Span]) -> list[Piece]:
+    def _without_overlap(self, spans: list[Span]) -> list[Piece]:
         pieces, now = list[Piece](), 0.0
         for span in sorted(spans, key=attrgetter("begin", "end")):
             if span.begin > now:
                 pieces.append(Piece(now, span.begin, None))
                 now = span.begin
-            self.overlap_seconds[rank] += max(0.0, min(now, span.end) - max(0.0, span.begin))
             if span.end > now:
                 pieces.append(Piece(now, span.end, span))
                 now = span.end
@@ -144,11 +140,6 @@ class Lookup:
         """Returns how long a transfer took, without what it waited for the one before it."""
         earlier = None if self.is_predicted else self.transfer_before(transfer)
         return transfer.end - (max(transfer.begin, earlier.end) if earlier else transfer.begin)
-
-    def computed_seconds(self, rank: int, begin: float, end: float) -> float:
-        """Returns how much of a time a rank computed."""
-        pieces = self.between(rank, begin, end)
-        return sum(piece.seconds for piece in pieces if piece.span and piece.span.kind in COMPUTE)
 
     # What belongs together.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -56,18 +57,25 @@ def test_a_run_prints_lines_and_a_summary(said: dict[str, str]) -> None:
     steps = [words for words in lines if words[:1] == ["step"] and words[1].isdigit()]
     assert [words[1] for words in steps] == ["1", "10", "12"]
     assert all(words[2::2] == ["loss", "grad", words[6], "tokens/s"] for words in steps)
-    assert ["files", "runs/run/metrics.jsonl,", "manifest.json,", "checkpoint-12"] in lines
-    assert ["steps", "12", "on", "cpu"] in lines
+    assert said["run"].splitlines()[0] == "writes into runs/run"
+    end = said["run"].splitlines()[-9:]
+    assert re.fullmatch(r"a step takes [\d.]+ m?s; \S.*", end[0])
+    assert "12 steps on cpu" in end[4]
+    (step,) = re.findall(r"a step takes ([\d.]+ m?s);", end[0])
+    assert f"  {step}, " in end[5]  # both numbers are one
+    assert end[8].startswith("runs/run has metrics.jsonl, manifest.json, checkpoint-12; ")
+    assert end[8].endswith("where a step went: pipegrad trace runs/run")
 
 
 def test_a_run_never_writes_over_another(said: dict[str, str], folder: Path) -> None:
-    assert "runs/run-2/metrics.jsonl" in said["another"]
+    first, *_ = said["another"].splitlines()
+    assert first == "writes into runs/run-2: runs/run is there already"
     assert {"run", "run-2"} <= {path.name for path in (folder / "runs").iterdir()}
 
 
 def test_replicas_that_nothing_keeps_equal_are_told(said: dict[str, str]) -> None:
-    assert "replicas          DIFFER" in said["another"]
-    assert "replicas          bit-identical" in said["run"]
+    assert "replicas   DIFFER" in said["another"]
+    assert "replicas   equal, bit by bit" in said["run"]
 
 
 @pytest.mark.usefixtures("said")

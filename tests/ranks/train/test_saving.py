@@ -81,7 +81,7 @@ def ran(folder: Path, *settings: str, after: Hook = lambda *_: None) -> Ran:
     assert gathered((code, said)) == [(code, said)] * 2
     lines = [x for x in shown.getvalue().splitlines() if "checkpoint" in x or "stopped" in x]
     # Without the summary, and what a loaded machine adds.
-    lines = [x for x in lines if not x.startswith(" ") and "still being written" not in x]
+    lines = [x for x in lines if " has metrics.jsonl" not in x and "still being written" not in x]
     first, second = gathered(tuple(lines))
     return Ran(code, said, first, second, notes)
 

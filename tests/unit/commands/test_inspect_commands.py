@@ -39,13 +39,14 @@ def test_a_run_and_its_file_print_the_same(run: Path) -> None:
     assert of_run.output == of_file.output
     head, *rest = of_run.output.splitlines()
     assert head == "1f1b: 2 ranks, 2 stages, 4 microbatches, predicted, 2 steps"
-    assert any(line.startswith("critical path: ") for line in rest)
+    assert rest[0].startswith("a step takes 150 ms; ")
+    assert any("What decided when it ended: " in line for line in rest)
 
 
 def test_a_step_is_chosen_by_its_number_and_json_is_the_explanation(run: Path) -> None:
-    assert "\nstep 1: " in trace(run, "--step", 1).output
+    assert "\nstep 1 took 150 ms." in trace(run, "--step", 1).output
     data = json.loads(trace(run, "--json").output)
-    assert set(data) >= {"breakdown", "critical_path", "advice"}
+    assert set(data) >= {"sentence", "breakdown", "critical_path", "advice"}
 
 
 @pytest.mark.parametrize(

@@ -220,7 +220,8 @@ def as_json(*arguments: str) -> dict[str, Any]:
 def test_closed_forms_of_schedules() -> None:
     data = as_json("1f1b", *SIZE, *SILENT)
     assert data["step_seconds"] == pytest.approx([11 * 0.03])
-    assert data["breakdown"]["bubble"] == pytest.approx(3 / 11)
+    parts = [rank["parts"] for rank in data["breakdown"]["ranks"]]
+    assert [own["F"] + own["B"] for own in parts] == pytest.approx([8 * 0.03] * 4)
     # Schedules with other numbers of stages can be compared: the work of a rank is the same.
     data = as_json("interleaved-1f1b", *SIZE, *SILENT, "--set", "stages_per_rank=2")
     assert data["step_seconds"] == pytest.approx([8 * 0.03 + 3 * 0.03 / 2])
@@ -263,19 +264,19 @@ def test_what_people_read() -> None:
         "costs: assumed: forward 10 ms, backward 20 ms (split: 10 ms in W) of a microbatch on ",
         "each rank; 1 MiB to the next stage; 1 Gbit/s, 50 us a message\n",
         "steps: ",
-        "bubble 48 %",
-        "critical path: of ",
-        "rank 0 waits ",
-        "schedule eager-1f1b (a rank holds 7 activations, now 4): ",
-        "no communication at all: at most ",
+        "a step takes ",
+        "What decided when it ended: of ",
+        " rank   forward   backward   waits to receive ",
+        'parallel.schedule = "eager-1f1b" (a rank holds 7 activations, now 4): ',
+        "links that take no time: at most ",
     ):
         assert expected in result.output
     assert "peak memory" not in result.output
 
 
 def test_one_rank_and_many_of_which_some_are_printed() -> None:
-    assert "the 32 ranks of 40 with the largest bubbles" in run("1f1b", *sizes(40, 2)).output
-    assert "step 0: 30.0 ms, bubble 0.0 %" in run("1f1b", *sizes(1, 1)).output
+    assert "16 of 40 ranks; --json prints all" in run("1f1b", *sizes(40, 2)).output
+    assert "a step takes 30.0 ms; nothing stands out: " in run("1f1b", *sizes(1, 1)).output
 
 
 def test_costs_of_a_file(tmp_path: Path) -> None:
@@ -344,7 +345,7 @@ def test_costs_of_other_stages_and_of_no_time(tmp_path: Path) -> None:
     Costs((StageCosts(),) * 4).save(path)
     result = run("1f1b", *SIZE, "--costs", str(path))
     assert result.exit_code == 0
-    assert "step 0: 0.00 us" in result.output
+    assert "step 0 took 0.00 us. " in result.output
 
 
 def test_a_schedule_may_have_one_rank_and_one_microbatch_but_not_none() -> None:

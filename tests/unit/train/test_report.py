@@ -42,7 +42,7 @@ def running(folder: Path, *reporters: str) -> Iterator[tuple[Report, io.StringIO
     run.begin(folder, {})
     with run.running():
         yield run, shown
-    run.close(folder, "cpu", "bit-identical")
+    run.close(folder, {"device": "cpu"}, "equal, bit by bit")
 
 
 def rows(folder: Path) -> list[Any]:
@@ -63,7 +63,7 @@ def test_metrics_on_a_full_disk_end_and_the_run_does_not(tmp_path: Path) -> None
     assert [row["step"] for row in rows(tmp_path)] == [1, 2]
     told = "step 3: the reporter 'jsonl' ends here, the run goes on: "
     assert shown.getvalue().count(told) == 1
-    assert "5 on cpu" in shown.getvalue()
+    assert "5 steps on cpu" in shown.getvalue()
 
 
 def num_metrics() -> int:
@@ -80,17 +80,16 @@ def test_a_long_run_keeps_few_metrics(tmp_path: Path) -> None:
             run.step(replace(metrics(number), loss=float(number), step_seconds=seconds))
         assert num_metrics() - before == 1001  # the first, and the last 1000
     said = shown.getvalue()
-    assert "2501 on cpu" in said
-    assert "1.0000 to 2501.0000" in said
-    assert "300.0 ms (median)" in said  # of the last 1000 steps; the last 1250 have 9 s
+    assert "1.0000 to 2501.0000, 2501 steps on cpu" in said
+    assert "  300 ms, 100 tokens/s" in said  # of the last 1000 steps; the last 1250 have 9 s
 
 
-@pytest.mark.parametrize(("num_steps", "median"), [(1, "1000.0"), (2, "2000.0"), (5, "4000.0")])
+@pytest.mark.parametrize(("num_steps", "median"), [(1, "1.00 s"), (2, "2.00 s"), (5, "4.00 s")])
 def test_times_are_of_the_second_half_of_a_run(tmp_path: Path, num_steps: int, median: str) -> None:
     with running(tmp_path) as (run, shown):
         for number in range(1, num_steps + 1):
             run.step(replace(metrics(number), step_seconds=float(number)))
-    assert f"{median} ms (median)" in shown.getvalue()
+    assert f"a step     {median}, " in shown.getvalue()
 
 
 def test_what_was_not_measured_is_left_out_of_a_line(

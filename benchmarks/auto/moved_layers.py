@@ -1,9 +1,10 @@
-"""Compares the gain that `Cut.recut` predicts with that of a run of the other cut.
+"""Compares the gain of moved layers that a recording predicts with that of a run of the other cut.
 
-torchrun --nproc-per-node 4 benchmarks/auto/recut.py [--rounds 8]
+torchrun --nproc-per-node 4 benchmarks/auto/moved_layers.py [--rounds 8]
 """
 
 import argparse
+import json
 import statistics
 import sys
 import time
@@ -47,7 +48,7 @@ class Run:
         self.scheduler = pipegrad.Scheduler(
             self.cut,
             pipegrad.Topology.create(pipeline=RANKS),
-            schedule={"name": "adaptive-1f1b", "max_live_activations": RANKS},  # measured 1f1b
+            schedule="1f1b",
             num_microbatches=MICROBATCHES,
             loss_fn=batch.loss,
             handlers=["noop"],
@@ -70,12 +71,11 @@ def main() -> None:
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     batch = Batch(MICROBATCHES, KIB)
     before = Run(EVEN, batch)
-    for _ in range(4):
-        before.step(batch)
-    times = before.scheduler.times
-    assert times is not None
-    found = before.cut.recut(before.scheduler.schedule, stage_seconds=times.compute_seconds)
-    after = Run(found.boundaries, batch)
+    with pipegrad.record(before.scheduler) as recording:
+        for _ in range(4):
+            before.step(batch)
+    (found,) = (a for a in recording.explain().advice if a.change.startswith("move"))
+    after = Run(json.loads(found.change.partition(" = ")[2].removesuffix(")")), batch)
     for _ in range(given.rounds + 2):  # the first two learn
         for run in (before, after):
             run.step(batch)
@@ -83,7 +83,7 @@ def main() -> None:
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     if dist.get_rank() == 0:
         old, new = (statistics.median(seconds) for seconds in slowest.tolist())
-        print(f"{found}\npredicted: {found.gain:.1%}; measured: {1 - new / old:.1%}")
+        print(f"{found.change}\npredicted: {found.gain:.1%}; measured: {1 - new / old:.1%}")
         print(f"{1e3 * old:.0f} ms, then {1e3 * new:.0f} ms")
     dist.destroy_process_group()
 

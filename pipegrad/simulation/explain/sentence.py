@@ -1,0 +1,148 @@
+"""Sentence: how long a step takes, what makes it long, and what the user can do about that.
+
+[Note: what is worth a sentence] Each cause has a weight: the share of the step that its best remedy
+saves. Of data, the optimizer, Python and what is between steps nothing is simulated: their share
+counts, or half of it if nobody can save all of it. What is below the noise counts for nothing. The
+noise is what steps differ by, and at least 2 %; for what is simulated, also what the simulation of
+the present step is off by.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from pipegrad.simulation.timeline import BATCH, in_percent, in_time
+
+if TYPE_CHECKING:
+    from pipegrad.simulation.explain.explanation import Advice, Explanation
+
+_LEAST_NOISE, _LEAST_SHARE = 0.02, 0.05
+_ALL_CORES = 0.9  # processes that use so much of all cores leave none to a rank that waits
+_KEY = re.compile(r"\b(?:parallel|gradients|optimizer)\.(\w+) = ")
+
+
+class _Clause(NamedTuple):
+    """What makes a step long.
+
+    Attributes:
+        weight: See [Note: what is worth a sentence].
+        words: The cause, and what can be done.
+    """
+
+    weight: float
+    words: str
+
+
+def sentence(explanation: Explanation) -> str:
+    """Returns how long a step takes, what makes it long, and what would help, in one sentence."""
+    seconds = explanation.timeline.noted("step_seconds", explanation.breakdown.seconds)
+    noise = noise_of(explanation)
+    rough = max(noise, explanation.error)
+    clauses = [c for c in _shares(explanation) if c.weight >= max(noise, _LEAST_SHARE)]
+    clauses += [c for c in _simulated(explanation, rough) if c.weight >= rough]
+    limit = f"no change is simulated to save more than the noise, {in_percent(rough)}"
+    words = f"nothing stands out: {limit}"
+    if clauses:
+        words = max(clauses, key=lambda clause: clause.weight).words
+    elif not explanation.advice and explanation.notes:
+        words = explanation.notes[0]
+    return f"a step takes {in_time(seconds)}; {words}"
+
+
+def as_arguments(words: str) -> str:
+    """Returns a sentence with arguments of Python in the place of keys of a configuration."""
+    words = words.replace("parallel.microbatches = ", "num_microbatches=")
+    return _KEY.sub(r"\1=", words).replace("=true", "=True")
+
+
+def noise_of(explanation: Explanation) -> float:
+    """Returns the share of a step below which a gain says nothing."""
+    timeline = explanation.timeline
+    if timeline.source == "predicted":
+        return _LEAST_NOISE
+    ends = timeline.step_ends
+    steps = sorted(end - begin for begin, end in zip([0.0, *ends], ends, strict=False))
+    own = (steps[-1] - steps[0]) / 2 / (steps[len(steps) // 2] or 1.0)
+    return max(_LEAST_NOISE, timeline.noted("noise", own))
+
+
+def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
+    """Yields what changes are simulated against, and those that save more than the noise."""
+    timeline = explanation.timeline
+    if timeline.noted("busy_cores") >= _ALL_CORES and timeline.num_ranks > 1:
+        # Ranks that wait are no slack then: another cut or schedule changes little.
+        cores = f"the ranks of a machine use all of its {timeline.noted('cores'):.0f} cores"
+        yield _Clause(1 / 2, f"{cores}: only more cores, or less to compute, would help")
+        return
+    real = [a for a in explanation.advice if not a.is_bound and a.gain >= noise]
+    bounds = {a.cause: a.gain for a in explanation.advice if a.is_bound}
+    by_cause = {cause: [a for a in real if a.cause == cause] for cause in bounds | {"pipeline": 0}}
+    slowest = f"rank {_slowest(explanation)} holds everyone up"
+    if "ranks" in bounds and not by_cause["ranks"]:
+        saved = f"at most {in_percent(bounds['ranks'])} less"
+        alike = f"move layers from it, so that all ranks compute alike: {saved}"
+        yield _Clause(bounds["ranks"] / 2, f"{slowest}; {alike}")
+    yield from _against(by_cause.get("ranks", []), slowest)
+    order = by_cause["pipeline"]
+    # A schedule hides what is on its way, too.
+    if bounds.get("links", 0.0) > max((a.gain for a in order), default=0.0) / 2:
+        both = sorted([*by_cause["links"], *order], key=lambda a: -a.gain)
+        yield from _against(both, _slow_link(explanation))
+    else:
+        idle = 1 - sum(r.computing for r in explanation.breakdown.ranks) / max(
+            1, len(explanation.breakdown.ranks)
+        )
+        words = f"ranks compute nothing in {in_percent(idle)} of it, mostly at its begin and end"
+        yield from _against(order, words)
+    waits = "ranks wait for reductions of gradients"
+    yield from _against(by_cause.get("reductions", []), waits)
+
+
+def _against(remedies: Sequence[Advice], cause: str) -> Iterator[_Clause]:
+    if remedies:
+        best = {a.change.partition(" = ")[0]: a for a in reversed(remedies)}  # of each key
+        shown = sorted(best.values(), key=lambda a: -a.gain)
+        # Half the rows take half the time at best: kernels and messages have a cost of their own.
+        about = ("at most" if "microbatches = " in a.change else "about" for a in shown)
+        words = (
+            f"{a.change}: {n} {in_percent(a.gain)} less" for n, a in zip(about, shown, strict=True)
+        )
+        yield _Clause(remedies[0].gain, f"{cause}; {', or '.join(words)}")
+
+
+def _shares(explanation: Explanation) -> Iterator[_Clause]:
+    """Yields what is not simulated: data, the optimizer, Python, and what is between steps."""
+    path, notes = explanation.path, explanation.timeline.notes
+    total = path.seconds or 1.0
+    data = path.seconds_of("host", BATCH) / total
+    host = sum(path.shares.get("host", {}).values()) / total - data
+    optimizer = sum(path.shares.get("optimizer", {}).values()) / total
+    between = explanation.timeline.noted("between_steps")
+    for share, saved, cause, remedy in (
+        (data, 1.0, "the next batch", notes.get("batch", "load it in other processes")),
+        (optimizer, 0.5, "the optimizer", notes.get("optimizer", "try optimizer.fused = true")),
+        (host, 0.5, "Python beside the model", "more rows a step make its share smaller"),
+    ):
+        words = f"{cause} takes {in_percent(share)} of it; {remedy}: at most as much less"
+        yield _Clause(saved * share, words)
+    what = notes.get("between", "what is between steps takes")
+    yield _Clause(between, f"{what} {in_percent(between)} of the run")
+
+
+def _slowest(explanation: Explanation) -> int:
+    ranks = explanation.breakdown.ranks
+    return max(ranks, key=lambda own: (own.computing, -own.rank)).rank
+
+
+def _slow_link(explanation: Explanation) -> str:
+    """Returns the link that takes most of the critical path, and how much."""
+    seconds = explanation.path.shares.get("transfer", {})
+    if not seconds:
+        return "ranks wait for the network"
+    total = explanation.path.seconds or 1.0
+    link, longest = next(iter(seconds.items()))
+    if longest > sum(seconds.values()) / 2:
+        return f"the {link} takes {in_percent(longest / total)} of it"
+    return f"links take {in_percent(sum(seconds.values()) / total)} of it, most of all the {link}"
