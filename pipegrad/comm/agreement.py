@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
+_SHORT, _CONTEXT, _MOST_RANKS = 72, 16, 8  # characters of a line, and around a difference; numbers
 # The agreements of each set of ranks, by default process group.
 _agreements: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Agreements]] = (
     WeakKeyDictionary()
@@ -194,14 +196,42 @@ def same(what: str, values: Mapping[int, str]) -> None:
         values: By rank.
 
     Raises:
-        AgreementError: If values differ. It lists the ranks of each value.
+        AgreementError: If values differ. It shows what differs, and the ranks of each value.
     """
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
-        views = "\n".join(f"  ranks {ranks}: {value}" for value, ranks in by_value.items())
-        raise AgreementError(f"ranks disagree on {what}; make them the same:\n{views}")
+        views = zip(_differing(list(by_value)), map(_of_ranks, by_value.values()), strict=True)
+        shown = ", ".join(f"{value} on {ranks}" for value, ranks in views)
+        raise AgreementError(f"ranks disagree on {what}: {shown}; make them the same")
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}{more}"
+
+
+def _differing(values: Sequence[str]) -> list[str]:
+    """Returns the first line in which texts differ; of long lines, the part that differs."""
+    rows = itertools.zip_longest(*(value.split("\n") for value in values), fillvalue="nothing")
+    lines = next(row for row in rows if len(set(row)) > 1)
+    if max(map(len, lines)) <= _SHORT:
+        return [line or "nothing" for line in lines]
+    # The words before a difference say what it is the value of.
+    begin = _num_alike(lines) - _CONTEXT
+    begin = lines[0].find(" ", begin) + 1 if begin > 0 else 0
+    shortest = min(map(len, lines)) - begin
+    end = max(0, min(_num_alike([line[::-1] for line in lines]) - _CONTEXT, shortest))
+    parts = [line[begin : len(line) - end].strip() for line in lines]
+    return [f"{'... ' if begin else ''}{part}{' ...' if end else ''}" for part in parts]
+
+
+def _num_alike(texts: Sequence[str]) -> int:
+    """Returns how many characters texts begin with alike."""
+    columns = zip(*texts, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
 
 
 def _alone(what: str, function: Callable[[], T]) -> T:

@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -173,9 +172,12 @@ def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         _run_python([word for word in command[1:] if word != "-u"])
     except SystemExit as ended:
         code = ended.code
-    except BaseException:  # noqa: BLE001 - as Python does at its top
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - as Python does at its top
         code = 1
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as ended:
+            code = ended.code
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if isinstance(code, str):
