@@ -8,12 +8,14 @@ others. Without this hook each rank would print a traceback, most of them about 
    to it. If no rank is, as of one that has ended, the rank of the first alarm prints.
 2. Only that rank ends at once, with the exit code of an error. The others wait until the launcher
    ends them. A rank that obeys it has the exit code 0, so torchrun lists one failure, not all.
+   A rank that nobody ends has the exit code of an error, some seconds later.
 
 An excepthook that a user has set, before or behind this one, is called on every rank.
 """
 
 from __future__ import annotations
 
+import atexit
 import linecache
 import os
 import signal
@@ -30,6 +32,7 @@ import torch.distributed as dist
 
 from pipegrad.comm.activity import failure_of, is_of_user, verb_thread
 from pipegrad.comm.ending import set_all_in_vain
+from pipegrad.comm.failures import FAILED
 from pipegrad.comm.watch import Watch, watch
 from pipegrad.errors import PipegradError, causes_of
 from pipegrad.printable import printable, printable_lines
@@ -82,8 +85,9 @@ def _uncaught(
     if is_first:
         # Whoever ends first makes the launcher end all others, which may be on their way to here.
         watched.wait_for_end(_FIRST_SECONDS)
-    elif asked.wait(_LATER_SECONDS):
-        raise SystemExit(0)
+    else:
+        asked.wait(_LATER_SECONDS)
+    _end_without_finalization(lambda: FAILED if is_first or not asked.is_set() else 0)
 
 
 def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
@@ -155,6 +159,23 @@ def _is_of_user(hook: object) -> bool:
     if getattr(hook, "__module__", "") == "torch.distributed.distributed_c10d":
         return any(_is_of_user(c.cell_contents) for c in cells if callable(c.cell_contents))
     return hook is not sys.__excepthook__
+
+
+def _end_without_finalization(code: Callable[[], int]) -> None:
+    """Lets this process end behind its exit functions, by itself, with a code.
+
+    Groups of gloo with lost connections took 7 s to finalize, and a thread in torch may abort the
+    process then. An excepthook behind this one still runs.
+    """
+
+    def end() -> None:
+        atexit.unregister(end)
+        atexit._run_exitfuncs()  # Python calls what was registered last, first
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code())
+
+    atexit.register(end)
 
 
 def _take_requests() -> threading.Event:

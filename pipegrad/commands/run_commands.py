@@ -185,7 +185,7 @@ def launch(
                 nodes=nodes,
                 rendezvous=rendezvous,
             )
-            code = _run(config_of_torch, command, log_dir)
+            code = _run(config_of_torch, command, log_dir, is_script=is_script)
     sys.exit(code)
 
 
@@ -358,7 +358,9 @@ def _register_one_machine() -> None:
     rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
 
 
-def _run(config: LaunchConfig, command: Sequence[str], log_dir: Path | None) -> int:
+def _run(
+    config: LaunchConfig, command: Sequence[str], log_dir: Path | None, *, is_script: bool
+) -> int:
     """Runs the ranks to their end; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -374,7 +376,7 @@ def _run(config: LaunchConfig, command: Sequence[str], log_dir: Path | None) -> 
     except KeyboardInterrupt:  # before there were ranks
         return 128 + signal.SIGINT
     except ChildFailedError as error:
-        return _report(error.failures, log_dir)
+        return _report(error.failures, log_dir, is_script=is_script)
     except (RendezvousError, OSError, RuntimeError) as error:
         raise ConfigError(f"the ranks cannot be started: {error.__cause__ or error}") from error
     return 0
@@ -406,20 +408,25 @@ def _ended_with_terminal() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int:
+def _report(
+    failures: Mapping[int, ProcessFailure], log_dir: Path | None, *, is_script: bool
+) -> int:
     """Prints why the ranks failed; returns the exit code, as a shell has it."""
     (rank, failure), *_ = _cause_first(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     # Ranks that a signal has stopped have said so themselves.
-    if failure.exitcode not in _STOPPED and not _has_said_all(failure):
+    if failure.exitcode not in _STOPPED and not _has_said_all(failure, is_script=is_script):
         click.echo(f"Error: {_cause(rank, failure, log_dir)}", err=True)
     return code
 
 
-def _has_said_all(failure: ProcessFailure) -> bool:
+def _has_said_all(failure: ProcessFailure, *, is_script: bool) -> bool:
     """Whether the cause is the last line already; see `tell_launcher`."""
     message: Any = failure.error_file_data.get("message")
-    return isinstance(message, dict) and message.get("extraInfo", {}).get("is_all") is True
+    if not isinstance(message, dict):
+        return False
+    is_all = message.get("extraInfo", {}).get("is_all")
+    return is_all is True or (is_script and is_all is not None)
 
 
 def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:
