@@ -208,24 +208,26 @@ def same(what: str, values: Mapping[int, str]) -> None:
 
 
 def _of_ranks(ranks: Sequence[int]) -> str:
-    names = ", ".join(map(str, ranks[:_MOST_RANKS]))
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
     more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
-    return f"rank {names}" if len(ranks) == 1 else f"ranks {names}{more}"
+    return f"ranks {list(ranks[:_MOST_RANKS])}{more}"
 
 
 def _differing(values: Sequence[str]) -> list[str]:
-    """Returns the first line in which texts differ; of long lines, the part that differs."""
+    """Returns the first line in which texts differ; of long lines, the words that differ."""
     rows = itertools.zip_longest(*(value.split("\n") for value in values), fillvalue="nothing")
     lines = next(row for row in rows if len(set(row)) > 1)
     if max(map(len, lines)) <= _SHORT:
         return [line or "nothing" for line in lines]
     # The words before a difference say what it is the value of.
-    begin = _num_alike(lines) - _CONTEXT
-    begin = lines[0].find(" ", begin) + 1 if begin > 0 else 0
-    shortest = min(map(len, lines)) - begin
-    end = max(0, min(_num_alike([line[::-1] for line in lines]) - _CONTEXT, shortest))
-    parts = [line[begin : len(line) - end].strip() for line in lines]
-    return [f"{'... ' if begin else ''}{part}{' ...' if end else ''}" for part in parts]
+    begin = lines[0].rfind(" ", 0, max(0, _num_alike(lines) - _CONTEXT)) + 1
+    rests = [line[begin:] for line in lines]
+    # The end that they have alike begins with a space.
+    alike = rests[0][len(rests[0]) - _num_alike([rest[::-1] for rest in rests]) :]
+    end = len(alike) - alike.find(" ") if " " in alike else 0
+    dots = "... " if begin else "", " ..." if end else ""
+    return [f"{dots[0]}{rest[: len(rest) - end]}{dots[1]}" for rest in rests]
 
 
 def _num_alike(texts: Sequence[str]) -> int:

@@ -21,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Callable
 from functools import partial
@@ -40,6 +41,7 @@ from pipegrad.printable import printable, printable_lines
 TRACEBACK = "PIPEGRAD_TRACEBACK"  # a variable; 1 leaves every traceback as Python prints it
 _FIRST_SECONDS = 2.0  # for all ranks to be ready for their end
 _LATER_SECONDS = 5.0  # for the launcher to end a rank that is not the cause
+_TICK_SECONDS = 0.05
 _MOST_FRAMES, _MOST_CHARACTERS = 4, 100  # of the user's lines
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -86,8 +88,10 @@ def _uncaught(
         # Whoever ends first makes the launcher end all others, which may be on their way to here.
         watched.wait_for_end(_FIRST_SECONDS)
     else:
-        asked.wait(_LATER_SECONDS)
-    _end_without_finalization(lambda: FAILED if is_first or not asked.is_set() else 0)
+        deadline = time.monotonic() + _LATER_SECONDS
+        while not asked and time.monotonic() < deadline:
+            time.sleep(_TICK_SECONDS)
+    _end_without_finalization(lambda: FAILED if is_first or not asked else 0)
 
 
 def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.ExceptHookArgs) -> None:
@@ -178,12 +182,12 @@ def _end_without_finalization(code: Callable[[], int]) -> None:
     atexit.register(end)
 
 
-def _take_requests() -> threading.Event:
-    """Returns an event that is set when the launcher asks this process to end."""
-    asked = threading.Event()
+def _take_requests() -> list[int]:
+    """Returns a list that is not empty when the launcher has asked this process to end."""
+    asked = list[int]()
 
-    def obey(_number: int, _frame: FrameType | None) -> None:
-        asked.set()
+    def obey(number: int, _frame: FrameType | None) -> None:
+        asked.append(number)
 
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:  # else the user's
         signal.signal(signal.SIGTERM, obey)

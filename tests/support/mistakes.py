@@ -83,8 +83,8 @@ dist.destroy_process_group()
 MISTAKES = {  # what a script does wrong, and what one of the first lines must say
     "world": ("4 ranks, `Topology.create(pipeline=3)`", "a world of 4 ranks cannot be cut into"),
     "batches": ("every rank draws its own batch", "were given different tensors as"),
-    "microbatches": ("8 microbatches on rank 2, 4 elsewhere", "4 microbatches on ranks 0, 1, 3"),
-    "schedule": ("`gpipe` on rank 1, `1f1b` elsewhere", "1f1b on ranks 0, 2, 3, gpipe on rank 1"),
+    "microbatches": ("8 microbatches on rank 2, 4 elsewhere", "4 microbatches on ranks [0, 1, 3]"),
+    "schedule": ("`gpipe` on rank 1, `1f1b` elsewhere", "1f1b on ranks [0, 2, 3], gpipe on rank 1"),
     "rate": ("a learning rate for each rank", "lr"),
     "forward": ("a forward raises on rank 2", "rank 2: ValueError('this block has no weights')"),
     "loss": ("the loss raises", "rank 3: ValueError('Expected input batch_size"),
