@@ -24,13 +24,15 @@ from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.store import SignedStore
 from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
+from pipegrad.printable import shortened
 
 T = TypeVar("T")
 Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
-_SHORT, _CONTEXT, _MOST_RANKS = 72, 16, 8  # characters of a line, and around a difference; numbers
+_SHORT, _CONTEXT = 72, 16  # characters of a line, and before a difference
+_MOST_VALUES, _MOST_RANKS = 4, 8  # in a message
 # The agreements of each set of ranks, by default process group.
 _agreements: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Agreements]] = (
     WeakKeyDictionary()
@@ -203,7 +205,9 @@ def same(what: str, values: Mapping[int, str]) -> None:
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
         views = zip(_differing(list(by_value)), map(_of_ranks, by_value.values()), strict=True)
-        shown = ", ".join(f"{value} on {ranks}" for value, ranks in views)
+        shown = ", ".join(f"{value} on {ranks}" for value, ranks in [*views][:_MOST_VALUES])
+        if len(by_value) > _MOST_VALUES:
+            shown += f", and {len(by_value) - _MOST_VALUES} more values"
         raise AgreementError(f"ranks disagree on {what}: {shown}; make them the same")
 
 
@@ -218,16 +222,18 @@ def _differing(values: Sequence[str]) -> list[str]:
     """Returns the first line in which texts differ; of long lines, the words that differ."""
     rows = itertools.zip_longest(*(value.split("\n") for value in values), fillvalue="nothing")
     lines = next(row for row in rows if len(set(row)) > 1)
+    lines = tuple(line or "nothing" for line in lines)
     if max(map(len, lines)) <= _SHORT:
-        return [line or "nothing" for line in lines]
+        return list(lines)
     # The words before a difference say what it is the value of.
-    begin = lines[0].rfind(" ", 0, max(0, _num_alike(lines) - _CONTEXT)) + 1
+    context = max(0, _num_alike(lines) - _CONTEXT)
+    begin = lines[0].rfind(" ", max(0, context - _SHORT), context) + 1 or context
     rests = [line[begin:] for line in lines]
     # The end that they have alike begins with a space.
     alike = rests[0][len(rests[0]) - _num_alike([rest[::-1] for rest in rests]) :]
     end = len(alike) - alike.find(" ") if " " in alike else 0
     dots = "... " if begin else "", " ..." if end else ""
-    return [f"{dots[0]}{rest[: len(rest) - end]}{dots[1]}" for rest in rests]
+    return [f"{dots[0]}{shortened(rest[: len(rest) - end])}{dots[1]}" for rest in rests]
 
 
 def _num_alike(texts: Sequence[str]) -> int:

@@ -123,9 +123,17 @@ def made(name: str, folder: Path, *, launch: bool = False) -> Outcome:
         run = Launched(folder, pipegrad, "launch", "-n", "4", "train.py", name)
     else:
         run = Launched(folder, torchrun, "--nproc-per-node", "4", "train.py", name)
-    code, lines = run.wait(), str(run).splitlines()
+    code, lines = run.wait(), _without_own_frames(str(run).splitlines())
     first = next((i for i, line in enumerate(lines) if _is_launchers(line)), len(lines))
     return Outcome(code, lines[:first], lines[first:], time.monotonic() - began)
+
+
+def _without_own_frames(lines: list[str]) -> list[str]:
+    """Returns lines without those of the process that stands in for torchrun's."""
+    own = ("multiprocessing/process.py", "support/train/launched.py")
+    drop = {i for i, line in enumerate(lines) if any(file in line for file in own)}
+    drop |= {i + 1 for i in drop}
+    return [x for i, x in enumerate(lines) if i not in drop and not x.startswith("Process Fork")]
 
 
 def _is_launchers(line: str) -> bool:

@@ -173,7 +173,10 @@ def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
     except SystemExit as ended:
         code = ended.code
     except BaseException as error:  # noqa: BLE001 - as Python does at its top
-        code = 1
+        code, trace = 1, error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # a new interpreter has no frames of this file
+        error.__traceback__ = trace
         try:
             sys.excepthook(type(error), error, error.__traceback__)
         except SystemExit as ended:
