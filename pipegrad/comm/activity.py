@@ -23,7 +23,14 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from pipegrad.errors import AgreementError, PipegradError, causes_of, in_words, root_of
+from pipegrad.errors import (
+    AgreementError,
+    PipegradError,
+    causes_of,
+    in_words,
+    is_of_user,
+    root_of,
+)
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
@@ -34,9 +41,6 @@ _OF_OTHERS = re.compile(
     rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
 )
 _PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
-# Lines of these do not help: pipegrad's own, torch's, and those of Python's standard library.
-_SKIPPED = (_PIPEGRAD, _TORCH, f"{os.sep}click{os.sep}", "<")
-_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 # Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
 # pydevd, which VS Code and PyCharm use.
 _PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
@@ -407,12 +411,6 @@ def _line_of(thread: int) -> tuple[str, bool, bool]:
         return "", False, is_in_torch
     name = Path(frame.f_code.co_filename).name
     return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", runs, is_in_torch
-
-
-def is_of_user(name: str) -> bool:
-    """Whether a file is the user's: not pipegrad's, torch's, nor of Python's standard library."""
-    is_pythons = name.startswith(_PYTHON) and "-packages" not in name
-    return not is_pythons and not any(part in name for part in _SKIPPED)
 
 
 # What a part notes. The words are those of a timeline.

@@ -233,7 +233,7 @@ def _differing(values: Sequence[str]) -> list[str]:
     alike = rests[0][len(rests[0]) - _num_alike([rest[::-1] for rest in rests]) :]
     end = len(alike) - alike.find(" ") if " " in alike else 0
     dots = "... " if begin else "", " ..." if end else ""
-    return [f"{dots[0]}{shortened(rest[: len(rest) - end])}{dots[1]}" for rest in rests]
+    return [f"{dots[0]}{shortened(rest[: len(rest) - end], 3 * _SHORT)}{dots[1]}" for rest in rests]
 
 
 def _num_alike(texts: Sequence[str]) -> int:

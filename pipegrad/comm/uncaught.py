@@ -31,11 +31,11 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pipegrad.comm.activity import failure_of, is_of_user, verb_thread
+from pipegrad.comm.activity import failure_of, verb_thread
 from pipegrad.comm.ending import set_all_in_vain
 from pipegrad.comm.failures import FAILED
 from pipegrad.comm.watch import Watch, watch
-from pipegrad.errors import PipegradError, causes_of
+from pipegrad.errors import PipegradError, causes_of, is_of_user
 from pipegrad.printable import printable, printable_lines
 
 TRACEBACK = "PIPEGRAD_TRACEBACK"  # a variable; 1 leaves every traceback as Python prints it
