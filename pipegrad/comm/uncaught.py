@@ -66,7 +66,8 @@ def _is_launched_script() -> bool:
     is_of_launcher = "RANK" in os.environ and dist.is_initialized() and dist.get_world_size() > 1
     is_prompt = sys.flags.interactive or hasattr(sys, "ps1") or "ipykernel" in sys.modules
     is_wanted = os.environ.get(TRACEBACK, "0") in ("", "0")
-    return is_of_launcher and is_wanted and not is_prompt and "_pytest" not in sys.modules
+    is_test = bool(os.environ.get("PYTEST_CURRENT_TEST"))
+    return is_of_launcher and is_wanted and not is_prompt and not is_test
 
 
 def _uncaught(

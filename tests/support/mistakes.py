@@ -12,9 +12,11 @@ import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.train.launched import Launched, pipegrad, torchrun
 
+NO_TEST = {"PYTEST_CURRENT_TEST": ""}  # under pytest tracebacks stay as they are
 SCRIPT = """
 import sys
 
@@ -120,9 +122,10 @@ def made(name: str, folder: Path, *, launch: bool = False) -> Outcome:
     (folder / "train.py").write_text(SCRIPT)
     began = time.monotonic()
     if launch:
-        run = Launched(folder, pipegrad, "launch", "-n", "4", "train.py", name)
+        words: tuple[Any, ...] = (pipegrad, "launch", "-n", "4", "train.py", name)
     else:
-        run = Launched(folder, torchrun, "--nproc-per-node", "4", "train.py", name)
+        words = (torchrun, "--nproc-per-node", "4", "train.py", name)
+    run = Launched(folder, *words, variables=NO_TEST)
     code, lines = run.wait(), _without_own_frames(str(run).splitlines())
     first = next((i for i, line in enumerate(lines) if _is_launchers(line)), len(lines))
     return Outcome(code, lines[:first], lines[first:], time.monotonic() - began)
