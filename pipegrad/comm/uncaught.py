@@ -74,8 +74,9 @@ def _uncaught(
     before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
     """Stands in for `sys.excepthook`."""
-    watched = watch() if isinstance(error, Exception) else None
-    if watched is None:  # an interrupt; or the process group has ended, and nobody can be asked
+    watched = watch()
+    # An interrupt; or the process group has ended, and nobody can be asked.
+    if watched is None or not isinstance(error, Exception):
         before(kind, error, trace)
         return
     asked = _take_requests()

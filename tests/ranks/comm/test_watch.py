@@ -108,7 +108,7 @@ def test_the_job_ends_also_if_nobody_can_read_the_report() -> None:
     module.away = 3 * rank()
     step(made)
 
-    def broken(_: str) -> None:
+    def broken(_: object) -> None:
         raise BrokenPipeError
 
     own_watch().show = broken
