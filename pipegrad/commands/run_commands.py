@@ -185,7 +185,7 @@ def launch(
                 nodes=nodes,
                 rendezvous=rendezvous,
             )
-            code = _run(config_of_torch, command, log_dir, is_script=is_script)
+            code = _run(config_of_torch, command, log_dir)
     sys.exit(code)
 
 
@@ -358,9 +358,7 @@ def _register_one_machine() -> None:
     rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
 
 
-def _run(
-    config: LaunchConfig, command: Sequence[str], log_dir: Path | None, *, is_script: bool
-) -> int:
+def _run(config: LaunchConfig, command: Sequence[str], log_dir: Path | None) -> int:
     """Runs the ranks to their end; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -376,7 +374,7 @@ def _run(
     except KeyboardInterrupt:  # before there were ranks
         return 128 + signal.SIGINT
     except ChildFailedError as error:
-        return _report(error.failures, log_dir, is_script=is_script)
+        return _report(error.failures, log_dir, is_script="pipegrad" not in command)
     except (RendezvousError, OSError, RuntimeError) as error:
         raise ConfigError(f"the ranks cannot be started: {error.__cause__ or error}") from error
     return 0
