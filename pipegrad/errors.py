@@ -8,6 +8,10 @@ import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
+_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+_PACKAGES = ("torch", "click", "pipegrad_handlers", "pipegrad_codecs")
+_SKIPPED = (f"{Path(__file__).parent}{os.sep}", *(f"{os.sep}{p}{os.sep}" for p in _PACKAGES), "<")
+
 
 class PipegradError(Exception):
     """Base class of all errors that pipegrad raises on purpose."""
@@ -130,22 +134,27 @@ def reason(error: BaseException) -> str:
 def in_words(error: BaseException) -> str:
     """Returns the message of an error; for other libraries' errors also the place of its origin.
 
-    The place is the innermost line outside of torch, pipegrad, its built-in plug-ins and importlib.
+    The place is the innermost line of the user.
     """
     if isinstance(error, PipegradError):
         return str(error)
-    # Lines of these packages do not help: a user looks for the own line that went wrong.
-    packages = ("torch", "importlib", "pipegrad_handlers", "pipegrad_codecs")
-    skipped = (f"{Path(__file__).parent}{os.sep}", *(f"{os.sep}{p}{os.sep}" for p in packages))
     locations = [
         f" ({Path(frame.filename).name}:{frame.lineno})"
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<")
-        and not any(part in frame.filename for part in skipped)
+        if is_of_user(frame.filename)
     ]
     # The `repr` of this one has all that could not be decoded.
     said = f"{type(error).__name__}: {error}" if isinstance(error, UnicodeError) else repr(error)
     return f"{said}{locations[-1] if locations else ''}"
+
+
+def is_of_user(file: str) -> bool:
+    """Whether a file is the user's: whoever made a mistake looks for the own line.
+
+    It is not pipegrad's, a built-in plug-in's, torch's, click's, nor of Python's standard library.
+    """
+    is_pythons = file.startswith(_PYTHON) and "-packages" not in file
+    return not is_pythons and not any(part in file for part in _SKIPPED)
 
 
 def level_of_caller() -> int:

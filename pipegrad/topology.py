@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipegrad.comm.agreement import keep_timeout
+from pipegrad.comm.uncaught import report_uncaught
 from pipegrad.errors import TopologyError
 
 _Mesh = tuple[str, tuple[tuple[str, int], ...]]  # device type, names and sizes
@@ -74,6 +75,7 @@ class Topology:
             raise TopologyError(
                 "there is no default process group: call torch.distributed.init_process_group()"
             )
+        report_uncaught()
         num_ranks = dist.get_world_size()
         if pipeline < 1 or num_ranks % pipeline:
             raise TopologyError(
@@ -122,6 +124,7 @@ class Topology:
         Raises:
             TopologyError: If a named dimension is missing.
         """
+        report_uncaught()
         names = mesh.mesh_dim_names or ()
         for name in (pipeline, *_names(data)):
             if name not in names:

@@ -19,12 +19,18 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
-from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
 
-from pipegrad.errors import AgreementError, PipegradError, causes_of, in_words, root_of
+from pipegrad.errors import (
+    AgreementError,
+    PipegradError,
+    causes_of,
+    in_words,
+    is_of_user,
+    root_of,
+)
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
@@ -35,9 +41,6 @@ _OF_OTHERS = re.compile(
     rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
 )
 _PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
-# Lines of these do not help: pipegrad's own, torch's, and those of Python's standard library.
-_SKIPPED = (_PIPEGRAD, _TORCH, f"{os.sep}click{os.sep}", "<")
-_PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 # Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
 # pydevd, which VS Code and PyCharm use.
 _PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
@@ -337,12 +340,24 @@ class Account:
                     return f"{activity.what} took longer than {limit:g} s on rank {self._rank}"
         return None
 
-    def awaited(self, seconds: float) -> Sequence[int]:
-        """Returns the ranks for which the thread of verbs has waited in the store for so long."""
+    def awaited(self, seconds: float, *, in_store: bool = False) -> Sequence[int]:
+        """Returns the ranks for which the thread of verbs has waited for so long.
+
+        Args:
+            seconds: How long.
+            in_store: Whether only waits for what they write into the store count.
+        """
         for activity in activities().get(verb_thread(), [])[-1:]:
-            if activity.in_store and time.monotonic() - activity.since > seconds:
-                return activity.ranks
+            since = max(activity.since, 0.0 if activity.position is None else self._since)
+            if (in_store and not activity.in_store) or time.monotonic() - since <= seconds:
+                return ()
+            return activity.ranks or (activity.details().waits_for if activity.details else ())
         return ()
+
+    @property
+    def doing(self) -> list[str]:
+        """What the thread of verbs does, in words, outermost first."""
+        return [activity.what for activity in activities().get(verb_thread(), [])]
 
     def record(self) -> Record:
         """Returns what this rank is at, or was at when it failed; any thread may call it."""
@@ -388,7 +403,7 @@ class Account:
 def _line_of(thread: int) -> tuple[str, bool, bool]:
     """Returns the user's innermost line, if it runs itself, and if torch communicates below it."""
     frame, runs, is_in_torch = sys._current_frames().get(thread), True, False
-    while frame is not None and not _is_of_user(frame):
+    while frame is not None and not is_of_user(frame.f_code.co_filename):
         runs = False
         is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in frame.f_code.co_filename
         frame = frame.f_back
@@ -396,12 +411,6 @@ def _line_of(thread: int) -> tuple[str, bool, bool]:
         return "", False, is_in_torch
     name = Path(frame.f_code.co_filename).name
     return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", runs, is_in_torch
-
-
-def _is_of_user(frame: FrameType) -> bool:
-    name = frame.f_code.co_filename
-    is_pythons = name.startswith(_PYTHON) and "-packages" not in name
-    return not is_pythons and not any(part in name for part in _SKIPPED)
 
 
 # What a part notes. The words are those of a timeline.

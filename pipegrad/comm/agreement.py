@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,12 +24,15 @@ from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.store import SignedStore
 from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
+from pipegrad.printable import shortened
 
 T = TypeVar("T")
 Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
 _COMPLETE = "complete"
+_SHORT, _CONTEXT = 72, 16  # characters of a line, and before a difference
+_MOST_VALUES, _MOST_RANKS = 4, 8  # in a message
 # The agreements of each set of ranks, by default process group.
 _agreements: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], _Agreements]] = (
     WeakKeyDictionary()
@@ -194,14 +198,48 @@ def same(what: str, values: Mapping[int, str]) -> None:
         values: By rank.
 
     Raises:
-        AgreementError: If values differ. It lists the ranks of each value.
+        AgreementError: If values differ. It shows what differs, and the ranks of each value.
     """
     by_value: dict[str, list[int]] = {}
     for rank, value in values.items():
         by_value.setdefault(value, []).append(rank)
     if len(by_value) > 1:
-        views = "\n".join(f"  ranks {ranks}: {value}" for value, ranks in by_value.items())
-        raise AgreementError(f"ranks disagree on {what}; make them the same:\n{views}")
+        views = zip(_differing(list(by_value)), map(_of_ranks, by_value.values()), strict=True)
+        shown = ", ".join(f"{value} on {ranks}" for value, ranks in [*views][:_MOST_VALUES])
+        if len(by_value) > _MOST_VALUES:
+            shown += f", and {len(by_value) - _MOST_VALUES} more values"
+        raise AgreementError(f"ranks disagree on {what}: {shown}; make them the same")
+
+
+def _of_ranks(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _MOST_RANKS} more" if len(ranks) > _MOST_RANKS else ""
+    return f"ranks {list(ranks[:_MOST_RANKS])}{more}"
+
+
+def _differing(values: Sequence[str]) -> list[str]:
+    """Returns the first line in which texts differ; of long lines, the words that differ."""
+    rows = itertools.zip_longest(*(value.split("\n") for value in values), fillvalue="nothing")
+    lines = next(row for row in rows if len(set(row)) > 1)
+    lines = tuple(line or "nothing" for line in lines)
+    if max(map(len, lines)) <= _SHORT:
+        return list(lines)
+    # The words before a difference say what it is the value of.
+    context = max(0, _num_alike(lines) - _CONTEXT)
+    begin = lines[0].rfind(" ", max(0, context - _SHORT), context) + 1 or context
+    rests = [line[begin:] for line in lines]
+    # The end that they have alike begins with a space.
+    alike = rests[0][len(rests[0]) - _num_alike([rest[::-1] for rest in rests]) :]
+    end = len(alike) - alike.find(" ") if " " in alike else 0
+    dots = "... " if begin else "", " ..." if end else ""
+    return [f"{dots[0]}{shortened(rest[: len(rest) - end], 3 * _SHORT)}{dots[1]}" for rest in rests]
+
+
+def _num_alike(texts: Sequence[str]) -> int:
+    """Returns how many characters texts begin with alike."""
+    columns = zip(*texts, strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda column: len({*column}) == 1, columns))
 
 
 def _alone(what: str, function: Callable[[], T]) -> T:

@@ -52,7 +52,8 @@ STALLED = 3  # a rank was lost: a restart may help
 FAILED_ELSEWHERE = "a step failed on another rank"
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
-Kind = Literal["common", "raised", "lost"]
+Kind = Literal["common", "raised", "ended", "lost"]
+ENDED = "has ended after"  # in the words about a rank that has left
 # What ranks put before an error of another rank.
 _RELAYED = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
 
@@ -324,11 +325,12 @@ class FailureReport:
     """The report of a failed job.
 
     Attributes:
-        cause: One line: which rank, and what it was at.
+        cause: Which rank, and what it was at. Then lines of the user, in a script.
         text: The cause, then what each rank was at, and the grid.
-        reporter: The rank that has written it, and shows it.
+        reporter: The rank that shows it: whose error is the cause, or else who has written it.
         kind: ``"common"``: all ranks have raised the same error, as those of a set-up do.
-            ``"raised"``: the cause is an error. ``"lost"``: a rank did not go on.
+            ``"raised"``: the cause is an error. ``"ended"``: a rank has ended, and others wait for
+            it. ``"lost"``: a rank did not go on.
     """
 
     cause: str
@@ -339,15 +341,25 @@ class FailureReport:
     @property
     def exit_code(self) -> int:
         """The exit code of the processes that it ends."""
-        return STALLED if self.kind == "lost" else FAILED
+        return STALLED if self.kind in ("ended", "lost") else FAILED
+
+    @property
+    def line(self) -> str:
+        """The first line of the cause; lines of a user's code may follow it."""
+        return self.cause.partition("\n")[0]
+
+    @property
+    def shown(self) -> str:
+        """What a script prints: the cause, and all ranks if the cause does not say enough."""
+        return self.text if self.kind == "lost" else self.cause
 
     def tell_launcher(self) -> None:
         """Writes the cause where torchrun, or `pipegrad launch`, looks for it, to print it last."""
         if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
             # Of a common error a rank of this machine prints all: the launcher need not repeat it.
             is_all, now = self.kind == "common", str(int(time.time()))
-            info = {"py_callstack": self.cause, "timestamp": now, "is_all": is_all}
-            message = {"message": self.cause, "extraInfo": info}
+            info = {"py_callstack": self.line, "timestamp": now, "is_all": is_all}
+            message = {"message": self.line, "extraInfo": info}
             with contextlib.suppress(OSError):
                 Path(file).write_text(json.dumps({"message": message}))
 
@@ -370,6 +382,8 @@ def make_report(
         draw: Returns the grid of a pipeline, by its number, with marked cells, by row.
     """
     ranks, cause, kind = find_cause(records, silent, alarm)
+    if any(records[rank].failure.error for rank in ranks[:1] if rank in records):
+        reporter = ranks[0]
     if kind == "common":
         return FailureReport(cause, cause, reporter, kind)
     if kind == "raised" and len(records) == 1:
@@ -401,7 +415,7 @@ def find_cause(
     errors = {record.failure.error for record in causes}
     every = {record.failure.error for record in records.values()}
     if every == errors and len(errors) == 1 < len(records) and not silent:
-        return [], causes[0].failure.error, "common"
+        return [causes[0].rank], causes[0].failure.error, "common"
     if causes:
         return [causes[0].rank], f"{_error(causes[0])}{causes[0].failure.note}", "raised"
     for record in failed:
@@ -413,6 +427,9 @@ def find_cause(
     ranks, words = list(silent), _some(f"rank {rank} {sign}" for rank, sign in silent.items())
     if not silent:
         ranks, words = _who_stalls(records)
+    has_ended = bool(silent) and all(sign.startswith(ENDED) for sign in silent.values())
+    if has_ended:
+        return ranks, _sentences(words, alarm, "All ranks must make the same steps"), "ended"
     return ranks, _sentences(words, alarm), "lost"
 
 

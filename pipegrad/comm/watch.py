@@ -7,8 +7,9 @@ a connection of its own. It may block if the network is gone.
 1. An activity takes longer than it may, a process of this machine has ended, or the thread of verbs
    calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
 2. All ranks see the alarm within half a second, and each posts its `Record`.
-3. The rank of the alarm waits some seconds for the records, finds the cause in them, shows the
-   report, and posts the cause. A rank that cannot reach the store reports what it knows alone.
+3. The rank of the alarm waits some seconds for the records, finds the cause in them, and posts the
+   report. The rank whose error is the cause shows it, or else the rank of the alarm. A rank that
+   cannot reach the store reports what it knows alone.
 4. The connections of this rank are closed, so that waits fail. The thread of verbs raises a
    StallError with the cause. If it does not come, it gets the error where it runs Python. Only
    `pipegrad train` and `launch` end the process then: another one is its user's.
@@ -26,6 +27,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,7 @@ from pipegrad.comm.activity import (
     verb_thread,
 )
 from pipegrad.comm.agreement import store
-from pipegrad.comm.failures import FailureReport, make_report
+from pipegrad.comm.failures import ENDED, FailureReport, make_report
 from pipegrad.comm.process_groups import cut_all
 from pipegrad.comm.store import SignedStore
 from pipegrad.errors import MessageError, StallError
@@ -73,7 +75,7 @@ class Watch:
     """The watch of this rank under one default process group; see [Note: watch].
 
     Attributes:
-        show: Takes the text of a report, on the rank that has made it; by default it prints it.
+        show: Takes the report, on the rank that shows it; by default it prints it.
         ends_process: Whether it may end this process, and a process of this machine that ends
             without `leave` raises the alarm.
         last_verb: What has ended well on this rank; ranks that wait for it read this.
@@ -81,7 +83,7 @@ class Watch:
 
     def __init__(self) -> None:
         self.rank, self._num_ranks = dist.get_rank(), dist.get_world_size()
-        self.show: Callable[[str], object] = _print
+        self.show: Callable[[FailureReport], object] = _print
         self.ends_process, self.last_verb = False, "its set-up"
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
@@ -147,6 +149,17 @@ class Watch:
         with suppress(Exception):
             self._store.set(self._key("left", self.rank), self.last_verb)
 
+    def come_to_end(self) -> None:
+        """Tells the other ranks that this process may be ended by its launcher."""
+        with suppress(Exception):  # the store may be gone
+            self._store.set(self._key("end", self.rank), "")
+
+    def wait_for_end(self, seconds: float) -> None:
+        """Waits until all ranks have come to their end, at most so long."""
+        with suppress(Exception):
+            keys = [self._key("end", rank) for rank in range(self._num_ranks)]
+            self._store.wait(keys, timedelta(seconds=seconds))
+
     # The state.
 
     def _go(self, state: State) -> None:
@@ -204,7 +217,7 @@ class Watch:
             # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
             self._threads.append(_started("watch cut", cut_all))
         # A wait in the store runs Python, and no connection ends it.
-        is_in_store = not self.ends_process and bool(self._account.awaited(0))
+        is_in_store = not self.ends_process and bool(self._account.awaited(0, in_store=True))
         is_taken = self._comes_to(State.TAKEN, 0 if is_in_store else _LEAVE_SECONDS)
         if dist.group.WORLD is not self._world():
             return
@@ -213,7 +226,7 @@ class Watch:
             os._exit(self._report.exit_code)
         with self._moved:
             if self._state < State.TAKEN:
-                _raise_in(verb_thread(), _stalled(self._report.cause))
+                _raise_in(verb_thread(), _stalled(self._report.line))
 
     # The thread that talks to the store.
 
@@ -223,7 +236,10 @@ class Watch:
             while not self._comes_to(State.ALARM, pause):
                 pause = _POLL_SECONDS if self._neighbours.learn() else _QUICK_SECONDS
                 self._is_debugged = self._is_one_debugged()
-                if self._has_lost_rank() or self._store.check([self._key("alarm")]):
+                if self._has_lost_rank():
+                    waits = self._account.doing[:1] if self._account.awaited(0) else []
+                    self._raise_alarm("".join(f"Rank {self.rank} waits in {x}" for x in waits))
+                elif self._store.check([self._key("alarm")]):
                     self._raise_alarm("")
             if self.has_alarm:
                 self._exchange()
@@ -259,9 +275,13 @@ class Watch:
         for rank in awaited.union(self._neighbours.known if self.ends_process else ()):
             has_ended = rank not in self._left and self._neighbours.state(rank) == "ended"
             if has_ended or rank in awaited:
-                has_left = self._store.check([self._key("left", rank)])
+                has_left = self._store.check([left := self._key("left", rank)])
                 self._left.update([rank] * has_left)
-                if (has_left and rank in awaited) or (has_ended and not has_left):
+                if has_ended and not has_left:
+                    return True
+                # A rank that has ended after the verb that this one is in has sent all of its part.
+                is_awaited = has_left and rank in awaited
+                if is_awaited and self._store.text(left) not in self._account.doing:
                     return True
         return False
 
@@ -279,18 +299,20 @@ class Watch:
             records = self._answers()
             silent = {r: self._sign_of(r) for r in range(self._num_ranks) if r not in records}
             report = self._make_report(records, silent, alarm=words)
-            # This thread shows it: the thread of verbs may never come back. A common error is not
-            # shown here, since each rank raises it in its own words.
-            if report.kind != "common":
+            # This thread shows it, if it is not another rank's: the thread of verbs may never come
+            # back. A common error is not shown, since each rank raises it in its own words.
+            if report.kind != "common" and report.reporter == self.rank:
                 self._show(report)
-            self._store.set(key, plain.dumps((report.cause, report.kind)))
+            message = report.cause, report.text, report.reporter, report.kind
+            self._store.set(key, plain.dumps(message))
         while not self._store.check([key]):
             if time.monotonic() > deadline:
                 self._report_alone(f"rank {number} has not made its report")
                 return
             time.sleep(_TICK_SECONDS)
-        cause, kind = plain.loads(self._store.get(key), tuple)
-        self._take(FailureReport(cause, "", int(number), kind))
+        report = FailureReport(*plain.loads(self._store.get(key), tuple))
+        is_shown = report.kind == "common" or int(number) == report.reporter
+        self._take(report, shows=self.rank == report.reporter and not is_shown)
 
     def _answers(self) -> dict[int, Record]:
         """Returns the records of the ranks that answer in time."""
@@ -313,7 +335,7 @@ class Watch:
         """Returns in words what is known of a rank that has not answered."""
         left = self._key("left", rank)
         if self._store.check([left]):
-            return f"has ended after {self._store.text(left)}"
+            return f"{ENDED} {self._store.text(left)}"
         return self._neighbours.sign(rank)
 
     def _report_alone(self, reason: str, *, has_lost_store: bool = False) -> None:
@@ -334,7 +356,7 @@ class Watch:
 
     def _show(self, report: FailureReport) -> None:
         with suppress(Exception):  # a report must come to its end, also if nobody can read it
-            self.show(report.text)
+            self.show(report)
 
     def _key(self, *parts: object) -> str:
         return "/".join([self._prefix, *map(str, parts)])
@@ -373,11 +395,11 @@ class Bounded(Activity):
             ours.last_verb = self.what
         if ours.has_alarm:
             # Also a verb that has ended well: after an alarm other ranks have ended.
-            raise StallError(ours.report().cause) from error
+            raise StallError(ours.report().line) from error
         if error is not None and has_lost_connection(error):
             # A symptom: another rank has ended, or its machine is gone. The watch knows more.
             words = f"Rank {ours.rank} lost the connection in {self.what}"
-            raise StallError(ours.fail(error, words=words).cause) from error
+            raise StallError(ours.fail(error, words=words).line) from error
 
 
 def _raise_in(thread: int, error: type[StallError] | None) -> None:
@@ -410,9 +432,9 @@ def _at_exit() -> None:
         each.leave()
 
 
-def _print(text: str) -> None:
+def _print(report: FailureReport) -> None:
     with suppress(Exception):  # nobody may be there to read it
-        print(f"Error: {text}", file=sys.stderr, flush=True)  # noqa: T201
+        print(f"Error: {report.shown}", file=sys.stderr, flush=True)  # noqa: T201
 
 
 _SIGNS = {

@@ -1,7 +1,8 @@
-"""`pipegrad train` and `pipegrad launch`: trains, and starts the ranks of a machine that train.
+"""`pipegrad train` and `pipegrad launch`: trains, and starts the ranks of a machine.
 
 torch's elastic launcher starts, watches, restarts and ends the processes, as it does for torchrun.
-A rank that it starts is `pipegrad train`, and its process ends with its launcher.
+A rank that it starts is `pipegrad train`, or a script of the user. The process of the former ends
+with its launcher.
 """
 
 from __future__ import annotations
@@ -158,26 +159,23 @@ def launch(
 ) -> None:
     """Start the ranks of this machine, and train what CONFIG describes.
 
+    CONFIG may also be a script of your own, such as train.py. Its words follow it.
+
     pipegrad launch -n 4 CONFIG --set train.steps=10
     """
-    words = [str(config), *arguments]
-    options = train.make_context("pipegrad train", list(words)).params
-    from pipegrad.train.config import load, sizes_of
-
     with usage_errors():
         _check_rendezvous(nodes, rendezvous)
-        # A wrong configuration is refused before any rank is started.
-        loaded = load(
-            options["config"],
-            options["settings"],
-            handlers=options["handlers"],
-            schedule=options["schedule"],
-        )
-        num_ranks = num_ranks or _automatic(loaded, nodes)
-        if nodes == 1:  # other machines may have other numbers
-            sizes_of(loaded, num_ranks)
-        _set_environment(num_ranks, nodes)
-        traceback = ["--traceback"] if wants_traceback() else []
+        is_script = config.suffix == ".py"
+        if is_script:
+            num_ranks = num_ranks or _ranks_of_script(config)
+            command = ["-u", str(config), *arguments]
+        else:
+            num_ranks = _checked(config, arguments, num_ranks, nodes)
+            traceback = ["--traceback"] if wants_traceback() else []
+            # -P: otherwise files of the working directory stand in for pipegrad, torch and the
+            # library.
+            command = ["-P", "-u", "-m", "pipegrad", "train", str(config), *arguments, *traceback]
+        _set_environment(num_ranks, nodes, saves=not is_script)
         with _log_folder(log_dir) as folder:
             config_of_torch = _launch_config(
                 num_ranks,
@@ -187,8 +185,34 @@ def launch(
                 nodes=nodes,
                 rendezvous=rendezvous,
             )
-            code = _run(config_of_torch, ["train", *words, *traceback], log_dir)
+            code = _run(config_of_torch, command, log_dir)
     sys.exit(code)
+
+
+def _checked(config: Path, arguments: Sequence[str], num_ranks: int | None, nodes: int) -> int:
+    """Returns the number of ranks; refuses a wrong configuration before any rank is started."""
+    from pipegrad.train.config import load, sizes_of
+
+    options = train.make_context("pipegrad train", [str(config), *arguments]).params
+    loaded = load(
+        options["config"],
+        options["settings"],
+        handlers=options["handlers"],
+        schedule=options["schedule"],
+    )
+    num_ranks = num_ranks or _automatic(loaded, nodes)
+    if nodes == 1:  # other machines may have other numbers
+        sizes_of(loaded, num_ranks)
+    return num_ranks
+
+
+def _ranks_of_script(script: Path) -> int:
+    """Returns the number of cards of this machine, which a script's ranks use."""
+    import torch
+
+    if not torch.accelerator.is_available():
+        raise ConfigError(f"how many ranks has {script}? This machine has no card: give -n")
+    return torch.accelerator.device_count()
 
 
 def _check_rendezvous(nodes: int, rendezvous: str | None) -> None:
@@ -213,14 +237,15 @@ def _automatic(config: Config, nodes: int) -> int:
     return max(1, math.prod(sizes) // nodes)
 
 
-def _set_environment(num_ranks: int, nodes: int) -> None:
+def _set_environment(num_ranks: int, nodes: int, *, saves: bool) -> None:
     """Sets what ranks and launcher read of the environment, unless the user has set it."""
     from pipegrad.comm.store import of_one_machine
 
     # torch would take all cores on each rank.
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
-    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
+    if saves:
+        os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
     if nodes == 1:
         for name, value in of_one_machine().items():
             os.environ.setdefault(name, value)
@@ -333,7 +358,7 @@ def _register_one_machine() -> None:
     rendezvous_handler_registry.register(_ONE_MACHINE, OneMachine)
 
 
-def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> int:
+def _run(config: LaunchConfig, command: Sequence[str], log_dir: Path | None) -> int:
     """Runs the ranks to their end; returns the exit code of the one that failed first."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -341,17 +366,15 @@ def _run(config: LaunchConfig, words: Sequence[str], log_dir: Path | None) -> in
     from torch.distributed.launcher.api import elastic_launch
 
     os.environ[_LAUNCHER] = str(os.getpid())
-    # -P: otherwise files of the working directory stand in for pipegrad, torch and the library.
-    rank = ("-P", "-u", "-m", "pipegrad", *words)
     try:
         with _quiet(), _ended_with_terminal():
-            elastic_launch(config, sys.executable)(*rank)
+            elastic_launch(config, sys.executable)(*command)
     except SignalException as error:
         return 128 + error.sigval
     except KeyboardInterrupt:  # before there were ranks
         return 128 + signal.SIGINT
     except ChildFailedError as error:
-        return _report(error.failures, log_dir)
+        return _report(error.failures, log_dir, is_script="pipegrad" not in command)
     except (RendezvousError, OSError, RuntimeError) as error:
         raise ConfigError(f"the ranks cannot be started: {error.__cause__ or error}") from error
     return 0
@@ -383,20 +406,25 @@ def _ended_with_terminal() -> Iterator[None]:
         signal.signal(signal.SIGHUP, before)
 
 
-def _report(failures: Mapping[int, ProcessFailure], log_dir: Path | None) -> int:
+def _report(
+    failures: Mapping[int, ProcessFailure], log_dir: Path | None, *, is_script: bool
+) -> int:
     """Prints why the ranks failed; returns the exit code, as a shell has it."""
     (rank, failure), *_ = _cause_first(failures)
     code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
     # Ranks that a signal has stopped have said so themselves.
-    if failure.exitcode not in _STOPPED and not _has_said_all(failure):
+    if failure.exitcode not in _STOPPED and not _has_said_all(failure, is_script=is_script):
         click.echo(f"Error: {_cause(rank, failure, log_dir)}", err=True)
     return code
 
 
-def _has_said_all(failure: ProcessFailure) -> bool:
+def _has_said_all(failure: ProcessFailure, *, is_script: bool) -> bool:
     """Whether the cause is the last line already; see `tell_launcher`."""
     message: Any = failure.error_file_data.get("message")
-    return isinstance(message, dict) and message.get("extraInfo", {}).get("is_all") is True
+    if not isinstance(message, dict):
+        return False
+    is_all = message.get("extraInfo", {}).get("is_all")
+    return is_all is True or (is_script and is_all is not None)
 
 
 def _cause_first(failures: Mapping[int, ProcessFailure]) -> list[tuple[int, ProcessFailure]]:

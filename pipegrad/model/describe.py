@@ -305,7 +305,7 @@ def starts_of(manifests: Sequence[RankManifest]) -> dict[Location, Start]:
 
 
 def _lines(entries: Sequence[ParameterEntry]) -> str:
-    return "; ".join(map(str, entries)) or "nothing"
+    return "\n".join(map(str, entries))
 
 
 def _check_tie(group: Sequence[Location], stages: Sequence[Sequence[ParameterEntry]]) -> None:

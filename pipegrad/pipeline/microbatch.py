@@ -212,7 +212,9 @@ class Batches:
                     f"the last stage's rank needs {list(self._labels)}, of which the model "
                     f"computes its loss"
                     if self._labels
-                    else "the last stage's rank needs target= and a Scheduler with loss_fn="
+                    else "the last stage's rank needs target=, which loss_fn compares with outputs"
+                    if self._has_loss
+                    else "the last stage's rank needs a Scheduler with loss_fn="
                 )
             values["target"] = target
         return values

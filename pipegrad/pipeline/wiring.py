@@ -107,7 +107,7 @@ def agree_on_wiring(
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
-    def describe() -> tuple[_Described, tuple[str, str, Ends]]:
+    def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         if reduction not in REDUCTIONS:
             raise ScheduleError(
@@ -132,21 +132,25 @@ def agree_on_wiring(
         )
         refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages], staged)
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in local_stages}
-        words = f"depth {depth}, whole {whole!r}, loss_reduction {reduction!r}"
-        words += later_words(schedule)
+        words = f"depth {depth}\nwhole {whole!r}\nloss_reduction {reduction!r}"
+        words += f"\n{generated.num_microbatches} microbatches{later_words(schedule)}"
         if source is not None:
-            words += f", {source!r}"
-        return described, (f"{words}\n{generated}", choice.identity, ends)
+            words += f"\n{source!r}"
+        return described, (words, (generated.name, str(generated)), choice.identity, ends)
 
     ranks = sorted(topology.ranks)
     described, replies = agree_keeping(
         "Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds
     )
     by_rank = dict(zip(ranks, replies, strict=True))
-    same("the schedule", {rank: words for rank, (words, _, _) in by_rank.items()})
-    same("codecs", {rank: words for rank, (_, words, _) in by_rank.items()})
+    same("the schedule", {rank: words for rank, (words, *_) in by_rank.items()})
+    schedules = {rank: named for rank, (_, named, *_) in by_rank.items()}
+    if len({grid for _, grid in schedules.values()}) > 1:
+        # Names say more than a row of a grid. Equal grids may have two names.
+        same("the schedule", {rank: "\n".join(named) for rank, named in schedules.items()})
+    same("codecs", {rank: codecs for rank, (_, _, codecs, _) in by_rank.items()})
     # All ranks have the same replies, so an error below is raised on all of them.
-    wiring = wired({rank: ends for rank, (_, _, ends) in by_rank.items()})
+    wiring = wired({rank: ends for rank, (*_, ends) in by_rank.items()})
     check_whole(whole, wiring)
     generated, staged, local_stages, bound, choice = described
     choice.check(hops_of(wiring, generated.stage_to_rank))

@@ -417,10 +417,10 @@ def show_in(folder: Path) -> None:
         watched.show = partial(_show, folder)
 
 
-def _show(folder: Path, text: str) -> None:
-    _print(text)
+def _show(folder: Path, report: FailureReport) -> None:
+    _print(report.text)
     with suppress(OSError):
-        _write_text(folder / "failure.txt", f"{text}\n")
+        _write_text(folder / "failure.txt", f"{report.text}\n")
 
 
 def fail(error: BaseException, folder: Path | None, *, shows_traceback: bool) -> int:

@@ -105,7 +105,7 @@ def test_a_job_ends_in_words_whatever_of_its_watch_is_forged(
 ) -> None:
     """The thread that read a forged alarm ended, and nobody noticed."""
     watch, write = Watch(), SignedStore.set
-    shown = list[str]()
+    shown = list[object]()
     watch.show = shown.append
     agree("both watch", rank)
     if forged == "alarm":

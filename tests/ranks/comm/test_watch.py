@@ -74,7 +74,7 @@ def test_a_rank_that_stays_away_ends_the_job_on_all_ranks_with_one_report() -> N
         module.slow, module.away = 4, 5
     losses = [step(made), step(made)]
     assert gathered(losses) == [losses] * 3  # a slow rank ended nothing
-    own_watch().show = lambda text: shown.write(f"{text}\n")
+    own_watch().show = lambda report: shown.write(f"{report.text}\n")
     began = time.monotonic()
     with pytest.raises(StallError) as caught:
         step(made)
@@ -108,7 +108,7 @@ def test_the_job_ends_also_if_nobody_can_read_the_report() -> None:
     module.away = 3 * rank()
     step(made)
 
-    def broken(_: str) -> None:
+    def broken(_: object) -> None:
         raise BrokenPipeError
 
     own_watch().show = broken

@@ -126,15 +126,15 @@ class Raises(PipelineShared):
 
 # What all ranks say, in parts; and what each is given.
 WRONG: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
-    ("AgreementError: ranks disagree on handlers ... ranks [0] ... data-parallel",
+    ("AgreementError: ranks disagree on handlers ... on rank 0 ... data-parallel",
      lambda r: {"handlers": [Optioned] if r else [Optioned, DATA]}),
     ("AgreementError: ranks disagree on handlers ... 'size', '0' ... 'size', '1'",
      lambda r: {"handlers": [{"name": Optioned, "size": r}]}),
-    ("ranks disagree on bucket_bytes ... ranks [0]: 100 ... ranks [1]: 101",
+    ("ranks disagree on bucket_bytes: 100 on rank 0, 101 on rank 1; make them the same",
      lambda r: {"bucket_bytes": 100 + r}),
     ("ranks disagree on reduce_dtype ... None ... torch.float32",
      lambda r: {"reduce_dtype": torch.float32 if r else None}),
-    ("ranks disagree on comm_streams ... ranks [1]: 2", lambda r: {"comm_streams": 1 + r}),
+    ("ranks disagree on comm_streams ... 2 on rank 1", lambda r: {"comm_streams": 1 + r}),
     ("ranks disagree on allow_unsynced", lambda r: {"allow_unsynced": ["x"] * r}),
     ("ranks disagree on stage_ticks", lambda r: {"stage_ticks": [1, r]}),
     ("ranks disagree on tied",

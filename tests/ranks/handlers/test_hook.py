@@ -274,7 +274,7 @@ def test_what_is_kept_goes_on_to_the_bit(hook: dict[str, Any]) -> None:
 
 CANNOT_GO_ON = "PlanError: handler 'data-parallel' cannot go on: ValueError("
 RANK_1 = {**POWER_SGD, "matrix_approximation_rank": 1}
-DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on from; make them the"
+DISAGREE = "PlanError: ranks disagree on what handler 'data-parallel' goes on from: "
 
 
 @pytest.mark.ranks(2)

@@ -144,7 +144,7 @@ REFUSALS: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
     (lambda mesh: synced(mesh, accessor=MainGrad()), ("by MainGrad", ANY_LAYOUT, POLICY)),
     (
         lambda mesh: synced(mesh, accessor=MainGrad() if mesh.get_rank() == 3 else None),
-        ("ranks disagree on accessor", "ranks [3]: MainGrad"),
+        ("ranks disagree on accessor", "MainGrad on rank 3"),
     ),
     (cut_along_columns_on_one_stage, (LAYOUT, COLUMNS)),
     (numbered_the_other_way_on_one_stage, ("different parts of it", "number the ranks")),

@@ -70,9 +70,11 @@ def test_stages_and_options_that_do_not_fit_are_refused() -> None:
     assert chain().is_right()  # ranks that were refused can construct a good one
     # Options that differ or do not fit are refused.
     here = rank()
-    refusal(DISAGREE, "ranks [0]", "ranks [1, 2, 3]", schedule="1f1b" if here else "gpipe")
-    refusal(DISAGREE, "ranks [2]", num_microbatches=4 + (here == 2))
-    refusal(DISAGREE, "depth 2", "depth 3", depth=2 + (here == 3))
+    words = "gpipe on rank 0, 1f1b on ranks [1, 2, 3]"
+    refusal(f"{DISAGREE}: {words};", schedule="1f1b" if here else "gpipe")
+    words = "4 microbatches on ranks [0, 1, 3], 5 microbatches on rank 2"
+    refusal(f"{DISAGREE}: {words}; make them the same", num_microbatches=4 + (here == 2))
+    refusal(f"{DISAGREE}: depth 2 on ranks [0, 1, 2], depth 3 on rank 3;", depth=2 + (here == 3))
     refusal("ScheduleError: num_microbatches is missing", num_microbatches=None)
     refusal("PluginNotFoundError: ", "'2f2b'", "1f1b", schedule="2f2b")
     of_two = rows("0F0 0B0", "1F0 1B0")

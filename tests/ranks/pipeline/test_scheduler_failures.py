@@ -206,7 +206,7 @@ INPUTS: list[tuple[tuple[Any, ...], dict[str, Any], int, str]] = [
     ((X,), {"z": X, "target": X}, -1, "no stage takes ['z']; from outside they take ['x']"),
     ((X, X), {"target": X}, -1, "2 inputs, expected at most ['x']"),
     ((X,), {"target": X[:3]}, 3, FEW.format("'target': 3")),
-    ((X,), {}, 3, "the last stage's rank needs target= and a Scheduler with loss_fn="),
+    ((X,), {}, 3, "the last stage's rank needs target=, which loss_fn compares"),
 ]
 
 
@@ -226,7 +226,7 @@ def test_losses_divisors_and_batches_are_taken_or_refused() -> None:
     training = chain()
     assert [rows for rows in (8, 12, 5, 8) if not training.is_right(rows=rows)] == []
     # A loss must be there and have one element.
-    missing = "StepError: the last stage's rank needs target= and a Scheduler with loss_fn="
+    missing = "StepError: the last stage's rank needs a Scheduler with loss_fn="
     assert chain(loss_fn=None).step().startswith(blamed(3, missing))
     training = chain()
 

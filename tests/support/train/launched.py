@@ -17,7 +17,6 @@ import subprocess
 import sys
 import threading
 import time
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -173,9 +172,15 @@ def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
         _run_python([word for word in command[1:] if word != "-u"])
     except SystemExit as ended:
         code = ended.code
-    except BaseException:  # noqa: BLE001 - as Python does at its top
-        traceback.print_exc()
-        code = 1
+    except BaseException as error:  # noqa: BLE001 - as Python does at its top
+        code, trace = 1, error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
+            trace = trace.tb_next  # a new interpreter has no frames of this file
+        error.__traceback__ = trace
+        try:
+            sys.excepthook(type(error), error, error.__traceback__)
+        except SystemExit as ended:
+            code = ended.code
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     if isinstance(code, str):

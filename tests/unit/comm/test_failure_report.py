@@ -272,3 +272,18 @@ def test_a_failure_is_final_only_if_that_is_said(
     notice.post("boom", **({"final": True} if final else {}))
     assert notice.read() == "rank 3: boom"
     assert notice.read_final() == ("rank 3: boom" if final else None)
+
+
+def test_the_rank_whose_error_is_the_cause_shows_it() -> None:
+    lines = "\n  train.py:3 in f: raise"
+    cause = state(2, failure=Failure("boom", False, 1.0, (), lines))
+    found = report([failed(0, "later", 2.0), cause], reporter=0)
+    assert (found.reporter, found.line, found.shown) == (2, "rank 2: boom", f"rank 2: boom{lines}")
+
+
+def test_a_rank_that_has_ended_well_is_one_sentence() -> None:
+    found = report([waiting(0, 1)], silent={1: "has ended after step 3"}, alarm="Rank 0 waits")
+    words = "rank 1 has ended after step 3. Rank 0 waits. All ranks must make the same steps"
+    assert (found.kind, found.shown, found.exit_code) == ("ended", words, 3)
+    lost = report([waiting(0, 1)], silent={1: "is stopped"})
+    assert (lost.kind, lost.shown) == ("lost", lost.text)
