@@ -20,7 +20,7 @@ def batches(
     model: str,
     *,
     held_out: bool = False,
-    rows: int = 16,
+    rows: int = 8,
     length: int = 96,
     seed: int = 0,
     data_rank: int = 0,
@@ -67,14 +67,16 @@ def docstrings() -> Iterator[tuple[str, str]]:
     """Yields functions of CPython's library, and the first lines of their documentation."""
     for path in sorted(Path(os.__file__).parent.glob("*.py")):
         module = ast.parse(path.read_text(encoding="utf-8"))
-        for parent in [module, *(n for n in ast.walk(module) if isinstance(n, ast.ClassDef))]:
-            names = [path.stem] + ([parent.name] if isinstance(parent, ast.ClassDef) else [])
-            for function in parent.body:
-                if isinstance(function, ast.FunctionDef) and not function.name.startswith("_"):
-                    line = (ast.get_docstring(function) or "").partition("\n")[0]
+        bodies = [(path.stem, module.body)]
+        classes = (node for node in ast.walk(module) if isinstance(node, ast.ClassDef))
+        bodies += [(f"{path.stem}.{node.name}", node.body) for node in classes]
+        for owner, body in bodies:
+            for node in body:
+                # A name that begins with an underscore is private.
+                if isinstance(node, ast.FunctionDef) and "._" not in f".{owner}.{node.name}":
+                    line = (ast.get_docstring(node) or "").partition("\n")[0]
                     if line.endswith("."):
-                        call = f"{function.name}({ast.unparse(function.args)})"
-                        yield ".".join([*names, call]), line
+                        yield f"{owner}.{node.name}({ast.unparse(node.args)})", line
 
 
 def write(file: str) -> None:

