@@ -111,7 +111,8 @@ class FileTokenizer(Tokenizer):
                     complaint = f"{path} cannot be read: {reason(error)}"
                     self._config.refuse("data.tokenizer", complaint, cause=error)
                 if found is not None:
-                    return frozenset(found if isinstance(found, list) else [found])
+                    listed = found if isinstance(found, list) else [found]
+                    return frozenset(token for token in listed if isinstance(token, int))
         return frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
