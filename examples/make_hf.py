@@ -30,9 +30,7 @@ def make(folder: str, vocabulary: int = 512) -> None:
         show_progress=False,
     )
     tokenizer.train_from_iterator(TEXT.splitlines(keepends=True), trainer)
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT, model_max_length=128
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END, chat_template=CHAT)
     fast.save_pretrained(folder)
     config = Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
