@@ -7,6 +7,7 @@ are none of transformers have no conventions, and compute no loss of their own.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -76,10 +77,12 @@ class Conventions:
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self._shifts = False
+        self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
             return
         self._check(inner)
+        self._positions = _positions_of(inner)
         if not getattr(inner.config.get_text_config(), _ROUTED, False):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
@@ -131,6 +134,18 @@ class Conventions:
             raise StepError(
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
                 f"would have to give them. {_ROUTED} goes into the configuration before the cut"
+            )
+        tokens = batch.get("input_ids")
+        if (
+            self._positions
+            and isinstance(tokens, Tensor)
+            and batch.get("position_ids") is None
+            and tokens.dim() > 1
+            and tokens.shape[1] > self._positions
+        ):
+            raise StepError(
+                f"texts have {tokens.shape[1]} tokens, and {self._model} has positions for "
+                f"{self._positions} ({_LIMITS[0]}): cut them off, or into pieces"
             )
         if batch.get("return_dict") is False and self._defaults:
             raise StepError("return_dict is False, and a pipeline needs the names of the outputs")
@@ -185,6 +200,18 @@ class Conventions:
             else label
             for name, label in labels.items()
         }
+
+
+def _positions_of(inner: nn.Module) -> int:
+    """Returns how many positions a model of transformers has an embedding for; 0 if it has none."""
+    text: Any = inner.config.get_text_config()  # type: ignore[operator, union-attr]
+    limit = getattr(text, _LIMITS[0], None) or 0
+    for name, module in inner.named_modules():
+        # Some models have two rows more than positions.
+        is_one = isinstance(module, nn.Embedding) and 0 <= module.num_embeddings - limit <= 2
+        if limit and is_one and re.search("wpe|position", name):
+            return int(limit)
+    return 0
 
 
 def sample_of(model: nn.Module) -> dict[str, object]:

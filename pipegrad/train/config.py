@@ -388,8 +388,8 @@ def _check_data(config: Config) -> None:
                 f"has no effect beside data.dataset: if its function has such an argument, write "
                 f"{example}",
             )
-        for name in sorted(held_out.model_fields_set & {"files", "sample_every"}):
-            config.refuse(f"eval.{name}", "needs text, and data.dataset gives batches")
+        if "files" in held_out.model_fields_set:
+            config.refuse("eval.files", "needs text, and data.dataset gives batches")
     if data.streaming and not data.files:
         config.refuse("data.streaming", "there are no files to read: set data.files")
     measured = sorted(held_out.model_fields_set & {"files", "dataset"})

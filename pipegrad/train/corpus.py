@@ -13,6 +13,7 @@ from __future__ import annotations
 import glob
 import hashlib
 import importlib
+import json
 import pydoc_data.topics
 import random
 from collections.abc import Callable, Iterator, Sequence
@@ -44,9 +45,11 @@ class Tokenizer:
         dtype: Of tokens, as numpy names it.
         digest: Differs between tokenizers that make different tokens.
         unit: What tokens are called in messages.
+        ends: Tokens behind which a sample ends.
     """
 
     size, dtype, digest, unit = 256, "uint8", "bytes", "bytes"
+    ends: frozenset[int] = frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         """Returns the tokens of each text, without special tokens."""
@@ -96,6 +99,21 @@ class FileTokenizer(Tokenizer):
         self.size = max(vocabulary.values()) + 1  # numbers may be missing in between
         self.dtype = "uint16" if self.size <= 2**16 else "uint32"
         self.digest = hashlib.sha256(text.encode()).hexdigest()
+        self.ends = self._ends()
+
+    def _ends(self) -> frozenset[int]:
+        """Returns where `generate` of transformers ends a text of the model in this directory."""
+        for name in ("generation_config.json", "config.json"):
+            if (path := self._path.with_name(name)).is_file():
+                try:
+                    found = json.loads(run_files.read(path)).get("eos_token_id")
+                except (OSError, ValueError, AttributeError) as error:
+                    complaint = f"{path} cannot be read: {reason(error)}"
+                    self._config.refuse("data.tokenizer", complaint, cause=error)
+                if found is not None:
+                    listed = found if isinstance(found, list) else [found]
+                    return frozenset(token for token in listed if isinstance(token, int))
+        return frozenset()
 
     def encode(self, texts: Sequence[str]) -> list[Tokens]:
         encoded = self._tokenizer.encode_batch(list(texts), add_special_tokens=False)

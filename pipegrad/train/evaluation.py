@@ -101,6 +101,8 @@ class Evaluation:
         for _ in range(self._config.eval.sample_tokens):
             with self._scheduler.sync.bounded("a sample"):
                 tokens.append(self._next(tokens[-length:], tokenizer, generator))
+            if tokens[-1] in tokenizer.ends:
+                break
         return tokenizer.decode(tokens)
 
     def _next(self, context: list[int], tokenizer: Tokenizer, generator: torch.Generator) -> int:

@@ -25,6 +25,7 @@ from pipegrad.train.corpus import (
     Tokenizer,
     read_corpus,
     streamed,
+    tokenizer_file,
     tokenizer_of,
 )
 from pipegrad.train.dataset import INPUT_IDS, Batches, Inputs, MakeBatches, Pair
@@ -43,12 +44,14 @@ class Texts:
 
     Attributes:
         tokenizer: Makes their tokens; None if there is no text.
+        of_samples: Makes the tokens of samples; None if there are none.
         training: What is trained on; None if a function or a stream gives batches.
         stream: Gives the batches of a stream; None if there is none.
         held_out: What is held out; None if there is no such text.
     """
 
     tokenizer: Tokenizer | None = None
+    of_samples: Tokenizer | None = None
     training: Corpus | None = None
     stream: MakeBatches | None = None
     held_out: Corpus | None = None
@@ -60,11 +63,21 @@ def read_texts(config: Config) -> Texts:
     Raises:
         PipegradError: If a text cannot be used, or differs between ranks; on all ranks.
     """
-    if config.data.dataset is not None:
+    has_batches = config.data.dataset is not None
+    if has_batches and config.eval.sample_every is None:
         return Texts()
 
     def read() -> tuple[Texts, str]:
         tokenizer = tokenizer_of(config)
+        which = f"{tokenizer.digest} {sorted(tokenizer.ends)}"
+        if has_batches:
+            if tokenizer_file(config) is None:
+                config.refuse(
+                    "eval.sample_every",
+                    "needs a tokenizer.json in the directory model.pretrained, as data.dataset "
+                    "gives batches and no text",
+                )
+            return Texts(of_samples=tokenizer), which
         stream = streamed(config) if config.data.streaming else None
         training = None if stream else read_corpus(config)
         held_out, size = None, config.data.batch_size
@@ -77,7 +90,7 @@ def read_texts(config: Config) -> Texts:
                     f"{config.data.sequence_length}: expected data.batch_size = {size} or more",
                 )
         digests = [corpus.digest for corpus in (training, held_out) if corpus is not None]
-        return Texts(tokenizer, training, stream, held_out), " ".join((tokenizer.digest, *digests))
+        return Texts(tokenizer, tokenizer, training, stream, held_out), " ".join((which, *digests))
 
     # Each rank reads by itself, and waits at the lock of the cache for the first one.
     texts, digests = agree_keeping("the text", read, timeout_seconds=_READ_SECONDS)

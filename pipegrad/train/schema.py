@@ -336,7 +336,7 @@ class Eval(Table):
         description="steps between samples, and one at the end: the model continues a text; else "
         "none",
     )
-    sample_tokens: int = Field(default=64, ge=1, description="tokens that a sample adds")
+    sample_tokens: int = Field(default=64, ge=1, description="most tokens that a sample adds")
     prompt: str = Field(default="The ", min_length=1, description="the text that samples continue")
     temperature: float = Field(
         default=0.0,

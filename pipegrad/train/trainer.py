@@ -336,7 +336,7 @@ class Trainer:
             config,
             self._scheduler,
             feed=feed,
-            tokenizer=self._texts.tokenizer,
+            tokenizer=self._texts.of_samples,
             device=self._device,
         )
 

@@ -256,6 +256,10 @@ def _python(words: list[str]) -> None:
     if words[0] == "-m":
         assert words[1] == "pipegrad", words
         return _pipegrad(words[2:])
+    if words[0] == "examples/smollm2.py":  # a small model, with a chat template, in its place
+        words = ["examples/make_hf.py", "runs/smollm2"]
+    if words[0] == "examples/finetune_hf.py":
+        words = [*words[:-1], "2"]  # steps
     script = str(Path(words[0]).resolve())
     with (
         _seeing(None),

@@ -87,7 +87,7 @@ DATASETS: dict[str | tuple[str, ...], str] = {  # data.dataset, and others
     ),
     "data_functions:large_tokens": "stage 0 .* fails on torch.int64 .*: IndexError",
     "data_functions:by_rank": "batch 1 of data.dataset is another one on rank 1 than on rank 0",
-    ("data_functions:listed", "eval.sample_every=3"): "needs text, and data.dat",
+    ("data_functions:listed", "eval.sample_every=3"): "needs a tokenizer.json in the dir",
     ("data_functions:listed", "eval.every=3", "eval.dataset=data_functions:nothing"): (
         "eval.dataset = 'data_functions:nothing': the function has no batch"
     ),

@@ -137,3 +137,22 @@ def test_a_sample_fits_the_model_and_its_dtype(name: str) -> None:
 def test_a_model_that_takes_something_else_asks_for_an_example() -> None:
     with pytest.raises(TopologyError, match="Give example="):
         cut(HEADS["BERT, choices"].build(), 2)
+
+
+@pytest.mark.parametrize("name", ["GPT-2", "OPT"])
+def test_texts_that_are_longer_than_learnt_positions_are_refused(name: str) -> None:
+    """The step ended with "IndexError: index out of range in self"."""
+    model: Any = FAMILIES[name].build()
+    longest = model.config.max_position_embeddings
+    conventions = Conventions(model)
+    conventions.arguments({"input_ids": torch.ones(2, longest)})
+    long = {"input_ids": torch.ones(2, longest + 1)}
+    conventions.arguments({**long, "position_ids": torch.zeros(2, longest + 1)})
+    with pytest.raises(StepError, match=f"texts have {longest + 1} tokens, and .* {longest} "):
+        conventions.arguments(long)
+
+
+def test_texts_may_be_longer_than_what_rotates() -> None:
+    model: Any = FAMILIES["Llama 3.2"].build()
+    longest = model.config.max_position_embeddings
+    Conventions(model).arguments({"input_ids": torch.ones(2, longest + 1)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,3 +30,18 @@ def test_a_text_is_continued_after_every_second_step_and_the_last_one(
     assert {step: x for step, x in found.items() if x} == {
         step: {"sample": f"text {step}"} for step in expected
     }
+
+
+def test_a_sample_ends_behind_the_token_that_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config(model=Model(factory="a:b"), eval=Eval(sample_every=1, sample_tokens=9))
+    drawn = iter(range(3, 12))
+    monkeypatch.setattr(Evaluation, "_next", lambda *_: next(drawn))
+    scheduler: Any = SimpleNamespace(
+        topology=Topology.build(axes=(("pp", 1), ("dp", 1))).at(0),
+        sync=SimpleNamespace(bounded=lambda _: nullcontext()),
+    )
+    tokenizer: Any = SimpleNamespace(ends={5}, encode=lambda _: [[5, 1]], decode=str)
+    evaluation = Evaluation(
+        config, scheduler, feed=None, tokenizer=tokenizer, device=torch.device("cpu")
+    )
+    assert evaluation.after(1) == {"sample": "[5, 1, 3, 4, 5]"}
