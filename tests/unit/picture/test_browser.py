@@ -227,9 +227,8 @@ def test_the_table_has_the_shares_of_the_step_that_is_shown(page: Page, tmp_path
         expected = break_down(Lookup(timeline), step)
         table = page.element("shares").find_element("tag name", "table")
         bubbles = [row.text.split()[-1] for row in table.find_elements("css selector", "tbody tr")]
-        assert [f"{bubble} %" for bubble in bubbles] == [
-            in_percent(r.bubble) for r in expected.ranks
-        ]
+        idle = [in_percent(1 - rank.computing) for rank in expected.ranks]
+        assert [f"{bubble} %" for bubble in bubbles] == idle
         page.press("]")
 
 
