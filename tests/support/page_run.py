@@ -36,7 +36,7 @@ _OF_AUDITS = ("torch._dynamo", "pipegrad.audit.script", "pipegrad.pipeline.sched
 def run_page(blocks: Sequence[Block], folder: Path) -> list[str]:
     """Runs the blocks in order; returns what each of those that run prints on all ranks."""
     page = _Page()
-    with _inside(folder):
+    with _inside(folder, page.group):
         for block in (block for block in blocks if block.runs):
             try:
                 page.printed.append(_run(block, page))
@@ -50,20 +50,19 @@ class _Page:
     """What the blocks of a page share.
 
     Attributes:
+        group: The default process group.
         printed: What each block has printed.
     """
 
     def __init__(self) -> None:
+        self.group = _Group()
         self.printed = [""]
         self._space: dict[str, Any] = {"__name__": "__main__"}
         self._checks: dict[str, Any] = {}
-        self._world: dist.ProcessGroup | None = None
 
     def run(self, code: CodeType) -> None:
         """Runs a visible block."""
-        with _seeing(self._world):
-            exec(code, self._space)
-            self._world = dist.group.WORLD
+        exec(code, self._space)
 
     def check(self, code: CodeType) -> None:
         """Runs a hidden block: it sees all names, and what was `printed`. Nobody sees what it did.
@@ -73,7 +72,7 @@ class _Page:
         """
         self._checks |= self._space | {"printed": self.printed[-1]}
         before = _outside()
-        with _seeing(self._world), torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]):
             exec(code, self._checks)
         after = _outside()
         changed = [name for name in before if before[name] != after[name]]
@@ -86,40 +85,48 @@ def _outside() -> dict[str, Any]:
     return {"files": files, "sys.path": [*sys.path], "os.environ": dict(os.environ)}
 
 
-@contextlib.contextmanager
-def _seeing(world: dist.ProcessGroup | None) -> Iterator[None]:
-    """Lets code see this default process group, or none, until it makes or destroys one."""
-    shared, dist.group.WORLD = dist.group.WORLD, world
-    try:
-        yield
-    finally:
-        dist.group.WORLD = shared
+class _Group:
+    """The default process group, as the code of a page sees it.
 
-
-@contextlib.contextmanager
-def _inside(folder: Path) -> Iterator[None]:
-    """Lets the code of a page see its folder, and nothing of this page last in the process.
-
-    A script makes and destroys its process group. Here blocks, and pages, share one: code sees it
-    after it has called `init_process_group`, as a reader must.
+    A script makes and destroys its process group. Here blocks, and pages, share the one of the
+    test: it is there all the time, as the watch sees it. Code sees it after it has called
+    `init_process_group`, as a reader must.
     """
-    shared = dist.group.WORLD
 
-    def make(*_: Any, **__: Any) -> None:
-        if dist.is_initialized():
+    def __init__(self) -> None:
+        self.is_made = False
+
+    def make(self, *_: Any, **__: Any) -> None:
+        if self.is_made:
             raise ValueError("trying to initialize the default process group twice!")
-        dist.group.WORLD = shared
+        self.is_made = True
 
-    def destroy(group: dist.ProcessGroup | None = None) -> None:
-        if group in (None, shared):
-            dist.group.WORLD = None
+    def destroy(self, group: dist.ProcessGroup | None = None) -> None:
+        if group in (None, dist.group.WORLD):
+            self.is_made = False
 
+    def __bool__(self) -> bool:
+        return self.is_made
+
+    @contextlib.contextmanager
+    def of_another_program(self) -> Iterator[None]:
+        before, self.is_made = self.is_made, True  # `pipegrad` makes none if there is one
+        try:
+            yield
+        finally:
+            self.is_made = before
+
+
+@contextlib.contextmanager
+def _inside(folder: Path, group: _Group) -> Iterator[None]:
+    """Lets the code of a page see its folder, and nothing of this page last in the process."""
     with (
         contextlib.chdir(folder),
         mock.patch.object(sys, "path", [str(folder), *sys.path]),
         mock.patch.dict(os.environ),
-        mock.patch.object(dist, "init_process_group", make),
-        mock.patch.object(dist, "destroy_process_group", destroy),
+        mock.patch.object(dist, "is_initialized", group.__bool__),
+        mock.patch.object(dist, "init_process_group", group.make),
+        mock.patch.object(dist, "destroy_process_group", group.destroy),
     ):
         yield
     for name, module in list(sys.modules.items()):
@@ -139,7 +146,8 @@ def _run(block: Block, page: _Page) -> str:
     if block.language == "console":
         found = list(commands(block))
         assert found, "a console block has commands behind $"
-        return "".join(_command(command) for command in found)
+        with page.group.of_another_program():
+            return "".join(_command(command) for command in found)
     code = compile("\n" * (block.line - 1) + block.code, block.page, "exec")
     run = page.check if block.marker == "run" else page.run
     return _on_all_ranks(lambda: run(code))
@@ -212,8 +220,8 @@ def _command(command: str) -> str:
     known = {"pipegrad": _pipegrad, "python": _python, "pip": _pip, "cp": _cp}
     assert program in known, f"{program}: this harness runs {', '.join(known)} and torchrun"
     printed = _on_first_rank(lambda: known[program](words))
-    if target and dist.get_rank() == 0:
-        Path(target).write_text(printed)
+    if target:
+        _on_first_rank(lambda: Path(target).write_text(printed))
     return printed
 
 
@@ -262,10 +270,10 @@ def _python(words: list[str]) -> None:
         words = [*words[:-1], "2"]  # steps
     script = str(Path(words[0]).resolve())
     with (
-        _seeing(None),
         mock.patch.object(sys, "argv", words),
         mock.patch.object(sys, "path", [str(Path(script).parent), *sys.path]),
     ):
+        dist.destroy_process_group()  # a script makes its own
         runpy.run_path(script, run_name="__main__")
     return None
 

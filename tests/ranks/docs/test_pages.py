@@ -53,7 +53,6 @@ def test_the_blocks_of_a_page_run(page: str, clone: Path) -> None:
         ("import sys; sys.path.append('x')", "", "a hidden block changes ['sys.path']"),
         ("import os; os.environ['X'] = ''", "", "a hidden block changes ['os.environ']"),
         ("", "import pipegrad\npipegrad.Topology.create(pipeline=1)", "init_process_group()"),
-        ("", "import torch.distributed as dist\ndist.get_rank()", "has not been initialized"),
     ],
 )
 def test_a_page_runs_as_a_reader_copies_it(
