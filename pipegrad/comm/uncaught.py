@@ -16,6 +16,8 @@ An excepthook that a user has set, before or behind this one, is called on every
 from __future__ import annotations
 
 import atexit
+import gc
+import io
 import linecache
 import os
 import signal
@@ -24,6 +26,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -177,8 +180,10 @@ def _end_without_finalization(code: Callable[[], int]) -> None:
     def end() -> None:
         atexit.unregister(end)
         atexit._run_exitfuncs()  # Python calls what was registered last, first
-        sys.stdout.flush()
-        sys.stderr.flush()
+        for each in gc.get_objects():  # finalization would write what files of the user still hold
+            if type(each) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+                with suppress(OSError, ValueError):  # it is closed, or its disk is full
+                    each.flush()
         os._exit(code())
 
     atexit.register(end)

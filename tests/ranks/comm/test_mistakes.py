@@ -74,6 +74,8 @@ if how == "thread":
     dist.barrier()
     dist.destroy_process_group()
 elif how == "two":
+    log = open(f"log.{rank}", "w")
+    log.write("not flushed")
     raise ValueError(f"shard {rank} is missing")
 elif rank == 1:
     raise ValueError("mine")
@@ -118,6 +120,7 @@ def test_two_mistakes_are_both_there(tmp_path: Path) -> None:
     for rank in (0, 1):
         errors = re.findall(rf"^Error: rank {rank}.*shard {rank} is missing", text, re.MULTILINE)
         assert len(errors) == 1, text
+        assert (tmp_path / f"log.{rank}").read_text() == "not flushed"
 
 
 def test_tracebacks_come_back(tmp_path: Path) -> None:
