@@ -1,24 +1,21 @@
 """Profile of one stage: its forward and backward alone, and what a microbatch holds in between.
 
-The stage runs on copies: its parameters are other leaves in the same memory, and its buffers are
-clones. So no gradient, hook, buffer or random state of the stage is touched, whatever is raised.
+While the stage runs here, its modules hold copies: its parameters are other leaves in the same
+memory, and its buffers are clones. So no gradient, hook, buffer or random state of the stage is
+touched, whatever is raised, and however its forward comes to its modules.
 """
 
 from __future__ import annotations
 
 import contextlib
-import copy
 import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.func import functional_call
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import ScheduleError
@@ -78,15 +75,14 @@ class StageAlone:
         splits: bool,
         device: torch.device,
     ) -> None:
-        module = stage.module
-        self._leaves = {
-            name: p.detach().requires_grad_(p.requires_grad)
-            for name, p in module.named_parameters()
+        self._stage = stage
+        self._parameters = list(stage.module.parameters())
+        copies: dict[int, Tensor] = {
+            id(p): p.detach().requires_grad_(p.requires_grad) for p in self._parameters
         }
-        buffers = {name: b.clone() for name, b in module.named_buffers()}
-        self._stage = copy.copy(stage)
-        call = partial(_called, module, {**self._leaves, **buffers})
-        vars(self._stage)["binding"] = replace(stage.binding, function=call)
+        self._leaves = list(copies.values())
+        copies |= {id(b): b.clone() for b in stage.module.buffers()}
+        self._copies = copies
         self._inputs = inputs
         self._received = received
         self._loss = loss
@@ -95,8 +91,8 @@ class StageAlone:
         # The memory of what a stage receives is counted by itself.
         leaves = [leaf for _, leaf in flattened([*inputs, target])[0]]
         given = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-        self._held_anyway = set(_storages([*self._leaves.values(), *buffers.values(), *given]))
-        mark(self._leaves.values() if splits else ())  # as before a first step: [Note: direct]
+        self._held_anyway = set(_storages([*copies.values(), *given]))
+        mark(self._leaves if splits else ())  # as before a first step: [Note: direct]
 
     def outputs(self) -> tuple[Tensor, ...]:
         """Returns what the stage makes, without losses."""
@@ -135,7 +131,7 @@ class StageAlone:
             timed = [self._timed() for _ in range(_WARM_UP + repeats)][_WARM_UP:]
         passes = _Passes(*map(statistics.median, zip(*timed, strict=True)))
         activations, factors = self._held()
-        parameters = list(self._stage.module.parameters())
+        parameters = self._parameters
         return StageCosts(
             forward_seconds=passes.forward,
             backward_seconds=passes.backward,
@@ -153,11 +149,21 @@ class StageAlone:
 
     @contextlib.contextmanager
     def _apart(self) -> Iterator[None]:
-        """Puts random numbers back, and has graphs whatever the caller is in."""
+        """Lets the stage hold copies, puts random numbers back, and has graphs in any caller."""
         is_host = self._device.type == "cpu"
         devices, kind = ([], "cuda") if is_host else ([self._device], self._device.type)
-        with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
-            yield
+        modules = self._stage.module.modules()
+        tables: list[Any] = [t for m in modules for t in (m._parameters, m._buffers)]
+        before = [dict(table) for table in tables]
+        try:
+            for table in tables:
+                table.update({n: self._copies.get(id(x), x) for n, x in table.items()})
+            with torch.random.fork_rng(devices, device_type=kind), torch.enable_grad():
+                yield
+        finally:
+            for table, held in zip(tables, before, strict=True):
+                table.clear()
+                table.update(held)
 
     def _forward(self) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Runs the forward, and the loss; returns the outputs and the roots of the backward."""
@@ -198,17 +204,13 @@ class StageAlone:
     ) -> list[WeightProduct]:
         if not roots:
             return []
-        ids = {id(leaf) for leaf in self._leaves.values() if leaf.requires_grad}
+        ids = {id(leaf) for leaf in self._leaves if leaf.requires_grad}
         ones = gradients or [torch.ones_like(root) for root in roots]
         return backward_inputs(roots, ones, ids, ids).products
 
     def _clock(self) -> float:
         sync_points.finish_device(self._device)
         return time.perf_counter()
-
-
-def _called(module: nn.Module, state: dict[str, Tensor], *args: object, **options: object) -> Any:  # noqa: ANN401 - whatever the module returns
-    return functional_call(module, state, args, options)
 
 
 def _storages(tensors: Iterable[Tensor]) -> dict[int, int]:

@@ -181,3 +181,51 @@ def test_two_optimizers_are_measured_and_mistakes_refused() -> None:
     assert costs.network.links == ()
     scheduler.close()
     broken.close()
+
+
+class Model(nn.Module):
+    """A model that is no chain: its stages run its own code."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Block(0) for _ in range(4))
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+class Around(Stage):
+    """A stage with a forward of its own."""
+
+    def forward(self, values: Any) -> tuple[Tensor, ...]:
+        (x,) = values
+        return (self.module(x),)
+
+
+@pytest.mark.parametrize("kind", ["own code", "own forward"])
+def test_nothing_changes_however_a_stage_calls_its_modules(kind: str) -> None:
+    """Gradients of what was measured were in the first step of a cut model."""
+    x, y = batch()
+    topology = Topology.create(pipeline=2)
+    stages: Any = pipegrad.cut(Model(), 2, example={"x": x[:4]})
+    if kind == "own forward":
+        index = topology.coordinate("pp")
+        stages = [Around(Block(index), index)]
+    scheduler = Scheduler(
+        stages, topology, schedule="1f1b", num_microbatches=MICROBATCHES,
+        loss_fn=nn.functional.mse_loss, handlers=[DATA],
+    )  # fmt: skip
+    optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
+    before = state(scheduler)
+    for _ in range(2):
+        inputs = {"x": x} if kind == "own code" else {}
+        pipegrad.measure_costs(scheduler, *(() if inputs else (x,)), target=y, **inputs)
+        assert_equal(before, state(scheduler))
+        scheduler.step(*(() if inputs else (x,)), target=y, **inputs)
+        optimizer.step()
+        optimizer.zero_grad()
+        before = state(scheduler)
