@@ -391,6 +391,7 @@ def _show(
         f"{schedule.num_microbatches} microbatches"
     )
     parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated", f"costs: {basis}"]
+    parts += costs.doubts()
     if len(simulation.step_seconds) > 1:
         steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
         more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""

@@ -323,6 +323,13 @@ def test_codecs_make_messages_shorter_and_what_is_assumed_is_in_words(tmp_path: 
     assert as_json(*file, "--codecs", "none")["costs"] == str(path)
 
 
+def test_a_unit_that_is_likely_another_one_has_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    Costs((StageCosts(15, 30),) * 4).save(path)
+    line = "\nthe forward of stage 0 takes 15 s: costs are in seconds\n"
+    assert line in run("1f1b", *SIZE, "--costs", str(path)).output
+
+
 def test_reductions_that_are_left_out_are_simulated_elsewhere(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     Costs((StageCosts(0.1, 0.2),) * 4, collectives={"0": CollectiveCosts(8, 2)}).save(path)
