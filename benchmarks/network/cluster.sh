@@ -32,7 +32,7 @@ cleanup() {
   for space in "${made[@]}"; do ip netns pids "$space" | xargs -r kill -KILL 2>/dev/null || true; done
   for space in "${made[@]}"; do ip netns del "$space" || true; done
   rm -rf "$TMPDIR"
-  ((at_limit == 0)) || echo "limit of $limit seconds reached" >&2
+  ((at_limit == 0)) || echo "limit of ${limit%s} seconds reached" >&2
 }
 TMPDIR=$(mktemp -d) && export TMPDIR  # torchrun leaves folders there when it is killed
 trap cleanup EXIT
@@ -90,9 +90,9 @@ done
 # When a host fails the others would wait for it. They get a while, to say what they know.
 for _ in "${pids[@]}"; do
   wait -n -p failed && continue
-  code=$?
+  code=$? seconds=$((SECONDS - began))
   sleep 3
-  if ((SECONDS - began >= limit)); then
+  if ((code == 124 || (code == 137 && seconds >= ${limit%%[!0-9]*}))); then  # of timeout
     at_limit=1
     exit 124
   fi
