@@ -7,8 +7,9 @@
 #   -n  number of hosts, 4              -s  hop between host HOP and host HOP+1, both ways, is slower
 #   -r  rate of each NIC, 1gbit         -t  limit for the whole run, 600 seconds
 #
-# Exits with the script's code, or 124 after the limit. Nothing is left behind and no packet gets out:
-# every device is made inside a namespace, every namespace goes when this script ends.
+# Exits with the code of the first rank that fails, or 124 after the limit; the last line says so.
+# Nothing is left behind and no packet gets out: every device is made inside a namespace, every
+# namespace goes when this script ends.
 set -euo pipefail
 
 hosts=4 rate=1gbit limit=600 python=python3 slow=()
@@ -22,7 +23,7 @@ done
 shift $((OPTIND - 1))
 (($# > 0)) || usage
 
-name=pgnet$$ net=10.88.0 port=29400 made=() pids=()  # $$: runs side by side do not meet
+name=pgnet$$ net=10.88.0 port=29400 made=() pids=() at_limit=0  # $$: runs side by side do not meet
 
 cleanup() {
   trap '' INT TERM
@@ -31,6 +32,7 @@ cleanup() {
   for space in "${made[@]}"; do ip netns pids "$space" | xargs -r kill -KILL 2>/dev/null || true; done
   for space in "${made[@]}"; do ip netns del "$space" || true; done
   rm -rf "$TMPDIR"
+  ((at_limit == 0)) || echo "limit of ${limit%s} seconds reached" >&2
 }
 TMPDIR=$(mktemp -d) && export TMPDIR  # torchrun leaves folders there when it is killed
 trap cleanup EXIT
@@ -75,13 +77,30 @@ done
 
 # is_host and --local-addr: all namespaces have one host name, from which c10d would guess who serves
 # the rendezvous, and hang. Ranks come in the order of addresses, compared as text: hence 100 and up.
+began=$SECONDS
 for ((i = 0; i < hosts; i++)); do
   timeout -k 5 "$limit" ip netns exec "$name-$i" \
     env GLOO_SOCKET_IFNAME=eth0 OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 PYTHONUNBUFFERED=1 \
     "$python" -m torch.distributed.run --nnodes "$hosts" --nproc-per-node 1 --rdzv-backend c10d \
     --rdzv-id "$name" --rdzv-endpoint "$net.100:$port" \
-    --rdzv-conf "is_host=$((i == 0)),join_timeout=60" --local-addr "$net.$((100 + i))" "$@" &
+    --rdzv-conf "is_host=$((i == 0)),join_timeout=60" --local-addr "$net.$((100 + i))" "$@" \
+    2> >(exec tee "$TMPDIR/errors.$i" >&2) &
   pids+=($!)
 done
 # When a host fails the others would wait for it. They get a while, to say what they know.
-for _ in "${pids[@]}"; do wait -n || { code=$? && sleep 3 && exit "$code"; }; done
+for _ in "${pids[@]}"; do
+  wait -n -p failed && continue
+  code=$? seconds=$((SECONDS - began))
+  sleep 3
+  if ((code == 124 || (code == 137 && seconds >= ${limit%%[!0-9]*}))); then  # of timeout
+    at_limit=1
+    exit 124
+  fi
+  # torchrun exits with 1 whatever a rank exits with, and prints that code.
+  for ((i = 0; i < hosts; i++)); do
+    ((pids[i] == failed)) || continue
+    of_rank=$(sed -n 's/^ *exitcode *: \(-\{0,1\}[0-9]*\) (pid.*/\1/p' "$TMPDIR/errors.$i" | tail -n 1)
+    code=${of_rank:-$code}
+  done
+  exit $((code < 0 ? 128 - code : code))  # a signal, as shells count it
+done

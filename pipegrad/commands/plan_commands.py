@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from pipegrad.model.manifest import Manifest
     from pipegrad.partition.cut_model import Cut
     from pipegrad.schedules import Schedule, ScheduleGenerator
-    from pipegrad.simulation.costs import Costs
+    from pipegrad.simulation.costs import CodecCosts, Costs
     from pipegrad.simulation.explain.explanation import Explanation
     from pipegrad.simulation.simulator import Simulation
     from pipegrad.train.config import Config
@@ -199,6 +199,12 @@ def _amount(
 @_amount("--gbit", 1, "Rate of each rank's NIC, in Gbit/s, each way.", above_zero=True)
 @_amount("--latency-us", 50, "Time of an empty message.")
 @click.option(
+    "--codecs",
+    "codecs_text",
+    metavar="NAME",
+    help="Codecs of all hops, or TOML as in parallel.codecs; for those of the costs.",
+)
+@click.option(
     "--steps", type=Whole(1, _MOST_STEPS), default=1, show_default=True, help="Steps in a row."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -212,6 +218,7 @@ def simulate(
     microbatches: int,
     settings: Sequence[str],
     costs_file: Path | None,
+    codecs_text: str | None,
     steps: int,
     as_json: bool,
     save: Path | None,
@@ -230,7 +237,8 @@ def simulate(
     from pipegrad.train.config import parsed_setting
 
     def costs_of(made: Schedule) -> Costs:
-        return Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
+        costs = Costs.load(costs_file) if costs_file else _uniform(made, weight_ms, **amounts)
+        return costs if codecs_text is None else _encoded(costs, made, codecs_text)
 
     _refuse_both(costs_file)
     with usage_errors():
@@ -249,6 +257,7 @@ def simulate(
         progress.at("looks for what would make it shorter")
         explanation = explain(simulation.timeline, program=program, costs=costs)
         basis = printable(str(costs_file)) if costs_file else _assumed(weight_ms, **amounts)
+        basis = "; ".join((basis, *_codecs_in_words(costs)))
         timeline = replace(simulation.timeline, notes={"costs": basis})
         if save:
             saving(save, timeline.save)
@@ -273,6 +282,38 @@ def _refuse_both(costs_file: Path | None) -> None:
         raise click.UsageError(
             f"{given[0]} and --costs: {costs_file} has all costs; change it there"
         )
+
+
+def _encoded(costs: Costs, schedule: Schedule, text: str) -> Costs:
+    """Returns the costs with the codecs of --codecs, and with no others."""
+    from pipegrad.observe.measured_costs import with_codecs
+    from pipegrad.pipeline.codings import choice_of
+    from pipegrad.schedules import lower
+    from pipegrad.simulation.choose import chain_of
+    from pipegrad.train.config import parsed_setting
+
+    choice = choice_of(parsed_setting(f"codecs={text}")[1] if text.startswith("{") else text)
+    own = replace(costs, stages=costs.stages[: len(schedule.stage_to_rank)])
+    program = lower(schedule, links=chain_of(own))
+    choice.check({(min(c.source, c.target), max(c.source, c.target)) for c in program.channels})
+    return with_codecs(costs, choice, program)
+
+
+def _codecs_in_words(costs: Costs) -> Iterator[str]:
+    """Yields which codecs the costs have, and what of them is assumed."""
+    by_name: dict[str, list[CodecCosts]] = {}
+    for own in costs.codecs:
+        by_name.setdefault(own.codec or "no name", []).append(own)
+    for name, each in by_name.items():
+        hops = ", ".join(dict.fromkeys("{}-{}".format(*own.ranks) for own in each))
+        carried = " and ".join(dict.fromkeys(own.carries for own in each))
+        line = f"codec {name} for {carried} between the ranks {hops}"
+        if any(own.encode_seconds_per_byte + own.decode_seconds_per_byte == 0 for own in each):
+            line += (
+                ", assumed: values are float32, and encoding and decoding take no time "
+                "(pipegrad.measure_costs measures that)"
+            )
+        yield line
 
 
 def _made(
@@ -350,6 +391,7 @@ def _show(
         f"{schedule.num_microbatches} microbatches"
     )
     parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated", f"costs: {basis}"]
+    parts += costs.doubts()
     if len(simulation.step_seconds) > 1:
         steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
         more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""
@@ -360,6 +402,7 @@ def _show(
         parts.append(f"peak memory: {peak / _MIB:,.0f} MiB, on rank {rank}")
     if costs.collectives:
         parts.append(
-            "the reductions of the costs are left out: a schedule does not say whose they are"
+            "the reductions of gradients in the costs are left out: they belong to the parameters "
+            "of a job; pipegrad plan CONFIG --costs FILE simulates them"
         )
     print_parts(make_console(), [*parts, *rendered_explanation(explained)])

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import cache, cached_property
 from pathlib import Path
@@ -30,6 +30,10 @@ from pipegrad.schedules.program.program import Channel, Collective, Link
 from pipegrad.schedules.schedule import Kind
 from pipegrad.simulation.plain_data import loaded, validated
 
+_LONG_SECONDS, _LONG_LATENCY = 5.0, 1.0
+# Bytes a second that no NIC has, as NICs of 1 and of 10 Gbit/s are in use; and the rate of a modem.
+_RATES_IN_BITS, _LOW_RATE = (1e9, 1e10), 1e4
+
 
 @dataclass(frozen=True)
 class _Numbers:
@@ -38,6 +42,7 @@ class _Numbers:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     def __post_init__(self) -> None:
+        wrong = list[str]()
         for each in fields(self):
             if each.type not in ("int", "float", "Mapping[str, int]"):
                 continue
@@ -45,13 +50,13 @@ class _Numbers:
             for number in value.values() if isinstance(value, Mapping) else [value]:
                 is_number = isinstance(number, int | float) and not isinstance(number, bool)
                 if not is_number or not number >= 0:
-                    raise ScheduleError(f"{each.name} is {number!r}, expected a number, at least 0")
+                    wrong.append(f"{each.name} is {number!r}, expected a number, at least 0")
                 # A rate may be without a limit; a time or a size may not.
-                if number > MOST_NUMBER and not each.name.endswith("per_second"):
+                elif number > MOST_NUMBER and not each.name.endswith("per_second"):
                     size = "inf" if number == math.inf else "too large"
-                    raise ScheduleError(
-                        f"{each.name} is {size}, expected at most {MOST_NUMBER:.0e}"
-                    )
+                    wrong.append(f"{each.name} is {size}, expected at most {MOST_NUMBER:.0e}")
+        if wrong:
+            raise ScheduleError("; ".join(wrong))
 
 
 @dataclass(frozen=True)
@@ -328,6 +333,44 @@ class Costs(_Numbers):
     def collective(self, collective: Collective) -> CollectiveCosts:
         """Returns the costs of a reduction; without any if nothing is known."""
         return self.collectives.get(collective.name, CollectiveCosts())
+
+    def __str__(self) -> str:
+        """A line for each stage, and one for each link whose costs differ from the rest."""
+        lines = ["stage   forward ms   backward ms   optimizer ms   sends MiB   holds MiB"]
+        for number, stage in enumerate(self.stages):
+            seconds = stage.forward_seconds, stage.backward_seconds, stage.optimizer_seconds
+            sizes = sum(stage.outputs.values()), stage.held_bytes
+            forward, backward, optimizer = (f"{1e3 * each:.3f}" for each in seconds)
+            sent, held = (f"{each / 2**20:.3f}" for each in sizes)
+            cells = f"{forward:>13}{backward:>14}{optimizer:>15}{sent:>12}{held:>12}"
+            lines.append(f"{number:<5}{cells}")
+        network = self.network
+        rest = "link   Mbit/s   ms of an empty message"
+        lines += ["", rest] if network.links else []
+        for link in network.links:
+            rate = link.bytes_per_second
+            if network.host(link.source) != network.host(link.target):
+                rate = min(rate, network.nic_bytes_per_second)
+            name = f"{link.source}->{link.target}"
+            lines.append(f"{name:<5}{8e-6 * rate:>8.1f}{1e3 * link.latency_seconds:>25.3f}")
+        if not network.links:
+            rate, latency = 8e-6 * network.nic_bytes_per_second, 1e3 * network.latency_seconds
+            lines.append(f"each NIC: {rate:.1f} Mbit/s, {latency:.3f} ms for an empty message")
+        return "\n".join(lines)
+
+    def doubts(self) -> Iterator[str]:
+        """Yields numbers that are likely of another unit, with the unit that is expected."""
+        for number, stage in enumerate(self.stages):
+            if stage.forward_seconds >= _LONG_SECONDS:
+                seconds = stage.forward_seconds
+                yield f"the forward of stage {number} takes {seconds:g} s: costs are in seconds"
+                break
+        if self.network.latency_seconds >= _LONG_LATENCY:
+            latency = self.network.latency_seconds
+            yield f"an empty message takes {latency:g} s: costs are in seconds"
+        rate = self.network.nic_bytes_per_second
+        if rate in _RATES_IN_BITS or rate < _LOW_RATE:
+            yield f"a NIC sends {8e-6 * rate:g} Mbit/s: rates are in bytes a second, not in bits"
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data, without what has its default; `from_json` reads it."""

@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import ErrorDetails
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError, reason
 from pipegrad.printable import printable, shortened
 
 T = TypeVar("T")
+_MOST_MISTAKES = 8  # in one message
 # The first word of what pydantic calls a mistake -> ours, where its own are of Python.
 _COMPLAINTS = {
     "missing": "is missing",
@@ -31,13 +33,20 @@ def validated(adapter: TypeAdapter[T], data: object, what: str) -> T:
     try:
         return adapter.validate_python(data)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = printable(shortened(".".join(map(str, first["loc"])) or what))
-        kind = first["type"].partition("_")[0]
-        complaint = _COMPLAINTS.get(kind, first["msg"].removeprefix("Value error, "))
-        shown = "" if kind == "missing" else f", found {_shown(first['input'])}"
-        colon = "" if kind in _COMPLAINTS else ":"
-        raise ScheduleError(f"{where}{colon} {complaint.removeprefix('Input ')}{shown}") from error
+        mistakes = error.errors()
+        words = [_in_words(each, what) for each in mistakes[:_MOST_MISTAKES]]
+        more = len(mistakes) - len(words)
+        words += [f"and {more} more"] if more else []
+        raise ScheduleError("; ".join(words)) from error
+
+
+def _in_words(mistake: ErrorDetails, what: str) -> str:
+    where = printable(shortened(".".join(map(str, mistake["loc"])) or what))
+    kind = mistake["type"].partition("_")[0]
+    complaint = _COMPLAINTS.get(kind, mistake["msg"].removeprefix("Value error, "))
+    shown = "" if kind == "missing" else f", found {_shown(mistake['input'])}"
+    colon = "" if kind in _COMPLAINTS else ":"
+    return f"{where}{colon} {complaint.removeprefix('Input ')}{shown}"
 
 
 def _shown(value: object) -> str:

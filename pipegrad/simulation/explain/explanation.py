@@ -35,6 +35,7 @@ from pipegrad.simulation.timeline import BATCH, Timeline, in_percent, in_time
 _ROUGH = 0.1  # what a simulation may be off before advice says so
 _ALL_TRIED = 50  # there are never more changes than so many in two steps
 _LEAST_GAIN = 0.005
+_PAIR_GAIN = 0.05  # what two changes at once save more than the better one, to be worth a line
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
 _MOVE = 0.01  # what a stage counts more for each layer that its begin moves by
@@ -149,7 +150,8 @@ class Advice:
         at_most = "at most " if self.is_bound else ""
         memory = f", {self.peak_bytes / 2**20:,.0f} MiB at peak" if self.peak_bytes else ""
         expected = f"{at_most}{in_percent(self.gain)} less, {in_time(self.step_seconds)} a step"
-        return f"{self.change}: {expected}{memory}"
+        coding = ", if encoding takes no time" if "parallel.codecs" in self.change else ""
+        return f"{self.change}: {expected}{coding}{memory}"
 
     def to_json(self) -> dict[str, Any]:
         """Returns it as plain data."""
@@ -183,7 +185,7 @@ def advise(
     now = max(base, step_seconds or 0.0)
     knows_memory = any(stage.held_bytes or stage.activation_bytes for stage in costs.stages)
     most = _most_tried(program) // num_steps
-    result = []
+    result, pairs = list[Advice](), list[Advice]()
     for _, what_if in zip(range(max(1, most)), what_ifs(program, costs, of), strict=False):
         simulated = simulate(what_if.program, what_if.costs, num_steps=num_steps, records=False)
         gain = (base - simulated.step_seconds[-1]) / now
@@ -191,7 +193,11 @@ def advise(
             expected = (step_seconds or base) * (1 - gain)
             peak = max(simulated.peak_bytes) if knows_memory else 0
             own = what_if.cause, what_if.change, expected, gain, what_if.is_bound, peak
-            result.append(Advice(*own))
+            (pairs if what_if.is_pair else result).append(Advice(*own))
+    alone = max((advice.gain for advice in result if not advice.is_bound), default=0.0)
+    best = max(pairs, key=lambda advice: advice.gain, default=None)
+    if best and best.gain >= alone + _PAIR_GAIN:
+        result.append(best)
     return tuple(sorted(result, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
 
 
@@ -215,6 +221,7 @@ class WhatIf:
         program: What would be run.
         costs: What that would cost.
         is_bound: True if nobody can do that, as with a network that takes no time.
+        is_pair: True if it is two changes at once; of such the best is advice.
     """
 
     cause: Cause
@@ -222,16 +229,23 @@ class WhatIf:
     program: Program
     costs: Costs
     is_bound: bool = False
+    is_pair: bool = False
 
 
 def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iterator[WhatIf]:
     """Yields what is tried, the most telling first: a large program leaves no time for all."""
     yield from _bounds(program, costs)
     yield from _evened(program, costs, of.layers if of else ())
-    yield from _codecs(program, costs, of)
+    codecs = list(_codecs(program, costs, of))
+    yield from codecs
     yield from _more_microbatches(program, costs, of)
     yield from _other_schedules(program, costs)
     yield from _narrow_reductions(program, costs, of)
+    for coded in codecs:
+        for other in _other_schedules(program, coded.costs):
+            yield replace(
+                other, cause="links", change=f"{coded.change} and {other.change}", is_pair=True
+            )
 
 
 # Bounds.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from pipegrad.simulation.explain.explanation import Advice, Explanation
 
 _LEAST_NOISE, _LEAST_SHARE = 0.02, 0.05
+_TOO_NOISY = 0.2  # steps that differ by more say nothing of most changes
 _ALL_CORES = 0.9  # processes that use so much of all cores leave none to a rank that waits
 _KEY = re.compile(r"\b(?:parallel|gradients|optimizer)\.(\w+) = ")
 
@@ -43,9 +44,17 @@ def sentence(explanation: Explanation) -> str:
     clauses = [c for c in _shares(explanation) if c.weight >= max(noise, _LEAST_SHARE)]
     clauses += [c for c in _simulated(explanation, rough) if c.weight >= rough]
     limit = f"no change is simulated to save more than the noise, {in_percent(rough)}"
+    if explanation.error > noise:
+        off = f"the {in_percent(rough)} that the simulation of this step is off by"
+        limit = f"no change is simulated to save more than {off}"
     words = f"nothing stands out: {limit}"
     if clauses:
         words = max(clauses, key=lambda clause: clause.weight).words
+    elif noise > _TOO_NOISY:
+        words = (
+            f"steps differ too much from each other, by {in_percent(noise)}, to say what would "
+            "help: repeat the run while nothing else runs on its machines"
+        )
     elif not explanation.advice and explanation.notes:
         words = explanation.notes[0]
     return f"a step takes {in_time(seconds)}; {words}"

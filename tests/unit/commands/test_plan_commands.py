@@ -12,7 +12,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from pipegrad.cli import main
-from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.simulation.costs import CodecCosts, CollectiveCosts, Costs, Network, StageCosts
 from pipegrad.simulation.timeline import Timeline
 from tests.support.train.jobs import with_job
 
@@ -295,6 +295,50 @@ def test_costs_of_a_file(tmp_path: Path) -> None:
     assert "assumed" not in printed
 
 
+def test_codecs_make_messages_shorter_and_what_is_assumed_is_in_words(tmp_path: Path) -> None:
+    link = ["--mib", "4", "--latency-us", "0"]
+    plain, none, bf16 = (
+        as_json("1f1b", *SIZE, *link, *more)
+        for more in ([], ["--codecs", "none"], ["--codecs", "bf16"])
+    )
+    assert none == plain
+    half = as_json("1f1b", *SIZE, "--mib", "2", "--latency-us", "0")
+    assert bf16["step_seconds"] == half["step_seconds"]
+    assert bf16["costs"].endswith(
+        "; codec bf16 for activations and gradients between the ranks 0-1, 1-2, 2-3, assumed: "
+        "values are float32, and encoding and decoding take no time "
+        "(pipegrad.measure_costs measures that)"
+    )
+    one = as_json("1f1b", *SIZE, *link, "--codecs", "{'0-1' = 'bf16'}")
+    assert half["step_seconds"] < one["step_seconds"] < plain["step_seconds"]
+    # What was measured stays, and is no assumption; a codec that is given replaces another.
+    path = tmp_path / "costs.json"
+    stage = StageCosts(0.01, 0.02, outputs={"x": 2**20})
+    known = CodecCosts((0, 1), "activations", "int8", 0.25, 1e-9, 1e-9)
+    Costs((stage,) * 2, codecs=(known,)).save(path)
+    file = ["1f1b", *sizes(2, 4), "--costs", str(path)]
+    measured = f"{path}; codec int8 for activations between the ranks 0-1"
+    assert as_json(*file)["costs"] == measured
+    assert "codec int8" not in as_json(*file, "--codecs", "bf16")["costs"]
+    assert as_json(*file, "--codecs", "none")["costs"] == str(path)
+
+
+def test_a_unit_that_is_likely_another_one_has_a_line(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    Costs((StageCosts(15, 30),) * 4).save(path)
+    line = "\nthe forward of stage 0 takes 15 s: costs are in seconds\n"
+    assert line in run("1f1b", *SIZE, "--costs", str(path)).output
+
+
+def test_reductions_that_are_left_out_are_simulated_elsewhere(tmp_path: Path) -> None:
+    path = tmp_path / "costs.json"
+    Costs((StageCosts(0.1, 0.2),) * 4, collectives={"0": CollectiveCosts(8, 2)}).save(path)
+    words = "the reductions of gradients in the costs are left out: they belong to the parameters "
+    assert f"{words}of a job; pipegrad plan CONFIG --costs FILE simulates them" in run(
+        "1f1b", *SIZE, "--costs", str(path)
+    ).output.replace("\n", " ")
+
+
 def test_a_page_and_a_trace(tmp_path: Path) -> None:
     page, trace = tmp_path / "page.html", tmp_path / "trace.json"
     result = run("1f1b", *SIZE, "--html", str(page), "--perfetto", str(trace))
@@ -322,6 +366,10 @@ def test_a_page_and_a_trace(tmp_path: Path) -> None:
         (["gpipe", "--ranks", "9999", "--microbatches", "999"], "at most 1,000,000"),
         (["1f1b", *SIZE, "--costs", "absent.json"], "there is no file absent.json"),
         (["1f1b", *SIZE, "--costs", "absent.json", "--mib", "1"], "--mib and --costs: absent.json"),
+        (["1f1b", *SIZE, "--codecs", "int9"], "known, closest first: int8"),
+        (["1f1b", *SIZE, "--codecs", "{'0-7' = 'int8'}"], "0-7, which nothing crosses"),
+        (["1f1b", *SIZE, "--codecs", "{activations = 'topk'}"], "for gradients alone"),
+        (["1f1b", *SIZE, "--codecs", "{"], "is not TOML"),
         (["1f1b", *SIZE, "--save", "absent/folder.json"], "No such file or directory"),
         (["1f1b", *SIZE, "--steps", "0"], "'0': expected a whole number from 1 to 10,000"),
         (["1f1b", *SIZE, "--ranks", "four"], "'four': expected a whole number of at least 1"),

@@ -60,6 +60,56 @@ def test_what_does_not_fit_is_refused_in_one_line(data: object, words: str) -> N
     assert "\n" not in str(error.value)
 
 
+def test_all_mistakes_of_a_file_are_in_one_message() -> None:
+    stages = [
+        {"forward_seconds": "x"},
+        {"forward": 1},
+        {"parameter_bytes": -2, "outputs": {"x": -1}},
+    ]
+    with pytest.raises(ScheduleError) as error:
+        Costs.from_json({"stages": stages, "network": {"nic_bytes_per_second": 0}})
+    words = str(error.value).split("; ")
+    begins = (
+        "stages.0.forward_seconds: should be a valid number",
+        "stages.1.forward is unknown",
+        "stages.2: parameter_bytes is -2, expected a number, at least 0",
+        "outputs is -1, expected a number, at least 0",
+        "network: nic_bytes_per_second is 0.0",
+    )
+    for own, begin in zip(words, begins, strict=True):
+        assert own.startswith(begin)
+    with pytest.raises(ScheduleError, match=r"; and 92 more$"):
+        Costs.from_json({"stages": [{"forward": 1}] * 100})
+
+
+def test_costs_are_printed_as_a_table() -> None:
+    network = replace(COSTS.network, links=(*COSTS.network.links, LinkCosts(1, 0, 0.0, 1e6)))
+    assert str(replace(COSTS, network=network)).splitlines() == [
+        "stage   forward ms   backward ms   optimizer ms   sends MiB   holds MiB",
+        "0           10.000        20.000          0.000       1.000       0.000",
+        "1           10.000        20.000          0.000       0.000       0.000",
+        "",
+        "link   Mbit/s   ms of an empty message",
+        "0->1   1000.0                    1.000",
+        "1->0      8.0                    0.000",
+    ]
+    alike = str(replace(COSTS, network=Network(125e6, 1e-4)))
+    assert alike.endswith("\neach NIC: 1000.0 Mbit/s, 0.100 ms for an empty message")
+
+
+def test_numbers_of_another_unit_are_doubted() -> None:
+    assert not list(COSTS.doubts())
+    slow = Costs((StageCosts(15, 30),) * 2, Network(1e9, 50))
+    assert list(slow.doubts()) == [
+        "the forward of stage 0 takes 15 s: costs are in seconds",
+        "an empty message takes 50 s: costs are in seconds",
+        "a NIC sends 8000 Mbit/s: rates are in bytes a second, not in bits",
+    ]
+    assert list(Costs((), Network(125)).doubts()) == [
+        "a NIC sends 0.001 Mbit/s: rates are in bytes a second, not in bits"
+    ]
+
+
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"stages": 3}'])
 def test_a_file_that_holds_no_costs_is_named(tmp_path: Path, text: str) -> None:
     path = tmp_path / "costs.json"
