@@ -142,7 +142,7 @@ class Cut:
         modules, source = [self.modules[stage] for stage in self._held], self.source
         model = self._model()
         if model is not None and len(self._held) < self.num_stages:
-            refuse_uncut(model, self._held)
+            refuse_uncut(model, self.modules, self._held, is_saved=self._uncut is not None)
         if source is None:
             return
         if source.directory is not None:
