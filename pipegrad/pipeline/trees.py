@@ -86,8 +86,9 @@ def check_kind(path: str, leaf: object) -> None:
         raise StepError(
             f"the {what} is a {type(leaf).__name__}, expected a tensor, which is cut into "
             f"microbatches; a number, string or None, which each of them gets; or a dict, list or "
-            f"tuple of tensors. If every microbatch is to get all of it, give it by a name of its "
-            f"own, and make the Scheduler with whole=({name!r},)"
+            f"tuple of tensors. If the model needs none of it, such as texts, drop the column. If "
+            f"every microbatch is to get all of it, give it by a name of its own, and make the "
+            f"Scheduler with whole=({name!r},)"
         )
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
@@ -56,6 +56,12 @@ class AdapterSources(NamedTuple):
 def has_adapter(model: Any) -> bool:  # noqa: ANN401 - of any kind
     """Whether peft has added parameters: to peft's own model, or to the model inside of it."""
     return bool(getattr(model, "peft_config", None))
+
+
+def has_tuned_layers(modules: Iterable[nn.Module]) -> bool:
+    """Whether peft has exchanged or wrapped layers inside of modules."""
+    kind = "peft.tuners.tuners_utils", "BaseTunerLayer"
+    return any(is_imported_kind(part, *kind) for module in modules for part in module.modules())
 
 
 def refuse_merging(model: nn.Module, words: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Topology, cut
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, TopologyError
 from tests.support.gradients.cases import rank
 
 pytestmark = pytest.mark.ranks(2)
@@ -142,13 +143,17 @@ def test_modules_of_a_model_with_layers_of_other_ranks_are_no_more_used() -> Non
     scheduler.close()
 
 
-def test_tools_of_peft_that_read_or_change_layers_are_refused() -> None:
-    """generate() mixed trained and untrained layers; merge_and_unload() gave them to be saved."""
-    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+def small_qwen(transformers: Any) -> Any:
     small: dict[str, int] = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 7}
     torch.manual_seed(0)
-    base = transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, **heads))
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, **heads))
+
+
+def test_tools_of_peft_that_read_or_change_layers_are_refused() -> None:
+    """generate() mixed trained and untrained layers; merge_and_unload() gave them to be saved."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = small_qwen(transformers)
     model: Any = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     parts = cut(model, 2)
     topology = Topology.create(pipeline=2)
@@ -173,4 +178,41 @@ def test_tools_of_peft_that_read_or_change_layers_are_refused() -> None:
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     assert scheduler.step(batch).loss.isfinite()
     assert scheduler.evaluate(batch).loss.isfinite()
+    scheduler.close()
+
+
+def test_adapters_behind_a_cut_are_refused() -> None:
+    """Stages share what is inside of layers, so peft changed them: they trained without a word."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = small_qwen(transformers)
+    parts, topology = cut(base, 2), Topology.create(pipeline=2)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(TopologyError, match=r"wrap the model with get_peft_model\(\), then cut it"):
+        Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
+    prepared = small_qwen(transformers)
+    prepared.forward = prepared.forward  # as accelerate exchanges it
+    with pytest.raises(TopologyError, match=r"prepared, as a Qwen3ForCausalLM .* prepare\(\)"):
+        cut(prepared, 2)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["torch's optimizer", "scheduler.optimizer"])
+def test_one_warning_of_torch_clipping_adapters_of_one_stage(own: bool) -> None:
+    """Nothing is tied, so no copies differ, and no DriftError can come."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    parts = cut(peft.get_peft_model(small_qwen(transformers), config), 2)
+    topology = Topology.create(pipeline=2)
+    scheduler = Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
+    parameters = [p for p in parts.modules[rank()].parameters() if p.requires_grad]
+    adam = torch.optim.AdamW
+    optimizer = adam(parameters, lr=0.1) if own else scheduler.optimizer(adam, lr=0.1)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for number in range(2):
+            scheduler.step({"input_ids": TOKENS, "labels": TOKENS})
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            texts = [str(w.message) for w in heard if "torch's clip_grad_norm_" in str(w.message)]
+            assert len(texts) == 1, f"after step {number}"
     scheduler.close()
