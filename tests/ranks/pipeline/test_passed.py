@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -244,7 +245,7 @@ def test_texts_that_each_rank_has_padded_to_another_length_are_refused_in_these_
     for evaluates in (False, True, False):
         # The replica of ranks 1 and 3 is right, and fails with the other one.
         length = 6 if replica else 6 + stage
-        words = refused(AgreementError, lambda e=evaluates, n=length: run(n, evaluates=e))
+        words = refused(AgreementError, partial(run, length, evaluates=evaluates))
         assert words == WORDS.format(0, 2, "x")
     assert run(6).loss.isfinite()
     scheduler.close()
