@@ -140,7 +140,11 @@ def parts_of(
         PlanError: If there is no parameter, or no matrix.
     """
     if not records:
-        raise PlanError("no parameter requires a gradient, so an optimizer has nothing to step")
+        raise PlanError(
+            "no parameter requires a gradient, so an optimizer has nothing to step. "
+            "PeftModel.from_pretrained() freezes the adapter that it reads: give it "
+            "is_trainable=True"
+        )
     for factory in (kind, others):
         if factory is not None and not callable(factory):
             raise PlanError(

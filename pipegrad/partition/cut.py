@@ -173,10 +173,12 @@ def _check_model(model: object) -> None:
         raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
     if isinstance(model, StageModule):
         raise TopologyError("the model is a stage of a cut already: cut the uncut model")
-    if hasattr(model, "_orig_mod") or wrapper_of(model):
+    # accelerate exchanges the forward of a model for mixed precision.
+    if hasattr(model, "_orig_mod") or wrapper_of(model) or "forward" in vars(model):
         raise TopologyError(
-            f"the model is wrapped, as a {type(model).__name__} or inside of it: cut the model "
-            f"first, and compile or wrap its stages"
+            f"the model is wrapped or prepared, as a {type(model).__name__} or inside of it: cut "
+            f"the model before torch.compile, accelerate's prepare() or a Trainer has it, and "
+            f"compile or wrap its stages"
         )
 
 

@@ -19,7 +19,7 @@ from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
 from pipegrad.partition.uncut_use import refuse_uncut
-from pipegrad.partition.weights.adapter import described, has_adapter
+from pipegrad.partition.weights.adapter import described, has_adapter, has_tuned_layers
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
@@ -88,6 +88,7 @@ class Cut:
             self._uncut = described(model)
         elif inner_model(model) is not None:
             self._uncut = without_memory(model)
+        self._is_tuned = has_tuned_layers([model])
         self._model = weakref.ref(model)
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
         self.labels = () if how == "sequential" else self._conventions.labels
@@ -136,13 +137,19 @@ class Cut:
             stages: Those of this rank.
 
         Raises:
+            TopologyError: If peft has added adapters behind the cut; on all ranks.
             WeightsError: If values are missing or cannot be read; on all ranks.
         """
+        if not self._is_tuned and has_tuned_layers(self.modules.values()):
+            raise TopologyError(
+                "peft has added adapters to a model that was cut already, and neither the stages' "
+                "files nor their ties know them: wrap the model with get_peft_model(), then cut it"
+            )
         self._held = tuple(sorted(stages))
         modules, source = [self.modules[stage] for stage in self._held], self.source
         model = self._model()
         if model is not None and len(self._held) < self.num_stages:
-            refuse_uncut(model, self._held)
+            refuse_uncut(model, self.modules, self._held, is_saved=self._uncut is not None)
         if source is None:
             return
         if source.directory is not None:

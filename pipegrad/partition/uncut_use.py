@@ -3,29 +3,31 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn, Self
 
 from torch import nn
 
 from pipegrad.errors import StepError
+from pipegrad.partition.weights.adapter import refuse_merging
 
 
 class _Refusal:
     """A hook that refuses what would read layers of other ranks.
 
     Args:
-        model: The uncut model. Its copies, and the modules of its stages, may run.
+        modules: Those of the uncut model with such layers. Their copies, and the modules of stages,
+            may run.
         words: Why, and what to do.
     """
 
-    def __init__(self, model: nn.Module, words: str) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, modules: Iterable[nn.Module], words: str) -> None:
+        self._modules = weakref.WeakSet(modules)
         self._words = words
 
     def __call__(self, module: nn.Module, *_: object) -> None:
-        """Raises StepError if it is the uncut model."""
-        if module is self._model():
+        """Raises StepError if it is a module of the uncut model."""
+        if module in self._modules:
             raise StepError(self._words)
 
     def __deepcopy__(self, memo: object) -> Self:
@@ -35,22 +37,45 @@ class _Refusal:
         raise StepError(self._words)
 
 
-def refuse_uncut(model: nn.Module, held: Sequence[int]) -> None:
-    """Makes a model refuse to run and to be saved.
+def refuse_uncut(
+    model: nn.Module, stages: Mapping[int, nn.Module], held: Sequence[int], *, is_saved: bool
+) -> None:
+    """Makes a model refuse to run and to be saved, as a whole and module by module.
+
+    Tools go past the model itself: peft's ``generate`` runs the model inside of it, and what
+    ``merge_and_unload`` returns is that model.
 
     Args:
         model: The uncut model.
+        stages: All stages.
         held: The stages of this rank.
+        is_saved: Whether ``save_pretrained`` of the cut writes it.
     """
-    refusal = _Refusal(
-        model,
+    save = (
+        "save by cut.save_pretrained(), and generate from what it wrote"
+        if is_saved
+        else f"save the stages of every rank: here cut.modules[{held[0]}].state_dict()"
+    )
+    words = (
         f"the {type(model).__name__} was cut, and this rank trains its stage "
         f"{', '.join(map(str, held))} alone: the other layers are trained on other ranks, and are "
         f"here as they were before. Train by scheduler.step(), evaluate by scheduler.evaluate(), "
-        f"and save the stages of every rank: here cut.modules[{held[0]}].state_dict()",
+        f"and {save}"
     )
-    # The modules of stages have the same tables of hooks.
-    for table in ("_forward_pre_hooks", "_state_dict_pre_hooks"):
-        setattr(model, table, getattr(model, table).copy())
-    model.register_forward_pre_hook(refusal)
-    model.register_state_dict_pre_hook(refusal)
+    # Stages have twins of the modules around layers. What is inside of a layer they share.
+    shared = {id(part) for stage in stages.values() for part in stage.modules()}
+    here = {id(p) for stage in held for p in stages[stage].parameters()}
+    modules = [
+        module
+        for module in model.modules()
+        if module is model
+        or (id(module) not in shared and any(id(p) not in here for p in module.parameters()))
+    ]
+    refusal = _Refusal(modules, words)
+    for module in modules:
+        # Twins have the same tables of hooks.
+        for table in ("_forward_pre_hooks", "_state_dict_pre_hooks"):
+            setattr(module, table, getattr(module, table).copy())
+        module.register_forward_pre_hook(refusal)
+        module.register_state_dict_pre_hook(refusal)
+    refuse_merging(model, words)

@@ -110,36 +110,56 @@ class Learned:
 
 
 def run_together(
-    what: str, run: Callable[[], tuple[T, Learned]], *, ranks: Sequence[int], wait_seconds: float
-) -> tuple[T, dict[int, Learned]]:
-    """Runs a first step on all ranks; returns its result here, and what each rank has learned.
+    what: str,
+    run: Callable[[], tuple[T, Learned]],
+    *,
+    passed: Callable[[], dict[str, int]],
+    differing: Callable[[dict[int, dict[str, int]]], str | None],
+    ranks: Sequence[int],
+    wait_seconds: float,
+) -> tuple[T, dict[int, Learned], str | None]:
+    """Runs a first step on all ranks.
 
     Args:
         what: What is run, in words.
         run: Runs it on this rank.
+        passed: Returns what this rank was given, if `run` has failed.
+        differing: Says what differs of what ranks were given.
         ranks: All ranks; those that failed have learned nothing.
         wait_seconds: How long ranks wait for each other.
 
+    Returns:
+        Its result here, what each rank has learned, and what differs if it failed elsewhere.
+
     Raises:
-        AgreementError: If a rank does not come.
+        AgreementError: If a rank does not come, or if the step failed and ranks of a pipeline were
+            given different batches.
         Exception: What `run` raised on this rank.
     """
 
-    def ended() -> tuple[T | BaseException, Learned | None]:
+    def ended() -> tuple[T | BaseException, tuple[Learned | None, dict[str, int]]]:
         # An error is not raised inside of `agree`, which would raise it on all ranks in its own
         # words. It is raised behind `agree`, when all ranks have ended the step.
         try:
-            return run()
+            result, learned = run()
         except StallError:
             raise  # the job has ended: nobody comes to `agree` any more
         except BaseException as error:  # noqa: BLE001 - raised behind `agree`
-            return error, None
+            return error, (None, passed())
+        return result, (learned, learned.passed)
 
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
     outcome, replies = agree_keeping(what, ended, ranks=ranks, timeout_seconds=wait_seconds)
+    learned = {r: one for r, (one, _) in zip(ranks, replies, strict=True) if one is not None}
+    wrong = None
+    if len(learned) < len(ranks):
+        # Texts of other lengths break inside of a stage, in words of the model.
+        wrong = differing({r: numbers for r, (_, numbers) in zip(ranks, replies, strict=True)})
     if isinstance(outcome, BaseException):
+        if wrong is not None and isinstance(outcome, Exception):
+            raise AgreementError(wrong) from outcome
         raise outcome
-    return outcome, {rank: one for rank, one in zip(ranks, replies, strict=True) if one}
+    return outcome, learned, wrong
 
 
 def refuse_unlike(

@@ -265,10 +265,12 @@ class Batches:
             rows = {path: length for path, length in rows.items() if length > 1}
             whole += single
         if len(set(rows.values())) > 1 or any(n < number for n in rows.values()):
+            few = len(set(rows.values())) == 1
+            last = ". A DataLoader with drop_last=True leaves a last batch of few rows out"
             raise StepError(
                 f"tensors of {rows} rows cannot be cut into {number} microbatches that belong "
                 f"together: give all the same number of rows, at least {number}, or give another "
-                f"num_microbatches= on all ranks"
+                f"num_microbatches= on all ranks{last if few else ''}"
             )
         self.rows = min(rows.values(), default=None)
         self._repeated.check({**passed, **leaves}, rows)

@@ -16,7 +16,7 @@ from torch import Tensor
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import Board
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import PipegradError, StepError
+from pipegrad.errors import AgreementError, PipegradError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -509,19 +509,28 @@ class Steps:
         specs = LearnedSpecs(board, self._wait_seconds)
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only, is_first=True)
 
+        def passed() -> dict[str, int]:
+            return {name: int(number) for name, number in self.batches.passed.items()}
+
         def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
             result, accepted = self._run(kind, batch)
-            passed = {name: int(number) for name, number in self.batches.passed.items()}
             metrics, rows = accepted.terms.metrics, self.batches.rows
-            learned = Learned(specs.known, accepted.shared_divisor, metrics, rows, passed)
+            learned = Learned(specs.known, accepted.shared_divisor, metrics, rows, passed())
             return (result, accepted.terms), learned
 
         what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"
         ranks = sorted(topology.ranks)
-        (result, terms), learned = run_together(
-            what, learn, ranks=ranks, wait_seconds=self._wait_seconds
+        (result, terms), learned, wrong = run_together(
+            what,
+            learn,
+            passed=passed,
+            differing=self._losses.passed.differing,
+            ranks=ranks,
+            wait_seconds=self._wait_seconds,
         )
         try:
+            if wrong is not None:
+                raise AgreementError(wrong)
             if len(learned) < len(ranks):
                 raise StepError(f"{FAILED_ELSEWHERE}: {self._notice.read()}")
             refuse_unlike(learned, topology, self._losses, forward_only=forward_only)

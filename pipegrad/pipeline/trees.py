@@ -86,8 +86,9 @@ def check_kind(path: str, leaf: object) -> None:
         raise StepError(
             f"the {what} is a {type(leaf).__name__}, expected a tensor, which is cut into "
             f"microbatches; a number, string or None, which each of them gets; or a dict, list or "
-            f"tuple of tensors. If every microbatch is to get all of it, give it by a name of its "
-            f"own, and make the Scheduler with whole=({name!r},)"
+            f"tuple of tensors. If the model needs none of it, such as texts, drop the column. If "
+            f"every microbatch is to get all of it, give it by a name of its own, and make the "
+            f"Scheduler with whole=({name!r},)"
         )
 
 
@@ -245,13 +246,29 @@ class Passed:
             name: dict(zip(self._ranks, numbers[i * size : (i + 1) * size], strict=True))
             for i, name in enumerate(names)
         }
+        if (words := self._differing(tables)) is not None:
+            return words
+        if self._replicas and not forward_only:
+            self._compare_replicas(tables)
+        return None
+
+    def differing(self, numbers: Mapping[int, Numbers]) -> str | None:
+        """Returns what differs within a pipeline, of what ranks were given in a step that failed.
+
+        Args:
+            numbers: By rank; empty of one that does not know.
+        """
+        names = dict.fromkeys(name for by_name in numbers.values() for name in by_name)
+        return self._differing(
+            {n: {rank: float(numbers[rank].get(n, 0)) for rank in self._ranks} for n in names}
+        )
+
+    def _differing(self, tables: Mapping[str, Mapping[int, float]]) -> str | None:
         for name, by_rank in tables.items():
             for pipeline in self._pipelines:
                 numbers_of = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
                 if len(set(numbers_of.values())) > 1:
                     return self._words(name, numbers_of)
-        if self._replicas and not forward_only:
-            self._compare_replicas(tables)
         return None
 
     def _words(self, name: str, numbers_of: Mapping[int, float]) -> str:

@@ -12,16 +12,16 @@ from __future__ import annotations
 import copy
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad import run_files
-from pipegrad.errors import WeightsError, in_words
+from pipegrad.errors import StepError, WeightsError, in_words
 from pipegrad.interop.private import (
     DataDependentOutputException,
     FakeTensorMode,
@@ -56,6 +56,30 @@ class AdapterSources(NamedTuple):
 def has_adapter(model: Any) -> bool:  # noqa: ANN401 - of any kind
     """Whether peft has added parameters: to peft's own model, or to the model inside of it."""
     return bool(getattr(model, "peft_config", None))
+
+
+def has_tuned_layers(modules: Iterable[nn.Module]) -> bool:
+    """Whether peft has exchanged or wrapped layers inside of modules."""
+    kind = "peft.tuners.tuners_utils", "BaseTunerLayer"
+    return any(is_imported_kind(part, *kind) for module in modules for part in module.modules())
+
+
+def refuse_merging(model: nn.Module, words: str) -> None:
+    """Makes peft refuse to merge adapters into a model, or to take them out of it.
+
+    Args:
+        model: The uncut model, whose stages share the modules that peft would exchange.
+        words: Why.
+    """
+
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise StepError(words)
+
+    for part in model.modules():
+        if is_imported_kind(part, "peft.tuners.tuners_utils", "BaseTuner"):
+            public = [name for name in dir(type(part)) if not name.startswith("_")]
+            changing = [name for name in public if "merge" in name or "unload" in name]
+            vars(part).update(dict.fromkeys(changing, refuse))
 
 
 def adapter_sources(model: nn.Module) -> AdapterSources:

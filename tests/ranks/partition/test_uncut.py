@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Scheduler, Topology, cut
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, TopologyError
 from tests.support.gradients.cases import rank
 
 pytestmark = pytest.mark.ranks(2)
@@ -103,4 +104,115 @@ def test_inputs_go_to_a_cut_model_by_position_as_to_the_uncut_one() -> None:
         scheduler.step(TOKENS, 3.0, TOKENS)
     with pytest.raises(StepError, match=r"\['tokens'\] are given twice"):
         scheduler.step(TOKENS, tokens=TOKENS, target=TOKENS)
+    scheduler.close()
+
+
+class Outer(nn.Module):
+    """A wrapper whose tools go past it, as peft's do."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        logits: Tensor = self.inner(tokens)
+        return logits
+
+
+def test_modules_of_a_model_with_layers_of_other_ranks_are_no_more_used() -> None:
+    inner = Model()
+    model = Outer(inner)
+    here, elsewhere = ((0, 1), (1, 0))[rank()]
+    scheduler = scheduler_of(model)
+    uses: list[Callable[[], object]] = [
+        lambda: inner(TOKENS),
+        inner.state_dict,
+        inner.layers.state_dict,
+        lambda: torch.save(inner, io.BytesIO()),
+        lambda: inner.layers[elsewhere](torch.ones(4)),
+        inner.layers[elsewhere].state_dict,
+    ]
+    for use in uses:
+        with pytest.raises(StepError, match="the Outer was cut, and this rank trains its stage"):
+            use()
+    assert inner.layers[here](torch.ones(4)).shape == (4,)
+    assert len(inner.layers[here].state_dict()) == 2
+    copy.deepcopy(model).inner(TOKENS)
+    inner.load_state_dict(Model().state_dict())
+    assert scheduler.step(TOKENS, target=TOKENS).loss.isfinite()
+    scheduler.close()
+
+
+def small_qwen(transformers: Any) -> Any:
+    small: dict[str, int] = {"num_hidden_layers": 2, "hidden_size": 8, "intermediate_size": 8}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 4, "vocab_size": 7}
+    torch.manual_seed(0)
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, **heads))
+
+
+def test_tools_of_peft_that_read_or_change_layers_are_refused() -> None:
+    """generate() mixed trained and untrained layers; merge_and_unload() gave them to be saved."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = small_qwen(transformers)
+    model: Any = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    parts = cut(model, 2)
+    topology = Topology.create(pipeline=2)
+    scheduler = Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
+    uses: list[Callable[[], object]] = [
+        lambda: model.generate(TOKENS, max_new_tokens=1),
+        lambda: model.base_model.model(TOKENS),
+        lambda: base.model(TOKENS),
+        lambda: base.generate(TOKENS, max_new_tokens=1),
+        lambda: peft.get_peft_model_state_dict(model),
+        lambda: model.save_pretrained("unused"),
+        lambda: base.save_pretrained("unused"),
+        base.model.state_dict,
+        model.merge_and_unload,
+        model.merge_adapter,
+        model.unload,
+        model.base_model.merge_and_unload,
+    ]
+    for use in uses:
+        with pytest.raises(StepError, match=r"save by cut\.save_pretrained\(\), and generate from"):
+            use()
+    batch = {"input_ids": TOKENS, "labels": TOKENS}
+    assert scheduler.step(batch).loss.isfinite()
+    assert scheduler.evaluate(batch).loss.isfinite()
+    scheduler.close()
+
+
+def test_adapters_behind_a_cut_are_refused() -> None:
+    """Stages share what is inside of layers, so peft changed them: they trained without a word."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base = small_qwen(transformers)
+    parts, topology = cut(base, 2), Topology.create(pipeline=2)
+    peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
+    with pytest.raises(TopologyError, match=r"wrap the model with get_peft_model\(\), then cut it"):
+        Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
+    prepared = small_qwen(transformers)
+    prepared.forward = prepared.forward  # as accelerate exchanges it
+    with pytest.raises(TopologyError, match=r"prepared, as a Qwen3ForCausalLM .* prepare\(\)"):
+        cut(prepared, 2)
+
+
+@pytest.mark.parametrize("own", [True, False], ids=["torch's optimizer", "scheduler.optimizer"])
+def test_one_warning_of_torch_clipping_adapters_of_one_stage(own: bool) -> None:
+    """Nothing is tied, so no copies differ, and no DriftError can come."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    parts = cut(peft.get_peft_model(small_qwen(transformers), config), 2)
+    topology = Topology.create(pipeline=2)
+    scheduler = Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
+    parameters = [p for p in parts.modules[rank()].parameters() if p.requires_grad]
+    adam = torch.optim.AdamW
+    optimizer = adam(parameters, lr=0.1) if own else scheduler.optimizer(adam, lr=0.1)
+    with warnings.catch_warnings(record=True) as heard:
+        warnings.simplefilter("always")
+        for number in range(2):
+            scheduler.step({"input_ids": TOKENS, "labels": TOKENS})
+            nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            texts = [str(w.message) for w in heard if "torch's clip_grad_norm_" in str(w.message)]
+            assert len(texts) == 1, f"after step {number}"
     scheduler.close()

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from pipegrad import Scheduler, Topology, cut
 from pipegrad.errors import AgreementError, PipegradError, StepError
 from pipegrad.pipeline.step_result import StepResult
 from tests.support.gradients.cases import rank
@@ -207,3 +209,43 @@ def test_second_forwards_that_differ_on_a_device_are_an_error_of_the_loss(
     words = refused(StepError, lambda: result.loss)
     assert words.startswith("2 times in the step a stage with recompute=True returned something")
     job.scheduler.close()
+
+
+class Masked(nn.Module):
+    """Each of its layers takes the mask of the batch, as those of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * mask
+        return x
+
+
+def test_texts_that_each_rank_has_padded_to_another_length_are_refused_in_these_words() -> None:
+    """A stage failed first: "The size of tensor a (60) must match the size of tensor b (43)"."""
+    torch.manual_seed(0)
+    example = {"x": torch.ones(2, 6, 4), "mask": torch.ones(2, 6, 1)}
+    scheduler = Scheduler(
+        cut(Masked(), 2, example=example),
+        Topology.create(pipeline=2),
+        schedule="1f1b",
+        num_microbatches=2,
+        loss_fn=nn.functional.mse_loss,
+    )
+    stage, replica = (scheduler.topology.coordinate(name) for name in ("pp", "dp"))
+
+    def run(length: int, *, evaluates: bool = False) -> StepResult:
+        x, mask = torch.ones(4, length, 4), torch.ones(4, length, 1)
+        verb = scheduler.evaluate if evaluates else scheduler.step
+        return verb(x, mask=mask, target=x)
+
+    for evaluates in (False, True, False):
+        # The replica of ranks 1 and 3 is right, and fails with the other one.
+        length = 6 if replica else 6 + stage
+        words = refused(AgreementError, partial(run, length, evaluates=evaluates))
+        assert words == WORDS.format(0, 2, "x")
+    assert run(6).loss.isfinite()
+    scheduler.close()

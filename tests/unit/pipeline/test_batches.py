@@ -245,7 +245,8 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"x": {"a": rows(4), "b": rows(6)}},
         "tensors of {\"x['a']\": 4, \"x['b']\": 6} rows cannot be cut into 2 microbatches",
     ),
-    "fewer rows": (lambda: {"x": rows(1)}, "tensors of {'x': 1} rows cannot be cut into 2"),
+    "fewer rows": (lambda: {"x": rows(1)}, "with drop_last=True leaves a last batch"),
+    "texts": (lambda: {"x": {"text": [["a"]]}}, "such as texts, drop the column"),
     "no rows": (lambda: {"x": rows(0)}, "give all the same number of rows, at least 2"),
     "a mapping of other names": (
         lambda: {"only": {"ids": rows(), "text": "a"}},
