@@ -43,11 +43,14 @@ def test_a_state_of_another_stage_warns_in_one_line(kind: str) -> None:
         "^the state has layers of stage 1, and this module is stage 0: load what a rank of stage 0 "
         "has saved$"
     )
-    with pytest.warns(UserWarning, match=words) as warned, pytest.raises(RuntimeError, match="Miss"):
+    with (
+        pytest.warns(UserWarning, match=words) as warned,
+        pytest.raises(RuntimeError, match="Miss"),
+    ):
         first.load_state_dict(other)
     assert [Path(each.filename).name for each in warned] == ["test_other_stage.py"]
+    nested = nn.ModuleDict({"a": first})
     with pytest.warns(UserWarning, match=words):
-        nested = nn.ModuleDict({"a": first})
         nested.load_state_dict({f"a.{n}": x for n, x in other.items()}, strict=False)
     # Its own state, that of the whole model, one with a part of it, and nothing.
     state = {name: x + 1 for name, x in first.state_dict().items()}
