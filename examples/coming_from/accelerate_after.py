@@ -63,8 +63,8 @@ for epoch in range(first, args.epochs):
         accelerator.print(f"epoch {epoch}  loss {loss:.7f}")
     model.eval()
     with torch.no_grad(), accelerator.autocast():
-        losses = [scheduler.evaluate(x, target=y).loss for x, y in held_out_loader]
-    loss = torch.stack(losses).mean()
+        results = [scheduler.evaluate(x, target=y) for x, y in held_out_loader]
+    loss = sum(r.loss * r.weight for r in results) / sum(r.weight for r in results)
     model.train()
     accelerator.print(f"epoch {epoch}  held-out loss {loss:.7f}")
     saved = {"optimizer": optimizer.state_dict(), "lr_schedule": lr_schedule.state_dict()}

@@ -45,7 +45,7 @@ _PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.s
 # pydevd, which VS Code and PyCharm use.
 _PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
 _stacks: dict[int, list[Activity]] = {}  # by thread, outermost first
-_verb_thread = 0
+_verb_thread = _num_left = 0  # and how many outermost activities have ended
 
 
 class Details(NamedTuple):
@@ -128,6 +128,8 @@ class Activity:
                 setattr(raised[1], _FAILED, _spot_of(stack))
         stack.pop()
         if not stack:
+            global _num_left  # noqa: PLW0603 - read by another thread
+            _num_left += 1
             del _stacks[thread]  # a later thread may have the same number
 
 
@@ -181,6 +183,38 @@ def in_debugger() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class Stand(NamedTuple):
+    """Where the thread that runs verbs is.
+
+    Attributes:
+        what: The outermost activity, in words; "" outside of pipegrad.
+        line: The line of the user that runs.
+        ranks: The global ranks for which it waits; none outside.
+        since: When the innermost activity began; outside, how many have ended.
+    """
+
+    what: str
+    line: str
+    ranks: tuple[int, ...]
+    since: float
+
+
+def stand(awaited: Callable[[], tuple[int, ...]]) -> Stand | None:
+    """Returns where a wait for ranks or code outside of pipegrad is; None in anything else."""
+    thread = verb_thread()
+    stack, frame = activities().get(thread, []), sys._current_frames().get(thread)
+    if stack:
+        ranks = awaited()
+        line = _line_of(thread)[0]
+        return Stand(stack[0].what, line, ranks, stack[-1].since) if ranks else None
+    # What has no activity, such as a cut that loads weights, is not outside either.
+    while frame is not None:
+        if frame.f_code.co_filename.startswith(_PIPEGRAD):
+            return None
+        frame = frame.f_back
+    return Stand("", _line_of(thread)[0], (), _num_left)
 
 
 def give_back(seconds: float, before: float) -> None:

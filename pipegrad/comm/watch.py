@@ -36,6 +36,7 @@ from weakref import WeakKeyDictionary, ref
 import torch.distributed as dist
 
 from pipegrad.comm import plain
+from pipegrad.comm.absent import AbsentRanks
 from pipegrad.comm.activity import (
     Account,
     Activity,
@@ -79,6 +80,7 @@ class Watch:
         ends_process: Whether it may end this process, and a process of this machine that ends
             without `leave` raises the alarm.
         last_verb: What has ended well on this rank; ranks that wait for it read this.
+        absent: Warns early of ranks that do not come.
     """
 
     def __init__(self) -> None:
@@ -93,6 +95,7 @@ class Watch:
         life = self._store.count(f"pipegrad/watch/lives/{self.rank}")
         self._prefix = f"pipegrad/watch/{life}"
         self._neighbours = Neighbours(self._store, self._key("process"), self.rank)
+        self.absent = AbsentRanks(self._store, self._key("stand"), self.rank)
         self._left = set[int]()  # neighbours
         self._account = Account(self.rank)
         self._state, self._moved = State.WATCHING, threading.Condition()
@@ -236,6 +239,7 @@ class Watch:
             while not self._comes_to(State.ALARM, pause):
                 pause = _POLL_SECONDS if self._neighbours.learn() else _QUICK_SECONDS
                 self._is_debugged = self._is_one_debugged()
+                self.absent.look(lambda: tuple(self._account.awaited(0)))
                 if self._has_lost_rank():
                     waits = self._account.doing[:1] if self._account.awaited(0) else []
                     self._raise_alarm("".join(f"Rank {self.rank} waits in {x}" for x in waits))

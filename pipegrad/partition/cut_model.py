@@ -18,7 +18,7 @@ from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
-from pipegrad.partition.uncut_use import refuse_uncut
+from pipegrad.partition.uncut_use import refuse_uncut, warn_of_other_stages
 from pipegrad.partition.weights.adapter import described, has_adapter, has_tuned_layers
 from pipegrad.partition.weights.pretrained import load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
@@ -74,6 +74,7 @@ class Cut:
         by: str,
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
+        warn_of_other_stages(self.modules)
         self.tied = _ties_of(model, parts)
         self.boundaries = tuple(boundaries)
         self.layers = tuple(layers)

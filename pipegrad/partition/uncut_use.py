@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NoReturn, Self
 
 from torch import nn
 
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, level_of_caller
 from pipegrad.partition.weights.adapter import refuse_merging
 
 
@@ -79,3 +81,47 @@ def refuse_uncut(
         module.register_forward_pre_hook(refusal)
         module.register_state_dict_pre_hook(refusal)
     refuse_merging(model, words)
+
+
+@dataclass(frozen=True)
+class _OtherStage:
+    """Warns in one line of a state of another stage: torch lists all names, in strict mode alone.
+
+    Attributes:
+        stage: Of the module.
+        names: Of the parameters of all stages.
+    """
+
+    stage: int
+    names: tuple[frozenset[str], ...]
+
+    def __call__(
+        self, _: nn.Module, state: Mapping[str, object], prefix: str, *others: object
+    ) -> None:
+        """Warns if the state has all of another stage, and nothing that only this one has."""
+        held = {name.removeprefix(prefix) for name in state if name.startswith(prefix)}
+        for stage, names in enumerate(self.names):
+            only = self.names[self.stage] - names
+            if names and names <= held and only and only.isdisjoint(held):
+                warnings.warn(
+                    f"the state has layers of stage {stage}, and this module is stage "
+                    f"{self.stage}: load what a rank of stage {self.stage} has saved",
+                    stacklevel=level_of_caller(),
+                )
+                return
+
+
+def warn_of_other_stages(modules: Mapping[int, nn.Module]) -> None:
+    """Makes the modules of stages warn when they load the parameters of another stage.
+
+    Args:
+        modules: Of all stages.
+    """
+    names = tuple(
+        frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
+        for module in modules.values()
+    )
+    for stage, module in modules.items():
+        table = "_load_state_dict_pre_hooks"  # stages of one model have the same one
+        setattr(module, table, getattr(module, table).copy())
+        module.register_load_state_dict_pre_hook(_OtherStage(stage, names))

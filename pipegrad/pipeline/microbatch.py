@@ -314,7 +314,7 @@ class Batches:
                 if taken[-1].keys() != taken[0].keys():
                     raise StepError("all microbatches have the same inputs, and a target or none")
             except StepError as error:
-                raise StepError(f"microbatch {number}: {error}") from None
+                raise StepError(f"microbatch {number}: {error}{self._labels_of(one)}") from None
         names = dict.fromkeys(name for passed in every for name in passed)
         self._number_passed({name: [passed.get(name) for passed in every] for name in names})
         self.report = dict.fromkeys(taken[0], f"as given in each of {len(taken)} microbatches")
@@ -326,6 +326,14 @@ class Batches:
             for name in taken[0]
         }
         return self._folded(parts, len(taken))
+
+    def _labels_of(self, one: object) -> str:
+        """Returns where the labels of a ready microbatch belong, if it may have them elsewhere."""
+        fields = fields_of(one) or {}
+        others = [name for name in fields if not self._is_taken(name)]
+        if not others or "target" in fields or self._labels:
+            return ""
+        return ". The labels of a ready microbatch are its 'target', whatever a loader calls them"
 
     def _parts(
         self, name: str, value: object, microbatches: Sequence[int], *, whole: bool

@@ -220,8 +220,9 @@ class Scheduler:
                 ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
                 need it. Other ranks may give it too, and then the same number.
             microbatches: Ready microbatches, in place of inputs and target. Each is what alone may
-                hold the inputs, with ``"target"``; None or empty on ranks that need nothing. They
-                go to the stages as they are: each may have other shapes, and values of any type.
+                hold the inputs, with ``"target"``, whatever a loader calls its labels; None or
+                empty on ranks that need nothing. They go to the stages as they are: each may have
+                other shapes, and values of any type.
                 Inputs of ``whole`` may be given beside them.
             num_microbatches: Another number of microbatches than the Scheduler's, for this step.
                 All ranks must give it, or as many `microbatches`. The first step of a number makes
@@ -231,7 +232,8 @@ class Scheduler:
             **named: External inputs by name.
 
         Returns:
-            The loss and the metrics, on every rank; they are still on their way.
+            The loss and the metrics of this call alone, on every rank, also inside
+            ``sync.accumulate()``; they are still on their way. `StepResult.weight` joins them.
 
         Sync: all on the current stream; call every step from the same one.
 

@@ -165,7 +165,10 @@ class StepResult:
         """The loss, a float32 scalar, on every rank.
 
         It is the mean over microbatches and data ranks. With ``loss_reduction="token_mean"`` it is
-        the sum of all losses, divided by the sum of all weights; nan if that is 0.
+        the sum of all losses, divided by the sum of all weights; nan if that is 0. It is of this
+        call alone, also inside `accumulate`. The loss of several results, of accumulated steps or
+        of an evaluation, is ``sum(r.loss * r.weight for r in results)``, divided by
+        ``sum(r.weight for r in results)``.
 
         Sync: waits for it, the first time.
 
@@ -179,6 +182,23 @@ class StepResult:
         sums = self.message.sums()
         loss: Tensor = sums[0] / sums[5] if self._is_weighted else sums[0]
         return loss.float()
+
+    @property
+    def weight(self) -> Tensor:
+        """What the losses of a data rank were divided by, a float64 scalar, on every rank.
+
+        It is the number of microbatches, or ``loss_divisor``. With ``loss_reduction="token_mean"``
+        it is the sum of all weights, as a mean over data ranks.
+
+        Sync: as `loss`.
+
+        Raises:
+            StepError: As `loss`.
+        """
+        self._check()
+        sums = self.message.sums()
+        weight: Tensor = sums[5] if self._is_weighted else sums[3] / sums[2]
+        return weight.clone()
 
     @property
     def metrics(self) -> dict[str, float]:

@@ -252,6 +252,51 @@ def test_left_over_and_accumulated_gradients_have_the_right_weights() -> None:
     assert found[0] == found[1] == found[2] is not None
 
 
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("verb", ["accumulate", "evaluate"])
+def test_losses_of_several_calls_join_by_their_weights(verb: str) -> None:
+    """Their mean is not the loss of one process: labels that are ignored are spread unevenly."""
+    torch.manual_seed(0)
+    module, rows = nn.Linear(WIDTH, WIDTH), torch.randn(24, WIDTH)
+    labels = torch.randint(WIDTH, (24,))
+    labels[2:9] = labels[13:15] = -100
+    expected = F.cross_entropy(module(module(rows)), labels)
+    expected.backward()
+    assert module.weight.grad is not None
+
+    def over_labels(logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        return F.cross_entropy(logits, target, reduction="sum"), (target != -100).sum()
+
+    at = Topology.create(pipeline=2).coordinate("dp")
+    batches = [
+        {"x": x.chunk(2)[at], "target": y.chunk(2)[at]}
+        for x, y in zip(rows.split([4, 12, 8]), labels.split([4, 12, 8]), strict=True)
+    ]
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    for stage in stages:
+        stage.load_state_dict(module.state_dict())
+    with closing(make(*stages, loss_fn=over_labels, loss_reduction="token_mean")) as scheduler:
+        if verb == "evaluate":
+            results = [scheduler.evaluate(**each) for each in batches]
+        else:
+            with scheduler.sync.accumulate():
+                results = [scheduler.step(**each) for each in batches[:-1]]
+            results.append(scheduler.step(**batches[-1]))
+    weights = [result.weight.item() for result in results]
+    assert weights == [(split != -100).sum().item() / 2 for split in labels.split([4, 12, 8])]
+    joined = sum(r.loss * r.weight for r in results) / sum(r.weight for r in results)
+    most = rounding(24 * WIDTH) * expected.item()
+    assert float(joined) == pytest.approx(expected.item(), abs=most)
+    assert abs(sum(r.loss.item() for r in results) / 3 - expected.item()) > 10 * most
+
+
+def test_a_weight_is_what_divides_a_mean_of_means() -> None:
+    with closing(make()) as scheduler:
+        results = [scheduler.step(**batch()), scheduler.evaluate(**batch(), num_microbatches=4)]
+        divided = scheduler.step(**batch(), loss_divisor=2.5)
+    assert [r.weight.item() for r in (*results, divided)] == [MICROBATCHES, 4, 2.5]
+
+
 class Head(nn.Module):
     """A stage with a loss alone, as a head for another token is; its matrix waits in a split."""
 

@@ -273,6 +273,10 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"microbatches": [{"x": X}, {"y": X}]},
         "microbatch 1: no stage takes ['y']",
     ),
+    "labels of a ready one by another name": (
+        lambda: {"microbatches": [{"x": X, "labels": Y}]},
+        "step(x=...). The labels of a ready microbatch are its 'target', whatever a loader calls",
+    ),
     "a ready one that misses an input": (
         lambda: {"microbatches": [{"x": X}, {}]},
         "microbatch 1: inputs ['x'] are missing",

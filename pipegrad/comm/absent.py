@@ -1,0 +1,96 @@
+"""Absent: a rank that waits for ranks in code of the user warns early, and the run goes on.
+
+A rank that stands still for some seconds posts where, once: in a wait for other ranks, or outside
+of pipegrad. A rank that waits reads then what those for whom it waits have posted. So nobody sends
+a message while all go on.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+
+from pipegrad.comm import plain
+from pipegrad.comm.activity import Stand, in_debugger, stand
+from pipegrad.comm.store import SignedStore
+
+_ABSENT_SECONDS = 10.0  # before a rank posts
+_ASK_SECONDS = 2.0  # then until it reads: ranks begin to stand, and look, at different times
+
+
+class AbsentRanks:
+    """Warns of the ranks that are absent from what this rank is in.
+
+    Args:
+        store: All ranks use it.
+        prefix: Of keys in it, the same on all ranks.
+        rank: Of this process.
+    """
+
+    def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
+        self.warn: Callable[[str], object] = _print
+        self._store, self._prefix, self._rank = store, prefix, rank
+        self._stand: Stand | None = None
+        self._since = self._asks_at = 0.0
+        self._is_posted = False
+        self._warned = set[str]()  # lines
+
+    def look(self, awaited: Callable[[], tuple[int, ...]]) -> None:
+        """Posts where this rank stands, or warns; call it often.
+
+        Args:
+            awaited: Returns the global ranks for which the thread of verbs waits.
+        """
+        now, now_at = time.monotonic(), None if in_debugger() else stand(awaited)
+        # The line of the user may be another each time.
+        key = now_at and now_at._replace(line="")
+        if key != self._stand:
+            self._stand, self._since = key, now
+            self._asks_at = now + _ABSENT_SECONDS + _ASK_SECONDS
+            if self._is_posted:
+                self._store.set(self._key(self._rank), "")
+            self._is_posted = False
+        elif now_at is not None and now - self._since >= _ABSENT_SECONDS:
+            if not self._is_posted:
+                message = now_at.what, now_at.line, now_at.ranks
+                self._store.set(self._key(self._rank), plain.dumps(message))
+                self._is_posted = True
+            elif now_at.ranks and now >= self._asks_at:
+                self._asks_at = now + _ABSENT_SECONDS
+                self._ask(now_at, now - self._since)
+
+    def _ask(self, here: Stand, seconds: float) -> None:
+        if here.line in self._warned:
+            return
+        others = {rank: self._read(rank) for rank in sorted({*here.ranks} - {self._rank})}
+        absent = {rank: line for rank, (what, line, _) in others.items() if line and not what}
+        if not absent:
+            return
+        self._warned.add(here.line)
+        # A lower rank that waits for one of them, too, warns.
+        for rank in range(self._rank):
+            if not absent.keys().isdisjoint(self._read(rank)[2]):
+                return
+        names = ", ".join(map(str, absent))
+        first, line = next(iter(absent.items()))
+        ranks, verb = ("ranks", "have") if len(absent) > 1 else ("rank", "has")
+        self.warn(
+            f"rank {self._rank} waits in {here.what} ({here.line}), for {seconds:.0f} s now, for "
+            f"{ranks} {names}, which {verb} not called it (rank {first} is at {line}): all ranks "
+            f"must call it"
+        )
+
+    def _read(self, rank: int) -> tuple[str, str, tuple[int, ...]]:
+        """Returns what a rank is in, its line, and for whom it waits; empty if it goes on."""
+        if not self._store.check([key := self._key(rank)]) or not (raw := self._store.get(key)):
+            return "", "", ()
+        what, line, ranks = plain.loads(raw, tuple)
+        return what, line, ranks
+
+    def _key(self, rank: int) -> str:
+        return f"{self._prefix}/{rank}"
+
+
+def _print(words: str) -> None:
+    print(f"Warning: {words}", file=sys.stderr, flush=True)  # noqa: T201
