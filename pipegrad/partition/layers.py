@@ -111,7 +111,12 @@ def is_weighty(module: nn.Module) -> bool:
 
 def has_state(module: nn.Module) -> bool:
     """Whether a module has parameters, or buffers that are saved."""
-    return bool([*module.parameters(), *module.state_dict()])
+    # state_dict() would say the same, and the layers of an earlier cut refuse it.
+    return next(module.parameters(), None) is not None or any(
+        buffer is not None and name not in part._non_persistent_buffers_set
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+    )
 
 
 def is_sequential(model: object) -> bool:

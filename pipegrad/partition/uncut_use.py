@@ -32,6 +32,10 @@ class _Refusal:
         if module in self._modules:
             raise StepError(self._words)
 
+    def forget(self, module: nn.Module) -> None:
+        """Lets a module run: a stage of a later cut has it."""
+        self._modules.discard(module)
+
     def __deepcopy__(self, memo: object) -> Self:
         return self
 
@@ -67,6 +71,10 @@ def refuse_uncut(
     # Stages have twins of the modules around layers. What is inside of a layer they share.
     shared = {id(part) for stage in stages.values() for part in stage.modules()}
     here = {id(p) for stage in held for p in stages[stage].parameters()}
+    for part in (part for stage in held for part in stages[stage].modules()):
+        for hook in part._forward_pre_hooks.values():
+            if isinstance(hook, _Refusal):  # of an earlier cut of the model
+                hook.forget(part)
     modules = [
         module
         for module in model.modules()

@@ -222,7 +222,7 @@ def test_nothing_changes_however_a_stage_calls_its_modules(kind: str) -> None:
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
     before = state(scheduler)
     for _ in range(2):
-        inputs = {"x": x} if kind == "own code" else {}
+        inputs: Any = {"x": x} if kind == "own code" else {}
         pipegrad.measure_costs(scheduler, *(() if inputs else (x,)), target=y, **inputs)
         assert_equal(before, state(scheduler))
         scheduler.step(*(() if inputs else (x,)), target=y, **inputs)
