@@ -27,7 +27,7 @@ QUERIES = {
     "tied embedding": "docs/how_to/tie_parameters",
     "learning rate": "docs/config",
     "clip": "docs/attach",
-    "DDP": "docs/coming_from/ddp",
+    "DDP": "docs/concepts",
     "hang": "docs/how_to/debug_a_hang",
     "codec": "docs/codecs",
     "fp16": "docs/how_to/mixed_precision",

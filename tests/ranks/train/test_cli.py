@@ -232,7 +232,7 @@ def test_options_there_are() -> None:
         "trace": f"--against --json --step run {drawings}",
         "audit": "target -n --html --json --order --ranks --steps --timeout --tolerance",
         "doctor": "--device --json --save --timeout",
-        "simulate": "--backward-ms --costs --forward-ms --gbit --json --latency-us --mib --ranks "
+        "simulate": "--backward-ms --codecs --costs --forward-ms --gbit --json --latency-us --mib --ranks "
         f"--microbatches --save --set --steps --weight-ms schedule {drawings}",
         "handlers": "--json",
         "schedules": "--json",

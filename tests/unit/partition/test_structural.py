@@ -312,7 +312,11 @@ def test_shapes_that_no_input_tells_are_computed_once_for_each_shape() -> None:
         (Drawing, ["layers.1"], "draws random numbers outside of its layers"),
         (Deep, [3], r"uses layers\.0\.0\.bias, which is inside of a layer of another stage"),
         (Chain, [1, 2, 3, 4, 5], "has 5 layers that a stage can begin with, fewer than 6 stages"),
-        (lambda: torch.compile(Chain(), backend="eager"), [3], "cut the model before torch.compile"),
+        (
+            lambda: torch.compile(Chain(), backend="eager"),
+            [3],
+            "cut the model before torch.compile",
+        ),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
