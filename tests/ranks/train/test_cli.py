@@ -232,8 +232,8 @@ def test_options_there_are() -> None:
         "trace": f"--against --json --step run {drawings}",
         "audit": "target -n --html --json --order --ranks --steps --timeout --tolerance",
         "doctor": "--device --json --save --timeout",
-        "simulate": "--backward-ms --codecs --costs --forward-ms --gbit --json --latency-us --mib --ranks "
-        f"--microbatches --save --set --steps --weight-ms schedule {drawings}",
+        "simulate": "--backward-ms --codecs --costs --forward-ms --gbit --json --latency-us --mib "
+        f"--microbatches --ranks --save --set --steps --weight-ms schedule {drawings}",
         "handlers": "--json",
         "schedules": "--json",
         "schedule": "--format --microbatches --ranks --set name",
