@@ -111,6 +111,17 @@ def preload() -> None:
     ranks._fork_server().set_forkserver_preload(modules)
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """Restores the environment: the command line sets it, and later tests start processes in it."""
+    before = dict(os.environ)
+    yield
+    for name in os.environ.keys() - {"PYTEST_CURRENT_TEST"}:  # pytest's own
+        if name not in before:
+            del os.environ[name]
+    os.environ.update({k: v for k, v in before.items() if k != "PYTEST_CURRENT_TEST"})
+
+
 @pytest.fixture
 def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Install]:
     """Puts a distribution in a directory of its own at the front of sys.path."""
