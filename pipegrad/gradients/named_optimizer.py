@@ -169,6 +169,21 @@ def parts_of(
     return [part for part in parts if part.records]
 
 
+def refuse_given(parameters: Sequence[object], options: Mapping[str, object]) -> None:
+    """Refuses parameters, or groups of them, that torch's constructors take.
+
+    Raises:
+        PlanError: If there are some.
+    """
+    if parameters or "params" in options:
+        raise PlanError(
+            "optimizer() was given parameters, and takes none: it steps all that are trained. To "
+            "give some of them options of their own, use group_of=, a function of name and "
+            "parameter that returns the options: group_of=lambda name, parameter: "
+            "{'weight_decay': 0.0} if parameter.ndim < 2 else {}"
+        )
+
+
 def named_optimizer(
     parts: Sequence[Part],
     group_of: NamedGroupOf | None,

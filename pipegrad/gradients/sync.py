@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Never
 
 import torch
 import torch.distributed as dist
@@ -39,7 +39,12 @@ from pipegrad.gradients.main_params import (
     grouped,
     refuse_unless_elementwise,
 )
-from pipegrad.gradients.named_optimizer import Optimizer, named_optimizer, parts_of
+from pipegrad.gradients.named_optimizer import (
+    Optimizer,
+    named_optimizer,
+    parts_of,
+    refuse_given,
+)
 from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
 from pipegrad.gradients.set_up import Agreed, set_up
 from pipegrad.gradients.step import State, Statistics, Step
@@ -102,6 +107,7 @@ class GradientSync(Step):
         topology: The argument.
         handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
+        name: The same on all ranks, and of no other GradientSync.
         plan: This rank's buckets and collectives; printable.
         device: Of this rank's gradients.
         tape: Where this rank notes what it does, while somebody records.
@@ -275,7 +281,7 @@ class GradientSync(Step):
     def optimizer(
         self,
         kind: Callable[..., Optimizer],
-        *,
+        *parameters: Never,
         group_of: NamedGroupOf | None = None,
         others: Callable[..., torch.optim.Optimizer] | None = None,
         **options: Any,  # noqa: ANN401 - those of `kind`
@@ -295,6 +301,7 @@ class GradientSync(Step):
 
         Args:
             kind: A class of torch.optim, or any function that takes parameter groups and `options`.
+            *parameters: Refused: `group_of` gives parameters their options.
             group_of: Name and parameter -> options of the parameter's group, or None. It is for the
                 parameters of all ranks, so each is a tensor on the meta device: it has a shape and
                 a dtype, but no values. Names are those of the uncut model; if several stages use
@@ -306,8 +313,8 @@ class GradientSync(Step):
             **options: The same on all ranks.
 
         Raises:
-            PlanError: On all ranks, if no parameter is trained, if it cannot step shards, or if
-                there are `others` and no matrix.
+            PlanError: On all ranks, if no parameter is trained, if parameters are given, if it
+                cannot step shards, or if there are `others` and no matrix.
             AgreementError: On all ranks, if ranks differ, or one of them fails.
             StepError: In its ``step()``, if there are no gradients that were not used yet.
         """
@@ -315,6 +322,7 @@ class GradientSync(Step):
 
         def make() -> tuple[Any, str]:
             self.refuse_closed()
+            refuse_given(parameters, options)
             locations = Locations(self.topology, self.plan)
             parts = parts_of(
                 kind,

@@ -435,6 +435,10 @@ MISTAKES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
     "others of a wrong kind": (
         "owned", torch.optim.Muon, {"others": len}, "made int, expected an Optimizer"
     ),
+    "parameters": (
+        "owned", torch.optim.AdamW, {"params": []},
+        r"was given parameters, and takes none.* use group_of=",
+    ),
     "others that are there already": (
         "owned", torch.optim.Muon, {"others": "AdamW"},
         "cannot be made by an object of class str: give a class of torch.optim, or a function",
