@@ -45,6 +45,7 @@ TRACEBACK = "PIPEGRAD_TRACEBACK"  # a variable; 1 leaves every traceback as Pyth
 _FIRST_SECONDS = 2.0  # for all ranks to be ready for their end
 _LATER_SECONDS = 5.0  # for the launcher to end a rank that is not the cause
 _TICK_SECONDS = 0.05
+_NO_GRAPH = "does not require grad and does not have a grad_fn"  # torch, of a backward
 _MOST_FRAMES, _MOST_CHARACTERS = 4, 100  # of the user's lines
 _Hook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
@@ -114,7 +115,7 @@ def _uncaught_in_thread(before: Callable[[Any], object], raised: threading.Excep
 
 def _tell(watched: Watch, error: Exception) -> bool:
     """Tells the other ranks; returns whether this rank prints what has failed."""
-    lines, failure = user_lines(error), failure_of(error)
+    lines, failure = f"{user_lines(error)}{_hint(error)}", failure_of(error)
     if failure.follows:
         watched.has_alarm_soon()  # the rank that is the cause comes first, with its lines
     report = watched.fail(error, lines)
@@ -126,6 +127,15 @@ def _tell(watched: Watch, error: Exception) -> bool:
     if is_own and not is_first and report.kind != "common":
         _print(f"rank {watched.rank}, too: {failure.error}")
     return is_first
+
+
+def _hint(error: Exception) -> str:
+    """Returns a line about what torch cannot know; "" if there is nothing to say."""
+    if _NO_GRAPH not in str(error):
+        return ""
+    return (
+        "\n  The loss of a StepResult has no graph: scheduler.step() has run backward: leave it out"
+    )
 
 
 def _print(words: str) -> None:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import cached_property
-from typing import Any
+from typing import Any, NoReturn, SupportsIndex
 
 import torch.distributed as dist
 from torch import Tensor
@@ -113,6 +113,21 @@ class Message:
             raise StepError(f"{self.wrong}. The gradients{of} are wrong")
 
 
+class _Elsewhere(tuple[Any, ...]):
+    """The outputs of a result that has none."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:  # noqa: ANN401
+        """Raises IndexError, but for a slice."""
+        if isinstance(index, slice):
+            return ()
+        raise IndexError(
+            "this result has no outputs on this rank: ranks of the last stage have them, after "
+            "evaluate() and step(outputs=True). Read them there: if result.outputs: ..."
+        )
+
+
 class StepResult:
     """The loss of a step, its metrics, and on request the outputs of the last stage.
 
@@ -120,8 +135,9 @@ class StepResult:
         outputs: Of an evaluation, or of a step with ``outputs=True``, on ranks with the last stage:
             for each of its outputs the values of all microbatches, in order and detached. They are
             one tensor, joined along the first dimension. If they differ in another dimension, they
-            are a tuple with a tensor for each microbatch. Elsewhere it is empty. If loss_fn changes
-            them in place, they are changed here, too.
+            are a tuple with a tensor for each microbatch. Elsewhere it is empty, and an index
+            raises an IndexError that says where they are. If loss_fn changes them in place, they
+            are changed here, too.
         message: The sums of all ranks, for who needs no more of the result.
         names: Of the metrics in it.
 
@@ -138,7 +154,7 @@ class StepResult:
         outputs: Outputs,
         on_failure: Callable[[], str],
     ) -> None:
-        self.outputs = outputs
+        self.outputs: Outputs = outputs or _Elsewhere()
         self.message = message
         self.names = names
         self._late: tuple[Sequence[str], Message] | None = None
@@ -160,14 +176,28 @@ class StepResult:
         ]
         return f"StepResult(loss {loss}{metrics}, outputs {shapes})"
 
+    def backward(self) -> NoReturn:
+        """Refuses: the step has run backward.
+
+        Raises:
+            StepError: Always.
+        """
+        raise StepError(
+            "backward() of a StepResult: scheduler.step() has run forward and backward, and "
+            "gradients are there. Leave it out"
+        )
+
     @property
     def loss(self) -> Tensor:
         """The loss, a float32 scalar, on every rank.
 
         It is the mean over microbatches and data ranks. With ``loss_reduction="token_mean"`` it is
-        the sum of all losses, divided by the sum of all weights; nan if that is 0. It is of this
-        call alone, also inside `accumulate`. The loss of several results, of accumulated steps or
-        of an evaluation, is ``sum(r.loss * r.weight for r in results)``, divided by
+        the sum of all losses, divided by the sum of all weights; nan if that is 0.
+
+        Inside `accumulate` it is this mean over the microbatches of this call alone: nothing is
+        summed over calls. Gradients are: with ``"mean"`` they are of the sum of the losses of all
+        calls, with ``"token_mean"`` of their mean. The mean of several results, of accumulated
+        steps or of an evaluation, is ``sum(r.loss * r.weight for r in results)``, divided by
         ``sum(r.weight for r in results)``.
 
         Sync: waits for it, the first time.

@@ -72,10 +72,14 @@ scheduler = pipegrad.Scheduler(
     handlers=["data-paralel" if mistake == "handler" else "data-parallel", "pipeline-shared"],
 )
 lr = 0.1 * (1 + rank) if mistake == "rate" else 0.1
-optimizer = scheduler.optimizer(torch.optim.AdamW, lr=lr)
+groups = [[{"params": model.parameters()}]] if mistake == "groups" else []
+optimizer = scheduler.optimizer(torch.optim.AdamW, *groups, lr=lr)
 for number, batch in enumerate(batches(), start=1):
     target = None if mistake == "target" else batch
-    loss = scheduler.step(batch, target=target).loss.item()
+    result = scheduler.step(batch, target=target)
+    loss = result.loss.item()
+    if mistake == "backward":
+        result.loss.backward()
     if mistake == "clip":
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
@@ -96,6 +100,8 @@ MISTAKES = {  # what a script does wrong, and what one of the first lines must s
     "stage": ("stages in another order", "stage"),
     "handler": ("a wrong name of a handler", "data-paralel"),
     "tokens": ("tokens above the vocabulary", "rank 0: IndexError"),
+    "backward": ("`loss.backward()` of a step's loss", "does not require grad"),
+    "groups": ("groups given to `scheduler.optimizer`", "use group_of="),
     "clip": ("torch's `clip_grad_norm_`", "clip"),
 }
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipegrad.errors import StepError
 from tests.support.gradients.cases import rank
 from tests.support.pipeline.models import TOKENS
 from tests.support.pipeline.pipelines import loss_of
@@ -90,6 +91,12 @@ class Evaluated(Twins):
         else:
             assert math.isnan(result.loss.item())
         assert len(result.outputs) == rank()
+        if not result.outputs:
+            with pytest.raises(IndexError, match="ranks of the last stage have them, after evalu"):
+                result.outputs[0]
+            assert result.outputs[:1] == ()
+        with pytest.raises(StepError, match=r"scheduler\.step\(\) has run forward and backward"):
+            result.backward()
         assert all(error(found, out) <= MOST for found in result.outputs)
 
     @property
