@@ -64,7 +64,13 @@ class AbsentRanks:
         if here.line in self._warned:
             return
         others = {rank: self._read(rank) for rank in sorted({*here.ranks} - {self._rank})}
-        absent = {rank: line for rank, (what, line, _) in others.items() if line and not what}
+        # Two ranks in different verbs that wait for each other wait in vain: the lower one warns.
+        absent = {
+            rank: f"in {what}, {line}" if what else f"at {line}"
+            for rank, (what, line, ranks) in others.items()
+            if (line and not what)
+            or (what and what != here.what and rank > self._rank and self._rank in ranks)
+        }
         if not absent:
             return
         self._warned.add(here.line)
@@ -77,7 +83,7 @@ class AbsentRanks:
         ranks, verb = ("ranks", "have") if len(absent) > 1 else ("rank", "has")
         self.warn(
             f"rank {self._rank} waits in {here.what} ({here.line}), for {seconds:.0f} s now, for "
-            f"{ranks} {names}, which {verb} not called it (rank {first} is at {line}): all ranks "
+            f"{ranks} {names}, which {verb} not called it (rank {first} is {line}): all ranks "
             f"must call it"
         )
 

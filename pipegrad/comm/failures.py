@@ -429,7 +429,7 @@ def find_cause(
         ranks, words = _who_stalls(records)
     has_ended = bool(silent) and all(sign.startswith(ENDED) for sign in silent.values())
     if has_ended:
-        return ranks, _sentences(words, alarm, "All ranks must make the same steps"), "ended"
+        return ranks, _sentences(words, alarm, "All ranks must make the same calls"), "ended"
     return ranks, _sentences(words, alarm), "lost"
 
 

@@ -36,6 +36,7 @@ from pipegrad.partition.weights.pretrained import first_names
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+_VERB = "cut.save_pretrained()"  # in messages: what all ranks must call
 _PART = ".pipegrad-part"  # the folder of what is being written
 _OLD_SHARD = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors")
 # A layer: the name up to its first number. A converter of transformers takes tensors of one layer.
@@ -114,12 +115,12 @@ def save_stages(
         return states, {index: sorted(state) for index, state in states.items()}
 
     try:
-        states, names = agree_keeping("save the stages", prepare, timeout_seconds=patience)
+        states, names = agree_keeping(_VERB, prepare, timeout_seconds=patience)
         write = partial(_write_stages, part, model, states, names, max_shard_bytes)
-        written = agree("write the stages", write, timeout_seconds=patience)
+        written = agree(_VERB, write, timeout_seconds=patience)
         shards = sorted(chain(*written), key=lambda shard: (shard.stage, shard.number))
         finish = partial(_place, part, model, first, shards) if rank == 0 else _nothing
-        agree("finish the directory", finish, timeout_seconds=patience)
+        agree(_VERB, finish, timeout_seconds=patience)
     finally:
         if rank == 0:
             shutil.rmtree(part, ignore_errors=True)

@@ -80,6 +80,13 @@ elif how == "clip":
     scheduler.step(x, target=x)
     away(lambda: scheduler.sync.clip_grad_norm_(1.0), 0)
     optimizer.zero_grad()
+elif how == "both":  # each waits for the other
+    step()
+    if rank == 0:
+        try:
+            agreement.agree("the directory", int, ranks=[0, 1], timeout_seconds=5, name="once")
+        except pipegrad.errors.AgreementError:
+            pass
 elif how == "save":
     away(lambda: agreement.agree("the directory", int), 3)
 else:
@@ -121,6 +128,17 @@ def test_a_rank_that_is_in_a_verb_alone_warns_once_and_the_run_goes_on(
         rf"Warning: rank {rank} waits in {verb} \(train\.py:\d+ in \S+\), for \d s now, for "
         rf"{absent} not called it \(rank \d is at train\.py:\d+ in away\): all ranks must "
         "call it$",
+        shown,
+    ), shown
+
+
+def test_of_two_ranks_that_wait_for_each_other_the_lower_one_warns(tmp_path: Path) -> None:
+    """Rank 0 saved alone, and the next step waited for it until the timeout of a step."""
+    (shown,) = run(tmp_path, "both", ranks=2)
+    assert re.search(
+        r"Warning: rank 0 waits in the directory \(train\.py:\d+ in <module>\), for \d s now, for "
+        r"rank 1, which has not called it \(rank 1 is in scheduler\.step\(\) 2, train\.py:\d+ in "
+        r"step\): all ranks must call it$",
         shown,
     ), shown
 

@@ -116,7 +116,7 @@ def test_a_rank_that_ended_is_the_cause_on_all_others(
     now = r"scheduler\.evaluate\(\) 6" if where == "evaluation" else now
     after = r"without a word \(process \d+\)" if how == "_exit" else f"after {last}"
     alarm = rf"Rank \d (lost the connection|waits) in {now}"
-    hint = "" if how == "_exit" else r"\. All ranks must make the same steps"
+    hint = "" if how == "_exit" else r"\. All ranks must make the same calls"
     words = rf"StallError: rank {lost} has ended {after}\. {alarm}{hint}"
     assert [text for text in told if not re.fullmatch(words, text)] == []
     assert run.errors.count("\nError: rank") + run.errors.startswith("Error: rank") == 1, str(run)

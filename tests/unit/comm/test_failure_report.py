@@ -283,7 +283,7 @@ def test_the_rank_whose_error_is_the_cause_shows_it() -> None:
 
 def test_a_rank_that_has_ended_well_is_one_sentence() -> None:
     found = report([waiting(0, 1)], silent={1: "has ended after step 3"}, alarm="Rank 0 waits")
-    words = "rank 1 has ended after step 3. Rank 0 waits. All ranks must make the same steps"
+    words = "rank 1 has ended after step 3. Rank 0 waits. All ranks must make the same calls"
     assert (found.kind, found.shown, found.exit_code) == ("ended", words, 3)
     lost = report([waiting(0, 1)], silent={1: "is stopped"})
     assert (lost.kind, lost.shown) == ("lost", lost.text)
