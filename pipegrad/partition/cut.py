@@ -19,7 +19,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
-from pipegrad.model.wrappers import wrapper_of
+from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
 from pipegrad.partition.conventions import LOSS, Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
@@ -167,18 +167,44 @@ class Cutter:
 cut = Cutter()
 
 
+_REDUCES = "The Scheduler reduces the gradients of replicas"
+_SHARDS = "fully_shard() may shard its stages: see docs/coming_from/fsdp2.md"
+_COMPILE = "torch.compile"
+_WRAPPERS = {  # and what takes their place
+    DDP: _REDUCES,
+    "DataParallel": _REDUCES,
+    FSDP1: _SHARDS,
+    FSDP2: _SHARDS,
+    _COMPILE: "Compile its stages: cut.modules[i] = torch.compile(cut.modules[i])",
+}
+
+
+_CALLS = {FSDP2: "fully_shard()"}  # who called it has seen no name of a class
+
+
+def _wrapper_around(model: nn.Module) -> str:
+    """Returns the name of what has wrapped a model, or a part of it; "" if nothing has."""
+    if hasattr(model, "_orig_mod"):
+        return _COMPILE
+    return "DataParallel" if isinstance(model, nn.DataParallel) else wrapper_of(model)
+
+
 def _check_model(model: object) -> None:
     """Refuses what is no uncut model."""
     if not isinstance(model, nn.Module):
         raise TopologyError(f"the model is a {type(model).__name__}, expected an nn.Module")
     if isinstance(model, StageModule):
         raise TopologyError("the model is a stage of a cut already: cut the uncut model")
-    # accelerate exchanges the forward of a model for mixed precision.
-    if hasattr(model, "_orig_mod") or wrapper_of(model) or "forward" in vars(model):
+    if wrapper := _wrapper_around(model):
         raise TopologyError(
-            f"the model is wrapped or prepared, as a {type(model).__name__} or inside of it: cut "
-            f"the model before torch.compile, accelerate's prepare() or a Trainer has it, and "
-            f"compile or wrap its stages"
+            f"the model is wrapped: remove {_CALLS.get(wrapper, wrapper)}, and cut the model "
+            f"itself. {_WRAPPERS[wrapper]}"
+        )
+    # accelerate exchanges the forward of a model for mixed precision.
+    if "forward" in vars(model):
+        raise TopologyError(
+            f"accelerate's prepare() or a Trainer has changed the forward of the "
+            f"{type(model).__name__}: cut the model before"
         )
 
 

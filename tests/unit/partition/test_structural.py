@@ -315,8 +315,9 @@ def test_shapes_that_no_input_tells_are_computed_once_for_each_shape() -> None:
         (
             lambda: torch.compile(Chain(), backend="eager"),
             [3],
-            "cut the model before torch.compile",
+            r"wrapped: remove torch\.compile, and cut the model itself\. Compile its stages",
         ),
+        (lambda: nn.DataParallel(Chain()), [3], r"remove DataParallel, .* gradients of replicas"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(
