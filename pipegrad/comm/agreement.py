@@ -11,6 +11,7 @@ import hashlib
 import itertools
 import os
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -23,7 +24,7 @@ import torch.distributed as dist
 from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.store import SignedStore
-from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words
+from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words, level_of_caller
 from pipegrad.printable import shortened
 
 T = TypeVar("T")
@@ -278,7 +279,8 @@ def _exchange(
         verdict, cause = (
             (
                 f"{subject}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
-                f"look at their output, they failed or are stuck before this point"
+                f"all ranks must call it. Look at their output: they may have failed, or be stuck "
+                f"before this point"
             ),
             error,
         )
@@ -366,6 +368,20 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
         store().wait([key], timedelta(seconds=timeout_seconds))
     except dist.DistError:  # the first rank hangs, or has ended
         function()
+
+
+def warn_once(words: str, key: str) -> None:
+    """Warns, unless a rank of this job has warned with this key. It waits for no rank.
+
+    Args:
+        words: Of the warning.
+        key: The same on all ranks, and of no other warning.
+    """
+    # If the store is gone, the job is at its end.
+    with contextlib.suppress(dist.DistNetworkError):
+        if dist.is_initialized() and store().count(f"pipegrad/warned/{key}") > 1:
+            return
+    warnings.warn(words, stacklevel=level_of_caller())
 
 
 def collective_timeout(device: torch.device) -> timedelta | None:

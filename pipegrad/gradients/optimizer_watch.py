@@ -6,7 +6,6 @@ Step 8 of the journey of a gradient in docs/internals.md.
 from __future__ import annotations
 
 import math
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
@@ -19,7 +18,8 @@ from torch.optim.optimizer import (
 )
 from torch.utils.hooks import RemovableHandle
 
-from pipegrad.errors import PipegradError, PlanError, StepError, level_of_caller
+from pipegrad.comm.agreement import warn_once
+from pipegrad.errors import PipegradError, PlanError, StepError
 from pipegrad.gradients.main_params import MainShard, refuse_unless_elementwise
 from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter
@@ -38,6 +38,7 @@ class OptimizerWatch:
     Args:
         parameters: Of this rank.
         parameter_sync: Knows whether main parameters were given to an optimizer.
+        name: Of the GradientSync, the same on all ranks.
         alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
         on_refusal: A bound method; called with the error if an optimizer is refused.
         on_step: A bound method; called after each step of an optimizer that was added.
@@ -53,6 +54,7 @@ class OptimizerWatch:
         parameters: Collection[LiveParameter],
         *,
         parameter_sync: ParameterSync,
+        name: str,
         alike: bool,
         on_refusal: Callable[[PipegradError], object],
         on_step: Callable[[], object],
@@ -61,6 +63,7 @@ class OptimizerWatch:
         self.has_gradients = False
         self.scaler: Callable[[], GradScaler | None] = lambda: None
         self._parameter_sync = parameter_sync
+        self._name = name
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
         self._on_step = weakref.WeakMethod(on_step)
@@ -147,13 +150,13 @@ class OptimizerWatch:
         changed = None if (find := self._find_changed()) is None else find()
         if changed is not None:
             self._has_warned = True
-            warnings.warn(
+            warn_once(
                 f"the gradient of {changed!r} was changed between finish() and "
                 f"optimizer.step(). torch's clip_grad_norm_ and its GradScaler know only the "
                 f"gradients of this rank: call sync.clip_grad_norm_(), and use "
                 f"pipegrad.GradScaler(sync), which know those of all ranks. What changes each "
                 f"element alike on all ranks is right",
-                stacklevel=level_of_caller(),
+                f"changed gradients {self._name}",
             )
 
     def _is_part(self, optimizer: torch.optim.Optimizer) -> bool:

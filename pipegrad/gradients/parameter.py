@@ -257,15 +257,20 @@ class LiveParameter:
         except AttributeError as error:
             raise StepError(
                 f"{key!r} is no parameter of its module any more: {error}. "
-                f"weight_norm, prune and parametrize replace a parameter by others: call them "
-                f"before the GradientSync is made, or make a new one on all ranks"
+                f"weight_norm, prune, parametrize and peft replace a parameter by others: call "
+                f"them before the cut, or make a new GradientSync on all ranks"
             ) from error
         parameter = present if present is self.live else _unless_gathered(present, self.live)
         traits = self._traits(parameter)
         if traits != self.agreed:
+            advice = "make a new GradientSync on all ranks"
+            if traits.requires_grad != self.agreed.requires_grad:
+                advice = (
+                    "call get_peft_model(), requires_grad_() and what else freezes parameters "
+                    "before the cut, or make a new Scheduler on all ranks"
+                )
             raise StepError(
-                f"{key!r} was {self.agreed} when the ranks agreed, now it is {traits}: "
-                f"make a new GradientSync on all ranks"
+                f"{key!r} was {self.agreed} when the ranks agreed, now it is {traits}: {advice}"
             )
         for other_tree, other_name in self.homes[1:]:
             if other_tree.parameter(other_name) is not parameter:

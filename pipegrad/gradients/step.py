@@ -114,6 +114,7 @@ class Step:
 
     def __init__(self, agreed: Agreed, parts: Parts) -> None:
         self.plan = agreed.plan
+        self.name = agreed.name
         self._agreed = agreed
         self._parts = parts
         self._state = State.BETWEEN
@@ -153,6 +154,7 @@ class Step:
         self._watch = OptimizerWatch(
             self._parameters.values(),
             parameter_sync=parts.parameter_sync,
+            name=agreed.name,
             alike=steps_alike(agreed.manifest, agreed.plan, agreed.topology),
             on_refusal=self._refused,
             on_step=self._publish_updated,

@@ -8,6 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from pipegrad.comm.agreement import warn_once
 from pipegrad.errors import StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
@@ -72,6 +73,7 @@ class Compute:
         self._is_trained = sync is not None and any(
             record.requires_grad for record in sync.manifest.parameters
         )
+        self._has_warned = False  # that nothing is trained
         self._recomputes = {
             index: Recompute(stage.module, sync.device)
             for index, stage in stages.items()
@@ -200,6 +202,14 @@ class Compute:
             raise StepError(
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
+            )
+        if self._sync is not None and not loss.requires_grad and not self._has_warned:
+            self._has_warned = True
+            warn_once(
+                "a training step, and no parameter requires a gradient, so it trains nothing. "
+                "PeftModel.from_pretrained() freezes the adapter that it reads: give it "
+                "is_trainable=True",
+                f"frozen {self._sync.name}",
             )
         self._terms.add(parts)
         return parts[:1]

@@ -12,17 +12,16 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any
+from typing import Any, Never
 
 import torch
 
-from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds, warn_once
 from pipegrad.comm.collectives import can_send
 from pipegrad.comm.comm_stream import outside_of_graphs
-from pipegrad.errors import PlanError, ScheduleError, level_of_caller
+from pipegrad.errors import PlanError, ScheduleError
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
@@ -248,7 +247,8 @@ class Scheduler:
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
             self._knows_modes = True
-            _warn_of_evaluation_mode([stage.module for stage in self._stages.values()])
+            modules = [stage.module for stage in self._stages.values()]
+            _warn_of_evaluation_mode(modules, self.sync.name)
         return self._steps.run(batch, forward_only=False)
 
     @outside_of_graphs
@@ -274,13 +274,13 @@ class Scheduler:
     def optimizer(
         self,
         kind: Callable[..., Optimizer],
-        *,
+        *parameters: Never,
         group_of: NamedGroupOf | None = None,
         others: Callable[..., torch.optim.Optimizer] | None = None,
         **options: Any,  # noqa: ANN401 - those of `kind`
     ) -> Optimizer:
         """Returns an optimizer of what this rank steps; see `GradientSync.optimizer`."""
-        return self.sync.optimizer(kind, group_of=group_of, others=others, **options)
+        return self.sync.optimizer(kind, *parameters, group_of=group_of, others=others, **options)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what this rank's handlers and codecs keep from step to step.
@@ -368,16 +368,16 @@ class Scheduler:
         self._steps.close()
 
 
-def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module]) -> None:
+def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module], name: str) -> None:
     """Warns of dropout in a training step whose modules are all in evaluation mode."""
     parts = [named for module in modules for named in module.named_modules()]
     drops = next((name for name, part in parts if _has_dropout(part)), None)
     if drops is not None and not any(part.training for _, part in parts):
-        warnings.warn(
-            f"a training step, and all modules of this rank are in evaluation mode, so {drops!r} "
+        warn_once(
+            f"a training step, and all modules of a rank are in evaluation mode, so {drops!r} "
             f"drops nothing out. from_pretrained() of transformers returns such models. Call "
             f"train() of the model before the cut, or of each stage's module",
-            stacklevel=level_of_caller(),
+            f"evaluation mode {name}",
         )
 
 

@@ -27,7 +27,7 @@ QUERIES = {
     "tied embedding": "docs/how_to/tie_parameters",
     "learning rate": "docs/config",
     "clip": "docs/attach",
-    "DDP": "docs/concepts",
+    "DDP": "docs/coming_from/ddp",
     "hang": "docs/how_to/debug_a_hang",
     "codec": "docs/codecs",
     "fp16": "docs/how_to/mixed_precision",

@@ -89,8 +89,8 @@ def test_a_rank_that_stays_away_is_named_within_the_timeout() -> None:
     if rank() != 1:
         began = time.monotonic()
         assert outcome(partial(agree, "start", rank, timeout_seconds=0.5, name="start")) == (
-            "AgreementError: start: nothing heard from ranks [1] within 0.5 s; look at their "
-            "output, they failed or are stuck before this point"
+            "AgreementError: start: nothing heard from ranks [1] within 0.5 s; all ranks must "
+            "call it. Look at their output: they may have failed, or be stuck before this point"
         )
         assert time.monotonic() - began < 20
 

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from pipegrad import Scheduler, Topology, cut
 from pipegrad.errors import StepError, TopologyError
 from tests.support.gradients.cases import rank
+from tests.support.ranked import gathered
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -191,12 +193,41 @@ def test_adapters_behind_a_cut_are_refused() -> None:
         Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
     prepared = small_qwen(transformers)
     prepared.forward = prepared.forward  # as accelerate exchanges it
-    with pytest.raises(TopologyError, match=r"prepared, as a Qwen3ForCausalLM .* prepare\(\)"):
+    with pytest.raises(TopologyError, match=r"prepare\(\) .* forward of the Qwen3ForCausalLM"):
         cut(prepared, 2)
+    wrapped = nn.parallel.DistributedDataParallel(small_qwen(transformers))
+    with pytest.raises(TopologyError, match="remove DistributedDataParallel, and cut the model"):
+        cut(wrapped, 2)
+    fully_shard(base := small_qwen(transformers))
+    with pytest.raises(TopologyError, match=r"remove fully_shard\(\), and cut the model"):
+        cut(base, 2)
+
+
+@pytest.mark.parametrize("late", [True, False], ids=["late", "frozen"])
+def test_adapters_behind_a_scheduler_are_refused_and_frozen_ones_warned_of_once(late: bool) -> None:
+    """The refusal said only that requires_grad had changed; a frozen adapter trained nothing."""
+    transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
+    base, config = small_qwen(transformers), peft.LoraConfig(r=2, target_modules=["q_proj"])
+    model = base if late else peft.get_peft_model(base, config).requires_grad_(False)
+    topology = Topology.create(pipeline=2)
+    scheduler = Scheduler(cut(model, 2), topology, schedule="1f1b", num_microbatches=2)
+    batch, texts = {"input_ids": TOKENS, "labels": TOKENS}, list[str]()
+    if late:
+        peft.get_peft_model(base, config)
+        with pytest.raises(StepError, match=r"call get_peft_model\(\), .* before the cut"):
+            scheduler.step(batch)
+    else:
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                scheduler.step(batch)
+            texts = [str(w.message) for w in heard if "it trains nothing" in str(w.message)]
+        assert len(texts) == (rank() == 1)  # the rank of the loss
+    scheduler.close()
 
 
 @pytest.mark.parametrize("own", [True, False], ids=["torch's optimizer", "scheduler.optimizer"])
-def test_one_warning_of_torch_clipping_adapters_of_one_stage(own: bool) -> None:
+def test_one_warning_a_job_of_torch_clipping_adapters_of_one_stage(own: bool) -> None:
     """Nothing is tied, so no copies differ, and no DriftError can come."""
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     config = peft.LoraConfig(r=2, target_modules=["q_proj"])
@@ -214,5 +245,5 @@ def test_one_warning_of_torch_clipping_adapters_of_one_stage(own: bool) -> None:
             optimizer.step()
             optimizer.zero_grad()
             texts = [str(w.message) for w in heard if "torch's clip_grad_norm_" in str(w.message)]
-            assert len(texts) == 1, f"after step {number}"
+            assert sum(gathered(len(texts))) == 1, f"after step {number}"  # of both ranks
     scheduler.close()

@@ -157,8 +157,8 @@ def test_ranks_wait_for_each_other_as_long_as_they_are_told(name: str) -> None:
     said = outcome(lambda: make(0.5))
     store().set(f"{name} failed", "")
     assert said == (
-        f"AgreementError: {name}: nothing heard from ranks [1] within 0.5 s; look at their "
-        "output, they failed or are stuck before this point"
+        f"AgreementError: {name}: nothing heard from ranks [1] within 0.5 s; all ranks must "
+        "call it. Look at their output: they may have failed, or be stuck before this point"
     )
     dist.barrier()
     time.sleep(0.6 * rank())  # longer than they waited before

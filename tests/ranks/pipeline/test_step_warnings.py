@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.support.gradients.cases import rank
 from tests.support.pipeline.layers import make
+from tests.support.ranked import gathered
 
 pytestmark = pytest.mark.ranks(2)
 F = nn.functional
@@ -29,7 +30,7 @@ def warned(words: str, *calls: Callable[[], object]) -> list[str]:
 
 # A training step in evaluation mode.
 
-WORDS = "all modules of this rank are in evaluation mode, so '{}' drops nothing out"
+WORDS = "all modules of a rank are in evaluation mode, so '{}' drops nothing out"
 # What a stage has, and what is warned of.
 MODULES: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "dropout": (lambda: nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.1)), "1"),
@@ -63,8 +64,9 @@ def test_dropout_that_is_off_in_a_training_step_is_warned_of_once(name: str) -> 
         calls = lambda: scheduler.step(x, target=x), lambda: scheduler.evaluate(x, target=x)
         said.append(warned("evaluation mode", *calls))
         module.zero_grad()
-    assert [len(each) for each in said] == [0, bool(where), 0]
-    assert not where or WORDS.format(where) in said[1][0]
+    everywhere = gathered(said)  # one rank warns for the job
+    assert [sum(map(len, each)) for each in zip(*everywhere, strict=True)] == [0, bool(where), 0]
+    assert not said[1] or WORDS.format(where) in said[1][0]
     scheduler.close()
 
 
