@@ -210,7 +210,7 @@ def main(asked: argparse.Namespace) -> None:
         losses: list[Tensor] = []
         inputs = [tokens] if torchs.is_first else []
         schedule.step(*inputs, target=target if torchs.is_last else None, losses=losses)
-        loss = torch.stack(losses).mean().detach() / replicas if losses else torch.zeros(())
+        loss = sum(losses).detach() / len(losses) / replicas if losses else torch.zeros(())
         dist.all_reduce(loss)
         return loss
 
