@@ -113,8 +113,7 @@ def _against(remedies: Sequence[Advice], cause: str) -> Iterator[_Clause]:
     if remedies:
         best = {a.change.partition(" = ")[0]: a for a in reversed(remedies)}  # of each key
         shown = sorted(best.values(), key=lambda a: -a.gain)
-        # Half the rows take half the time at best: kernels and messages have a cost of their own.
-        about = ("at most" if "microbatches = " in a.change else "about" for a in shown)
+        about = ("at most" if a.is_at_most else "about" for a in shown)
         words = (
             f"{a.change}: {n} {in_percent(a.gain)} less" for n, a in zip(about, shown, strict=True)
         )

@@ -120,6 +120,7 @@ def test_twice_as_many_microbatches_need_as_many_rows() -> None:
     program, costs = program_and_costs()
     more = by_change(advise(program, costs), "parallel.microbatches = 16")
     assert more.step_seconds == pytest.approx(19 * 0.015)
+    assert ": at most " in str(more)
     for rows, is_tried in ((15.0, False), (16.0, True)):
         known = replace(recorded(program, costs), notes={"rows": rows})
         changes = [each.change for each in advise(program, costs, of=known)]
