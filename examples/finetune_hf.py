@@ -1,6 +1,6 @@
 """Fine-tunes a chat model over four stages; transformers alone reads the result.
 
-torchrun --standalone --nproc-per-node 4 examples/finetune_hf.py MODEL RESULT CHATS STEPS
+pipegrad launch -n 4 examples/finetune_hf.py MODEL RESULT CHATS STEPS
 """
 
 import itertools

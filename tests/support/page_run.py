@@ -211,10 +211,8 @@ def _command(command: str) -> str:
     target = words.pop() if ">" in words else None
     program, *words = [word for word in words if word != ">"]
     if (program, *words[:2]) == ("pipegrad", "launch", "-n"):
-        program, words = (
-            "torchrun",
-            ["--nproc-per-node", words[2], "-m", "pipegrad", "train", *words[3:]],
-        )
+        trains = [] if words[3].endswith(".py") else ["-m", "pipegrad", "train"]
+        program, words = "torchrun", ["--nproc-per-node", words[2], *trains, *words[3:]]
     if program == "torchrun":
         return _on_all_ranks(lambda: _torchrun(words))
     known = {"pipegrad": _pipegrad, "python": _python, "pip": _pip, "cp": _cp}

@@ -120,9 +120,11 @@ def gaps(page: str) -> Iterator[str]:
         if block.marker == "run":
             for line, target in _sets(block):
                 yield f"{page}:{line}: a hidden block sets {target}"
-    start = f"torchrun --nproc-per-node {num_ranks(page)} "
-    if any("init_process_group" in b.code for b in visible) and start not in PAGES[page]:
-        yield f"{page}: does not say how it starts: {start}..."
+    number = num_ranks(page)
+    starts = f"torchrun --nproc-per-node {number} ", f"pipegrad launch -n {number} "
+    is_started = any(start in PAGES[page] for start in starts)
+    if any("init_process_group" in b.code for b in visible) and not is_started:
+        yield f"{page}: does not say how it starts: {starts[0]}..."
 
 
 def undefined(codes: Iterable[str]) -> Iterator[list[str]]:
