@@ -66,7 +66,10 @@ class Scheduler:
             `StepResult.metrics`. All microbatches of all steps have the same names. A `Cut` has the
             model's own loss, if a step is given labels.
         loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
-            This is the default, but for the own loss of a `Cut`.
+            A microbatch counts by its rows, if the step cuts them. With ``nn.CrossEntropyLoss``,
+            ``nn.NLLLoss`` or their functions as loss_fn it counts by its labels, or by the weights
+            of their classes. So it is the mean of one process. This is the default, but for the own
+            loss of a `Cut`.
             ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
             as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
             of targets that are not ignored. The loss is the sum over all microbatches and data
@@ -213,10 +216,9 @@ class Scheduler:
             *inputs: External inputs, in the order of their first use; or one that holds them all.
             target: Cut like inputs; goes to the loss.
             loss_divisor: The losses of all microbatches are summed and divided by it. The default
-                is the number of microbatches, for losses that are means: each microbatch counts
-                alike, whatever its number of rows. For losses that are sums
-                over tokens, give the number of tokens of the batch over all data ranks, divided by
-                the number of data ranks; or make the Scheduler with
+                is the number of microbatches, for losses that are means: see ``loss_reduction``.
+                For losses that are sums over tokens, give the number of tokens of the batch over
+                all data ranks, divided by the number of data ranks; or make the Scheduler with
                 ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
                 need it. Other ranks may give it too, and then the same number.
             microbatches: Ready microbatches, in place of inputs and target. Each is what alone may

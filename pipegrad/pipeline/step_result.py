@@ -164,11 +164,11 @@ class StepResult:
     def loss(self) -> Tensor:
         """The loss, a float32 scalar, on every rank.
 
-        It is the mean over microbatches and data ranks. With ``loss_reduction="token_mean"`` it is
-        the sum of all losses, divided by the sum of all weights; nan if that is 0. It is of this
-        call alone, also inside `accumulate`. The loss of several results, of accumulated steps or
-        of an evaluation, is ``sum(r.loss * r.weight for r in results)``, divided by
-        ``sum(r.weight for r in results)``.
+        It is the mean over microbatches, by their rows, and data ranks. With
+        ``loss_reduction="token_mean"`` it is the sum of all losses, divided by the sum of all
+        weights; nan if that is 0. It is of this call alone, also inside `accumulate`. The loss of
+        several results, of accumulated steps or of an evaluation, is
+        ``sum(r.loss * r.weight for r in results)``, divided by ``sum(r.weight for r in results)``.
 
         Sync: waits for it, the first time.
 
@@ -204,7 +204,7 @@ class StepResult:
     def metrics(self) -> dict[str, float]:
         """The metrics by name, on every rank: those of loss_fn, and the losses of stages.
 
-        A metric of loss_fn is the mean over microbatches and data ranks. With
+        A metric of loss_fn is a mean as the loss is. With
         ``loss_reduction="token_mean"`` each microbatch counts with its weight, and not at all if
         the weight is 0. The loss of a stage is what it adds to `loss`. If several stages give a
         loss of one name, it is their sum.

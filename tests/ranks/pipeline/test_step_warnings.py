@@ -93,6 +93,22 @@ class Entropy(nn.CrossEntropyLoss):
         return super().forward(out.flatten(0, 1), target.flatten())
 
 
+class Composed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.of_tokens = nn.CrossEntropyLoss(weight=torch.ones(5))
+
+    def forward(self, out: Tensor, target: Tensor) -> Tensor:
+        loss: Tensor = self.of_tokens(out.flatten(0, 1), target.flatten())
+        return loss
+
+
+def closed(**options: Any) -> dict[str, Any]:
+    criterion = nn.CrossEntropyLoss(**options)
+    return {"loss_fn": lambda out, y: criterion(out.flatten(0, 1), y.flatten())}
+
+
+CLASSES, MEAN_BY_CLASS = torch.ones(5), "loss_fn has weights of classes"
 OTHER = {"loss_fn": Entropy(ignore_index=0)}
 PARTIAL = {"loss_fn": partial(cross_entropy, ignore_index=0)}
 WEIGHTED = {"loss_fn": weighted, "loss_reduction": "token_mean"}
@@ -102,6 +118,11 @@ CASES: dict[str, tuple[Tensor, dict[str, Any], str]] = {
     "one has none": (labels(2, 8), {}, "have 0 to 6 labels that count"),
     "of a module": (labels(0, 4, value=0), OTHER, "targets have 0, "),
     "of a partial": (labels(0, 4, value=0), PARTIAL, "targets have 0, "),
+    "of a closure": (labels(0, 4, value=0), closed(ignore_index=0), "targets have 0, "),
+    "classes": (labels(), {"loss_fn": Entropy(weight=CLASSES)}, MEAN_BY_CLASS),
+    "classes of a closure": (labels(), closed(weight=CLASSES), MEAN_BY_CLASS),
+    "classes of a part": (labels(), {"loss_fn": Composed()}, MEAN_BY_CLASS),
+    "sums by class": (labels(), closed(weight=CLASSES, reduction="sum"), ""),
     "even": (labels(3, 3), {}, ""),
     "all count": (labels(), {}, ""),
     "weights": (labels(2, 5), WEIGHTED, ""),
@@ -117,8 +138,8 @@ def test_uneven_labels_that_count_are_warned_of_once(name: str) -> None:
     module = nn.Embedding(5, 8) if rank() == 0 else nn.Linear(8, 5)
     scheduler = make(module, module, **{"num_microbatches": 2, "loss_fn": cross_entropy, **options})
     x, said = torch.arange(16).reshape(4, 4) % 5, list[str]()
-    for given in (labels(), target, target):  # the first step has nothing to say
-        said += warned("labels that count", lambda: scheduler.step(x, target=given))  # noqa: B023
+    for given in (labels(), target, target):  # the first step has nothing to say of labels
+        said += warned("loss_reduction", lambda: scheduler.step(x, target=given))  # noqa: B023
         module.zero_grad()
     assert len(said) == bool(words and rank() == 1)
     assert not said or words in said[0]
