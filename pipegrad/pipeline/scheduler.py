@@ -26,6 +26,7 @@ from pipegrad.errors import PlanError, ScheduleError, level_of_caller
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import Tied
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
 from pipegrad.pipeline.microbatch import Batch
@@ -171,6 +172,9 @@ class Scheduler:
             wait_seconds=slow_seconds(self.sync.device, agree_seconds),
         )
         self._knows_modes = False  # whether it has looked for dropout in evaluation mode
+        # A checkpoint may be loaded until the first step.
+        self._mixed = pipeline.mixed or ()
+        self._begins = self._begins_now() if topology.rank in self._mixed[:1] else None
 
     def _refuse_unsendable(self) -> None:
         device = self.sync.device
@@ -179,6 +183,24 @@ class Scheduler:
                 f"stages are on {device}, and gloo sends from the CPU alone: begin with "
                 f'torch.distributed.init_process_group("cpu:gloo,{device.type}:BACKEND"), where '
                 f"BACKEND is nccl on CUDA"
+            )
+
+    def _begins_now(self) -> list[str]:
+        return [begin_of(stage.module) for stage in self._stages.values()]
+
+    def _warn_once(self) -> None:
+        """Looks for what makes training another one than that of one process, without an error."""
+        if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
+            self._knows_modes = True
+            _warn_of_evaluation_mode([stage.module for stage in self._stages.values()])
+        begins, self._begins = self._begins, None
+        if begins is not None and begins == self._begins_now():
+            warnings.warn(
+                f"ranks {' and '.join(map(str, self._mixed))} have cut models with different first "
+                f"values, as after another torch.manual_seed on each rank, and their stages start "
+                f"with them: they are a mix of several models. Set one seed on all ranks before "
+                f"the model is made, or load one checkpoint into all stages",
+                stacklevel=level_of_caller(),
             )
 
     # What users call.
@@ -248,9 +270,7 @@ class Scheduler:
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
-        if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
-            self._knows_modes = True
-            _warn_of_evaluation_mode([stage.module for stage in self._stages.values()])
+        self._warn_once()
         return self._steps.run(batch, forward_only=False)
 
     @outside_of_graphs
