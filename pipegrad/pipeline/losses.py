@@ -351,6 +351,7 @@ class Losses:
         forward_only: bool,
         failed: bool = False,
         passed: Numbers = _NONE,
+        news: int = 0,
         num_different: int | Tensor = 0,
         times: Sequence[float] = (),
         outputs: Outputs = (),
@@ -364,6 +365,7 @@ class Losses:
             forward_only: Which kind of step it is: evaluation or training.
             failed: Whether the step failed on this rank.
             passed: What this rank was given: `number_of`, by name.
+            news: What its optimizers did: see `OptimizerWatch.news`.
             num_different: How many second forwards differ from the first, as far as nobody raised.
             times: What this rank has measured; as many numbers on all ranks.
             outputs: For the result.
@@ -372,7 +374,7 @@ class Losses:
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        of_passed, compare = self.passed.of_step(passed, forward_only=forward_only)
+        of_passed, compare = self.passed.of_step(passed, news, forward_only=forward_only)
         message = self._reduced(
             [  # see [Note: message of a loss]
                 terms.total / self._num_copies,

@@ -355,6 +355,7 @@ class Steps:
                 shared_divisor,
                 forward_only=not training,
                 passed=self.batches.passed,
+                news=self._sync.news() if training else 0,
                 num_different=executor.num_different,
                 times=() if kind.times is None else kind.times.numbers(),
                 outputs=whole_outputs,
@@ -487,6 +488,7 @@ class Steps:
                 None,
                 forward_only=forward_only,
                 failed=True,
+                news=0 if forward_only else self._sync.news(),  # or the next step would send it
                 times=() if kind.times is None else [0.0] * kind.times.size,
             )
         if interrupt is not None:
