@@ -34,7 +34,13 @@ from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Stage, StageSource
 from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.steps import Steps
-from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, collectives_of
+from pipegrad.pipeline.wiring import (
+    BATCH_NORMS,
+    Loss,
+    ScheduleSpec,
+    agree_on_wiring,
+    collectives_of,
+)
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.schedules import Program, Proof, Schedule
 from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
@@ -173,6 +179,7 @@ class Scheduler:
         )
         self._knows_modes = False  # whether it has looked for dropout in evaluation mode
         # A checkpoint may be loaded until the first step.
+        self._has_norm = topology.rank == pipeline.first_norm  # and has not warned of it
         self._mixed = pipeline.mixed or ()
         self._begins = self._begins_now() if topology.rank in self._mixed[:1] else None
 
@@ -193,6 +200,9 @@ class Scheduler:
         if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
             self._knows_modes = True
             _warn_of_evaluation_mode([stage.module for stage in self._stages.values()])
+        if self._has_norm:
+            self._has_norm = False
+            _warn_of_batch_norm(self._stages, self.schedule.num_microbatches, self.topology)
         begins, self._begins = self._begins, None
         if begins is not None and begins == self._begins_now():
             warnings.warn(
@@ -399,6 +409,33 @@ def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module]) -> None:
             f"a training step, and all modules of this rank are in evaluation mode, so {drops!r} "
             f"drops nothing out. from_pretrained() of transformers returns such models. Call "
             f"train() of the model before the cut, or of each stage's module",
+            stacklevel=level_of_caller(),
+        )
+
+
+def _warn_of_batch_norm(
+    stages: Mapping[int, Stage], num_microbatches: int, topology: Topology
+) -> None:
+    """Warns of BatchNorm in training mode, if it does not see the whole batch."""
+    name, stage = next(
+        (
+            (name, index)
+            for index, stage in stages.items()
+            for name, part in stage.module.named_modules()
+            if isinstance(part, BATCH_NORMS) and part.training
+        ),
+        ("", -1),
+    )
+    number = len(topology.ranks_along(topology.data_axes))
+    replicas = f" of one of {number} replicas, which evaluate by statistics of their own" * (
+        number > 1
+    )
+    if stage >= 0 and (num_microbatches > 1 or replicas):
+        warnings.warn(
+            f"{name!r} of stage {stage} is a BatchNorm: it normalizes by the rows of a "
+            f"microbatch{replicas}, and one process by those of the batch. GroupNorm and LayerNorm "
+            f"look at one row alone. If it stays: few microbatches, momentum divided by their "
+            f"number, and the mean of its buffers over replicas before an evaluation",
             stacklevel=level_of_caller(),
         )
 

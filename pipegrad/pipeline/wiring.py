@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.comm.agreement import agree_keeping, same
@@ -30,6 +32,7 @@ from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
@@ -69,6 +72,7 @@ class WiredPipeline:
         labels: Names of the inputs that are the target, too; empty if a step is given a target.
         codecs: Which codec carries what over which hop.
         mixed: Two ranks whose first values of the uncut model differ; None if none are known.
+        first_norm: The lowest rank whose stages have BatchNorm; None without.
     """
 
     schedule: Schedule
@@ -80,6 +84,7 @@ class WiredPipeline:
     labels: Names
     codecs: CodecChoice
     mixed: tuple[int, int] | None
+    first_norm: int | None
 
 
 _Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
@@ -111,7 +116,7 @@ def agree_on_wiring(
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
-    def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, Begins, Ends]]:
+    def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, bool, Begins, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         if reduction not in REDUCTIONS:
             raise ScheduleError(
@@ -142,7 +147,9 @@ def agree_on_wiring(
             words += f"\n{source!r}"
         begins = {} if source is None else dict(source.begins(staged.local_stages))
         named = generated.name, str(generated)
-        return described, (words, named, choice.identity, begins, ends)
+        modules = [part for stage in local_stages for part in stage.module.modules()]
+        norms = any(isinstance(part, BATCH_NORMS) for part in modules)
+        return described, (words, named, choice.identity, norms, begins, ends)
 
     ranks = sorted(topology.ranks)
     described, replies = agree_keeping(
@@ -164,8 +171,18 @@ def agree_on_wiring(
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
     is_weighted = reduction == TOKEN_MEAN
     mixed = mixed_in(staged, {rank: begins for rank, (*_, begins, _) in by_rank.items()})
+    first_norm = next((rank for rank, (_, _, _, norms, *_) in by_rank.items() if norms), None)
     return WiredPipeline(
-        fitted, staged, wiring, local_stages, bound, is_weighted, labels, choice, mixed
+        fitted,
+        staged,
+        wiring,
+        local_stages,
+        bound,
+        is_weighted,
+        labels,
+        choice,
+        mixed=mixed,
+        first_norm=first_norm,
     )
 
 
@@ -339,6 +356,14 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
                     f"behind each forward: give the module inside, and the handler 'data-parallel' "
                     f"reduces its gradients"
                 )
+            if isinstance(part, nn.SyncBatchNorm) and len(topology.pipelines[0]) > 1:
+                ranks = dist.get_process_group_ranks(part.process_group or dist.group.WORLD)
+                if len({topology.at(rank).local_stages for rank in ranks}) > 1:
+                    raise TopologyError(
+                        f"a SyncBatchNorm is over ranks {ranks}, and some of them have other "
+                        f"stages and never call it: give it process_group="
+                        f"topology.group_along({topology.data!r})"
+                    )
 
 
 def check_whole(whole: object, wiring: Wiring) -> None:
