@@ -1,8 +1,9 @@
-"""Absent: a rank that waits for ranks in code of the user warns early, and the run goes on.
+"""Absent: a rank warns early of ranks that do not call what it is in, and the run goes on.
 
 A rank that stands still for some seconds posts where, once: in a wait for other ranks, or outside
 of pipegrad. A rank that waits reads then what those for whom it waits have posted. So nobody sends
-a message while all go on.
+a message while all go on. Ranks in code of the user are absent. Ranks in different verbs are, if
+they wait for each other: then no slow rank is the cause, which stands in nothing.
 """
 
 from __future__ import annotations
@@ -64,14 +65,9 @@ class AbsentRanks:
         if here.line in self._warned:
             return
         others = {rank: self._read(rank) for rank in sorted({*here.ranks} - {self._rank})}
-        # Two ranks in different verbs that wait for each other wait in vain: the lower one warns.
-        absent = {
-            rank: f"in {what}, {line}" if what else f"at {line}"
-            for rank, (what, line, ranks) in others.items()
-            if (line and not what)
-            or (what and what != here.what and rank > self._rank and self._rank in ranks)
-        }
+        absent = {rank: line for rank, (what, line, _) in others.items() if line and not what}
         if not absent:
+            self._ask_circle(here, seconds)
             return
         self._warned.add(here.line)
         # A lower rank that waits for one of them, too, warns.
@@ -83,8 +79,34 @@ class AbsentRanks:
         ranks, verb = ("ranks", "have") if len(absent) > 1 else ("rank", "has")
         self.warn(
             f"rank {self._rank} waits in {here.what} ({here.line}), for {seconds:.0f} s now, for "
-            f"{ranks} {names}, which {verb} not called it (rank {first} is {line}): all ranks "
+            f"{ranks} {names}, which {verb} not called it (rank {first} is at {line}): all ranks "
             f"must call it"
+        )
+
+    def _ask_circle(self, here: Stand, seconds: float) -> None:
+        """Warns if ranks in other verbs wait for this one, and this one for them."""
+        posts, todo = {self._rank: (here.what, here.line, here.ranks)}, [*here.ranks]
+        while todo:
+            if (rank := todo.pop()) not in posts:
+                posts[rank] = what, _, ranks = self._read(rank)
+                if not what:
+                    return  # it goes on, or another rank warns of it
+                todo += ranks
+        circle = {self._rank}
+        while (
+            new := {r for r, (*_, ranks) in posts.items() if not circle.isdisjoint(ranks)} - circle
+        ):
+            circle |= new
+        others = [rank for rank in sorted(circle) if posts[rank][0] != here.what]
+        if not others or min(circle) < self._rank:  # the lowest one warns
+            return
+        self._warned.add(here.line)
+        what, line, _ = posts[others[0]]
+        same = [str(rank) for rank in others if posts[rank][0] == what]
+        self.warn(
+            f"rank {self._rank} waits in {here.what} ({here.line}), for {seconds:.0f} s now, and "
+            f"{'ranks' if len(same) > 1 else 'rank'} {', '.join(same)} in {what} ({line}): they "
+            f"wait for each other, so nobody goes on. All ranks must call the same, in one order"
         )
 
     def _read(self, rank: int) -> tuple[str, str, tuple[int, ...]]:

@@ -68,7 +68,8 @@ class Activity:
     """Something that a thread does, from ``with`` to its end.
 
     Args:
-        what: In words. Of a collective they are the same on all its ranks.
+        what: In words. Of a collective they are the same on all its ranks. "" without details if
+            this thread waits for other threads of this rank.
         ranks: The global ranks that take part, or for which it waits.
         in_store: Whether it waits for what each of these ranks has yet to write into the store.
         within_seconds: If it takes longer, the job ends with a report; see `comm.watch`.
@@ -192,7 +193,7 @@ class Stand(NamedTuple):
         what: The outermost activity, in words; "" outside of pipegrad.
         line: The line of the user that runs.
         ranks: The global ranks for which it waits; none outside.
-        since: When the innermost activity began; outside, how many have ended.
+        since: Changes when it goes on.
     """
 
     what: str
@@ -206,15 +207,23 @@ def stand(awaited: Callable[[], tuple[int, ...]]) -> Stand | None:
     thread = verb_thread()
     stack, frame = activities().get(thread, []), sys._current_frames().get(thread)
     if stack:
-        ranks = awaited()
-        line = _line_of(thread)[0]
-        return Stand(stack[0].what, line, ranks, stack[-1].since) if ranks else None
+        last = stack[-1]
+        is_for_threads = not last.what and last.details is None
+        ranks = _awaited_by_others(thread) if is_for_threads else awaited()
+        since = last.since + (last.position() if last.position is not None else 0)
+        return Stand(stack[0].what, _line_of(thread)[0], ranks, since) if ranks else None
     # What has no activity, such as a cut that loads weights, is not outside either.
     while frame is not None:
         if frame.f_code.co_filename.startswith(_PIPEGRAD):
             return None
         frame = frame.f_back
     return Stand("", _line_of(thread)[0], (), _num_left)
+
+
+def _awaited_by_others(thread: int) -> tuple[int, ...]:
+    """Returns the ranks for which the threads other than this one wait."""
+    others = [stack[-1].ranks for other, stack in activities().items() if stack and other != thread]
+    return tuple(sorted({rank for ranks in others for rank in ranks}))
 
 
 def give_back(seconds: float, before: float) -> None:

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
@@ -61,7 +62,9 @@ def make_equal(
         flat = _gather(pack, parameters, device)
         for step in pack.route:
             # Bytes can be sent on every backend. Some backends lack other dtypes.
-            dist.broadcast(flat.view(torch.uint8), src=step.owner, group=groups.of(step.ranks, 0))
+            group = groups.of(step.ranks, 0)
+            with Activity("the values of all copies", step.ranks):
+                dist.broadcast(flat.view(torch.uint8), src=step.owner, group=group)
         with torch.no_grad():
             for slot in pack.slots:
                 view = flat.as_strided(slot.shape, slot.stride, slot.offset)
@@ -269,7 +272,8 @@ class DriftCheck:
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
         for ranks, names in sorted(self._over.items()):
             table = torch.stack([rows[name] for name in names])
-            dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._groups.of(ranks, 0))
+            with Activity("the checksums of all copies", ranks):
+                dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._groups.of(ranks, 0))
             largest, complements = table.chunk(2, dim=1)
             is_nowhere = (largest == _LEAST) & (complements == _LEAST)
             unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()

@@ -9,7 +9,7 @@ import math
 import weakref
 from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 from torch.optim.optimizer import (
@@ -72,6 +72,10 @@ class OptimizerWatch:
         self._has_replaced = any(p.is_replaced for p in parameters)
         self._added: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: weakref.ref[torch.optim.Optimizer] | None = None  # whose step was the last
+        # What was last seen of each optimizer; None if it steps no parameter of these.
+        self._options: WeakKeyDictionary[torch.optim.Optimizer, object] = WeakKeyDictionary()
+        self._has_stepped = False  # since `news`
+        self._has_main = any(p.has_result and p.record.requires_grad for p in parameters)
         self._is_stepping = False  # whether one that was added is in its step
         self._looks = False  # whether gradients that have changed are looked for
         self._has_warned = False  # that they have
@@ -190,6 +194,10 @@ class OptimizerWatch:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after a step of `optimizer`; calls `on_step` if it was added."""
+        if optimizer not in self._options:
+            is_ours = any(self._tensors_of(optimizer))
+            self._options[optimizer] = _options_of(optimizer) if is_ours else None
+        self._has_stepped |= self._options[optimizer] is not None
         if not self._added or self._is_part(optimizer):
             return
         is_added = optimizer in self._added
@@ -198,6 +206,19 @@ class OptimizerWatch:
             self.has_gradients, self._last = False, weakref.ref(optimizer)
         if is_added and (on_step := self._on_step()) is not None:
             on_step()
+
+    def news(self) -> int:
+        """Returns what optimizers did on this rank since the last call, to compare with others.
+
+        It is 1, and 1 more if a rate or another option has changed, and 2 more if one has stepped;
+        or 0 if this rank steps nothing.
+        """
+        has_changed = False
+        for optimizer, before in list(self._options.items()):
+            if before is not None and (now := _options_of(optimizer)) != before:
+                self._options[optimizer], has_changed = now, True
+        has_stepped, self._has_stepped = self._has_stepped, False
+        return 1 + has_changed + 2 * has_stepped if self._has_main else 0
 
     @property
     def is_used(self) -> bool:
@@ -247,6 +268,7 @@ class OptimizerWatch:
 # torch runs its hooks. At that time torch's own table of hooks may not change, but this table may.
 _watches: WeakValueDictionary[int, OptimizerWatch] = WeakValueDictionary()
 _hooks: list[RemovableHandle] = []
+_OPTIONS = ("lr", "weight_decay", "momentum", "betas")
 
 
 def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -257,6 +279,13 @@ def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for watch in list(_watches.values()):
         watch.after_step(optimizer)
+
+
+def _options_of(optimizer: torch.optim.Optimizer) -> object:
+    """Returns what schedules change; of a tensor how often it was written: nobody waits for it."""
+    values = [g.get(name) for g in optimizer.param_groups for name in _OPTIONS]
+    flat = [x for value in values for x in (value if isinstance(value, tuple) else (value,))]
+    return [(id(x), x._version) if isinstance(x, torch.Tensor) else x for x in flat]
 
 
 def _refuse_replaced(parameter: LiveParameter) -> None:

@@ -389,9 +389,10 @@ class Reducer:
     def _wait_for_comm_streams(self) -> None:
         # Each wait is short: between two of them this rank reads whether another one has failed. In
         # one long wait it would learn of that only from the timeout of the backend.
-        for comm_stream in self.comm_streams:
-            while not comm_stream.wait(_POLL_SECONDS):
-                self._raise_peer_failure()
+        with Activity(""):
+            for comm_stream in self.comm_streams:
+                while not comm_stream.wait(_POLL_SECONDS):
+                    self._raise_peer_failure()
 
     def end_step(self) -> None:
         """Ends a step, whose results are in place; frees the memory that goes.
@@ -432,8 +433,9 @@ class Reducer:
         Raises:
             ReduceError: As `wait` does.
         """
-        while not ticket.wait(_POLL_SECONDS):
-            self._raise_peer_failure()
+        with Activity(""):
+            while not ticket.wait(_POLL_SECONDS):
+                self._raise_peer_failure()
 
     def barrier(self) -> Callable[[], None]:
         """Starts a collective of all ranks; ranks that have failed take part, too.

@@ -557,6 +557,10 @@ class Step:
         for gradients in self._everything:
             gradients.drop()
 
+    def news(self) -> int:
+        """Returns what optimizers did on this rank since the last call; see `OptimizerWatch`."""
+        return self._watch.news()
+
     def note_results(self) -> None:
         """Takes the gradients as they are now for those of the step: pipegrad has scaled them."""
         for gradients in self._everything:

@@ -626,9 +626,14 @@ class GradientSync(Step):
         outside of a step.
 
         Raises:
+            AgreementError: On all ranks, if a rank does not call it.
             DriftError: If copies differ. It names parameters and ranks.
         """
-        self._check("check_replicas")
+        ranks, seconds = self.topology.ranks, self._agree_seconds
+        check = partial(self._check, "check_replicas")
+        # What follows is on the communicators of buckets. If a rank called it alone, its checksums
+        # would be added to the gradients of ranks that are in a step.
+        agree("check_replicas", check, ranks=ranks, timeout_seconds=seconds)
         self.publish_if_due()
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()

@@ -8,10 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import nn
 
-from pipegrad.model.dtensor import local
+from pipegrad.model.dtensor import is_dtensor, local
 
-_SAMPLE_NUMEL = 1024
+_SAMPLE_NUMEL, _BEGIN_NUMEL = 1024, 64
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 
 Location = tuple[int, str]
@@ -57,6 +58,23 @@ def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
     if bool((elements == elements[0]).all()):
         return None, bytes(elements[0].tolist()).hex()
     return hashlib.sha256(elements.numpy().tobytes()).hexdigest()[:16], None
+
+
+def begin_of(module: nn.Module) -> str:
+    """Returns a digest of how each parameter of a module begins: another seed has another one.
+
+    It is "" if a parameter has no values, or is a part of one.
+    """
+    digest = hashlib.sha256()
+    for parameter in module.parameters():
+        if parameter.is_meta or is_dtensor(parameter):
+            return ""
+        row = parameter.detach()
+        while row.dim() > 1 and row.numel():  # a reshape might copy all of it
+            row = row[0]
+        begin = row.reshape(-1)[:_BEGIN_NUMEL].contiguous().cpu()
+        digest.update(begin.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
 
 
 def is_zero(constant: str | None) -> bool:

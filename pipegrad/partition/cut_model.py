@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from pipegrad.errors import TopologyError
+from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
@@ -97,6 +98,7 @@ class Cut:
         self.loss_fn: Callable[..., object] | None = (
             OwnLoss(self._conventions, self.labels) if self.labels else None
         )
+        self._begins = {i: begin_of(module) for i, module in self.modules.items()}
 
     @property
     def num_stages(self) -> int:
@@ -159,6 +161,17 @@ class Cut:
             )
         elif source.seed is not None:
             start_stages(self._uncut, modules, seed=source.seed, device=source.device)
+
+    def begins(self, stages: Sequence[int]) -> dict[int, str]:
+        """Returns digests of the first values of all stages, as far as this rank knows them.
+
+        Args:
+            stages: Those of this rank. If one has other values since the cut, such as loaded ones,
+                the result is empty: its first values are not used.
+        """
+        now = {i: begin_of(module) for i, module in self.modules.items()}
+        is_new = all(now[stage] == self._begins[stage] for stage in stages)
+        return {i: digest for i, digest in now.items() if digest} if is_new else {}
 
     def save_pretrained(
         self, directory: str | Path, *, max_shard_bytes: int = DEFAULT_SHARD_BYTES

@@ -16,6 +16,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.losses import LossTerms, loss_parts
+from pipegrad.pipeline.shares import Number, counted
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import versions_of
 from pipegrad.pipeline.values import Key, Values, check_plain
@@ -211,7 +212,7 @@ class Compute:
                 "is_trainable=True",
                 f"frozen {self._sync.name}",
             )
-        self._terms.add(parts)
+        self._terms.add(parts, self._terms.share(microbatch))
         return parts[:1]
 
     def _part_losses(
@@ -296,22 +297,24 @@ class Compute:
         outputs = self._roots[stage, microbatch]
         del self._roots[stage, microbatch]
         roots, gradients = list[Tensor](), list[Tensor | None]()
-        losses = outputs
+        losses = list[tuple[Tensor, Number]]()
         if stage != self._last:
             roots, gradients = self._values.gradients_of(stage, microbatch, outputs)
-            losses = ()
+        elif outputs:
+            assert self._terms is not None
+            losses = [(outputs[0], self._terms.share(microbatch))]
         if stage in self._with_losses:
-            losses += self._losses.pop((stage, microbatch))
-        for loss in losses:
+            losses += [(loss, 1.0) for loss in self._losses.pop((stage, microbatch))]
+        for loss, share in losses:
             if loss.requires_grad:
                 roots += (loss,)
-                gradients += (self._loss_gradient(loss),)
+                gradients += (self._loss_gradient(loss, share),)
         if self._loose.is_looking:
             self._loose.look(stage, roots, self._values.leaves_of(stage, microbatch))
         return roots, gradients
 
-    def _loss_gradient(self, loss: Tensor) -> Tensor:
-        """Returns the gradient that backward begins with: one, or the scale of a GradScaler.
+    def _loss_gradient(self, loss: Tensor, share: Number) -> Tensor:
+        """Returns the gradient that backward begins with: the share, times the GradScaler's scale.
 
         Raises:
             StepError: If the loss's dtype has no such number.
@@ -319,7 +322,7 @@ class Compute:
         # Complete gradients are divided, once. So what an autograd function or a hook of the user's
         # adds to a gradient is divided as all the rest is.
         if not self._is_scaled:
-            return torch.ones_like(loss)
+            return counted(torch.ones_like(loss), share).to(loss.dtype)
         # The scale is divided before backward: float16 must not overflow earlier than in one
         # process.
         assert self._sync is not None
@@ -339,7 +342,7 @@ class Compute:
                 "beside it makes: return the loss itself, and the Scheduler scales all of them"
             )
         if scale is None:
-            return torch.full_like(loss, exact)
+            return counted(torch.full_like(loss, exact), share).to(loss.dtype)
         # The scale stays on its device, so the host waits for nothing.
         scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
-        return scaled.to(loss.device, loss.dtype).reshape(loss.shape)
+        return counted(scaled, share).to(loss.device, loss.dtype).reshape(loss.shape)

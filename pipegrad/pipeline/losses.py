@@ -30,7 +30,6 @@ several steps are divided by all their weights.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -43,13 +42,13 @@ from torch import Tensor
 from pipegrad.comm.activity import Tape
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
-from pipegrad.errors import StepError, level_of_caller
+from pipegrad.errors import StepError
+from pipegrad.pipeline.shares import Number, Shares, counted
 from pipegrad.pipeline.step_result import Message, Outputs, StepResult
 from pipegrad.pipeline.trees import Compare, Numbers, Passed
 from pipegrad.topology import Topology
 
 REDUCTIONS = MEAN, TOKEN_MEAN = ("mean", "token_mean")
-Number = float | Tensor  # a tensor of one element
 # A loss, its weight if losses are sums, and metrics by name.
 LossParts = tuple[Tensor, Number | None, Mapping[str, Number]]
 _NO_METRICS: Mapping[str, Number] = {}
@@ -60,7 +59,6 @@ _EXPECTED = (
 _EXPECTED_WEIGHTS = (
     "(sum of losses, weight) or (sum of losses, weight, metrics), for loss_reduction='token_mean'"
 )
-IGNORED = -100  # the label that torch's losses ignore by default
 _NONE: Numbers = {}
 
 
@@ -122,6 +120,7 @@ class LossTerms:
     Attributes:
         divisor: The argument.
         is_weighted: The argument.
+        shares: How much the loss of each microbatch counts, see `shares.py`; None if alike.
     """
 
     def __init__(
@@ -136,6 +135,7 @@ class LossTerms:
     ) -> None:
         self.divisor = divisor
         self.is_weighted = is_weighted
+        self.shares: Shares | None = None
         self._names = expected  # None until the first microbatch
         self._device = device
         self._is_last = is_last
@@ -151,19 +151,24 @@ class LossTerms:
         """The names of loss_fn's metrics, in order; None if this rank has computed no loss."""
         return self._names if self._losses else None
 
-    def add(self, parts: LossParts) -> None:
-        """Adds what loss_fn returned for a microbatch.
+    def share(self, microbatch: int) -> Number:
+        """Returns how much the loss of a microbatch counts: 1, or a float64 scalar."""
+        return 1.0 if self.shares is None else self.shares[microbatch]
+
+    def add(self, parts: LossParts, share: Number = 1.0) -> None:
+        """Adds what loss_fn returned for a microbatch, by its share.
 
         Raises:
             StepError: If metrics have other names than before, or that of a stage's loss.
         """
         loss, weight, metrics = parts
         # A copy: the loss may lie in memory that is written again.
-        self._losses.append(loss.detach().to(torch.float64, copy=True).reshape(()))
+        self._losses.append(counted(loss.detach().to(torch.float64, copy=True).reshape(()), share))
         if metrics or self._names != ():
             self._check_names(metrics)
             for name, value in metrics.items():
-                self._metrics.setdefault(name, []).append(self._number(value))
+                number = counted(self._number(value), share)
+                self._metrics.setdefault(name, []).append(number)
         if weight is not None:
             self._weights.append(self._number(weight))
 
@@ -187,8 +192,8 @@ class LossTerms:
     def metric(self, name: str) -> Tensor:
         """Returns a metric on this rank, a float64 scalar.
 
-        It is a mean over microbatches; with weights a sum, to be divided by all weights. The loss
-        of a stage is its part of `total`.
+        It is a mean over microbatches, by their shares; with weights a sum, to be divided by all
+        weights. The loss of a stage is its part of `total`.
         """
         if name in self._taken:
             return self._sum(self._auxiliary.get(name, [])) / self.divisor
@@ -271,7 +276,6 @@ class Losses:
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[dist.Work] = deque()
         self.passed = Passed(topology)
-        self._knows_labels = False  # whether `look_at_labels` has nothing more to say
         self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
             self._group = new_group(ranks, "pipegrad loss", device)
@@ -324,38 +328,6 @@ class Losses:
             taken=self._auxiliary,
         )
 
-    def look_at_labels(self, targets: Sequence[object], loss_fn: object) -> None:
-        """Warns, once, of a mean of means over labels that do not all count.
-
-        Args:
-            targets: For each microbatch.
-            loss_fn: As the Scheduler was given it, or bound.
-
-        Sync: on a device the host waits, in the first step alone.
-        """
-        if self._knows_labels or self.is_weighted:
-            return
-        self._knows_labels = self._device.type != "cpu"
-        loss_fn = getattr(loss_fn, "function", loss_fn)
-        options = getattr(loss_fn, "keywords", {})  # of functools.partial(cross_entropy, ...)
-        ignored = options.get("ignore_index", getattr(loss_fn, "ignore_index", IGNORED))
-        reduction = options.get("reduction", getattr(loss_fn, "reduction", "mean"))
-        labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
-        if len(labels) < len(targets) or reduction != "mean":
-            return
-        counts = [int((x != ignored).sum()) for x in labels]
-        if len({count / max(x.numel(), 1) for count, x in zip(counts, labels, strict=True)}) > 1:
-            self._knows_labels = True
-            most = f"{max(counts) / min(counts):.3g} times" if min(counts) else "infinitely"
-            warnings.warn(
-                f"targets have {ignored}, which a loss ignores, and microbatches have "
-                f"{min(counts)} to {max(counts)} labels that count. If loss_fn is a mean over "
-                f"them, a label of one microbatch weighs {most} as much as one of another, and the "
-                f"loss is not that of one process: make the Scheduler with "
-                f"loss_reduction='token_mean', and return (sum of losses, number of labels)",
-                stacklevel=level_of_caller(),
-            )
-
     def divisor(self, terms: LossTerms) -> Tensor | None:
         """Returns what gradients are to be divided by; None in a step that only accumulates.
 
@@ -379,6 +351,7 @@ class Losses:
         forward_only: bool,
         failed: bool = False,
         passed: Numbers = _NONE,
+        news: int = 0,
         num_different: int | Tensor = 0,
         times: Sequence[float] = (),
         outputs: Outputs = (),
@@ -392,6 +365,7 @@ class Losses:
             forward_only: Which kind of step it is: evaluation or training.
             failed: Whether the step failed on this rank.
             passed: What this rank was given: `number_of`, by name.
+            news: What its optimizers did: see `OptimizerWatch.news`.
             num_different: How many second forwards differ from the first, as far as nobody raised.
             times: What this rank has measured; as many numbers on all ranks.
             outputs: For the result.
@@ -400,7 +374,7 @@ class Losses:
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
         names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        of_passed, compare = self.passed.of_step(passed, forward_only=forward_only)
+        of_passed, compare = self.passed.of_step(passed, news, forward_only=forward_only)
         message = self._reduced(
             [  # see [Note: message of a loss]
                 terms.total / self._num_copies,

@@ -25,6 +25,7 @@ from pipegrad.errors import PlanError, ScheduleError
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import Tied
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
 from pipegrad.pipeline.microbatch import Batch
@@ -32,7 +33,13 @@ from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Stage, StageSource
 from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.steps import Steps
-from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, collectives_of
+from pipegrad.pipeline.wiring import (
+    BATCH_NORMS,
+    Loss,
+    ScheduleSpec,
+    agree_on_wiring,
+    collectives_of,
+)
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.schedules import Program, Proof, Schedule
 from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
@@ -65,7 +72,10 @@ class Scheduler:
             `StepResult.metrics`. All microbatches of all steps have the same names. A `Cut` has the
             model's own loss, if a step is given labels.
         loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
-            This is the default, but for the own loss of a `Cut`.
+            A microbatch counts by its rows, if the step cuts them. With ``nn.CrossEntropyLoss``,
+            ``nn.NLLLoss`` or their functions as loss_fn it counts by its labels, or by the weights
+            of their classes. So it is the mean of one process. This is the default, but for the own
+            loss of a `Cut`.
             ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
             as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
             of targets that are not ignored. The loss is the sum over all microbatches and data
@@ -167,6 +177,10 @@ class Scheduler:
             wait_seconds=slow_seconds(self.sync.device, agree_seconds),
         )
         self._knows_modes = False  # whether it has looked for dropout in evaluation mode
+        # A checkpoint may be loaded until the first step.
+        self._has_norm = topology.rank == pipeline.first_norm  # and has not warned of it
+        self._mixed = pipeline.mixed or ()
+        self._begins = self._begins_now() if topology.rank in self._mixed[:1] else None
 
     def _refuse_unsendable(self) -> None:
         device = self.sync.device
@@ -175,6 +189,28 @@ class Scheduler:
                 f"stages are on {device}, and gloo sends from the CPU alone: begin with "
                 f'torch.distributed.init_process_group("cpu:gloo,{device.type}:BACKEND"), where '
                 f"BACKEND is nccl on CUDA"
+            )
+
+    def _begins_now(self) -> list[str]:
+        return [begin_of(stage.module) for stage in self._stages.values()]
+
+    def _look_once(self) -> None:
+        """Looks for what makes training another one than that of one process, without an error."""
+        if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
+            self._knows_modes = True
+            modules = [stage.module for stage in self._stages.values()]
+            _warn_of_evaluation_mode(modules, self.sync.name)
+        if self._has_norm:
+            self._has_norm = False
+            _warn_of_batch_norm(self._stages, self.schedule.num_microbatches, self.topology)
+        begins, self._begins = self._begins, None
+        if begins is not None and begins == self._begins_now():
+            warnings.warn(
+                f"ranks {' and '.join(map(str, self._mixed))} have cut models with different first "
+                f"values, as after another torch.manual_seed on each rank, and their stages start "
+                f"with them: they are a mix of several models. Set one seed on all ranks before "
+                f"the model is made, or load one checkpoint into all stages",
+                stacklevel=level_of_caller(),
             )
 
     # What users call.
@@ -212,10 +248,9 @@ class Scheduler:
             *inputs: External inputs, in the order of their first use; or one that holds them all.
             target: Cut like inputs; goes to the loss.
             loss_divisor: The losses of all microbatches are summed and divided by it. The default
-                is the number of microbatches, for losses that are means: each microbatch counts
-                alike, whatever its number of rows. For losses that are sums
-                over tokens, give the number of tokens of the batch over all data ranks, divided by
-                the number of data ranks; or make the Scheduler with
+                is the number of microbatches, for losses that are means: see ``loss_reduction``.
+                For losses that are sums over tokens, give the number of tokens of the batch over
+                all data ranks, divided by the number of data ranks; or make the Scheduler with
                 ``loss_reduction="token_mean"``, which counts them. The ranks of stages with a loss
                 need it. Other ranks may give it too, and then the same number.
             microbatches: Ready microbatches, in place of inputs and target. Each is what alone may
@@ -245,10 +280,7 @@ class Scheduler:
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
-        if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
-            self._knows_modes = True
-            modules = [stage.module for stage in self._stages.values()]
-            _warn_of_evaluation_mode(modules, self.sync.name)
+        self._look_once()
         return self._steps.run(batch, forward_only=False)
 
     @outside_of_graphs
@@ -378,6 +410,33 @@ def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module], name: str) -> N
             f"drops nothing out. from_pretrained() of transformers returns such models. Call "
             f"train() of the model before the cut, or of each stage's module",
             f"evaluation mode {name}",
+        )
+
+
+def _warn_of_batch_norm(
+    stages: Mapping[int, Stage], num_microbatches: int, topology: Topology
+) -> None:
+    """Warns of BatchNorm in training mode, if it does not see the whole batch."""
+    name, stage = next(
+        (
+            (name, index)
+            for index, stage in stages.items()
+            for name, part in stage.module.named_modules()
+            if isinstance(part, BATCH_NORMS) and part.training
+        ),
+        ("", -1),
+    )
+    number = len(topology.ranks_along(topology.data_axes))
+    replicas = f" of one of {number} replicas, which evaluate by statistics of their own" * (
+        number > 1
+    )
+    if stage >= 0 and (num_microbatches > 1 or replicas):
+        warnings.warn(
+            f"{name!r} of stage {stage} is a BatchNorm: it normalizes by the rows of a "
+            f"microbatch{replicas}, and one process by those of the batch. GroupNorm and LayerNorm "
+            f"look at one row alone. If it stays: few microbatches, momentum divided by their "
+            f"number, and the mean of its buffers over replicas before an evaluation",
+            stacklevel=level_of_caller(),
         )
 
 

@@ -151,6 +151,9 @@ class StageSource(Protocol):
     def stages(self, indices: Sequence[int], *, own_loss: bool) -> list[Stage]:
         """Returns some stages; with its own loss the last one also returns that."""
 
+    def begins(self, stages: Sequence[int]) -> Mapping[int, str]:
+        """Returns digests of the values of stages, if those of this rank are first values."""
+
     def load(self, stages: Sequence[int]) -> None:
         """Gives the stages of this rank their values; all ranks call it."""
 

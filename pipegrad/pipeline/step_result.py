@@ -191,8 +191,9 @@ class StepResult:
     def loss(self) -> Tensor:
         """The loss, a float32 scalar, on every rank.
 
-        It is the mean over microbatches and data ranks. With ``loss_reduction="token_mean"`` it is
-        the sum of all losses, divided by the sum of all weights; nan if that is 0.
+        It is the mean over microbatches, by their rows, and data ranks. With
+        ``loss_reduction="token_mean"`` it is the sum of all losses, divided by the sum of all
+        weights; nan if that is 0.
 
         Inside `accumulate` it is this mean over the microbatches of this call alone: nothing is
         summed over calls. Gradients are: with ``"mean"`` they are of the sum of the losses of all
@@ -234,7 +235,7 @@ class StepResult:
     def metrics(self) -> dict[str, float]:
         """The metrics by name, on every rank: those of loss_fn, and the losses of stages.
 
-        A metric of loss_fn is the mean over microbatches and data ranks. With
+        A metric of loss_fn is a mean as the loss is. With
         ``loss_reduction="token_mean"`` each microbatch counts with its weight, and not at all if
         the weight is 0. The loss of a stage is what it adds to `loss`. If several stages give a
         loss of one name, it is their sum.

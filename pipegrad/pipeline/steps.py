@@ -29,6 +29,7 @@ from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, r
 from pipegrad.pipeline.losses import Losses, LossTerms
 from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
+from pipegrad.pipeline.shares import MeansOfMicrobatches
 from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
@@ -142,6 +143,7 @@ class Steps:
             auxiliary=pipeline.wiring.losses,
             tape=sync.tape,
         )
+        self._means = MeansOfMicrobatches(pipeline.loss_fn, device)
         # Of what the stages hold and hand on, and of where they are.
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
@@ -353,6 +355,7 @@ class Steps:
                 shared_divisor,
                 forward_only=not training,
                 passed=self.batches.passed,
+                news=self._sync.news() if training else 0,
                 num_different=executor.num_different,
                 times=() if kind.times is None else kind.times.numbers(),
                 outputs=whole_outputs,
@@ -391,8 +394,8 @@ class Steps:
         is_last = self._has_last_stage
         terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
         inputs, targets = self.batches.cut(batch, number, needs_target=training)
-        if training and batch.loss_divisor is None and targets is not None:
-            losses.look_at_labels(targets, self.pipeline.loss_fn)
+        if targets is not None and batch.loss_divisor is None and not losses.is_weighted:
+            terms.shares = self._means.shares(targets, self.batches.rows, warns=training)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
         return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)
@@ -485,6 +488,7 @@ class Steps:
                 None,
                 forward_only=forward_only,
                 failed=True,
+                news=0 if forward_only else self._sync.news(),  # or the next step would send it
                 times=() if kind.times is None else [0.0] * kind.times.size,
             )
         if interrupt is not None:

@@ -19,7 +19,8 @@ last one when a step begins: it has arrived by then, and all ranks raise in the 
 devices this would make the host wait.
 
 Replicas that are given the same batch in several steps waste their work, but they may want to:
-that is a warning.
+that is a warning. So is a rate of the optimizer that has changed on some ranks since the step
+before, or an optimizer that has stepped on some: each rank has an entry for that, too.
 """
 
 from __future__ import annotations
@@ -206,18 +207,27 @@ class Passed:
         at = {p: topology.at(p[0]).coordinate(topology.data) for p in self._pipelines}
         self._replicas = [(a, b) for a, b in pairwise(self._pipelines) if at[a] != at[b]]
         self._num_same = 0  # steps, one after the other
+        self._warned = set[str]()
         self._names = dict[bool, tuple[str, ...]]()  # by forward_only
 
     def of_step(
-        self, numbers: Numbers, *, forward_only: bool
+        self, numbers: Numbers, news: int, *, forward_only: bool
     ) -> tuple[list[int | Tensor], Compare]:
-        """Returns what this rank adds to the message of a step, and what compares the sums."""
+        """Returns what this rank adds to the message of a step, and what compares the sums.
+
+        Args:
+            numbers: What this rank was given.
+            news: What its optimizers did: see `OptimizerWatch.news`.
+            forward_only: Which kind of step it is.
+        """
         names = self._names.get(forward_only, ())
         sent = [
             numbers.get(name, 0) if rank == self._rank else 0
             for name in names
             for rank in self._ranks
         ]
+        if not forward_only:
+            sent += [news if rank == self._rank else 0 for rank in self._ranks]
         return sent, partial(self._wrong, names, forward_only=forward_only)
 
     def learn(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
@@ -238,10 +248,12 @@ class Passed:
 
         Args:
             names: Of what was given.
-            numbers: For each name, one for each rank.
+            numbers: For each name, one for each rank; then the news of each rank, if there are.
             forward_only: Which kind of step it is.
         """
         size = len(self._ranks)
+        if not forward_only and self._rank == self._ranks[0]:
+            self._compare_news(numbers[len(names) * size :][:size])
         tables = {
             name: dict(zip(self._ranks, numbers[i * size : (i + 1) * size], strict=True))
             for i, name in enumerate(names)
@@ -279,6 +291,23 @@ class Passed:
             f"one pipeline, which trains on one batch. A sampler must divide the data along "
             f"{self._data!r} alone: {self._sampler}"
         )
+
+    def _compare_news(self, news: Sequence[float]) -> None:
+        """Warns once of what optimizers did on some ranks alone."""
+        by_rank = {r: int(n) - 1 for r, n in zip(self._ranks, news, strict=False) if n}
+        for what, verb, bit in (
+            ("an option of the optimizer, such as its rate, has changed", "lr_schedule.step()", 1),
+            ("an optimizer has stepped", "optimizer.step()", 2),
+        ):
+            ranks = [rank for rank, did in by_rank.items() if did & bit]
+            others = [rank for rank in by_rank if rank not in ranks]
+            if ranks and others and verb not in self._warned:
+                self._warned.add(verb)
+                warnings.warn(
+                    f"since the step before {what} on ranks {ranks}, and not on ranks {others}, "
+                    f"whose stages go on as they were: call {verb} on all ranks",
+                    stacklevel=level_of_caller(),
+                )
 
     def _compare_replicas(self, tables: Mapping[str, Mapping[int, float]]) -> None:
         same = next((pair for pair in self._replicas if _are_same(pair, tables)), None)

@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from typing import Any
 
+import torch.distributed as dist
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.comm.agreement import agree_keeping, same
@@ -29,9 +32,11 @@ from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
+BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
+Begins = dict[int, str]  # stage -> a digest of its values
 
 
 @dataclass(frozen=True)
@@ -66,6 +71,8 @@ class WiredPipeline:
         is_weighted: Whether losses are sums and have weights.
         labels: Names of the inputs that are the target, too; empty if a step is given a target.
         codecs: Which codec carries what over which hop.
+        mixed: Two ranks whose first values of the uncut model differ; None if none are known.
+        first_norm: The lowest rank whose stages have BatchNorm; None without.
     """
 
     schedule: Schedule
@@ -76,6 +83,8 @@ class WiredPipeline:
     is_weighted: bool
     labels: Names
     codecs: CodecChoice
+    mixed: tuple[int, int] | None
+    first_norm: int | None
 
 
 _Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
@@ -107,7 +116,7 @@ def agree_on_wiring(
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
 
-    def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, Ends]]:
+    def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, bool, Begins, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         if reduction not in REDUCTIONS:
             raise ScheduleError(
@@ -136,7 +145,11 @@ def agree_on_wiring(
         words += f"\n{generated.num_microbatches} microbatches{later_words(schedule)}"
         if source is not None:
             words += f"\n{source!r}"
-        return described, (words, (generated.name, str(generated)), choice.identity, ends)
+        begins = {} if source is None else dict(source.begins(staged.local_stages))
+        named = generated.name, str(generated)
+        modules = [part for stage in local_stages for part in stage.module.modules()]
+        norms = any(isinstance(part, BATCH_NORMS) for part in modules)
+        return described, (words, named, choice.identity, norms, begins, ends)
 
     ranks = sorted(topology.ranks)
     described, replies = agree_keeping(
@@ -148,7 +161,7 @@ def agree_on_wiring(
     if len({grid for _, grid in schedules.values()}) > 1:
         # Names say more than a row of a grid. Equal grids may have two names.
         same("the schedule", {rank: "\n".join(named) for rank, named in schedules.items()})
-    same("codecs", {rank: codecs for rank, (_, _, codecs, _) in by_rank.items()})
+    same("codecs", {rank: codecs for rank, (_, _, codecs, *_) in by_rank.items()})
     # All ranks have the same replies, so an error below is raised on all of them.
     wiring = wired({rank: ends for rank, (*_, ends) in by_rank.items()})
     check_whole(whole, wiring)
@@ -157,7 +170,38 @@ def agree_on_wiring(
     fitted = fed(generated, wiring)
     _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
     is_weighted = reduction == TOKEN_MEAN
-    return WiredPipeline(fitted, staged, wiring, local_stages, bound, is_weighted, labels, choice)
+    mixed = mixed_in(staged, {rank: begins for rank, (*_, begins, _) in by_rank.items()})
+    first_norm = next((rank for rank, (_, _, _, norms, *_) in by_rank.items() if norms), None)
+    return WiredPipeline(
+        fitted,
+        staged,
+        wiring,
+        local_stages,
+        bound,
+        is_weighted,
+        labels,
+        choice,
+        mixed=mixed,
+        first_norm=first_norm,
+    )
+
+
+def mixed_in(topology: Topology, begins: Mapping[int, Begins]) -> tuple[int, int] | None:
+    """Returns two ranks that give their stages first values of different models.
+
+    Args:
+        topology: Of any rank.
+        begins: Digests of what each rank knows of all stages, by rank.
+    """
+    # All replicas of a stage get the values of its lowest rank.
+    givers = dict[int, int]()
+    for rank in sorted(begins):
+        for stage in topology.at(rank).local_stages:
+            givers.setdefault(stage, rank)
+    for a, b in combinations(sorted({*givers.values()}), 2):
+        if any(begins[a][stage] != begins[b][stage] for stage in begins[a].keys() & begins[b]):
+            return a, b
+    return None
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
@@ -312,6 +356,14 @@ def check_stages(schedule: Schedule, stages: Sequence[Stage], topology: Topology
                     f"behind each forward: give the module inside, and the handler 'data-parallel' "
                     f"reduces its gradients"
                 )
+            if isinstance(part, nn.SyncBatchNorm) and len(topology.pipelines[0]) > 1:
+                ranks = dist.get_process_group_ranks(part.process_group or dist.group.WORLD)
+                if len({topology.at(rank).local_stages for rank in ranks}) > 1:
+                    raise TopologyError(
+                        f"a SyncBatchNorm is over ranks {ranks}, and some of them have other "
+                        f"stages and never call it: give it process_group="
+                        f"topology.group_along({topology.data!r})"
+                    )
 
 
 def check_whole(whole: object, wiring: Wiring) -> None:

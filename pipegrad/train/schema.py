@@ -394,7 +394,7 @@ class Train(Table):
     )
     loss_reduction: Literal["mean", "token_mean"] = Field(
         default="mean",
-        description="'mean': each microbatch counts alike; 'token_mean': each target counts alike, "
+        description="'mean': each row counts alike; 'token_mean': each target counts alike, "
         "and a function of train.loss returns a sum and how many targets it has",
     )
     deterministic: bool = Field(

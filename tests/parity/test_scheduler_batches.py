@@ -1,7 +1,8 @@
 """Scheduler against one process: batches as a DataLoader gives them, another one in each step.
 
 Trees, ragged rows, other lengths, ready and packed microbatches, other numbers of microbatches, and
-evaluations in between. One process runs the same microbatches one after the other.
+evaluations in between. One process runs the same microbatches one after the other, and takes the
+mean over rows of those that were cut.
 """
 
 from __future__ import annotations
@@ -244,9 +245,14 @@ def truth(num_stages: int, pipeline: int, data: int) -> tuple[Seen, list[Tensor]
 
     def loss_at(number: int) -> Tensor:
         num_microbatches = STEPS[number].times * pipeline
-        of_all = [step_of(number, replica, num_microbatches)[1] for replica in range(data)]
-        losses = [alone(modules, *part) for microbatches in of_all for part in microbatches]
-        return torch.stack(losses).sum() / (num_microbatches * data)
+        total = torch.zeros(())
+        for replica in range(data):
+            options, parts = step_of(number, replica, num_microbatches)
+            losses = torch.stack([alone(modules, *part) for part in parts])
+            rows = torch.tensor([float(len(inputs["mask"])) for inputs, _ in parts])
+            shares = torch.ones_like(rows) if "microbatches" in options else rows / rows.mean()
+            total = total + (losses * shares).mean() / data
+        return total
 
     def step(number: int, _: int) -> Tensor:
         loss = loss_at(number)

@@ -193,7 +193,7 @@ def test_what_was_given_rides_on_the_message_of_the_loss(monkeypatch: pytest.Mon
     monkeypatch.setattr(torch.distributed, "all_reduce", counting)
     for number in range(2):
         job.right(number)
-    assert sizes == [7, 7 + 2 * 4]  # two names, four ranks
+    assert sizes == [7 + 4, 7 + 3 * 4]  # news of optimizers, two names; four ranks
     job.scheduler.close()
 
 

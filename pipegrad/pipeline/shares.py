@@ -1,0 +1,156 @@
+"""Shares: how much the mean of each microbatch counts, so that their sum is that of one process.
+
+With ``loss_reduction="mean"`` each microbatch has a loss that is a mean, and one process would take
+the mean of the whole batch. So a loss counts by its rows, if pipegrad has cut them, or by what
+torch's own cross_entropy divides by: its labels, or the weights of their classes. The rank of the
+last stage knows both, and no other rank needs them: the mean of all shares is 1.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import level_of_caller
+from pipegrad.pipeline.stage import Binding
+
+Number = float | Tensor  # a tensor of one element
+Shares = Sequence[Number]  # of microbatches
+IGNORED = -100  # the label that torch's losses ignore by default
+_TORCHS = nn.CrossEntropyLoss, nn.NLLLoss
+
+
+def counted(value: Tensor, share: Number) -> Tensor:
+    """Returns a number by the share of its microbatch. A mean of no labels is nan, and no part."""
+    if isinstance(share, Tensor):
+        return torch.where(share == 0, 0.0, value * share)
+    return value if share == 1 else value * share
+
+
+class _Mean(NamedTuple):
+    """What a loss says of the mean that it takes.
+
+    Attributes:
+        is_torchs: Whether it is torch's own, with nothing around it: then `divisor` is right.
+        reduction: As torch calls it.
+        ignored: The label that does not count.
+        weight: Of classes.
+    """
+
+    is_torchs: bool
+    reduction: str
+    ignored: int
+    weight: Tensor | None
+
+    def divisor(self, labels: Tensor) -> Tensor:
+        """Returns what torch divides the losses of labels by: a float64 scalar."""
+        counts = labels != self.ignored
+        if self.weight is None:
+            return counts.sum(dtype=torch.float64)
+        weights = self.weight.detach()[labels.masked_fill(~counts, 0)]
+        return (weights * counts).sum(dtype=torch.float64)
+
+
+class MeansOfMicrobatches:
+    """Finds the shares of microbatches, and warns, once, where they cannot be known.
+
+    Args:
+        loss_fn: As the Scheduler was given it, or bound.
+        device: Of the stages.
+    """
+
+    def __init__(self, loss_fn: object, device: torch.device) -> None:
+        self._loss_fn = loss_fn.function if isinstance(loss_fn, Binding) else loss_fn
+        self._is_cpu = device.type == "cpu"
+        self._has_looked = False  # at labels, and has nothing more to say
+
+    def shares(self, targets: Sequence[object], rows: int | None, *, warns: bool) -> Shares | None:
+        """Returns how much each microbatch counts; None if all count alike.
+
+        Args:
+            targets: For each microbatch.
+            rows: How many were cut into microbatches; None if the caller has cut them.
+            warns: Whether it may.
+
+        Sync: to warn on a device the host waits, in the first step alone.
+        """
+        mean, number = _mean_of(self._loss_fn), len(targets)
+        if mean.reduction == "sum":
+            return None
+        labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
+        if len(labels) == number:
+            if mean.is_torchs:
+                return _by_divisors(torch.stack([mean.divisor(x) for x in labels]))
+            if warns and mean.reduction == "mean" and not self._has_looked:
+                self._has_looked = _warns_of(labels, mean) or not self._is_cpu
+        if rows is None or rows % number == 0:
+            return None
+        least, more = divmod(rows, number)
+        return [(least + (m < more)) * number / rows for m in range(number)]
+
+
+def _by_divisors(divisors: Tensor) -> Shares | None:
+    """Returns the shares of means, by what they divide by, ``(microbatches,)``."""
+    total = divisors.sum()
+    # If nothing counts the loss is nan, and gradients are zero, as in one process.
+    shares = torch.where(total == 0, 1.0, divisors * len(divisors) / total)
+    return None if shares.is_cpu and bool((shares == 1).all()) else shares.unbind()
+
+
+def _warns_of(labels: Sequence[Tensor], mean: _Mean) -> bool:
+    """Warns of a mean of means that is not that of one process; returns whether it is one."""
+    ask = "make the Scheduler with loss_reduction='token_mean', and return (sum of losses, "
+    if mean.weight is not None:
+        warnings.warn(
+            f"loss_fn has weights of classes, and its mean divides by the weights of the labels of "
+            f"a microbatch, which differ, so the loss is not that of one process: {ask}sum of the "
+            f"weights of their labels). nn.CrossEntropyLoss(weight=...) alone as loss_fn is right, "
+            f"too",
+            stacklevel=level_of_caller(),
+        )
+        return True
+    counts = [int((x != mean.ignored).sum()) for x in labels]
+    if len({count / max(x.numel(), 1) for count, x in zip(counts, labels, strict=True)}) < 2:
+        return False
+    most = f"{max(counts) / min(counts):.3g} times" if min(counts) else "infinitely"
+    warnings.warn(
+        f"targets have {mean.ignored}, which a loss ignores, and microbatches have {min(counts)} "
+        f"to {max(counts)} labels that count. If loss_fn is a mean over them, a label of one "
+        f"microbatch weighs {most} as much as one of another, and the loss is not that of one "
+        f"process: {ask}number of labels)",
+        stacklevel=level_of_caller(),
+    )
+    return True
+
+
+def _mean_of(loss_fn: object) -> _Mean:
+    """Returns what a loss, or torch's loss that its code names, says of its mean."""
+    options: dict[str, Any] = getattr(loss_fn, "keywords", {})  # of functools.partial
+    is_torchs = not getattr(loss_fn, "args", ())
+    loss_fn = getattr(loss_fn, "func", loss_fn)
+    is_function = loss_fn in (nn.functional.cross_entropy, nn.functional.nll_loss)
+    of = next((x for x in _named_by(loss_fn) if isinstance(x, _TORCHS)), loss_fn)
+    weight = options.get("weight", getattr(of, "weight", None))
+    return _Mean(
+        is_torchs and (is_function or type(loss_fn) in _TORCHS),
+        options.get("reduction", getattr(of, "reduction", "mean")),
+        options.get("ignore_index", getattr(of, "ignore_index", IGNORED)),
+        weight if isinstance(weight, Tensor) and (isinstance(of, _TORCHS) or options) else None,
+    )
+
+
+def _named_by(loss_fn: Any) -> Iterator[object]:  # noqa: ANN401 - any callable
+    """Yields a loss, the modules in it, and what its code names."""
+    owner = getattr(loss_fn, "__self__", loss_fn)
+    yield from owner.modules() if isinstance(owner, nn.Module) else (owner,)
+    function = getattr(loss_fn, "__func__", loss_fn)
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # it is not set yet
+            yield cell.cell_contents
+    names = getattr(getattr(function, "__code__", None), "co_names", ())
+    yield from (function.__globals__[n] for n in names if n in function.__globals__)

@@ -1,0 +1,121 @@
+"""Means over microbatches that are uneven: loss, gradients and metrics of one process."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
+
+import pipegrad
+from tests.support.gradients.cases import rank
+from tests.support.pairwise import pairwise
+from tests.support.pipeline.layers import one_stage_each
+from tests.support.pipeline.schedulers import error
+from tests.support.rounding import rounding
+
+pytestmark = pytest.mark.ranks(2)
+CLASSES, WIDTH, MICROBATCHES = 5, 4, 4
+ROWS = 14  # 4, 4, 3 and 3
+MOST = rounding(ROWS * CLASSES)
+WEIGHT = torch.tensor([0.1, 2.0, 0.7, 1.5, 0.3])
+
+
+def with_metric(x: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return F.cross_entropy(x, target), {"right": (x.argmax(-1) == target).double().mean()}
+
+
+# A loss, and how many labels of each microbatch are ignored.
+LOSSES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
+    "function": (with_metric, ()),
+    "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.2), ()),
+    "ignored": (nn.CrossEntropyLoss(), (3, 0, 1, 0)),
+    "one has none": (nn.CrossEntropyLoss(), (4, 0, 0, 0)),
+    "weights": (nn.CrossEntropyLoss(weight=WEIGHT), ()),
+    "weights, smoothing, ignored": (
+        nn.CrossEntropyLoss(weight=WEIGHT, ignore_index=0, label_smoothing=0.2),
+        (2, 0, 1, 0),
+    ),
+    "partial": (partial(F.cross_entropy, weight=WEIGHT), (1, 0, 0, 0)),
+    "nll": (nn.NLLLoss(weight=WEIGHT), (0, 2, 0, 0)),
+    "probabilities": (nn.CrossEntropyLoss(weight=WEIGHT), ()),
+    "another mean": (nn.MultiMarginLoss(), ()),
+}
+WAYS: dict[str, dict[str, Any]] = {
+    "cut": {},
+    "even": {"rows": 12},
+    "ready": {"ready": True},
+    "recompute": {"recompute": True},
+    "split": {"schedule": "zb-h1"},
+    "scaler": {"scale": 8.0},
+}
+
+
+def batch(rows: int, loss_fn: Any, ignored: tuple[int, ...], name: str) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(3)
+    x = torch.randn(rows, WIDTH, generator=drawn)
+    if name == "probabilities":
+        return x, torch.rand(rows, CLASSES, generator=drawn).softmax(-1)
+    target = torch.randint(1, CLASSES, (rows,), generator=drawn)
+    parts = target.tensor_split(MICROBATCHES)  # views
+    for part, number in zip(parts, ignored, strict=False):
+        part[:number] = getattr(loss_fn, "ignore_index", -100)
+    return x, target
+
+
+@pytest.mark.parametrize(
+    ("name", "way"),
+    pairwise(LOSSES, WAYS, allowed=lambda name, way: way != "ready" or "ignored" in name),
+)
+def test_a_mean_is_that_of_one_process(name: str, way: str) -> None:
+    """Microbatches counted alike: class weights 1.0647 for 1.0402, a norm of 4/4/3/3 rows 6 %."""
+    loss_fn, ignored = LOSSES[name]
+    options = dict(WAYS[way])
+    torch.manual_seed(1)
+    true = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    own = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, CLASSES))
+    own.load_state_dict(true.state_dict())
+    x, target = batch(options.pop("rows", ROWS), loss_fn, ignored, name)
+    is_ready, scale = options.pop("ready", False), options.pop("scale", None)
+    of_stage = [{"recompute": options.pop("recompute", False)}] * 2
+    scheduler = one_stage_each(
+        own[:2], own[2:], num_microbatches=MICROBATCHES, loss_fn=loss_fn, of_stage=of_stage,
+        **options,
+    )  # fmt: skip
+    scaler = None if scale is None else pipegrad.GradScaler(scheduler.sync, init_scale=scale)
+    wanted = loss_fn(true(x), target)
+    wanted, metrics = wanted if isinstance(wanted, tuple) else (wanted, {})
+    wanted.backward()
+    parts = zip(x.tensor_split(MICROBATCHES), target.tensor_split(MICROBATCHES), strict=True)
+    ready = [{"x": part, "target": labels} for part, labels in parts]
+    given: dict[str, Any] = {"microbatches": ready} if is_ready else {"x": x, "target": target}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for verb in (scheduler.evaluate, scheduler.step):
+            result = verb(**given)
+            assert error(result.loss, wanted.detach()) <= MOST
+            for key, value in metrics.items():
+                assert abs(result.metrics[key] - value.item()) <= MOST
+    for (key, p), q in zip(own.named_parameters(), true.parameters(), strict=True):
+        if key.startswith("2") == (rank() == 1):
+            assert p.grad is not None
+            assert error(p.grad / (scale or 1.0), q.grad) <= MOST, key
+    del scaler
+    scheduler.close()
+
+
+def test_sums_count_alike_and_a_divisor_of_the_user_divides_them() -> None:
+    torch.manual_seed(1)
+    module = nn.Linear(WIDTH, WIDTH)
+    x = torch.randn(ROWS, WIDTH)
+    loss_fn = nn.MSELoss(reduction="sum")
+    wanted = loss_fn(module(module(x)), x).detach()
+    scheduler = one_stage_each(module, module, num_microbatches=MICROBATCHES, loss_fn=loss_fn)
+    assert error(scheduler.evaluate(x, target=x).loss * MICROBATCHES, wanted) <= MOST
+    assert error(scheduler.evaluate(x, target=x, loss_divisor=2.0).loss * 2, wanted) <= MOST
+    scheduler.close()
