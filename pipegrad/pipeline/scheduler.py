@@ -12,6 +12,7 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Never
@@ -21,7 +22,7 @@ import torch
 from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds, warn_once
 from pipegrad.comm.collectives import can_send
 from pipegrad.comm.comm_stream import outside_of_graphs
-from pipegrad.errors import PlanError, ScheduleError
+from pipegrad.errors import PlanError, ScheduleError, level_of_caller
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
