@@ -28,6 +28,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.observe.recording import record as record
     from pipegrad.partition.cut import cut as cut
     from pipegrad.partition.cut_model import Cut as Cut
+    from pipegrad.partition.hf_trainer import PipelineTrainer as PipelineTrainer
     from pipegrad.pipeline.scheduler import Scheduler as Scheduler
     from pipegrad.pipeline.stage import Stage as Stage
     from pipegrad.plan.options import GradientOptions as GradientOptions
@@ -62,6 +63,7 @@ _HOMES = {
     "observe.recording": "record",
     "partition.cut": "cut",
     "partition.cut_model": "Cut",
+    "partition.hf_trainer": "PipelineTrainer",
     "pipeline.scheduler": "Scheduler",
     "pipeline.stage": "Stage",
     "plan.options": "GradientOptions",

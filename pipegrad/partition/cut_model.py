@@ -61,7 +61,9 @@ class Cut:
         how: In which way the model was cut.
         loss_fn: The model's own loss; None if it has none.
         labels: Names of what `loss_fn` needs of a batch.
+        returns: Names of what the model returns, in the order of `StepResult.outputs`.
         source: Where `load` gets values from; None if stages have values.
+        uncut: The model of transformers without its values; None for other models.
     """
 
     def __init__(
@@ -82,14 +84,15 @@ class Cut:
         self.how = how
         self._by = by
         self._parts = tuple(parts)
+        self.returns = self._parts[-1].outputs
         self._conventions = Conventions(model)
         self.source: Source | None = None
         # What saving and loading need to know of the uncut model, without its values.
-        self._uncut: Any = None
+        self.uncut: Any = None
         if has_adapter(model):
-            self._uncut = described(model)
+            self.uncut = described(model)
         elif inner_model(model) is not None:
-            self._uncut = without_memory(model)
+            self.uncut = without_memory(model)
         self._is_tuned = has_tuned_layers([model])
         self._model = weakref.ref(model)
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
@@ -152,15 +155,15 @@ class Cut:
         modules, source = [self.modules[stage] for stage in self._held], self.source
         model = self._model()
         if model is not None and len(self._held) < self.num_stages:
-            refuse_uncut(model, self.modules, self._held, is_saved=self._uncut is not None)
+            refuse_uncut(model, self.modules, self._held, is_saved=self.uncut is not None)
         if source is None:
             return
         if source.directory is not None:
             load_stages(
-                source.directory, self._uncut, modules, device=source.device, seed=source.seed
+                source.directory, self.uncut, modules, device=source.device, seed=source.seed
             )
         elif source.seed is not None:
-            start_stages(self._uncut, modules, seed=source.seed, device=source.device)
+            start_stages(self.uncut, modules, seed=source.seed, device=source.device)
 
     def begins(self, stages: Sequence[int]) -> dict[int, str]:
         """Returns digests of the first values of all stages, as far as this rank knows them.
@@ -191,7 +194,7 @@ class Cut:
             TopologyError: If it is no model of transformers.
             WeightsError: If something cannot be written; on all ranks.
         """
-        if self._uncut is None:
+        if self.uncut is None:
             raise TopologyError(
                 "save_pretrained writes models of transformers: save the state_dict of each of "
                 "cut.modules, which have the names of the uncut model"
@@ -199,7 +202,7 @@ class Cut:
         held = range(self.num_stages) if self._held is None else self._held
         save_stages(
             directory,
-            self._uncut,
+            self.uncut,
             {stage: self.modules[stage] for stage in held},
             tied=self.tied,
             max_shard_bytes=max_shard_bytes,

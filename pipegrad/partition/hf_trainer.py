@@ -1,0 +1,226 @@
+"""The Trainer of transformers over a pipeline: its loop, data, logs, metrics and checkpoints.
+
+Written for transformers 5.23 and accelerate 1.15. The loop stays theirs. What changes is which
+ranks get the same rows, and how a step, its clipping, an evaluation and a checkpoint are made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.data_loader import prepare_data_loader
+from accelerate.utils import find_batch_size, gather
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from pipegrad.errors import ConfigError
+from pipegrad.partition.cut_model import Cut
+from pipegrad.pipeline.scheduler import Scheduler
+
+_Hf = Any  # what transformers gives and takes
+# Arguments of a TrainingArguments that a pipeline does not take -> what to do.
+_REFUSED = {
+    "gradient_accumulation_steps": "set num_microbatches of the Scheduler",
+    "gradient_checkpointing": "call the model's gradient_checkpointing_enable() before the cut",
+    "fp16": "use bf16",
+    "label_smoothing_factor": "give the Scheduler a loss_fn",
+    "neftune_noise_alpha": "add the noise in the model",
+    "torch_compile": "compile the modules of the cut",
+    "use_liger_kernel": "apply it to the model before the cut",
+    "auto_find_batch_size": "more microbatches take less memory",
+    "deepspeed": "pipegrad reduces gradients",
+    "fsdp": "give the Scheduler handlers=['sharded']",
+    "parallelism_config": "pipegrad.Topology has the dimensions",
+    "fp16_full_eval": "give the cut a dtype",
+    "bf16_full_eval": "give the cut a dtype",
+    "push_to_hub": "upload the directory when the run has ended",
+}
+_REFUSED_OTHERS = ("model", "model_init", "compute_loss_func", "optimizers")
+
+
+class PipelineTrainer(Trainer):  # type: ignore[misc]
+    """A Trainer whose model is cut into stages. Every rank makes it and calls its verbs.
+
+    ``per_device_train_batch_size`` and ``per_device_eval_batch_size`` are the rows of a replica in
+    one step. All ranks of a replica have the same rows. The loss is that of the `Scheduler`: the
+    model's own is a mean over all labels of a step that count, as the Trainer's is. What
+    ``compute_metrics`` is given is on every rank.
+
+    Args:
+        cut: Of a model of transformers.
+        scheduler: Made with this cut.
+        args: As of Trainer. Their making begins torch.distributed.
+        **others: Of Trainer, such as ``train_dataset``, ``data_collator`` and ``callbacks``.
+
+    Raises:
+        ConfigError: If an argument cannot work in a pipeline.
+    """
+
+    def __init__(
+        self, cut: Cut, scheduler: Scheduler, args: TrainingArguments, **others: _Hf
+    ) -> None:
+        _check(cut, args, others)
+        self.cut, self.scheduler, self._topology = cut, scheduler, scheduler.topology
+        # The model on the meta device: its class, configuration and names of parameters.
+        super().__init__(model=cut.uncut, args=args, **others)
+        self.optimizer: _Hf = None
+        self._stages = nn.ModuleList([cut.modules[i] for i in self._topology.local_stages])
+        # Of accelerator, the loop asks for loaders, and for the results of all ranks.
+        self.accelerator.prepare_data_loader = self._loader
+        self.accelerator.prepare_optimizer = lambda optimizer, **_: optimizer
+        self.accelerator.gather = self._of_replicas
+
+    def _loader(self, loader: _Hf, **_options: _Hf) -> _Hf:
+        accelerator = self.accelerator
+        return prepare_data_loader(
+            loader,
+            accelerator.device,
+            num_processes=self._topology.size(self._topology.data_axes),
+            process_index=self._topology.coordinate(self._topology.data_axes),
+            put_on_device=True,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,  # it would send to each rank another part
+            even_batches=True,  # all replicas make the same steps
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+        )
+
+    def _of_replicas(self, tensor: _Hf) -> _Hf:
+        """Returns the values of all replicas, joined: those of one of each one's ranks."""
+        if isinstance(tensor, list | tuple):
+            return type(tensor)(map(self._of_replicas, tensor))
+        if isinstance(tensor, Mapping):
+            return {key: self._of_replicas(value) for key, value in tensor.items()}
+        ranks = self._topology.ranks_along(self._topology.data_axes)
+        parts = gather(tensor).chunk(dist.get_world_size())
+        return torch.cat([parts[rank] for rank in ranks])
+
+    # What the loop calls.
+
+    def _move_model_to_device(self, *_args: _Hf) -> None:
+        """Leaves the model on the meta device: stages are on theirs."""
+
+    def _wrap_model(self, *_args: _Hf, **_kwargs: _Hf) -> nn.Module:
+        return self._stages
+
+    def get_total_train_batch_size(self, args: TrainingArguments) -> int:
+        replicas = self._topology.size(self._topology.data_axes)
+        return int(self._train_batch_size * replicas)
+
+    def create_optimizer(self, model: _Hf = None) -> _Hf:
+        """Makes the optimizer that ``args.optim`` names, of this rank's parameters."""
+        if self.optimizer is None:
+            kind, options = self.optimizer_cls_and_kwargs or self.get_optimizer_cls_and_kwargs(
+                self.args, self.model
+            )
+            if options.keys() & {"params", "model", "optimizer_dict"}:
+                raise ConfigError(f"optim={self.args.optim} takes the whole model: choose another")
+            decayed = {*self.get_decay_parameter_names(self.model)}
+            decay = {True: {"weight_decay": self.args.weight_decay}, False: {"weight_decay": 0.0}}
+            self.optimizer = self.scheduler.optimizer(
+                kind, group_of=lambda name, _: decay[name in decayed], **options
+            )
+        return self.optimizer
+
+    def training_step(
+        self, model: nn.Module, inputs: _Hf, num_items_in_batch: _Hf = None
+    ) -> Tensor:
+        """Runs a step of the Scheduler; returns its loss."""
+        self._stages.train()
+        inputs = self._prepare_inputs(inputs)
+        with self.accelerator.autocast():
+            return self.scheduler.step(inputs, num_microbatches=self._number(inputs)).loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.scheduler.sync.clip_grad_norm_(self.args.max_grad_norm)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: _Hf,
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, _Hf, _Hf]:
+        """Runs an evaluation; returns loss, logits and labels."""
+        inputs = self._prepare_inputs(inputs)
+        with self.accelerator.autocast():
+            result = self.scheduler.evaluate(
+                inputs, num_microbatches=self._number(inputs), outputs=not prediction_loss_only
+            )
+        names = [name for name in self.label_names if name in inputs]
+        loss = result.loss if names else None
+        if prediction_loss_only:
+            return loss, None, None
+        last = self._topology.ranks_of([self._topology.num_stages - 1])[0]
+        # The model's own loss is behind them; other losses have no rows.
+        named = zip(self.cut.returns, result.outputs, strict=False)
+        box = [[value for name, value in named if not name.endswith("loss")]]
+        group = self._topology.group_along(self._topology.pipeline)
+        dist.broadcast_object_list(box, last, group, device=self.args.device)
+        labels: _Hf = [inputs[name] for name in names]
+        logits, labels = (x[0] if len(x) == 1 else tuple(x) or None for x in (box[0], labels))
+        return loss, logits, labels
+
+    def _number(self, inputs: _Hf) -> int:
+        """Returns the number of microbatches: the last batch may have few rows."""
+        rows: int = find_batch_size(inputs)
+        return min(self.scheduler.schedule.num_microbatches, rows)
+
+    # A checkpoint is a directory that transformers reads, with a file of each rank to resume from.
+
+    def _save(self, output_dir: str | None = None, state_dict: _Hf = None) -> None:
+        folder = output_dir or self.args.output_dir
+        self.cut.save_pretrained(folder)
+        processor = self.processing_class or getattr(self.data_collator, "tokenizer", None)
+        if self.args.should_save and processor is not None:
+            processor.save_pretrained(folder)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        torch.save({k: v.state_dict() for k, v in self._parts().items()}, self._file(output_dir))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: _Hf = None) -> None:
+        self._stages.load_state_dict(self._read(resume_from_checkpoint)["model"])
+        self.scheduler.sync.synchronize_parameters()
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None:
+            state = self._read(checkpoint)
+            for name in ("scheduler", "optimizer", "lr_scheduler"):
+                self._parts()[name].load_state_dict(state[name])
+
+    def _load_best_model(self) -> None:
+        self._load_from_checkpoint(self.state.best_model_checkpoint)
+
+    def _parts(self) -> dict[str, _Hf]:
+        return {
+            "model": self._stages,
+            "scheduler": self.scheduler,
+            "optimizer": self.optimizer,
+            "lr_scheduler": self.lr_scheduler,
+        }
+
+    def _read(self, folder: str) -> _Hf:
+        return torch.load(self._file(folder), map_location="cpu", weights_only=True)
+
+    def _file(self, folder: str) -> Path:
+        return Path(folder) / f"pipeline-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
+
+
+def _check(cut: object, args: TrainingArguments, others: Mapping[str, _Hf]) -> None:
+    """Refuses what cannot work in a pipeline."""
+    if not isinstance(cut, Cut) or cut.uncut is None:
+        raise ConfigError("cut is not what pipegrad.cut makes of a model of transformers")
+    for name in _REFUSED_OTHERS:
+        if others.get(name) is not None:
+            raise ConfigError(f"{name} cannot work in a pipeline: see the Scheduler and its cut")
+    if args.save_only_model and args.load_best_model_at_end:
+        raise ConfigError("save_only_model=True leaves nothing from which to load the best model")
+    default = TrainingArguments.__dataclass_fields__
+    for name, advice in _REFUSED.items():
+        value = getattr(args, name)
+        if value and value != default[name].default:
+            raise ConfigError(f"{name}={value!r} cannot work in a pipeline: {advice}")
