@@ -32,9 +32,11 @@ from pipegrad.errors import StepError, in_words
 from pipegrad.interop.private import tree_flatten
 from pipegrad.model.wrappers import is_fsdp2, is_imported_kind
 from pipegrad.partition.layers import Part
+from pipegrad.partition.structural.calls import Change, Watch, apply, find, roots_of
 from pipegrad.partition.structural.shallow import as_kind, twin
 from pipegrad.partition.structural.stage_module import OwnLayer
 from pipegrad.partition.structural.stand_ins import filled
+from pipegrad.partition.weights.files import listed
 from pipegrad.partition.weights.gathered import collected, tensors_by_name
 from pipegrad.pipeline.scheduler import evaluating
 from pipegrad.topology import Topology
@@ -127,12 +129,19 @@ class SharedLayer(nn.Module):
             return super().__call__(*args, **kwargs)
         caches = [x for x in (*args, *kwargs.values()) if _is_cache(x)]
         if not is_here:
-            return layer.received(caches)
+            result, changed = layer.received(caches)
+            roots = roots_of(self, args, kwargs) if changed else {}
+            for change, values in zip(layer.changes, changed, strict=True):
+                if values:
+                    apply(change, values, find(roots, change.path))
+            return result
         link.is_inside = True
+        before = [layer.entries(cache) for cache in caches]
+        watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
         try:
             result = super().__call__(*args, **kwargs)
-            tensors = list[Tensor]()
-            message = [_packed(result, tensors, caches), [layer.entries(c) for c in caches]]
+            entries = [layer.entries(cache, known) for cache, known in zip(caches, before)]
+            message = [_packed([result, watch.values()], tensors, caches), entries]
         except Exception as error:
             link.send(in_words(error))
             raise
@@ -151,15 +160,17 @@ class _Layer:
         rank: The global rank that runs it.
         link: To the other ranks.
         indices: Of its entries in a cache.
+        changes: Of what it is given, which other layers may read; see [Note: changes].
     """
 
     name: str
     rank: int
     link: Link
     indices: tuple[int, ...]
+    changes: tuple[Change, ...]
 
     def received(self, caches: Sequence[Any]) -> Any:
-        """Returns what the layer returned on its rank, and gives caches what it says of them."""
+        """Returns what the layer returned and changed, and gives caches what it says of them."""
         message = self.link.receive(self.rank)
         if isinstance(message, str):
             raise StepError(f"layer {self.name!r} failed on rank {self.rank}: {message}")
@@ -175,16 +186,23 @@ class _Layer:
                     cache.is_updated.update(flags)
         return result
 
-    def entries(self, cache: Any) -> list[Any]:
-        """Returns what the entries of the layer in a cache say of themselves, as plain data."""
+    def entries(self, cache: Any, known: Sequence[Any] = ()) -> list[Any]:
+        """Returns what the layer's entries in a cache say of themselves, if that is not known.
+
+        A layer may share modules with others, and has their entries then, which stay as they are.
+        """
         flags = getattr(cache, "is_updated", None) or {}
-        return [
+        said = [
             [
                 {i: _said(vars(part.layers[i])) for i in self.indices if i < len(part.layers)},
                 {i: flags[i] for i in self.indices if i in flags},
             ]
             for part in _parts_of(cache)
         ]
+        for (entries, _), (others, _) in zip(said, known, strict=False):
+            for i in [i for i, other in others.items() if entries[i] == other]:
+                del entries[i]
+        return said
 
 
 def _is_cache(value: object) -> bool:
@@ -201,7 +219,8 @@ def _said(value: Any) -> Any:
     """Returns the attributes of an entry as plain data: of a tensor the shape."""
     if isinstance(value, Tensor):
         is_number = value.numel() == 1 and not value.is_floating_point()  # such as a length
-        return ["number", value.cpu()] if is_number else ["tensor", tuple(value.shape), value.dtype]
+        at = value.item() if is_number and not value.is_meta else None
+        return ["tensor", tuple(value.shape), value.dtype, at]
     if isinstance(value, dict):
         said = {key: _said(x) for key, x in value.items()}
         return ["dict", {key: x for key, x in said.items() if x is not None}]
@@ -214,9 +233,10 @@ def _described(said: Any, device: torch.device) -> Any:
     """Returns what `_said` stands for, with tensors on the meta device."""
     kind, *of = said
     if kind == "tensor":
-        return torch.empty(of[0], dtype=of[1], device="meta")
-    if kind == "number":
-        return of[0].to(device)
+        shape, dtype, at = of
+        if at is not None:
+            return torch.full(shape, at, dtype=dtype, device=device)
+        return torch.empty(shape, dtype=dtype, device="meta")
     if kind == "device":
         return torch.device("meta")
     return {k: _described(x, device) for k, x in of[0].items()} if kind == "dict" else of[0]
@@ -280,6 +300,16 @@ def generate(
         config = named.get("generation_config") or getattr(uncut, "generation_config", None)
         if named.get("max_time", getattr(config, "max_time", None)) is not None:
             raise StepError("max_time would end the text of each rank at another token: leave it")
+        if getattr(uncut.config, "rescale_every", 0):
+            raise StepError(
+                "the model divides its weights by powers of two when it generates, and they are "
+                "trained: gather the model by cut.gather(), and generate there"
+            )
+        if lost := _lost(uncut, stages):
+            raise StepError(
+                f"no stage has {listed(lost)}: the sample of the cut did not use it, and generate() "
+                f"may. Gather the model by cut.gather(), and generate there"
+            )
         if any(is_fsdp2(x) for stage in held for x in stages[stage].modules()):
             raise StepError(
                 "FSDP2 shards the stages, and gathers layers in a step alone: gather the model by "
@@ -299,6 +329,13 @@ def generate(
         with Bounded("generate()"), _draws_of_first(link):
             # A graph of compiled code would have messages between ranks inside.
             return model.generate(*inputs, **{"disable_compile": True, **named})
+
+
+def _lost(uncut: nn.Module, stages: Sequence[nn.Module]) -> list[str]:
+    """Returns the parameters of an uncut model that no stage has."""
+    known = tensors_by_name(uncut)
+    there = {id(known[n]) for stage in stages for n in tensors_by_name(stage) if n in known}
+    return [n for n, x in known.items() if isinstance(x, nn.Parameter) and id(x) not in there]
 
 
 def _digest(value: object) -> str:
@@ -350,6 +387,7 @@ def _shared_model(
         for name, part in module.named_modules():
             if isinstance(part, OwnLayer):
                 owners[name] = stage
+                calls = vars(part)["_pipegrad_run"][0].flow.calls
                 if stage in held:
                     own[name] = part
     here: dict[str, Tensor] = {}
@@ -377,6 +415,8 @@ def _shared_model(
     for name, stage in owners.items():
         layer = model.get_submodule(name)
         indices = {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
-        shared = _Layer(name, link.rank_of(stage), link, tuple(sorted(indices)))
+        changes = dict.fromkeys(c for call in calls if call.layer == name for c in call.changes)
+        given = tuple(c for c in changes if not (c.is_inside or c.is_heard))
+        shared = _Layer(name, link.rank_of(stage), link, tuple(sorted(indices)), given)
         vars(as_kind(layer, SharedLayer))["_pipegrad_shared"] = shared
     return model.eval()

@@ -30,9 +30,7 @@ def tensors_of(modules: Collection[nn.Module], first: Mapping[str, str]) -> dict
     return {first.get(name, name): tensor for name, tensor in names}
 
 
-def collected(
-    held: Mapping[str, Tensor], wanted: Collection[str]
-) -> Iterator[tuple[str, Tensor]]:
+def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
     """Yields tensors of other ranks by name, and this rank's own ones. All ranks call it.
 
     Host and device need memory for one tensor at a time. DTensors are gathered.
