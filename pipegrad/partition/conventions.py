@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.layers import Part
+from pipegrad.partition.weights.adapter import prompt_kind
 from pipegrad.pipeline.stage import Stage, fields_of, parameters_of
 
 BATCH = "**batch"  # what a step is given by name, and no stage names
@@ -46,6 +47,7 @@ _MEANS = (
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
 )
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of prompts that are no tokens
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
@@ -97,7 +99,12 @@ class Conventions:
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
-        self._shifts = is_causal and not inner.config.is_encoder_decoder
+        prompt = prompt_kind(model)
+        if prompt == "CPT":
+            return  # its loss weighs labels
+        # Behind a learnt prompt the first label counts. A prefix goes into the cache.
+        is_behind = prompt not in ("", *_PREFIXES)
+        self._shifts = is_causal and not inner.config.is_encoder_decoder and not is_behind
         is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))

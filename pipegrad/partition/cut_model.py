@@ -237,7 +237,7 @@ class Cut:
             AgreementError: If ranks have different arguments.
         """
         if self._uncut is None or not hasattr(self._uncut, "generate"):
-            raise TopologyError(f"only models of transformers that generate text have generate()")
+            raise TopologyError("only models of transformers that generate text have generate()")
         held, scheduler = self._settled(), self._scheduler()
         topology = None if scheduler is None else scheduler.topology
         return generate(self._uncut, self._parts, held, topology, inputs, named)
