@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.layers import Part
-from pipegrad.partition.weights.adapter import prompt_kind
+from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
 from pipegrad.pipeline.stage import Stage, fields_of, parameters_of
 
 BATCH = "**batch"  # what a step is given by name, and no stage names
@@ -83,6 +83,11 @@ class Conventions:
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
             return
+        if "ADALORA" in adapter_kinds(model):
+            raise TopologyError(
+                "AdaLoRA adds a loss over the adapters of all layers, and moves ranks between "
+                "layers, and no stage has all of them: use LoRA"
+            )
         self._check(inner)
         self._positions = _positions_of(inner)
         if not getattr(inner.config.get_text_config(), _ROUTED, False):
@@ -99,7 +104,7 @@ class Conventions:
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
-        prompt = prompt_kind(model)
+        prompt = kind_of_prompt(model)
         if prompt == "CPT":
             return  # its loss weighs labels
         # Behind a learnt prompt the first label counts. A prefix goes into the cache.

@@ -398,7 +398,8 @@ def _shared_model(
     known = tensors_by_name(uncut)
     values = {id(known[name]): x for name, x in here.items() if name in known}
     # The stages may have been converted behind the cut.
-    dtypes = {known[name].dtype: x.dtype for name, x in here.items() if name in known}
+    floats = {name: x for name, x in here.items() if name in known and x.is_floating_point()}
+    dtypes = {known[name].dtype: x.dtype for name, x in floats.items()}
 
     def value(tensor: Tensor) -> Tensor:
         if id(tensor) in values:

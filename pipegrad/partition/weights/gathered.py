@@ -99,6 +99,8 @@ def gather_stages(
 ) -> None:
     """Puts the values of all stages into a model; see `Cut.gather`.
 
+    Quantized weights are left out: they are frozen, and layers may pack them anew when they run.
+
     Args:
         held: The tensors of this rank's stages, by the one name of each.
         first: For each name of the uncut model the one name of its tensor.
@@ -125,6 +127,8 @@ def gather_stages(
             )
         names = defaultdict[int, set[str]](set)
         for name, tensor in tensors.items():
+            if _is_quantized(tensor):
+                continue
             names[id(tensor)].add(first[name])
             places[first[name]].setdefault(id(tensor), (tensor, []))[1].append(_place(model, name))
         if tied := next((sorted(tied) for tied in names.values() if len(tied) > 1), None):
@@ -144,6 +148,11 @@ def gather_stages(
     nowhere = [name for name, of in places.items() if any(t.is_meta for t, _ in of.values())]
     if nowhere:  # the same on all ranks that have such a model
         raise WeightsError(f"no stage uses {listed(nowhere)}: give these values yourself")
+
+
+def _is_quantized(tensor: Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return isinstance(tensor, nn.Parameter) and not is_number
 
 
 @torch.no_grad()
