@@ -27,7 +27,7 @@ SENT = sync_points.WaitWork(
 # ranks. They also differ from each other: the receive of a reduce chain is posted at the beginning
 # of a step, and other messages arrive between it and its send.
 SHARDS, COMMON, GATHERED, UP, DOWN, COUNTS, BACK = range(0x70670, 0x70677)
-HEADERS = 0x70678  # one more is that of `ending`
+HEADERS, VALUES = 0x70678, 0x70679  # one more is that of `ending`
 _PIECE_BYTES, _AHEAD = 2**23, 2  # smaller pieces cost time, larger pieces scratch memory
 TRANSFERS = 2**20  # the first one of a step's values and gradients
 

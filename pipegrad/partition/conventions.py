@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.layers import Part
+from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
 from pipegrad.pipeline.stage import Stage, fields_of, parameters_of
 
 BATCH = "**batch"  # what a step is given by name, and no stage names
@@ -46,6 +47,7 @@ _MEANS = (
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
 )
+_PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of prompts that are no tokens
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
@@ -81,6 +83,11 @@ class Conventions:
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
             return
+        if "ADALORA" in adapter_kinds(model):
+            raise TopologyError(
+                "AdaLoRA adds a loss over the adapters of all layers, and moves ranks between "
+                "layers, and no stage has all of them: use LoRA"
+            )
         self._check(inner)
         self._positions = _positions_of(inner)
         if not getattr(inner.config.get_text_config(), _ROUTED, False):
@@ -97,7 +104,12 @@ class Conventions:
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
-        self._shifts = is_causal and not inner.config.is_encoder_decoder
+        prompt = kind_of_prompt(model)
+        if prompt == "CPT":
+            return  # its loss weighs labels
+        # Behind a learnt prompt the first label counts. A prefix goes into the cache.
+        is_behind = prompt not in ("", *_PREFIXES)
+        self._shifts = is_causal and not inner.config.is_encoder_decoder and not is_behind
         is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -17,13 +17,18 @@ from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
+from pipegrad.partition.generation import generate
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
 from pipegrad.partition.uncut_use import refuse_uncut, warn_of_other_stages
 from pipegrad.partition.weights.adapter import described, has_adapter, has_tuned_layers
-from pipegrad.partition.weights.pretrained import load_stages, start_stages
+from pipegrad.partition.weights.gathered import gather_stages, tensors_of
+from pipegrad.partition.weights.pretrained import first_names, load_stages, start_stages
 from pipegrad.partition.weights.saved import DEFAULT_SHARD_BYTES, save_stages
 from pipegrad.pipeline.stage import Stage
+
+if TYPE_CHECKING:
+    from pipegrad.pipeline.scheduler import Scheduler
 
 
 @dataclass(frozen=True)
@@ -96,6 +101,8 @@ class Cut:
         self._is_tuned = has_tuned_layers([model])
         self._model = weakref.ref(model)
         self._held: tuple[int, ...] | None = None  # stages of this rank; None if all may be
+        self._scheduler: Callable[[], Scheduler | None] = lambda: None  # weak: it has the stages
+        self._first = first_names(model, self.tied)
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
         self.loss_fn: Callable[..., object] | None = (
@@ -133,7 +140,7 @@ class Cut:
         title = f"{self.num_stages} stages, {self.how}, cut by {self._by}"
         return "\n".join([title, *map(str.rstrip, lines)])
 
-    def load(self, stages: Iterable[int]) -> None:
+    def load(self, stages: Iterable[int], scheduler: Scheduler | None = None) -> None:
         """Gives stages of a cut that `from_pretrained` or `from_config` made their values.
 
         A `Scheduler` calls it for the stages of its rank. All ranks call it, each for its own.
@@ -141,6 +148,7 @@ class Cut:
 
         Args:
             stages: Those of this rank.
+            scheduler: What will change the values.
 
         Raises:
             TopologyError: If peft has added adapters behind the cut; on all ranks.
@@ -152,6 +160,8 @@ class Cut:
                 "files nor their ties know them: wrap the model with get_peft_model(), then cut it"
             )
         self._held = tuple(sorted(stages))
+        if scheduler is not None:
+            self._scheduler = weakref.ref(scheduler)
         modules, source = [self.modules[stage] for stage in self._held], self.source
         model = self._model()
         if model is not None and len(self._held) < self.num_stages:
@@ -199,14 +209,60 @@ class Cut:
                 "save_pretrained writes models of transformers: save the state_dict of each of "
                 "cut.modules, which have the names of the uncut model"
             )
-        held = range(self.num_stages) if self._held is None else self._held
         save_stages(
             directory,
             self.uncut,
-            {stage: self.modules[stage] for stage in held},
+            {stage: self.modules[stage] for stage in self._settled()},
             tied=self.tied,
             max_shard_bytes=max_shard_bytes,
         )
+
+    def gather(self, model: nn.Module | None = None) -> None:
+        """Puts the values of all stages into another uncut model. All ranks call it.
+
+        Ranks that pass None take nothing, and need memory for one tensor at a time. Parameters and
+        buffers are written in place, and keep their dtype, device and requires_grad. Those of a
+        model on the meta device get memory, on the CPU.
+
+        Args:
+            model: With the names and shapes of the model that was cut, but not that one: its
+                layers are those of the stages.
+
+        Raises:
+            TopologyError: If it is the model that was cut; on all ranks.
+            WeightsError: If it has other tensors or shapes; on all ranks.
+        """
+        held = tensors_of([self.modules[stage] for stage in self._settled()], self._first)
+        gather_stages(held, self._first, model, self._model())
+
+    def generate(self, *inputs: object, **named: object) -> Any:  # noqa: ANN401 - transformers' own
+        """Returns what ``generate`` of the uncut model of transformers returns, on every rank.
+
+        Nothing is merged: layers run where they are, and send what they return to the other ranks
+        of the pipeline. Caches stay with the layers. All ranks of a pipeline call it with the same
+        arguments; each replica may have others. Layers are in evaluation mode meanwhile. Sampling
+        draws the random numbers of the pipeline's first rank.
+
+        Args:
+            *inputs: As of ``generate``.
+            **named: As of ``generate``, such as ``input_ids``, ``max_new_tokens``, ``do_sample``.
+
+        Raises:
+            TopologyError: If it is no model of transformers that generates.
+            StepError: If stages cannot do it, or if a layer fails on another rank.
+            AgreementError: If ranks have different arguments.
+        """
+        if self.uncut is None or not hasattr(self.uncut, "generate"):
+            raise TopologyError("only models of transformers that generate text have generate()")
+        held, scheduler = self._settled(), self._scheduler()
+        topology = None if scheduler is None else scheduler.topology
+        return generate(self.uncut, self._parts, held, topology, inputs, named)
+
+    def _settled(self) -> Sequence[int]:
+        """Returns the stages of this rank, when their values have come from other ranks."""
+        if (scheduler := self._scheduler()) is not None:
+            scheduler.sync.wait_parameters()
+        return range(self.num_stages) if self._held is None else self._held
 
     def __repr__(self) -> str:
         begins = [self.layers[start].name for start in (0, *self.boundaries)]

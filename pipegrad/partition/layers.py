@@ -41,11 +41,13 @@ class Part:
         inputs: Names of values that earlier stages make.
         outputs: Names of values that later stages take. Of the last stage: names of what the model
             returns.
+        used: Names of parameters and buffers that code between layers uses here.
     """
 
     module: nn.Module
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    used: frozenset[str] = frozenset()
 
 
 def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:

@@ -144,7 +144,7 @@ class Scheduler:
                 tied = [*stages.tied, *tied]
             # Before the gradient layer: it makes replicas equal, and master copies, of these
             # values.
-            stages.load(self.topology.local_stages)
+            stages.load(self.topology.local_stages, self)
         self.sync = GradientSync(
             modules,
             self.topology,
@@ -301,7 +301,7 @@ class Scheduler:
         """
         batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
         modules = [stage.module for stage in self._stages.values()]
-        with _evaluating(modules), torch.no_grad():
+        with evaluating(modules), torch.no_grad():
             return self._steps.run(batch, forward_only=True)
 
     def optimizer(
@@ -448,7 +448,7 @@ def _has_dropout(module: torch.nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Puts modules into evaluation mode, and afterwards each part back into its own mode."""
     before = [(part, part.training) for module in modules for part in module.modules()]
     for module in modules:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, is_dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from torch import nn
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.interop.private import script_arguments
 from pipegrad.model.wrappers import unwrapped
+
+if TYPE_CHECKING:
+    from pipegrad.pipeline.scheduler import Scheduler
 
 _Parameter = inspect.Parameter
 _POSITIONAL = (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
@@ -154,7 +157,7 @@ class StageSource(Protocol):
     def begins(self, stages: Sequence[int]) -> Mapping[int, str]:
         """Returns digests of the values of stages, if those of this rank are first values."""
 
-    def load(self, stages: Sequence[int]) -> None:
+    def load(self, stages: Sequence[int], scheduler: Scheduler) -> None:
         """Gives the stages of this rank their values; all ranks call it."""
 
 

@@ -72,7 +72,7 @@ def parts_of(
         module = _stage_module(model, layers, described, here, run)
         _place_parameters(model, module, here, layers, origins[stage].parameters)
         outputs = names_of(sent) if not run.is_last else tuple(returned)
-        parts.append(Part(module, names_of(needs[stage]), outputs))
+        parts.append(Part(module, names_of(needs[stage]), outputs, origins[stage].parameters))
     return parts
 
 

@@ -12,6 +12,9 @@ from torch import Tensor, nn
 
 from pipegrad.errors import TopologyError, in_words
 from pipegrad.interop.private import tree_flatten
+from pipegrad.model.wrappers import is_imported_kind
+
+_QUANTIZED = ("Linear4bit", "Linear8bitLt")  # of bitsandbytes
 
 
 def shallow(
@@ -115,6 +118,11 @@ def isolated(
     leaves = (leaf for part in module.modules() for leaf in tree_flatten(vars(part))[0])
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     known: dict[int, Any] = {id(tensor): tensor_of(tensor) for tensor in tensors}
+    for part in module.modules():
+        # Only a real tensor knows how it was quantized.
+        is_quantized = any(is_imported_kind(part, "bitsandbytes.nn", kind) for kind in _QUANTIZED)
+        if is_quantized and known[id(part.weight)] is not part.weight:
+            known[id(part)] = _Unquantized(part, tensor_of)
     try:
         return copy.deepcopy(module, known | {id(x): x for x in shared})
     except Exception as error:  # whatever an attribute raises
@@ -122,6 +130,23 @@ def isolated(
             f"{type(module).__name__} holds what cannot be copied: {in_words(error)}. Set such "
             f"attributes behind the cut"
         ) from error
+
+
+class _Unquantized(nn.Linear):
+    """What stands for a quantized layer where nothing is computed; it takes any dtype."""
+
+    def __init__(self, layer: Any, tensor_of: Callable[[Tensor], Tensor]) -> None:  # noqa: ANN401
+        has_bias = layer.bias is not None
+        super().__init__(layer.in_features, layer.out_features, has_bias, device="meta")
+        self.requires_grad_(False)
+        vars(self)["_parameters"] = {
+            n: x if x is None else tensor_of(x) for n, x in self._parameters.items()
+        }
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns what has the shape and the dtype of the layer's result."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
 
 
 def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:

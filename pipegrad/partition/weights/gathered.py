@@ -1,0 +1,179 @@
+"""Gathered: values of stages, sent to the ranks that want them, one tensor after the other."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.comm.collectives import VALUES, receive, send
+from pipegrad.comm.watch import Bounded
+from pipegrad.errors import TopologyError, WeightsError
+from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.ties import plain_name
+from pipegrad.partition.weights.files import listed
+
+
+def tensors_of(modules: Collection[nn.Module], first: Mapping[str, str]) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of stages, by the one name of each; see `first_names`."""
+    named = chain.from_iterable(
+        chain(m.named_parameters(remove_duplicate=False), m.named_buffers(remove_duplicate=False))
+        for m in modules
+    )
+    names = ((plain_name(name), tensor) for name, tensor in named)
+    return {first.get(name, name): tensor for name, tensor in names}
+
+
+def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[tuple[str, Tensor]]:
+    """Yields tensors of other ranks by name, and this rank's own ones. All ranks call it.
+
+    Host and device need memory for one tensor at a time. DTensors are gathered.
+
+    Args:
+        held: What this rank has. A tensor on the meta device counts as missing.
+        wanted: Names of what this rank takes; of those that no rank has, nothing is yielded.
+
+    Raises:
+        AgreementError: If a rank does not come.
+
+    Sync: the host waits for each message, and on a device the current stream.
+    """
+    held = {name: tensor for name, tensor in held.items() if not tensor.is_meta}
+    if not dist.is_initialized():
+        yield from ((name, held[name]) for name in sorted(wanted) if name in held)
+        return
+    device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
+    specs = {name: (tuple(x.shape), x.dtype) for name, x in held.items()}
+    replies = agree(
+        "gather the stages",
+        lambda: (specs, sorted(wanted)),
+        timeout_seconds=slow_seconds(device, AGREE_SECONDS),
+    )
+    here = dist.get_rank()
+    holders = [frozenset(of) for of, _ in replies]
+    takers = [frozenset(names) - holders[rank] for rank, (_, names) in enumerate(replies)]
+    for name in sorted(frozenset[str]().union(*(names for _, names in replies))):
+        source = next((rank for rank, of in enumerate(holders) if name in of), None)
+        if source is None:
+            continue
+        tensor = held.get(name)
+        if tensor is not None:
+            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
+        with Bounded("gather()"):
+            if here == source:
+                assert tensor is not None
+                for rank in (rank for rank, names in enumerate(takers) if name in names):
+                    _sent(tensor, rank)
+            elif name in takers[here]:
+                shape, dtype = replies[source][0][name]
+                tensor = torch.empty(shape, dtype=dtype, device=device)
+                _received(tensor, source)
+        if name in wanted:
+            assert tensor is not None
+            yield name, tensor
+
+
+def _sent(tensor: Tensor, rank: int) -> None:
+    if tensor.numel():
+        send(_bytes(tensor.contiguous()), rank, None, VALUES).wait()
+
+
+def _received(tensor: Tensor, rank: int) -> None:
+    if tensor.numel():
+        receive(_bytes(tensor), rank, None, VALUES).wait()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Returns the memory of a contiguous tensor: backends do not send every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
+def gather_stages(
+    held: Mapping[str, Tensor], first: Mapping[str, str], model: nn.Module | None, cut: object
+) -> None:
+    """Puts the values of all stages into a model; see `Cut.gather`.
+
+    Quantized weights are left out: they are frozen, and layers may pack them anew when they run.
+
+    Args:
+        held: The tensors of this rank's stages, by the one name of each.
+        first: For each name of the uncut model the one name of its tensor.
+        model: Where this rank wants the values; None if it wants none.
+        cut: The model that was cut, which may be gone.
+    """
+    places = defaultdict[str, dict[int, Any]](dict)
+
+    def check() -> dict[str, tuple[int, ...]]:
+        if without := [name for name, tensor in held.items() if tensor.is_meta]:
+            raise WeightsError(f"{listed(without)} of a stage have no values: load it first")
+        if model is None:
+            return {}
+        if model is cut:
+            raise TopologyError(
+                "gather() was given the model that was cut, whose tensors are those of the "
+                "stages: give another one, such as copy.deepcopy(model)"
+            )
+        tensors = tensors_by_name(model)
+        if different := sorted(tensors.keys() ^ first.keys()):
+            raise WeightsError(
+                f"{type(model).__name__} is no twin of the model that was cut: only one of them "
+                f"has {listed(different)}"
+            )
+        names = defaultdict[int, set[str]](set)
+        for name, tensor in tensors.items():
+            if _is_quantized(tensor):
+                continue
+            names[id(tensor)].add(first[name])
+            places[first[name]].setdefault(id(tensor), (tensor, []))[1].append(_place(model, name))
+        if tied := next((sorted(tied) for tied in names.values() if len(tied) > 1), None):
+            raise WeightsError(f"the model ties {tied}, and the model that was cut does not")
+        return {name: tuple(t.shape) for name, of in places.items() for t, _ in of.values()}
+
+    replies = agree("gather the stages", check)
+    shapes = agree("gather the stages", lambda: {n: tuple(t.shape) for n, t in held.items()})
+    true = {name: shape for shapes_of in shapes for name, shape in shapes_of.items()}
+    for wanted in replies:
+        for name, shape in wanted.items():
+            if shape != true.get(name, shape):
+                raise WeightsError(f"{name} has shape {shape}, and in the stages {true[name]}")
+    for name, value in collected(held, places.keys()):
+        for tensor, of in places.pop(name).values():
+            _fill(tensor, of, value)
+    nowhere = [name for name, of in places.items() if any(t.is_meta for t, _ in of.values())]
+    if nowhere:  # the same on all ranks that have such a model
+        raise WeightsError(f"no stage uses {listed(nowhere)}: give these values yourself")
+
+
+def _is_quantized(tensor: Tensor) -> bool:
+    is_number = tensor.is_floating_point() or tensor.is_complex()
+    return isinstance(tensor, nn.Parameter) and not is_number
+
+
+@torch.no_grad()
+def _fill(tensor: Tensor, places: Collection[tuple[nn.Module, str]], value: Tensor) -> None:
+    """Writes a value into a tensor; one without memory gets some, on the CPU."""
+    if not tensor.is_meta:
+        tensor.copy_(value)
+        return
+    new = value.to("cpu", tensor.dtype, copy=True)
+    if isinstance(tensor, nn.Parameter):
+        new = nn.Parameter(new, tensor.requires_grad)
+    for module, attribute in places:
+        setattr(module, attribute, new)
+
+
+def tensors_by_name(model: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and buffers of a model, a tied one under each of its names."""
+    parameters = model.named_parameters(remove_duplicate=False)
+    return dict(chain(parameters, model.named_buffers(remove_duplicate=False)))
+
+
+def _place(model: nn.Module, name: str) -> tuple[nn.Module, str]:
+    path, _, attribute = name.rpartition(".")
+    return model.get_submodule(path), attribute
