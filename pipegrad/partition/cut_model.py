@@ -15,7 +15,7 @@ from torch import nn
 from pipegrad.errors import TopologyError
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer
-from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
+from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model, metrics_of
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
 from pipegrad.partition.uncut_use import refuse_uncut, warn_of_other_stages
@@ -72,6 +72,7 @@ class Cut:
         *,
         how: str,
         by: str,
+        example: Mapping[str, object] | None = None,
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
         warn_of_other_stages(self.modules)
@@ -81,7 +82,7 @@ class Cut:
         self.how = how
         self._by = by
         self._parts = tuple(parts)
-        self._conventions = Conventions(model)
+        self._conventions = Conventions(model, example)
         self.source: Source | None = None
         # What saving and loading need to know of the uncut model, without its values.
         self._uncut: Any = None
@@ -95,7 +96,9 @@ class Cut:
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
         self.loss_fn: Callable[..., object] | None = (
-            OwnLoss(self._conventions, self.labels) if self.labels else None
+            OwnLoss(self._conventions, self.labels, metrics_of(parts[-1], self._conventions))
+            if self.labels
+            else None
         )
 
     @property

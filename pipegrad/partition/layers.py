@@ -41,11 +41,14 @@ class Part:
         inputs: Names of values that earlier stages make.
         outputs: Names of values that later stages take. Of the last stage: names of what the model
             returns.
+        beside: Of the last stage: names of losses, and of what they are made of, that it can
+            compute beside these.
     """
 
     module: nn.Module
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
+    beside: tuple[str, ...] = ()
 
 
 def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:

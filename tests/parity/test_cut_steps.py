@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
 from tests.support.partition.families import DEEP, HEADS, ROWS, TOKENS, Batch
 from tests.support.partition.families import FAMILIES as DEEPER
-from tests.support.partition.twins import Twins
+from tests.support.partition.routed import ROUTED
+from tests.support.partition.twins import Twins, difference
 from tests.support.rounding import rounding
 
 pytest.importorskip("transformers")
@@ -65,13 +66,13 @@ def encoding(batch: Batch) -> object:
     return transformers.BatchEncoding(batch)
 
 
-def mean_of(model: nn.Module, parts: Sequence[Batch]) -> Tensor:
-    """Returns the mean over all labels of the loss of some batches."""
+def mean_of(model: nn.Module, parts: Sequence[Batch], what: str = "loss", first: int = 1) -> Tensor:
+    """Returns the mean over all labels, from the `first` one on, of what batches give."""
     sums, count = torch.zeros((), dtype=torch.float64), 0
     for part in parts:
-        number = int((part["labels"][:, 1:] != -100).sum())
+        number = int((part["labels"][:, first:] != -100).sum())
         if number:
-            sums = sums + number * model(**part).loss
+            sums = sums + number * model(**part)[what]
             count += number
     return sums / count
 
@@ -103,6 +104,37 @@ def embedded() -> Twins:
     del batch["input_ids"]
     twins.step(batch | {"inputs_embeds": values})
     return twins
+
+
+def routed(name: str, *losses: str, schedule: str = "1f1b", first: int = 0, **more: Any) -> Twins:
+    """Router losses are those of microbatches: one process that takes the same has their mean."""
+    family = ROUTED[name]
+    cut = {"example": more} if more else None
+    twins = Twins(family.build, cut=cut, schedule=schedule)
+    batch = family.batch(1)
+    parts: Any = [{n: x[i : i + 2] for n, x in batch.items()} | more for i in range(0, ROWS, 2)]
+    twins.step(batch | more, true=mean_of(twins.true, parts, first=first))
+    metrics = twins.scheduler.evaluate(batch | more).metrics
+    twins.errors += [
+        abs(metrics[loss] - mean_of(twins.true, parts, loss, first).item()) for loss in losses
+    ]
+    if "expert_load_max" in metrics:
+        loads = [_loads(twins.true, part) for part in parts]
+        numbers = [int((part["labels"][:, first:] != -100).sum()) for part in parts]
+        weights = torch.tensor(numbers) / sum(numbers)
+        found = [metrics["expert_load_max"], metrics["expert_load_min"]]
+        twins.errors.append(difference(torch.tensor(found), weights @ torch.stack(loads)))
+    return twins
+
+
+def _loads(model: Any, batch: Batch) -> Tensor:
+    """Returns how many tokens the busiest and the idlest expert of a layer get, as a mean."""
+    loads = []
+    for logits in model(**batch).router_logits:
+        chosen = logits.topk(2).indices[batch["attention_mask"].flatten() == 1]
+        counts = chosen.flatten().bincount(minlength=logits.shape[1]) * logits.shape[1] / 2
+        loads.append(torch.stack([counts.max(), counts.min()]) / len(chosen))
+    return torch.stack(loads).mean(0)
 
 
 def other_number() -> Twins:
@@ -255,6 +287,11 @@ CASES: dict[str, Run] = {
     "embeddings in the place of tokens": embedded,
     "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
+    "routers of Qwen3-MoE": partial(routed, "Qwen3-MoE", "aux_loss", schedule="zb-h1", first=1),
+    "routers of NLLB-MoE": partial(routed, "NLLB-MoE", "encoder_aux_loss", "decoder_aux_loss"),
+    "routers of Switch": partial(
+        routed, "Switch", "encoder_z_loss", "decoder_aux_loss", output_router_logits=True
+    ),
     "accumulated steps": accumulated,
     "LoRA, Llama": partial(adapted, "Llama 3.2", target_modules=["q_proj", "v_proj"]),
     "LoRA, Llama, zb-h1": partial(adapted, "Llama 3.2", "zb-h1", target_modules="all-linear"),
