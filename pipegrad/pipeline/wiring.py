@@ -29,6 +29,7 @@ from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
+LOSS_OVER = MICROBATCH, BATCH = ("microbatch", "batch")
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
@@ -66,6 +67,7 @@ class WiredPipeline:
         is_weighted: Whether losses are sums and have weights.
         labels: Names of the inputs that are the target, too; empty if a step is given a target.
         codecs: Which codec carries what over which hop.
+        is_over_batch: Whether there is one loss, of all microbatches.
     """
 
     schedule: Schedule
@@ -76,6 +78,16 @@ class WiredPipeline:
     is_weighted: bool
     labels: Names
     codecs: CodecChoice
+    is_over_batch: bool
+
+    def fitted(self, schedule: Schedule) -> Schedule:
+        """Returns another schedule for this wiring.
+
+        Raises:
+            ScheduleError: If it cannot be run on it, or with this loss.
+        """
+        refuse_moved(schedule, self.schedule)
+        return fitted(schedule, self.wiring, is_over_batch=self.is_over_batch)
 
 
 _Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
@@ -89,6 +101,7 @@ def agree_on_wiring(
     num_microbatches: int | None,
     loss_fn: Loss | None,
     loss_reduction: str | None,
+    loss_over: str,
     whole: Sequence[str],
     codecs: CodecsSpec,
     depth: int,
@@ -106,6 +119,7 @@ def agree_on_wiring(
     if source is not None and loss_fn is None:
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
+    is_over_batch = loss_over == BATCH
 
     def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
@@ -117,6 +131,13 @@ def agree_on_wiring(
             raise ScheduleError(
                 f"loss_reduction is {reduction!r}, but the model's own loss is a mean over labels: "
                 f"leave it out, or give a loss_fn"
+            )
+        if loss_over not in LOSS_OVER:
+            raise ScheduleError(f"loss_over is {loss_over!r}, expected one of {list(LOSS_OVER)}")
+        if labels and is_over_batch:
+            raise ScheduleError(
+                "loss_over is 'batch', but the model computes its own loss of the rows that it is "
+                "given, a microbatch: give a loss_fn, which takes what the model returns"
             )
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
@@ -133,6 +154,7 @@ def agree_on_wiring(
         refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages], staged)
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in local_stages}
         words = f"depth {depth}\nwhole {whole!r}\nloss_reduction {reduction!r}"
+        words += f"\nloss_over {loss_over!r}"
         words += f"\n{generated.num_microbatches} microbatches{later_words(schedule)}"
         if source is not None:
             words += f"\n{source!r}"
@@ -154,10 +176,11 @@ def agree_on_wiring(
     check_whole(whole, wiring)
     generated, staged, local_stages, bound, choice = described
     choice.check(hops_of(wiring, generated.stage_to_rank))
-    fitted = fed(generated, wiring)
-    _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
+    first = fitted(generated, wiring, is_over_batch=is_over_batch)  # raises on all ranks alike
     is_weighted = reduction == TOKEN_MEAN
-    return WiredPipeline(fitted, staged, wiring, local_stages, bound, is_weighted, labels, choice)
+    return WiredPipeline(
+        first, staged, wiring, local_stages, bound, is_weighted, labels, choice, is_over_batch
+    )
 
 
 def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]]) -> Wiring:
@@ -370,6 +393,29 @@ def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
     feeds = tuple(tuple(sorted(producers)) for producers in sources)
     is_chain = all(feed == ((s - 1,) if s else ()) for s, feed in enumerate(feeds))
     return replace(schedule, feeds=None if is_chain else feeds)
+
+
+def fitted(schedule: Schedule, wiring: Wiring, *, is_over_batch: bool) -> Schedule:
+    """Returns `schedule` for this wiring.
+
+    Raises:
+        ScheduleError: If it cannot be run on it. Or if its last stage begins a backward before all
+            of its forwards, and the loss needs the outputs of all of them.
+    """
+    schedule = fed(schedule, wiring)
+    _ = schedule.ticks  # raises if it cannot be run on this wiring
+    last = len(schedule.stage_to_rank) - 1
+    actions = [a for a in schedule.actions[schedule.stage_to_rank[last]] if a.stage == last]
+    forwards = {action for action in actions[: schedule.num_microbatches] if action.kind == "F"}
+    if is_over_batch and len(forwards) < schedule.num_microbatches:
+        early = next(action for action in actions if action.kind != "F")
+        raise ScheduleError(
+            f"loss_over is 'batch': the loss needs the outputs of all {schedule.num_microbatches} "
+            f"microbatches, and schedule {schedule.name!r} has the backward {early} before the "
+            f"last forward of stage {last}. Take 'gpipe', or a Schedule whose last stage has all "
+            f"forwards first"
+        )
+    return schedule
 
 
 def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:

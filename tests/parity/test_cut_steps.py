@@ -9,15 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import pipegrad
+from pipegrad import Topology
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
 from tests.support.partition.families import DEEP, HEADS, ROWS, TOKENS, Batch
 from tests.support.partition.families import FAMILIES as DEEPER
 from tests.support.partition.routed import ROUTED
 from tests.support.partition.twins import Twins, difference
-from tests.support.rounding import rounding
+from tests.support.rounding import ADAM_EPS, rounding
 
 pytest.importorskip("transformers")
 
@@ -315,6 +319,65 @@ CASES: dict[str, Run] = {
     "autocast": partial(rounded, auto=True),
     "converted after the cut": converted,
 }
+
+
+@pytest.mark.ranks(4, seconds=400.0)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_experts_over_a_dimension_have_gradients_of_one_process(pipeline: int) -> None:
+    """Transformers exchanges the tokens; ranks along "ep" and "dp" read other rows."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    at = Topology.create(pipeline=pipeline, dimensions={"ep": 2}, data=("dp", "ep"))
+    family = ROUTED["Qwen3-MoE"]
+    model: Any = family.build()
+    cut = pipegrad.cut(family.build(), pipeline)
+    stage = cut.modules[at.coordinate("pp")]
+    styles = {".gate_up_proj": "grouped_gemm", ".down_proj": "grouped_gemm"}
+    names = [name for name, _ in stage.named_modules() if name.endswith(".mlp.experts")]
+    plan = {name + end: style for end, style in styles.items() for name in names}
+    mesh = DeviceMesh.from_group(at.group_along("ep"), "cpu")
+    alone = DeviceMesh.from_group(dist.new_subgroups(1)[0], "cpu")
+    plan |= dict.fromkeys(names, "ep_dispatch_experts")
+    apply_expert_parallelism(stage, mesh, alone, plan, "all_to_all")
+    handlers = ["pipeline-shared", "expert-parallel"]
+    scheduler = pipegrad.Scheduler(cut, at, schedule="1f1b", num_microbatches=2, handlers=handlers)
+    optimizer = scheduler.optimizer(optimizer_of)
+
+    number = at.size("dp") * 2
+    mine = at.coordinate("dp") * 2 + at.coordinate("ep")
+    batches = [family.batch(3 + i) for i in range(number)]
+    parts = [{n: x[4 * i : 4 * i + 4] for n, x in b.items()} for b in batches for i in range(2)]
+    loss = scheduler.step(batches[mine]).loss
+    true = mean_of(model, parts)
+    true.backward()
+    assert difference(loss, true) <= MOST * float(true.detach())
+    held = dict(model.named_parameters())
+    largest = max(p.grad.abs().max().item() for p in held.values())
+    for name, parameter in stage.named_parameters():
+        assert parameter.grad is not None
+        expected = held[name].grad
+        if isinstance(parameter, DTensor):
+            expected = expected.chunk(2)[at.coordinate("ep")]
+        assert difference(local_of(parameter.grad), expected) <= MOST * largest, name
+    norm = scheduler.sync.clip_grad_norm_(0.5)
+    assert difference(norm, nn.utils.clip_grad_norm_(held.values(), 0.5)) <= MOST * float(norm)
+    optimizer.step()
+    optimizer_of(held.values()).step()
+    for name, parameter in stage.named_parameters():
+        expected = held[name]
+        if isinstance(parameter, DTensor):
+            expected = expected.chunk(2)[at.coordinate("ep")]
+        assert difference(local_of(parameter), expected) <= MOST, name
+    scheduler.close()
+
+
+def local_of(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=ADAM_EPS)
 
 
 @pytest.mark.ranks(2, seconds=400.0)

@@ -38,6 +38,13 @@ ROUTED = {
         *(_HEADS, _GLOBAL, _NARROW, _SHARED, _LINEAR, _MIXED),
         config="Qwen3_5MoeTextConfig",
     ),
+    "Qwen4": _causal(
+        "Qwen4Exp",
+        *(_HEADS, _GLOBAL, _NARROW, _SHARED, _LINEAR, _MIXED, {"hc_count": 2, "hc_lowrank": 4}),
+        {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 8},
+        {"indexer_budget": 4, "indexer_compress_ratio": 2},
+        config="Qwen4ExpTextConfig",
+    ),
     "Granite-MoE": _causal("GraniteMoe", _PLAIN, _LOCAL),
     "Granite-MoE, shared": _causal(
         "GraniteMoeShared", _PLAIN, _LOCAL, {"shared_intermediate_size": 8}
