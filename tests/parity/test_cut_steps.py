@@ -141,6 +141,30 @@ def _loads(model: Any, batch: Batch) -> Tensor:
     return torch.stack(loads).mean(0)
 
 
+def ahead(num_stages: int = 2, *, schedule: str, ties: bool) -> Twins:
+    """The last stage has the modules that look ahead alone, with the embedding and the head.
+
+    If labels are even, the loss of a microbatch weighted by its labels is that of the whole batch.
+    """
+    from tests.support.partition.ahead import deepseek_ahead
+
+    boundaries = ["model.layers.1", "model.layers.3", "model.embed_tokens#1"][-num_stages + 1 :]
+    build: Any = partial(deepseek_ahead, ties=ties)
+    twins = Twins(build, num_stages, schedule=schedule, cut={"boundaries": boundaries})
+    embedding = ["model.embed_tokens.weight"]
+    assert twins.cut.tied == [[*embedding, "lm_head.weight"] if ties else embedding]
+    held = [{*dict(stage.named_parameters())} for stage in twins.cut.modules.values()]
+    assert [embedding[0] in names for names in held] == [True, *[False] * (num_stages - 2), True]
+    uneven = LLAMA.batch(1)
+    parts = [{n: x[i : i + 2] for n, x in uneven.items()} for i in range(0, ROWS, 2)]
+    twins.step(uneven, true=mean_of(twins.true, parts))
+    even = {"input_ids": LLAMA.batch(2)["input_ids"], "labels": LLAMA.batch(2)["input_ids"]}
+    twins.step(even)
+    found = twins.scheduler.evaluate(even).metrics["mtp_loss"]
+    twins.errors.append(abs(found - twins.true(**even).mtp_loss.item()))
+    return twins
+
+
 def other_number() -> Twins:
     twins = Twins(LLAMA.build)
     for number in (2, 8):
@@ -292,6 +316,8 @@ CASES: dict[str, Run] = {
     "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
     "routers of Qwen3-MoE": partial(routed, "Qwen3-MoE", "aux_loss", schedule="zb-h1", first=1),
+    "tokens ahead": partial(ahead, schedule="1f1b", ties=False),
+    "tokens ahead, tied, zb-h1": partial(ahead, schedule="zb-h1", ties=True),
     "routers of NLLB-MoE": partial(routed, "NLLB-MoE", "encoder_aux_loss", "decoder_aux_loss"),
     "routers of Switch": partial(
         routed, "Switch", "encoder_z_loss", "decoder_aux_loss", output_router_logits=True
@@ -319,6 +345,15 @@ CASES: dict[str, Run] = {
     "autocast": partial(rounded, auto=True),
     "converted after the cut": converted,
 }
+
+
+@pytest.mark.ranks(4, seconds=400.0)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_fourth_stage_looks_ahead(schedule: str, *, ties: bool) -> None:
+    errors = ahead(4, schedule=schedule, ties=ties).close()
+    assert len(errors) == 5
+    assert max(errors) <= MOST
 
 
 @pytest.mark.ranks(4, seconds=400.0)
