@@ -348,6 +348,12 @@ class Compute:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns the outputs of a microbatch that have a gradient of the loss of all, and it."""
         for loss in self._loss:
+            if self._loose.is_looking:
+                every = range(self._num_microbatches)
+                passed = [x for leaves in self._leaves.values() for x in leaves]
+                passed += [x for other in every for x in self._values.leaves_of(self._last, other)]
+                for _ in every:  # a leaf that all microbatches have in common is no stage's
+                    self._loose.look(self._last, [loss], passed)
             torch.autograd.backward((loss,), (self._loss_gradient(loss),))
         self._loss = ()
         roots, gradients = list[Tensor](), list[Tensor | None]()

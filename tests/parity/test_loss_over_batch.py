@@ -191,6 +191,49 @@ def test_a_loss_may_gather_the_rows_of_all_replicas() -> None:
 
 
 @pytest.mark.ranks(2)
+def test_targets_and_tensors_of_the_loss_get_gradients_of_one_process() -> None:
+    parts, true = cut(), towers()
+    scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+    weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    own, others = weights.clone().requires_grad_(), weights.clone().requires_grad_()
+
+    def loss_fn(image: Tensor, text: Tensor, target: Tensor) -> Tensor:
+        products = scale * image @ text.T
+        return (F.cross_entropy(products, torch.arange(ROWS), reduction="none") * target).mean()
+
+    scheduler = scheduler_of(parts, Topology.create(pipeline=2), loss_fn=loss_fn)
+    for _ in range(2):
+        scheduler.step(**batch(), target=own)
+        wanted = None if scale.grad is None else scale.grad.clone()
+        made = None if own.grad is None else own.grad.clone()
+        for tensor in (scale, own):
+            tensor.grad = None
+        image, text = true(**batch())
+        loss_fn(image, text, others).backward()
+        if dist.get_rank() == 1:
+            torch.testing.assert_close(wanted, scale.grad, rtol=0, atol=MOST)
+            torch.testing.assert_close(made, others.grad, rtol=0, atol=MOST)
+        assert worst(parts, scheduler, true) <= MOST
+        for parameter in (*true.parameters(), *parts.modules[dist.get_rank()].parameters()):
+            parameter.grad = None
+        scale.grad = others.grad = None
+    scheduler.close()
+
+
+@pytest.mark.ranks(4)
+def test_a_tensor_of_the_loss_that_nobody_reduces_is_refused() -> None:
+    scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
+
+    def loss_fn(image: Tensor, text: Tensor, target: Tensor) -> Tensor:
+        return contrastive(scale * image, text, target)
+
+    scheduler = scheduler_of(cut(), Topology.create(pipeline=2), loss_fn=loss_fn)
+    with pytest.raises(StepError, match="make it a parameter"):
+        scheduler.step(**batch(), target=torch.arange(ROWS))
+    scheduler.close()
+
+
+@pytest.mark.ranks(2)
 def test_what_cannot_be_is_refused_in_words() -> None:
     topology, options = Topology.create(pipeline=2), {"loss_fn": contrastive}
     for schedule, early in (("1f1b", "1B0"), ("zb-h1", "1I0"), ("eager-1f1b", "1B0")):
