@@ -30,14 +30,14 @@ _LIMITS = ("max_position_embeddings", "max_target_positions")
 # What would make each stage send everything to the last one, which nobody asked for.
 _COLLECTED = ("output_hidden_states", "output_attentions")
 _ROUTED = "output_router_logits"  # the model's loss has a balance loss of all layers then
+ROUTED = "router_logits"  # how names end of what it returns then: a tensor for each layer
+LOADS = ("expert_load_max", "expert_load_min")  # metrics
 # What changes by what the loss is divided.
 _DIVISORS = ("num_items_in_batch", "shift_labels")
 # Heads whose loss is one mean: over labels that are not ignored, or over samples.
+_TOKENS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
 _MEANS = (
-    "ForCausalLM",
-    "LMHeadModel",
-    "ForMaskedLM",
-    "ForConditionalGeneration",
+    *_TOKENS,
     "ForTokenClassification",
     "ForSequenceClassification",
     "ForImageClassification",
@@ -63,14 +63,17 @@ class Conventions:
 
     Args:
         model: The uncut model. Nothing of it is kept but its configuration.
+        example: What the cut was given.
 
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
             computes none, or one that is no mean, or several means, or one that was given to it.
+        top_k: Of how many experts a router chooses for a token; 0 if the configuration has no
+            usual name for it.
         accepts: Names of the arguments of its forward, in order; None if it takes any.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, example: Mapping[str, object] | None = None) -> None:
         inner = inner_model(model)
         self._model = type(model).__name__
         parameters = parameters_of(model)
@@ -78,7 +81,8 @@ class Conventions:
         self.accepts = None if takes_any else tuple(p.name for p in parameters or ())
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
-        self._shifts = False
+        self.top_k = 0
+        self._labels_tokens = self._shifts = False
         self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
@@ -90,10 +94,12 @@ class Conventions:
             )
         self._check(inner)
         self._positions = _positions_of(inner)
-        if not getattr(inner.config.get_text_config(), _ROUTED, False):
+        text = inner.config.get_text_config()
+        self.top_k = getattr(text, "num_experts_per_tok", None) or 0
+        if not getattr(text, _ROUTED, False) and not (example or {}).get(_ROUTED):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
-        is_passed_on = takes_any and getattr(inner.config.get_text_config(), "use_cache", False)
+        is_passed_on = takes_any and getattr(text, "use_cache", False)
         if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
@@ -113,6 +119,8 @@ class Conventions:
         is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))
+            kinds = [kind.__name__ for kind in type(inner).__mro__]
+            self._labels_tokens = any(kind.endswith(_TOKENS) for kind in kinds)
 
     def _check(self, inner: Any) -> None:  # noqa: ANN401 - a transformers model
         parts = [part for part in vars(inner.config).values() if hasattr(part, "model_type")]
@@ -145,7 +153,8 @@ class Conventions:
         if collected or cached:
             raise StepError(
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
-                f"would have to give them. {_ROUTED} goes into the configuration before the cut"
+                f"would have to give them. {_ROUTED} goes into the configuration before the cut, "
+                f"or into the cut's example"
             )
         tokens = batch.get("input_ids")
         if (
@@ -168,6 +177,16 @@ class Conventions:
                 f"of the batch already, which it counts itself"
             )
         return {**self._defaults, **batch}
+
+    def samples(self, sample: Mapping[str, object]) -> list[Mapping[str, object]]:
+        """Returns what to cut by: with labels first, since a loss may read what nothing else does.
+
+        Labels are known if each token has one. A model may still refuse them.
+        """
+        tokens = sample.get("decoder_input_ids", sample.get("input_ids"))
+        if not self._labels_tokens or not isinstance(tokens, Tensor):
+            return [sample]
+        return [{"labels": tokens, **sample}, sample]
 
     def check(self, labels: Mapping[str, object], arguments: Mapping[str, object]) -> None:
         """Refuses labels of which the weight is not known.
@@ -291,7 +310,8 @@ class CutStage(Stage):
         recompute: bool,
         layers: Mapping[str, float],
     ) -> None:
-        outputs = (*part.outputs, LOSS) if labels else part.outputs
+        self._metrics = metrics_of(part, conventions) if labels else ()
+        outputs = (*part.outputs, *self._metrics, LOSS) if labels else part.outputs
         inputs = (*part.inputs, BATCH)
         super().__init__(part.module, index, inputs, outputs, recompute=recompute)
         self.accepts = conventions.accepts
@@ -316,7 +336,22 @@ class CutStage(Stage):
         named = _named(returned, self._names)
         if self._labels:
             named[LOSS] = _sum_of(named.get(LOSS), weight, named)
+            named |= self._measured(named, arguments)
         return self._outputs_of({name: named.get(name) for name in self.outputs})
+
+    def _measured(
+        self, named: Mapping[str, object], arguments: Mapping[str, object]
+    ) -> dict[str, Tensor]:
+        """Returns the metrics; nan for what is no number, or is missing without labels."""
+        if LOADS[0] in self._metrics:
+            named = {**named, **_loads(named, arguments, self._conventions.top_k)}
+        metrics = dict[str, Tensor]()
+        for name in self._metrics:
+            value = named.get(name)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                value = torch.tensor(torch.nan)
+            metrics[name] = value.detach().reshape(())
+        return metrics
 
 
 @dataclass(frozen=True)
@@ -326,16 +361,54 @@ class OwnLoss:
     Attributes:
         conventions: What the model takes and returns.
         labels: Names of the labels.
+        metrics: Names of what the last stage returns in front of the loss.
     """
 
     conventions: Conventions
     labels: Sequence[str]
+    metrics: Sequence[str]
 
-    def __call__(self, *values: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - outputs and labels
-        """Returns the sum of the losses of a microbatch, and how many there are."""
-        *_, loss, target = values
+    def __call__(self, *values: Any) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:  # noqa: ANN401 - outputs and labels
+        """Returns the sum of the losses of a microbatch, how many there are, and metrics."""
+        *outputs, loss, target = values
         labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
-        return loss, self.conventions.weight(labels)
+        found = outputs[len(outputs) - len(self.metrics) :]
+        metrics = dict(zip(self.metrics, found, strict=True))
+        return loss, self.conventions.weight(labels), metrics
+
+
+def metrics_of(part: Part, conventions: Conventions) -> tuple[str, ...]:
+    """Returns the names of the metrics of a model's own loss."""
+    losses = tuple(name for name in part.beside if name.endswith(f"_{LOSS}"))
+    is_routed = any(name.endswith(ROUTED) for name in part.beside)
+    return (*losses, *LOADS) if is_routed and conventions.top_k else losses
+
+
+@torch.no_grad()
+def _loads(
+    named: Mapping[str, object], arguments: Mapping[str, object], top_k: int
+) -> dict[str, object]:
+    """Returns how many tokens of a microbatch the experts got, relative to an even share.
+
+    As balance losses do, it counts the tokens that a mask leaves, by the logits of the routers.
+    """
+    loads = list[Tensor]()
+    for name, routers in named.items():
+        if not name.endswith(ROUTED) or not isinstance(routers, tuple | list):
+            continue
+        mask = arguments.get(f"{name.removesuffix(ROUTED).removeprefix('encoder_')}attention_mask")
+        for logits in routers:
+            chosen = logits.flatten(0, -2).topk(top_k).indices
+            counts = logits.new_zeros(logits.shape[-1], dtype=torch.float32)
+            weight = counts.new_ones(len(chosen))
+            if isinstance(mask, Tensor) and mask.numel() == len(chosen):
+                weight = mask.flatten().to(counts.dtype)
+            counts.scatter_add_(0, chosen.flatten(), weight.repeat_interleave(top_k))
+            loads.append(counts / counts.mean())
+    if not loads:
+        return {}
+    every = torch.stack([torch.stack([load.max(), load.min()]) for load in loads]).mean(0)
+    return dict(zip(LOADS, every, strict=True))
 
 
 def _sum_of(loss: object, weight: Tensor | None, named: Mapping[str, object]) -> Tensor:

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
-from pipegrad.partition.conventions import LOSS, Conventions, sample_of
+from pipegrad.partition.conventions import LOSS, ROUTED, Conventions, sample_of
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.layers import (
     Part,
@@ -34,7 +34,7 @@ from pipegrad.partition.layers import (
 )
 from pipegrad.partition.structural.calls import Call
 from pipegrad.partition.structural.flow import flow_of
-from pipegrad.partition.structural.parts import parts_of, returned_tensors
+from pipegrad.partition.structural.parts import parts_of, returned_beside, returned_tensors
 from pipegrad.partition.structural.stage_module import StageModule
 from pipegrad.partition.weights.pretrained import meta_model
 
@@ -97,7 +97,7 @@ class Cutter:
             layers, starts, parts = _structural(model, num_stages, by, boundaries, example)
         reason = "numbers" if not isinstance(by, str) else by
         reason = "boundaries" if boundaries is not None else reason
-        return Cut(model, parts, layers, starts, how=way, by=reason)
+        return Cut(model, parts, layers, starts, how=way, by=reason, example=example)
 
     def from_pretrained(
         self,
@@ -232,10 +232,11 @@ def _structural(
     example: Mapping[str, object] | None,
 ) -> tuple[list[Layer], list[int], list[Part]]:
     """Returns where stages may begin, where they do, and the stages of a model that was run."""
-    conventions = Conventions(model)
-    sample = conventions.arguments(sample_of(model) if example is None else example)
+    conventions = Conventions(model, example)
+    has_inputs = any(isinstance(x, Tensor) for x in (example or {}).values())
+    sample = conventions.arguments({**({} if has_inputs else sample_of(model)), **(example or {})})
     modules = layers_of(model, num_stages)
-    flow = flow_of(model, modules, sample, timed=by == "measured")
+    flow = flow_of(model, modules, conventions.samples(sample), timed=by == "measured")
     # A dropout between layers belongs to the layer before it: no stage begins with it. What is
     # called before the first layer that has a state is on the first stage.
     begins = [i for i, call in enumerate(flow.calls) if has_state(modules[call.layer])]
@@ -247,8 +248,8 @@ def _structural(
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
 
     returned = returned_tensors(flow.returned)
-    # The model's own loss may add what has a name such as aux_loss.
-    losses = {name: value for name, value in returned.items() if name.endswith(f"_{LOSS}")}
+    # The model's own loss may add what has a name such as aux_loss, and need more than that.
+    losses = returned_beside(flow.returned, (LOSS, ROUTED))
     if "logits" in returned:
         returned = {"logits": returned["logits"]}
     returned.pop(LOSS, None)

@@ -16,7 +16,7 @@ from pipegrad.errors import TopologyError
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import find_tied
 from pipegrad.partition.boundaries import Layer
-from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model
+from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model, metrics_of
 from pipegrad.partition.generation import generate
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
@@ -80,6 +80,7 @@ class Cut:
         *,
         how: str,
         by: str,
+        example: Mapping[str, object] | None = None,
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
         warn_of_other_stages(self.modules)
@@ -90,7 +91,7 @@ class Cut:
         self._by = by
         self._parts = tuple(parts)
         self.returns = self._parts[-1].outputs
-        self._conventions = Conventions(model)
+        self._conventions = Conventions(model, example)
         self.source: Source | None = None
         # What saving and loading need to know of the uncut model, without its values.
         self.uncut: Any = None
@@ -106,7 +107,9 @@ class Cut:
         self.labels = () if how == "sequential" else self._conventions.labels
         # It holds no module: on a rank it lives as long as the Scheduler.
         self.loss_fn: Callable[..., object] | None = (
-            OwnLoss(self._conventions, self.labels) if self.labels else None
+            OwnLoss(self._conventions, self.labels, metrics_of(parts[-1], self._conventions))
+            if self.labels
+            else None
         )
         self._begins = {i: begin_of(module) for i, module in self.modules.items()}
 

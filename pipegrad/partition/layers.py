@@ -42,12 +42,15 @@ class Part:
         outputs: Names of values that later stages take. Of the last stage: names of what the model
             returns.
         used: Names of parameters and buffers that code between layers uses here.
+        beside: Of the last stage: names of losses, and of what they are made of, that it can
+            compute beside these.
     """
 
     module: nn.Module
     inputs: tuple[str, ...]
     outputs: tuple[str, ...]
     used: frozenset[str] = frozenset()
+    beside: tuple[str, ...] = ()
 
 
 def layers_of(model: nn.Module, num_stages: int) -> dict[str, nn.Module]:

@@ -16,6 +16,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.losses import LossTerms, loss_parts
+from pipegrad.pipeline.microbatch import joined, joined_tree
 from pipegrad.pipeline.shares import Number, counted
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import versions_of
@@ -41,6 +42,7 @@ class Compute:
         loose: Finds leaves that no stage holds.
         autocast: That of the caller, for forwards and losses.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
+        is_over_batch: Whether it takes those of all microbatches: see [Note: loss over a batch].
 
     Attributes:
         outputs: What the last stage made, by microbatch, if the step keeps it.
@@ -60,7 +62,10 @@ class Compute:
         loose: LooseLeaves,
         autocast: Autocast,
         loss_fn: Loss | None,
+        is_over_batch: bool,
     ) -> None:
+        self._num_microbatches = program.schedule.num_microbatches
+        self._is_over_batch = is_over_batch
         self._stages = stages
         self._values = values
         self._sync = sync
@@ -90,6 +95,8 @@ class Compute:
         self._keeps_outputs = self._is_scaled = False
         self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
         self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
+        self._leaves = dict[int, tuple[Tensor, ...]]()  # by microbatch: what a loss over all reads
+        self._loss: tuple[Tensor, ...] = ()  # that one, until the first backward
         for recompute in self._recomputes.values():
             recompute.forget()
         self.num_different: int | Tensor = 0
@@ -154,7 +161,7 @@ class Compute:
             outputs = self._stages[stage].forward(values)
         if stage in self._with_losses:
             outputs = self._part_losses(stage, microbatch, outputs)
-        if stage != self._last or self._keeps_outputs:
+        if stage != self._last or self._keeps_outputs or self._is_over_batch:
             outputs = self._values.checked(stage, outputs)
         if is_first:
             if shared and versions_of(shared) != versions:
@@ -179,23 +186,53 @@ class Compute:
         if self._keeps_outputs:
             names = self._stages[self._last].outputs
             self.outputs[microbatch] = tuple(map(self._for_result, names, outputs))
+        if self._targets is None:
+            return ()
+        if self._is_over_batch:
+            self._gather(microbatch, outputs)
+            return outputs
         # A loss may do more than return, such as add to gradients. So it runs once: behind the
         # second forward, if there is one.
-        if self._targets is None or (self._sync is not None and self._last in self._recomputes):
+        if self._sync is not None and self._last in self._recomputes:
             return ()
-        return self._with_loss(microbatch, outputs)
+        return self._with_loss(outputs, self._targets[microbatch], self._terms.share(microbatch))
+
+    def _gather(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
+        """Takes the outputs of a microbatch; computes the loss of all when the last one is there.
+
+        [Note: loss over a batch] It reads leaves, one for each output. The first backward of the
+        last stage goes back from the loss to all leaves, and that of a microbatch begins with their
+        gradients. So nothing but outputs must live until the last forward, if the stage recomputes.
+        """
+        has_gradient = self._sync is not None
+        self._leaves[microbatch] = tuple(
+            x.detach().requires_grad_(has_gradient and (x.is_floating_point() or x.is_complex()))
+            for x in outputs
+        )
+        if len(self._leaves) < self._num_microbatches:
+            return
+        assert self._targets is not None
+        self._loss = self._with_loss(
+            joined([leaves for _, leaves in sorted(self._leaves.items())]),
+            joined_tree(self._targets),
+            # Losses are divided by the number of microbatches, and this one is that of all.
+            times=self._num_microbatches,
+        )
 
     def _for_result(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
         return self._values.handed_on(self._last, output)
 
-    def _with_loss(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Computes the loss of a microbatch, and counts it; returns the root of its backward."""
+    def _with_loss(
+        self, outputs: Sequence[object], target: object, share: Number = 1.0, *, times: int = 1
+    ) -> tuple[Tensor, ...]:
+        """Computes a loss, and counts it so many times; returns the root of its backward."""
         assert self._loss_fn is not None
-        assert self._targets is not None
         assert self._terms is not None
-        returned = self._loss_fn(*outputs, self._targets[microbatch])
+        returned = self._loss_fn(*outputs, target)
         parts = loss_parts(returned, is_weighted=self._terms.is_weighted)
+        if times > 1 and not self._terms.is_weighted:
+            parts = parts[0] * times, *parts[1:]
         loss = parts[0]
         if type(loss) is not Tensor or loss.layout is not torch.strided:
             check_plain(loss, "loss_fn returned its loss")
@@ -212,7 +249,7 @@ class Compute:
                 "is_trainable=True",
                 f"frozen {self._sync.name}",
             )
-        self._terms.add(parts, self._terms.share(microbatch))
+        self._terms.add(parts, share)
         return parts[:1]
 
     def _part_losses(
@@ -283,7 +320,10 @@ class Compute:
             self.num_different = self.num_different + differs
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
-        return self._with_loss(microbatch, outputs) if stage == self._last else outputs
+        if stage != self._last or self._is_over_batch:
+            return outputs
+        assert self._targets is not None
+        return self._with_loss(outputs, self._targets[microbatch], self._terms.share(microbatch))
 
     def _begin_backward(
         self, stage: int, microbatch: int
@@ -300,6 +340,8 @@ class Compute:
         losses = list[tuple[Tensor, Number]]()
         if stage != self._last:
             roots, gradients = self._values.gradients_of(stage, microbatch, outputs)
+        elif self._is_over_batch:
+            roots, gradients = self._gathered(microbatch, outputs)
         elif outputs:
             assert self._terms is not None
             losses = [(outputs[0], self._terms.share(microbatch))]
@@ -311,6 +353,26 @@ class Compute:
                 gradients += (self._loss_gradient(loss, share),)
         if self._loose.is_looking:
             self._loose.look(stage, roots, self._values.leaves_of(stage, microbatch))
+        return roots, gradients
+
+    def _gathered(
+        self, microbatch: int, outputs: tuple[Tensor, ...]
+    ) -> tuple[list[Tensor], list[Tensor | None]]:
+        """Returns the outputs of a microbatch that have a gradient of the loss of all, and it."""
+        for loss in self._loss:
+            if self._loose.is_looking:
+                every = range(self._num_microbatches)
+                passed = [x for leaves in self._leaves.values() for x in leaves]
+                passed += [x for other in every for x in self._values.leaves_of(self._last, other)]
+                for _ in every:  # a leaf that all microbatches have in common is no stage's
+                    self._loose.look(self._last, [loss], passed)
+            torch.autograd.backward((loss,), (self._loss_gradient(loss, 1.0),))
+        self._loss = ()
+        roots, gradients = list[Tensor](), list[Tensor | None]()
+        for output, leaf in zip(outputs, self._leaves.pop(microbatch), strict=True):
+            if output.requires_grad and leaf.grad is not None:
+                roots.append(output)
+                gradients.append(leaf.grad)
         return roots, gradients
 
     def _loss_gradient(self, loss: Tensor, share: Number) -> Tensor:

@@ -359,6 +359,23 @@ def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
     return tuple(map(_joined, zip(*outputs, strict=True)))
 
 
+def joined_tree(parts: Sequence[object]) -> object:
+    """Returns the values of all microbatches in one, tensors as `joined`.
+
+    What is not cut is that of the first one. Trees of other structures stay a tuple of them.
+    """
+    trees = [flattened(part) for part in parts]
+    if len({tuple(path for path, _ in leaves) for leaves, _ in trees}) > 1:
+        return tuple(parts)
+    columns = list[object]()
+    for values in zip(*([leaf for _, leaf in leaves] for leaves, _ in trees), strict=True):
+        is_whole = all(value is values[0] for value in values)
+        tensors = tuple(value for value in values if isinstance(value, Tensor))
+        is_cut_up = len(tensors) == len(values) and not is_whole
+        columns.append(_joined(tensors) if is_cut_up else values[0])
+    return trees[0][1](columns)
+
+
 def _joined(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
     if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
         return parts

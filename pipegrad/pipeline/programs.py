@@ -56,7 +56,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree, agree_keeping, same
 from pipegrad.errors import StepError
 from pipegrad.pipeline.compute import Method
-from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, fed, refuse_moved, schedule_of
+from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, schedule_of
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import lower
@@ -198,8 +198,7 @@ class Programs:
                 num_ranks=num_ranks,
                 num_microbatches=self.schedule.num_microbatches,
             )
-            fitted = fed(schedule, pipeline.wiring)
-            _ = fitted.ticks  # raises if it cannot be run on this wiring
+            fitted = pipeline.fitted(schedule)
             return fitted, f"stages on ranks {fitted.stage_to_rank}\n{fitted}"
 
         schedule, replies = agree_keeping(
@@ -210,7 +209,6 @@ class Programs:
             name=f"{self._name}/schedule/{step}",
         )
         same("the schedule", dict(zip(self._ranks, replies, strict=True)))
-        refuse_moved(schedule, self.schedule)
         return schedule
 
     # Other numbers of microbatches.
@@ -248,11 +246,7 @@ class Programs:
         return schedule
 
     def _generated(self, number: int) -> Schedule:
-        schedule = schedule_of(self.spec, self._pipeline.topology, number)
-        schedule = fed(schedule, self._pipeline.wiring)
-        refuse_moved(schedule, self._pipeline.schedule)
-        _ = schedule.ticks  # raises if it cannot be run on this wiring
-        return schedule
+        return self._pipeline.fitted(schedule_of(self.spec, self._pipeline.topology, number))
 
 
 class StepTimes:

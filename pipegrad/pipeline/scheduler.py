@@ -84,6 +84,12 @@ class Scheduler:
             sum is 0, the loss is nan and gradients are zero, as in one process. In steps inside
             ``sync.accumulate()`` weights add up too: gradients are divided by all of them. Until
             the end of a step gradients are sums, so float16 needs a small loss scale.
+        loss_over: ``"microbatch"``, or ``"batch"``: loss_fn runs once a step, with the rows of all
+            microbatches in each output and in the target, as in a contrastive loss. An output whose
+            microbatches differ beyond the first dimension is a tuple of them. The loss is that of
+            the step, and a mean over data ranks, each of which has its own batch. All forwards of
+            the last stage come before its backwards, as in ``"gpipe"``. With ``recompute`` of the
+            last stage, its outputs alone are kept until then.
         whole: Names of inputs that belong to no sample, such as a table of rotary frequencies.
             Every microbatch gets them whole. They may be anything, also ``"target"``.
         codecs: How values cross hops between pipeline ranks in fewer bytes. A name or table of the
@@ -115,6 +121,7 @@ class Scheduler:
         num_microbatches: int | None = None,
         loss_fn: Loss | None = None,
         loss_reduction: str | None = None,
+        loss_over: str = "microbatch",
         whole: Sequence[str] = (),
         codecs: CodecsSpec = None,
         tied: Tied = (),
@@ -132,6 +139,7 @@ class Scheduler:
             num_microbatches=num_microbatches,
             loss_fn=loss_fn,
             loss_reduction=loss_reduction,
+            loss_over=loss_over,
             whole=whole,
             codecs=codecs,
             depth=depth,

@@ -302,6 +302,7 @@ class Steps:
             loose=self._loose,
             autocast=self._autocast,
             loss_fn=self.pipeline.loss_fn,
+            is_over_batch=self.pipeline.is_over_batch,
         )
         executor = Executor(
             program,
@@ -394,7 +395,8 @@ class Steps:
         is_last = self._has_last_stage
         terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
         inputs, targets = self.batches.cut(batch, number, needs_target=training)
-        if targets is not None and batch.loss_divisor is None and not losses.is_weighted:
+        is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
+        if is_mean and targets is not None and not losses.is_weighted:
             terms.shares = self._means.shares(targets, self.batches.rows, warns=training)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
@@ -417,6 +419,11 @@ class Steps:
                     f"that loss_fn returns divide: leave it out"
                 )
             return 1.0, None
+        if chosen is not None and self.pipeline.is_over_batch:
+            raise StepError(
+                f"loss_divisor is {chosen}, and with loss_over='batch' a step has one loss: let "
+                f"loss_fn divide it"
+            )
         divisor = float(number if chosen is None else chosen)
         if not (math.isfinite(divisor) and divisor > 0):
             raise StepError(f"loss_divisor is {divisor}, expected a number above 0")

@@ -33,6 +33,7 @@ from pipegrad.topology import Topology
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
 BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
+LOSS_OVER = MICROBATCH, BATCH = ("microbatch", "batch")
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
@@ -73,6 +74,7 @@ class WiredPipeline:
         codecs: Which codec carries what over which hop.
         mixed: Two ranks whose first values of the uncut model differ; None if none are known.
         first_norm: The lowest rank whose stages have BatchNorm; None without.
+        is_over_batch: Whether there is one loss, of all microbatches.
     """
 
     schedule: Schedule
@@ -85,6 +87,16 @@ class WiredPipeline:
     codecs: CodecChoice
     mixed: tuple[int, int] | None
     first_norm: int | None
+    is_over_batch: bool
+
+    def fitted(self, schedule: Schedule) -> Schedule:
+        """Returns another schedule for this wiring.
+
+        Raises:
+            ScheduleError: If it cannot be run on it, or with this loss.
+        """
+        refuse_moved(schedule, self.schedule)
+        return fitted(schedule, self.wiring, is_over_batch=self.is_over_batch)
 
 
 _Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
@@ -98,6 +110,7 @@ def agree_on_wiring(
     num_microbatches: int | None,
     loss_fn: Loss | None,
     loss_reduction: str | None,
+    loss_over: str,
     whole: Sequence[str],
     codecs: CodecsSpec,
     depth: int,
@@ -115,6 +128,7 @@ def agree_on_wiring(
     if source is not None and loss_fn is None:
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
+    is_over_batch = loss_over == BATCH
 
     def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, bool, Begins, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
@@ -126,6 +140,13 @@ def agree_on_wiring(
             raise ScheduleError(
                 f"loss_reduction is {reduction!r}, but the model's own loss is a mean over labels: "
                 f"leave it out, or give a loss_fn"
+            )
+        if loss_over not in LOSS_OVER:
+            raise ScheduleError(f"loss_over is {loss_over!r}, expected one of {list(LOSS_OVER)}")
+        if labels and is_over_batch:
+            raise ScheduleError(
+                "loss_over is 'batch', but the model computes its own loss of the rows that it is "
+                "given, a microbatch: give a loss_fn, which takes what the model returns"
             )
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
@@ -142,6 +163,7 @@ def agree_on_wiring(
         refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages], staged)
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in local_stages}
         words = f"depth {depth}\nwhole {whole!r}\nloss_reduction {reduction!r}"
+        words += f"\nloss_over {loss_over!r}"
         words += f"\n{generated.num_microbatches} microbatches{later_words(schedule)}"
         if source is not None:
             words += f"\n{source!r}"
@@ -167,13 +189,12 @@ def agree_on_wiring(
     check_whole(whole, wiring)
     generated, staged, local_stages, bound, choice = described
     choice.check(hops_of(wiring, generated.stage_to_rank))
-    fitted = fed(generated, wiring)
-    _ = fitted.ticks  # raises, on all ranks alike, if it cannot be run on this wiring
+    first = fitted(generated, wiring, is_over_batch=is_over_batch)  # raises on all ranks alike
     is_weighted = reduction == TOKEN_MEAN
     mixed = mixed_in(staged, {rank: begins for rank, (*_, begins, _) in by_rank.items()})
     first_norm = next((rank for rank, (_, _, _, norms, *_) in by_rank.items() if norms), None)
     return WiredPipeline(
-        fitted,
+        first,
         staged,
         wiring,
         local_stages,
@@ -181,6 +202,7 @@ def agree_on_wiring(
         is_weighted,
         labels,
         choice,
+        is_over_batch=is_over_batch,
         mixed=mixed,
         first_norm=first_norm,
     )
@@ -422,6 +444,29 @@ def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
     feeds = tuple(tuple(sorted(producers)) for producers in sources)
     is_chain = all(feed == ((s - 1,) if s else ()) for s, feed in enumerate(feeds))
     return replace(schedule, feeds=None if is_chain else feeds)
+
+
+def fitted(schedule: Schedule, wiring: Wiring, *, is_over_batch: bool) -> Schedule:
+    """Returns `schedule` for this wiring.
+
+    Raises:
+        ScheduleError: If it cannot be run on it. Or if its last stage begins a backward before all
+            of its forwards, and the loss needs the outputs of all of them.
+    """
+    schedule = fed(schedule, wiring)
+    _ = schedule.ticks  # raises if it cannot be run on this wiring
+    last = len(schedule.stage_to_rank) - 1
+    actions = [a for a in schedule.actions[schedule.stage_to_rank[last]] if a.stage == last]
+    forwards = {action for action in actions[: schedule.num_microbatches] if action.kind == "F"}
+    if is_over_batch and len(forwards) < schedule.num_microbatches:
+        early = next(action for action in actions if action.kind != "F")
+        raise ScheduleError(
+            f"loss_over is 'batch': the loss needs the outputs of all {schedule.num_microbatches} "
+            f"microbatches, and schedule {schedule.name!r} has the backward {early} before the "
+            f"last forward of stage {last}. Take 'gpipe', or a Schedule whose last stage has all "
+            f"forwards first"
+        )
+    return schedule
 
 
 def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
+import pipegrad
+from pipegrad import Topology
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
 from tests.support.partition.families import DEEP, HEADS, ROWS, TOKENS, Batch
 from tests.support.partition.families import FAMILIES as DEEPER
-from tests.support.partition.twins import Twins
-from tests.support.rounding import rounding
+from tests.support.partition.routed import ROUTED
+from tests.support.partition.twins import Twins, difference
+from tests.support.rounding import ADAM_EPS, rounding
 
 pytest.importorskip("transformers")
 
@@ -65,13 +70,13 @@ def encoding(batch: Batch) -> object:
     return transformers.BatchEncoding(batch)
 
 
-def mean_of(model: nn.Module, parts: Sequence[Batch]) -> Tensor:
-    """Returns the mean over all labels of the loss of some batches."""
+def mean_of(model: nn.Module, parts: Sequence[Batch], what: str = "loss", first: int = 1) -> Tensor:
+    """Returns the mean over all labels, from the `first` one on, of what batches give."""
     sums, count = torch.zeros((), dtype=torch.float64), 0
     for part in parts:
-        number = int((part["labels"][:, 1:] != -100).sum())
+        number = int((part["labels"][:, first:] != -100).sum())
         if number:
-            sums = sums + number * model(**part).loss
+            sums = sums + number * model(**part)[what]
             count += number
     return sums / count
 
@@ -102,6 +107,61 @@ def embedded() -> Twins:
     batch = LLAMA.batch(1)
     del batch["input_ids"]
     twins.step(batch | {"inputs_embeds": values})
+    return twins
+
+
+def routed(name: str, *losses: str, schedule: str = "1f1b", first: int = 0, **more: Any) -> Twins:
+    """Router losses are those of microbatches: one process that takes the same has their mean."""
+    family = ROUTED[name]
+    cut = {"example": more} if more else None
+    twins = Twins(family.build, cut=cut, schedule=schedule)
+    batch = family.batch(1)
+    parts: Any = [{n: x[i : i + 2] for n, x in batch.items()} | more for i in range(0, ROWS, 2)]
+    twins.step(batch | more, true=mean_of(twins.true, parts, first=first))
+    metrics = twins.scheduler.evaluate(batch | more).metrics
+    twins.errors += [
+        abs(metrics[loss] - mean_of(twins.true, parts, loss, first).item()) for loss in losses
+    ]
+    if "expert_load_max" in metrics:
+        loads = [_loads(twins.true, part) for part in parts]
+        numbers = [int((part["labels"][:, first:] != -100).sum()) for part in parts]
+        weights = torch.tensor(numbers) / sum(numbers)
+        found = [metrics["expert_load_max"], metrics["expert_load_min"]]
+        twins.errors.append(difference(torch.tensor(found), weights @ torch.stack(loads)))
+    return twins
+
+
+def _loads(model: Any, batch: Batch) -> Tensor:
+    """Returns how many tokens the busiest and the idlest expert of a layer get, as a mean."""
+    loads = []
+    for logits in model(**batch).router_logits:
+        chosen = logits.topk(2).indices[batch["attention_mask"].flatten() == 1]
+        counts = chosen.flatten().bincount(minlength=logits.shape[1]) * logits.shape[1] / 2
+        loads.append(torch.stack([counts.max(), counts.min()]) / len(chosen))
+    return torch.stack(loads).mean(0)
+
+
+def ahead(num_stages: int = 2, *, schedule: str, ties: bool) -> Twins:
+    """The last stage has the modules that look ahead alone, with the embedding and the head.
+
+    If labels are even, the loss of a microbatch weighted by its labels is that of the whole batch.
+    """
+    from tests.support.partition.ahead import deepseek_ahead
+
+    boundaries = ["model.layers.1", "model.layers.3", "model.embed_tokens#1"][-num_stages + 1 :]
+    build: Any = partial(deepseek_ahead, ties=ties)
+    twins = Twins(build, num_stages, schedule=schedule, cut={"boundaries": boundaries})
+    embedding = ["model.embed_tokens.weight"]
+    assert twins.cut.tied == [[*embedding, "lm_head.weight"] if ties else embedding]
+    held = [{*dict(stage.named_parameters())} for stage in twins.cut.modules.values()]
+    assert [embedding[0] in names for names in held] == [True, *[False] * (num_stages - 2), True]
+    uneven = LLAMA.batch(1)
+    parts = [{n: x[i : i + 2] for n, x in uneven.items()} for i in range(0, ROWS, 2)]
+    twins.step(uneven, true=mean_of(twins.true, parts))
+    even = {"input_ids": LLAMA.batch(2)["input_ids"], "labels": LLAMA.batch(2)["input_ids"]}
+    twins.step(even)
+    found = twins.scheduler.evaluate(even).metrics["mtp_loss"]
+    twins.errors.append(abs(found - twins.true(**even).mtp_loss.item()))
     return twins
 
 
@@ -255,6 +315,13 @@ CASES: dict[str, Run] = {
     "embeddings in the place of tokens": embedded,
     "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
+    "routers of Qwen3-MoE": partial(routed, "Qwen3-MoE", "aux_loss", schedule="zb-h1", first=1),
+    "tokens ahead": partial(ahead, schedule="1f1b", ties=False),
+    "tokens ahead, tied, zb-h1": partial(ahead, schedule="zb-h1", ties=True),
+    "routers of NLLB-MoE": partial(routed, "NLLB-MoE", "encoder_aux_loss", "decoder_aux_loss"),
+    "routers of Switch": partial(
+        routed, "Switch", "encoder_z_loss", "decoder_aux_loss", output_router_logits=True
+    ),
     "accumulated steps": accumulated,
     "LoRA, Llama": partial(adapted, "Llama 3.2", target_modules=["q_proj", "v_proj"]),
     "LoRA, Llama, zb-h1": partial(adapted, "Llama 3.2", "zb-h1", target_modules="all-linear"),
@@ -278,6 +345,74 @@ CASES: dict[str, Run] = {
     "autocast": partial(rounded, auto=True),
     "converted after the cut": converted,
 }
+
+
+@pytest.mark.ranks(4, seconds=400.0)
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("ties", [False, True])
+def test_a_fourth_stage_looks_ahead(schedule: str, *, ties: bool) -> None:
+    errors = ahead(4, schedule=schedule, ties=ties).close()
+    assert len(errors) == 5
+    assert max(errors) <= MOST
+
+
+@pytest.mark.ranks(4, seconds=400.0)
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_experts_over_a_dimension_have_gradients_of_one_process(pipeline: int) -> None:
+    """Transformers exchanges the tokens; ranks along "ep" and "dp" read other rows."""
+    from torch.distributed.device_mesh import DeviceMesh
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    at = Topology.create(pipeline=pipeline, dimensions={"ep": 2}, data=("dp", "ep"))
+    family = ROUTED["Qwen3-MoE"]
+    model: Any = family.build()
+    cut = pipegrad.cut(family.build(), pipeline)
+    stage = cut.modules[at.coordinate("pp")]
+    styles = {".gate_up_proj": "grouped_gemm", ".down_proj": "grouped_gemm"}
+    names = [name for name, _ in stage.named_modules() if name.endswith(".mlp.experts")]
+    plan = {name + end: style for end, style in styles.items() for name in names}
+    mesh = DeviceMesh.from_group(at.group_along("ep"), "cpu")
+    alone = DeviceMesh.from_group(dist.new_subgroups(1)[0], "cpu")
+    plan |= dict.fromkeys(names, "ep_dispatch_experts")
+    apply_expert_parallelism(stage, mesh, alone, plan, "all_to_all")
+    handlers = ["pipeline-shared", "expert-parallel"]
+    scheduler = pipegrad.Scheduler(cut, at, schedule="1f1b", num_microbatches=2, handlers=handlers)
+    optimizer = scheduler.optimizer(optimizer_of)
+
+    number = at.size("dp") * 2
+    mine = at.coordinate("dp") * 2 + at.coordinate("ep")
+    batches = [family.batch(3 + i) for i in range(number)]
+    parts = [{n: x[4 * i : 4 * i + 4] for n, x in b.items()} for b in batches for i in range(2)]
+    loss = scheduler.step(batches[mine]).loss
+    true = mean_of(model, parts)
+    true.backward()
+    assert difference(loss, true) <= MOST * float(true.detach())
+    held = dict(model.named_parameters())
+    largest = max(p.grad.abs().max().item() for p in held.values())
+    for name, parameter in stage.named_parameters():
+        assert parameter.grad is not None
+        expected = held[name].grad
+        if isinstance(parameter, DTensor):
+            expected = expected.chunk(2)[at.coordinate("ep")]
+        assert difference(local_of(parameter.grad), expected) <= MOST * largest, name
+    norm = scheduler.sync.clip_grad_norm_(0.5)
+    assert difference(norm, nn.utils.clip_grad_norm_(held.values(), 0.5)) <= MOST * float(norm)
+    optimizer.step()
+    optimizer_of(held.values()).step()
+    for name, parameter in stage.named_parameters():
+        expected = held[name]
+        if isinstance(parameter, DTensor):
+            expected = expected.chunk(2)[at.coordinate("ep")]
+        assert difference(local_of(parameter), expected) <= MOST, name
+    scheduler.close()
+
+
+def local_of(value: Tensor) -> Tensor:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-3, eps=ADAM_EPS)
 
 
 @pytest.mark.ranks(2, seconds=400.0)

@@ -36,16 +36,16 @@ from pipegrad.partition.structural.stand_ins import EXPERTS
 def flow_of(
     model: nn.Module,
     layers: Mapping[str, nn.Module],
-    sample: Mapping[str, object],
+    samples: Sequence[Mapping[str, object]],
     *,
     timed: bool = False,
 ) -> Flow:
-    """Returns what a model does with a sample.
+    """Returns what a model does with a sample: the first one that it can take.
 
     Args:
         model: The uncut model. It is as before afterwards.
         layers: Its layers, by name.
-        sample: Keyword arguments of its forward.
+        samples: Keyword arguments of its forward, in several ways.
         timed: Whether to measure how long layers take.
 
     Raises:
@@ -57,19 +57,21 @@ def flow_of(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
             "take by='time', or a number for each layer"
         )
-    runs = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=EXPERTS)]
+    ways = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=EXPERTS)]
+    runs = [(way, sample) for sample in samples for way in ways]
     if not is_meta:
-        runs.append(partial(_run, fake=False, timed=timed))
+        runs += [(partial(_run, fake=False, timed=timed), sample) for sample in samples]
     failures = list[Exception]()
-    for run in runs:
+    for run, sample in runs:
         try:
             return _in_both_modes(run, model, layers, sample)
-        except TopologyError:
-            raise
-        except Exception as error:  # noqa: BLE001 - the first one is raised below
-            failures.append(error)
+        except Exception as error:  # the first one of the last sample is raised below
+            if sample is samples[-1]:
+                if isinstance(error, TopologyError):
+                    raise
+                failures.append(error)
     raise TopologyError(
-        f"{type(model).__name__} fails on a sample of {_shapes_of(sample)}: "
+        f"{type(model).__name__} fails on a sample of {_shapes_of(samples[-1])}: "
         f"{in_words(failures[0])}. Give example={{...}}, the keyword arguments of its forward for "
         f"a small batch"
     ) from failures[0]

@@ -72,7 +72,9 @@ def parts_of(
         module = _stage_module(model, layers, described, here, run)
         _place_parameters(model, module, here, layers, origins[stage].parameters)
         outputs = names_of(sent) if not run.is_last else tuple(returned)
-        parts.append(Part(module, names_of(needs[stage]), outputs, origins[stage].parameters))
+        beside = tuple(losses) if run.is_last else ()
+        used = origins[stage].parameters
+        parts.append(Part(module, names_of(needs[stage]), outputs, used, beside))
     return parts
 
 
@@ -131,6 +133,17 @@ def returned_tensors(returned: object) -> dict[str, Origin]:
     leaves = tree_flatten(returned, lambda x: isinstance(x, Origin))[0]
     tensors = [leaf for leaf in leaves if isinstance(leaf, Origin)]
     return {f"output{number}": leaf for number, leaf in enumerate(tensors)}
+
+
+def returned_beside(returned: object, endings: tuple[str, ...]) -> dict[str, Origin]:
+    """Returns what has such a name among what a model returns, also if it is several tensors."""
+    found = dict[str, Origin]()
+    for name, value in returned.items() if isinstance(returned, Mapping) else ():
+        leaves = tree_flatten(value, lambda x: isinstance(x, Origin))[0]
+        origins = [leaf for leaf in leaves if isinstance(leaf, Origin)]
+        if name.endswith(endings) and origins:
+            found[name] = _union(origins)
+    return found
 
 
 def _uncalled(

@@ -219,7 +219,7 @@ def backward(loss: Tensor, edges: list[tuple[Tensor, Tensor]]) -> None:
     """Goes back through all stages."""
     loss.backward()
     for sent, received in reversed(edges):
-        if received.grad is not None:
+        if received.grad is not None and sent.requires_grad:
             sent.backward(received.grad, retain_graph=True)
 
 
@@ -363,7 +363,7 @@ def test_a_step_that_calls_other_layers_is_refused() -> None:
 
 def test_the_flow_says_which_outputs_each_call_needs() -> None:
     model = Skipping()
-    flow = flow_of(model, layers_of(model, 2), SAMPLE)
+    flow = flow_of(model, layers_of(model, 2), [SAMPLE])
     assert [call.name for call in flow.calls] == [
         "embed",
         *(f"layers.{i}" for i in range(3)),
@@ -380,7 +380,7 @@ def test_the_flow_says_which_outputs_each_call_needs() -> None:
     assert flow.sample == {"tokens": (2, 5)}
     # Values of tensors are real where code needs them.
     choosing, state = Choosing(), torch.get_rng_state()
-    assert len(flow_of(choosing, layers_of(choosing, 2), SAMPLE).calls) == 5
+    assert len(flow_of(choosing, layers_of(choosing, 2), [SAMPLE]).calls) == 5
     assert torch.equal(torch.get_rng_state(), state)
 
 
