@@ -195,7 +195,7 @@ class Compute:
         # second forward, if there is one.
         if self._sync is not None and self._last in self._recomputes:
             return ()
-        return self._with_loss(outputs, self._targets[microbatch], self._terms.share(microbatch))
+        return self._with_own_loss(microbatch, outputs)
 
     def _gather(self, microbatch: int, outputs: tuple[Tensor, ...]) -> None:
         """Takes the outputs of a microbatch; computes the loss of all when the last one is there.
@@ -218,6 +218,13 @@ class Compute:
             # Losses are divided by the number of microbatches, and this one is that of all.
             times=self._num_microbatches,
         )
+
+    def _with_own_loss(self, microbatch: int, outputs: Sequence[object]) -> tuple[Tensor, ...]:
+        """Computes the loss of a microbatch."""
+        assert self._targets is not None
+        assert self._terms is not None
+        share = self._terms.share(microbatch)
+        return self._with_loss(outputs, self._targets[microbatch], share)
 
     def _for_result(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
@@ -322,8 +329,7 @@ class Compute:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
         if stage != self._last or self._is_over_batch:
             return outputs
-        assert self._targets is not None
-        return self._with_loss(outputs, self._targets[microbatch], self._terms.share(microbatch))
+        return self._with_own_loss(microbatch, outputs)
 
     def _begin_backward(
         self, stage: int, microbatch: int
