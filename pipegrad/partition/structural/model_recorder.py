@@ -124,6 +124,9 @@ class ModelRecorder(TorchDispatchMode):
         self.written = set[Source]()
         self.writes_inputs = False
         self.is_heard = False
+        for name, value in inputs.items():
+            for tensor in _tensors(value):
+                self._set(tensor, Origin(inputs=frozenset({name})))
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -349,7 +352,7 @@ class ModelRecorder(TorchDispatchMode):
 
     def _set(self, tensor: Tensor, origin: Origin) -> None:
         self._origins[id(tensor)] = origin
-        self._by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
+        self._by_storage.setdefault(_key(tensor), []).append(tensor)
 
     def _write(self, tensor: Tensor, origin: Origin) -> None:
         """Records that a tensor outside of layers was written into."""

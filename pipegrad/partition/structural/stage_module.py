@@ -10,12 +10,19 @@ layer stands a module without parameters, which computes nothing:
 
 The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
 before its first layer, such as the making of masks, but nothing behind its last one.
+
+[Note: skipped layers] The code skips the layers of an input that it is not given, such as those that
+see images. A microbatch without images has none of these calls, if all that a call depends on is
+missing, as the sample had it. All ranks have the same batch, so all of them skip the same calls.
+Later stages do not read what these would have made. One number crosses in its place, with a
+gradient if the value has one in other microbatches: the schedule knows of each value that it always
+or never has one. Any other call that does not come is refused: it may be left out at random.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -61,7 +68,7 @@ class Run:
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
-        layers: Those of the stage, in the uncut model. Their tensors say where the stage is.
+        layers: Those of the stage, in the uncut model, by name. Their tensors say where it is.
 
     Attributes:
         flow: The argument.
@@ -76,15 +83,16 @@ class Run:
         *,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
-        layers: Sequence[nn.Module],
+        layers: Mapping[str, nn.Module],
     ) -> None:
         self.flow, self.first, self._end = flow, first, end
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._layers = tuple(layers)
+        self._layers = dict(layers)
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
+        self._missing = frozenset[str]()  # inputs of the sample that this forward has not
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
 
     @property
@@ -98,8 +106,8 @@ class Run:
         return self._end == len(self.flow.calls)
 
     @contextmanager
-    def forward(self, edges: Sequence[Tensor]) -> Iterator[None]:
-        """Takes what the stage receives, for one forward.
+    def forward(self, edges: Sequence[Tensor], batch: Mapping[str, object]) -> Iterator[None]:
+        """Takes what the stage receives, and what the model is given, for one forward.
 
         Raises:
             StepError: If it is not as much as the stage takes, or if the model called fewer layers
@@ -109,6 +117,7 @@ class Run:
             names = [self.flow.calls[source.call].name_of(source.leaf) for source in self._inputs]
             raise StepError(f"the stage takes {names}, and was given {len(edges)} values")
         self._number = 0
+        self._missing = frozenset(name for name in self.flow.sample if _lacks(batch.get(name)))
         self._values = dict(zip(self._inputs, edges, strict=True))
         try:
             yield
@@ -120,18 +129,64 @@ class Run:
             # A value that is kept here would keep its memory.
             self._values = {}
 
-    def results(self) -> Tensor | tuple[Tensor, ...]:
-        """Returns what the stage sends."""
-        sent = tuple(self._values[source] for source in self._outputs)
+    def results(self, module: nn.Module) -> Tensor | tuple[Tensor, ...]:
+        """Returns what the stage sends.
+
+        Args:
+            module: The stage.
+        """
+        if self._missing:
+            sent = tuple(self._unskipped(source, module) for source in self._outputs)
+        else:
+            sent = tuple(self._values[source] for source in self._outputs)
         return sent[0] if len(sent) == 1 else sent
+
+    def _unskipped(self, source: Source, module: nn.Module) -> Tensor:
+        """Returns an output, or what stands for it if its call was skipped."""
+        value = self._values.get(source)
+        if value is None:
+            dtype = self.flow.calls[source.call].outputs[source.leaf].dtype
+            assert dtype is not None
+            value = torch.zeros(1, dtype=self.dtype_of(dtype, ()), device=self.device)
+        is_real = value.is_floating_point() or value.is_complex()
+        if not is_real or value.requires_grad or not torch.is_grad_enabled():
+            return value
+        # A clone: a schedule that splits backwards takes leaves for parameters.
+        is_trained = self._is_trained(source, module)
+        return value.detach().requires_grad_().clone() if is_trained else value
+
+    def _is_trained(self, source: Source, module: nn.Module) -> bool:
+        """Returns whether an output has a gradient in a forward that skips nothing."""
+        waiting, seen = [source], {source}
+        while waiting:
+            source = waiting.pop()
+            if source in self._inputs:
+                if self._values[source].requires_grad:
+                    return True
+                continue
+            call = self.flow.calls[source.call]
+            held = [*self._layers[call.layer].parameters()]
+            held += [p for n, p in module.named_parameters() if n in call.origin.parameters]
+            if any(parameter.requires_grad for parameter in held):
+                return True
+            waiting += call.origin.sources - seen
+            seen |= call.origin.sources
+        return False
 
     def enter(self, layer: str) -> int | None:
         """Returns the number of a layer's call; None if it is none that counts."""
         if self._number is None or self._inside:
             return None
+        calls, begin = self.flow.calls, self._number
+        while self._number < len(calls) and calls[self._number].layer != layer:
+            if not self._is_skipped(self._number):
+                break
+            self._number += 1
         number = self._number
-        if number >= self._end or self.flow.calls[number].layer != layer:
-            expected = self.flow.calls[number].layer if number < self._end else "no further layer"
+        if begin < self._end <= number and not self.is_last and calls[number].layer == layer:
+            raise _StageEndedError  # the last calls of the stage are skipped
+        if number >= self._end or calls[number].layer != layer:
+            expected = calls[number].layer if number < self._end else "no further layer"
             raise StepError(
                 f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
                 f"pipeline needs the same layers in the same order in each step. Switch off what "
@@ -139,6 +194,11 @@ class Run:
             )
         self._number += 1
         return number
+
+    def _is_skipped(self, number: int) -> bool:
+        """Returns whether the model skips a call in this forward; see [Note: skipped layers]."""
+        inputs = self.flow.inputs[number]
+        return bool(inputs) and inputs <= self._missing
 
     def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the stage."""
@@ -294,7 +354,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        held = (tensor for layer in self._layers for tensor in layer.parameters())
+        held = (tensor for layer in self._layers.values() for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:
@@ -345,14 +405,19 @@ class StageModule(nn.Module):
             leaves, structure = tree_flatten(batch)
             copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}
             batch = structure.unflatten([copies.get(id(x), x) for x in leaves])
-        with run.forward(edges):
+        with run.forward(edges, batch):
             try:
                 returned = super().forward(**batch)
             except _StageEndedError:
-                return run.results()
+                return run.results(self)
         if not run.is_last:
             raise StepError("the model ended before the last layer of the stage: see layerdrop")
         return returned
+
+
+def _lacks(value: object) -> bool:
+    """Returns whether an input is missing, or has no rows."""
+    return value is None or (isinstance(value, Tensor) and value.dim() > 0 and not len(value))
 
 
 def _kind_of(leaf: object) -> object:
