@@ -2,13 +2,22 @@
 
 A stage of a cut is given everything that no stage names, as the uncut model would be. Models that
 are none of transformers have no conventions, and compute no loss of their own.
+
+[Note: tokens of images] A text has tokens in which a model of images, videos or sounds puts what it
+has computed of these, in their order. So these tokens tell how many rows of such an input belong to
+a sample, if each row is an image and each image a run of tokens, or if each row takes as many
+tokens. A grid tells it for images of any size, and for their patches. The model itself refuses a
+microbatch with more or fewer rows than it has tokens for.
+
+A sample without such tokens has no images, whatever stands in its rows to fill them up. A
+microbatch of such samples is given none, as the uncut model is for texts alone.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +28,8 @@ from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.layers import Part
 from pipegrad.pipeline.stage import Stage, fields_of, parameters_of
+
+_Tensors = dict[str, Tensor]  # by name
 
 BATCH = "**batch"  # what a step is given by name, and no stage names
 LOSS = "loss"
@@ -46,6 +57,12 @@ _MEANS = (
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
 )
+# Inputs of each kind, by name.
+_KINDS = {
+    "video": re.compile(r"video_|.*_videos$|second_per_grid"),
+    "audio": re.compile(r"audio_|input_features|feature_attention"),
+    "image": re.compile(r"image_|pixel_|.*_pixel_values$"),
+}
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
@@ -71,11 +88,13 @@ class Conventions:
     def __init__(self, model: nn.Module) -> None:
         inner = inner_model(model)
         self._model = type(model).__name__
+        self._is_known = inner is not None
         parameters = parameters_of(model)
         takes_any = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.accepts = None if takes_any else tuple(p.name for p in parameters or ())
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
+        self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
         self._shifts = False
         self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
@@ -83,6 +102,10 @@ class Conventions:
             return
         self._check(inner)
         self._positions = _positions_of(inner)
+        for kind in _KINDS:
+            names = (f"{kind}_token_id", f"{kind}_token_index")
+            found = (getattr(inner.config, name, None) for name in names)
+            self._tokens |= {kind: token for token in found if isinstance(token, int)}
         if not getattr(inner.config.get_text_config(), _ROUTED, False):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
@@ -155,7 +178,48 @@ class Conventions:
                 f"{divisors} cannot be given in a pipeline: its loss is the mean over all labels "
                 f"of the batch already, which it counts itself"
             )
-        return {**self._defaults, **batch}
+        return {**self._defaults, **(self._without_unseen(batch) if self._is_known else batch)}
+
+    def _of_kinds(self, batch: Mapping[str, object]) -> Iterator[tuple[str, Tensor, _Tensors]]:
+        """Yields the kinds of inputs there are, with where texts have their tokens."""
+        text = batch.get("input_ids")
+        if not isinstance(text, Tensor) or text.dim() != 2:
+            return
+        left = {n: x for n, x in batch.items() if isinstance(x, Tensor) and x.dim()}
+        for kind, pattern in _KINDS.items():
+            given = {name: left.pop(name) for name in [*left] if pattern.match(name)}
+            # What has a place for each token is of the text.
+            given = {name: x for name, x in given.items() if x.shape[:2] != text.shape}
+            if given and kind in self._tokens:
+                yield kind, text == self._tokens[kind], given
+
+    def rows_of(self, batch: Mapping[str, object]) -> dict[str, list[int]]:
+        """Returns how many rows each sample has; see [Note: tokens of images]."""
+        result = dict[str, list[int]]()
+        for kind, places, given in self._of_kinds(batch):
+            tokens = places.sum(1).cpu()
+            begins = (places & ~nn.functional.pad(places, (1, 0))[:, :-1]).sum(1).cpu()
+            grid = given.get(f"{kind}_grid_thw", given.get(f"{kind}_grid_hw"))
+            sizes = None if grid is None else grid.prod(-1).cpu()
+            if any(x.dim() > 4 for x in given.values()) and f"{kind}_sizes" not in given:
+                continue  # of samples, and of the images of each, filled up
+            for name, rows in ((name, len(x)) for name, x in given.items()):
+                if sizes is not None:
+                    found = _filled(tokens, sizes, in_patches=rows != len(sizes))
+                elif int(begins.sum()) == rows:
+                    found = begins
+                else:
+                    found = _filled(tokens, torch.ones(rows, dtype=torch.long))
+                if found is not None and int(found.sum()) == rows:
+                    result[name] = found.tolist()
+        return result
+
+    def _without_unseen(self, batch: Mapping[str, object]) -> dict[str, object]:
+        """Returns a batch without the images, videos and sounds of which it has no token."""
+        unseen = {n for _, at, given in self._of_kinds(batch) if not at.any() for n in given}
+        # Without texts in tokens, rows alone tell it.
+        unseen |= {n for n, x in batch.items() if isinstance(x, Tensor) and x.dim() and not len(x)}
+        return {name: x for name, x in batch.items() if name not in unseen}
 
     def check(self, labels: Mapping[str, object], arguments: Mapping[str, object]) -> None:
         """Refuses labels of which the weight is not known.
@@ -200,6 +264,25 @@ class Conventions:
             else label
             for name, label in labels.items()
         }
+
+
+def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tensor | None:
+    """Returns how many images each sample has, or patches, if images fill its tokens in order.
+
+    Args:
+        tokens: Of each sample.
+        sizes: Of each image, as many for each token.
+        in_patches: Whether to count these sizes instead of images.
+
+    Returns:
+        None if an image would belong to two samples.
+    """
+    ends, filled = tokens.cumsum(0) * sizes.sum(), nn.functional.pad(sizes.cumsum(0), (1, 0))
+    at = torch.searchsorted(filled * tokens.sum(), ends, right=True) - 1
+    if not tokens.any() or not torch.equal(filled[at] * tokens.sum(), ends):
+        return None
+    counted = filled[at] if in_patches else at
+    return counted.diff(prepend=counted.new_zeros(1))
 
 
 def _positions_of(inner: nn.Module) -> int:
@@ -287,6 +370,10 @@ class CutStage(Stage):
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels
+
+    def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
+        """Returns how many rows each sample has; see `Stage.rows_of`."""
+        return self._conventions.rows_of(given)
 
     def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
         """Returns the outputs; see `Stage.forward`."""
