@@ -204,3 +204,17 @@ VISION = {
         partial(padded, tokens=1),
     ),
 }
+
+
+def seen(batch: Batch) -> list[str]:
+    """Returns the names of the inputs that have images."""
+    return [name for name in batch if name.startswith(("pixel", "image"))]
+
+
+def example(family: Family) -> dict[str, Any]:
+    """Returns a small batch for a cut: two samples, with an image and none."""
+    batch = family.batch(100)
+    rows = {name: 1 for name in seen(batch)}
+    if "image_grid_thw" in batch:
+        rows["pixel_values"] = int(batch["image_grid_thw"][0].prod())
+    return {n: x[: rows.get(n, 2)] for n, x in batch.items() if n != "labels"}
