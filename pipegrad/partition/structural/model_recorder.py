@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from pipegrad.errors import TopologyError
-from pipegrad.interop.private import TorchDispatchMode, storage_key, tree_flatten, weak_storage
+from pipegrad.interop.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    storage_key,
+    tree_flatten,
+    weak_storage,
+)
 from pipegrad.partition.structural.calls import (
     Call,
     Change,
@@ -34,6 +40,11 @@ from pipegrad.partition.structural.calls import (
 from pipegrad.partition.structural.shallow import as_kind
 from pipegrad.pipeline.stage import fields_of
 
+_INDEXED = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
 _GLUE = "code outside of layers"
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 
@@ -137,7 +148,7 @@ class ModelRecorder(TorchDispatchMode):
         running = self._running
         if running is not None:
             self._read(running, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = func(*(_in_places(args) if func in _INDEXED else args), **kwargs)
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -447,6 +458,23 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _in_places(args: Any) -> Any:
+    """Returns arguments of an index with the places of each mask; fake tensors cannot count them."""
+    tensor, indices, *values = args
+    places = [
+        place
+        for index in indices
+        for place in (
+            index.nonzero().unbind(1)
+            if isinstance(index, Tensor)
+            and index.dtype == torch.bool
+            and not isinstance(index, FakeTensor)
+            else [index]
+        )
+    ]
+    return tensor, places, *values
 
 
 def _direct(values: tuple[object, ...]) -> list[Tensor]:
