@@ -96,6 +96,7 @@ class Conventions:
         self.labels: tuple[str, ...] = ()
         self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
         self._shifts = False
+        self._masks_labels = False  # whether the loss leaves out labels of what is masked
         self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
@@ -104,8 +105,10 @@ class Conventions:
         self._positions = _positions_of(inner)
         for kind in _KINDS:
             names = (f"{kind}_token_id", f"{kind}_token_index")
-            found = (getattr(inner.config, name, None) for name in names)
-            self._tokens |= {kind: token for token in found if isinstance(token, int)}
+            found = [getattr(inner.config, name, None) for name in names]
+            for token in found:
+                if isinstance(token, int):
+                    self._tokens[kind] = token
         if not getattr(inner.config.get_text_config(), _ROUTED, False):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
@@ -113,13 +116,15 @@ class Conventions:
         if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
-        # Models that do not call it do not shift their labels. An encoder-decoder shifts its labels
-        # when it makes its decoder's inputs of them.
+        # Models that do not call it shift their labels by these names, or not at all. An
+        # encoder-decoder shifts its labels when it makes its decoder's inputs of them.
         code = inspect.unwrap(type(inner).forward).__code__
         loss = inner.loss_function if "loss_function" in code.co_names else None
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        is_causal |= loss is None and "shift_labels" in code.co_varnames
+        self._masks_labels = loss is None and "shift_attention_mask" in code.co_varnames
         self._shifts = is_causal and not inner.config.is_encoder_decoder
         is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
         if is_mean and "is_impossible" not in arguments:
@@ -225,8 +230,17 @@ class Conventions:
         """Refuses labels of which the weight is not known.
 
         Raises:
-            StepError: If positions of answers are outside of the text.
+            StepError: If positions of answers are outside of the text, or if the model leaves
+                labels out that count.
         """
+        mask: Any = arguments.get("attention_mask")
+        label: Any = labels.get("labels")
+        is_masked = self._masks_labels and mask is not None and label is not None
+        if is_masked and ((label != _IGNORED) & (mask == 0)).any():
+            raise StepError(
+                f"labels count where attention_mask is 0, and the loss of {self._model} leaves "
+                f"these out: set them to {_IGNORED}"
+            )
         text = arguments.get("input_ids", arguments.get("inputs_embeds"))
         for name, label in labels.items():
             if name not in _SPAN or not isinstance(label, Tensor) or not isinstance(text, Tensor):

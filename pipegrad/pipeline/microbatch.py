@@ -25,7 +25,7 @@ import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,7 @@ from pipegrad.pipeline.stage import fields_of
 from pipegrad.pipeline.trees import Numbers, check_kind, flattened, is_cut, leaves_of, number_of
 from pipegrad.pipeline.wiring import REST, Wiring
 
+_T = TypeVar("_T", Tensor, Sequence[int])
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
 Counts = Sequence[int] | Tensor  # for each sample, how many rows of a tensor it has
@@ -451,7 +452,7 @@ class Batches:
         return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
 
 
-def _split(value: Any, number: int, sizes: Sequence[int] | None = None) -> Sequence[Any]:
+def _split(value: _T, number: int, sizes: Sequence[int] | None = None) -> Sequence[_T]:
     """Returns pieces of a tensor or a list, of these sizes, or as even as can be."""
     if sizes is None and isinstance(value, Tensor):
         return value.tensor_split(number)

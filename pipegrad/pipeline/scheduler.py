@@ -201,10 +201,11 @@ class Scheduler:
 
         Tensors are cut into microbatches along their first dimension, as evenly as
         `torch.tensor_split` does. All that are given on one rank have the same number of rows, at
-        least one for each microbatch, or `rows_of` says how many each sample has. Another step may have another number, and so may a replica.
-        A value may be a tree: dicts, lists and tuples of tensors, cut leaf by leaf. Every
-        microbatch gets the values of ``whole``, tensors without dimensions, numbers, strings and
-        None as they are. Anything else is refused. Afterwards `inputs` says what was done.
+        least one for each microbatch, or `rows_of` says how many each sample has. Another step may
+        have another number, and so may a replica. A value may be a tree: dicts, lists and tuples of
+        tensors, cut leaf by leaf. Every microbatch gets the values of ``whole``, tensors without
+        dimensions, numbers, strings and None as they are. Anything else is refused. Afterwards
+        `inputs` says what was done.
 
         An input or the target may come from a graph of the caller's, such as an encoder's output.
         When a step returns, backward has run through that graph once. The gradient is that of this
@@ -231,8 +232,8 @@ class Scheduler:
             rows_of: Of tensors whose rows are no samples, such as images or their patches: name ->
                 how many rows each sample has, in the order of samples, a list or tensor of
                 integers from 0. These rows are cut where samples are. It may have tensors that
-                this rank does not need. A `Cut` of transformers finds out itself what ``*_grid_thw``
-                or the tokens of images tell.
+                this rank does not need. A `Cut` of transformers finds out itself what grids or the
+                tokens of images tell.
             outputs: Whether the result has the outputs of the last stage. They are kept until the
                 step ends. Only the ranks of the last stage need to ask.
             **named: External inputs by name.

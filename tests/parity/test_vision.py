@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 import pytest
 import torch

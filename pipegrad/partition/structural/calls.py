@@ -55,7 +55,7 @@ class Origin:
         parameters: Names of parameters and buffers.
         draws: Numbers of operators that draw random numbers.
         writers: Layers that wrote into a tensor that they were given.
-        inputs: Names of what the model was given.
+        inputs: Names of what the model was given; not of what decided alone.
     """
 
     sources: frozenset[Source] = frozenset()
@@ -206,7 +206,7 @@ class Flow:
 
     @cached_property
     def inputs(self) -> list[frozenset[str]]:
-        """Of each call, the names of those of the model's inputs that it depends on."""
+        """Of each call, the names of those of the model's inputs that it is computed of."""
         found = list[frozenset[str]]()
         for call in self.calls:
             before = (found[source.call] for source in call.origin.sources)

@@ -10,7 +10,8 @@ shape, a dtype and a device, but no memory. So the run costs no memory, changes 
 random number, and works for a model on the meta device. If the model's code needs values of what it
 is given, such as where a text has images, it runs on a copy of that. If it needs values of what
 layers compute, it runs on its parameters and on copies of all other tensors. Then the random state
-is put back. Attributes are those of a copy of the model, so no cache of the model keeps what the run made.
+is put back. Attributes are those of a copy of the model, so no cache of the model keeps what the
+run made.
 """
 
 from __future__ import annotations

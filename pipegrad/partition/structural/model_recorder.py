@@ -164,7 +164,8 @@ class ModelRecorder(TorchDispatchMode):
             self._num_draws += 1
             origin |= Origin(draws=frozenset({self._num_draws}))
         if torch.Tag.data_dependent_output in func.tags and not _tensors(result):
-            self._decided |= origin
+            # A grid of images decides about all behind it, and is no input of all that.
+            self._decided |= replace(origin, inputs=frozenset())
         for tensor in _tensors(result):
             self._set(tensor, origin)
         for tensor in _tensors(written):
@@ -263,6 +264,8 @@ class ModelRecorder(TorchDispatchMode):
         with watch.listening(), torch.enable_grad():
             returned = function(*args, **kwargs)
         changes = watch.changes()
+        # Whatever the model makes of it: it may also ask whether there is something.
+        self.is_heard |= any(map(_collects, layer.modules()))
         clones.put_back()
         return returned, changes
 
@@ -422,6 +425,12 @@ def _seconds(
     return seconds
 
 
+def _collects(part: nn.Module) -> bool:
+    """Returns whether hooks of transformers collect what a module returns."""
+    hooks = part._forward_hooks.values()
+    return any(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+
+
 def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[str, str]]]:
     """Returns what a layer changes that can be done elsewhere, and which attributes it loses.
 
@@ -461,7 +470,7 @@ def _tensors(values: object) -> list[Tensor]:
 
 
 def _in_places(args: Any) -> Any:
-    """Returns arguments of an index with the places of each mask; fake tensors cannot count them."""
+    """Returns arguments of an index with the places of a mask, which fake tensors cannot count."""
     tensor, indices, *values = args
     places = [
         place

@@ -11,12 +11,12 @@ layer stands a module without parameters, which computes nothing:
 The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
 before its first layer, such as the making of masks, but nothing behind its last one.
 
-[Note: skipped layers] The code skips the layers of an input that it is not given, such as those that
-see images. A microbatch without images has none of these calls, if all that a call depends on is
-missing, as the sample had it. All ranks have the same batch, so all of them skip the same calls.
-Later stages do not read what these would have made. One number crosses in its place, with a
-gradient if the value has one in other microbatches: the schedule knows of each value that it always
-or never has one. Any other call that does not come is refused: it may be left out at random.
+[Note: skipped layers] The code skips the layers of an input that it is not given, such as those
+that see images. So a call may be left out if all inputs of the sample that it was computed of are
+missing. All ranks have the same batch, so all of them skip the same calls, and no later stage reads
+what these would have made. One number crosses in its place, with a gradient if the value has one in
+other microbatches: the schedule knows of each value that it always or never has one. Any other call
+that does not come is refused: it may be left out at random.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -90,9 +90,11 @@ class Run:
         self._layers = dict(layers)
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
+        self._by_value = set[int]()  # calls whose shapes depend on values of integers
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
         self._missing = frozenset[str]()  # inputs of the sample that this forward has not
+        self._given = set[str]()  # tensors that it has
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
 
     @property
@@ -118,6 +120,7 @@ class Run:
             raise StepError(f"the stage takes {names}, and was given {len(edges)} values")
         self._number = 0
         self._missing = frozenset(name for name in self.flow.sample if _lacks(batch.get(name)))
+        self._given = {name for name, value in batch.items() if isinstance(value, Tensor)}
         self._values = dict(zip(self._inputs, edges, strict=True))
         try:
             yield
@@ -177,28 +180,40 @@ class Run:
         """Returns the number of a layer's call; None if it is none that counts."""
         if self._number is None or self._inside:
             return None
-        calls, begin = self.flow.calls, self._number
-        while self._number < len(calls) and calls[self._number].layer != layer:
-            if not self._is_skipped(self._number):
-                break
-            self._number += 1
-        number = self._number
-        if begin < self._end <= number and not self.is_last and calls[number].layer == layer:
+        begin, number = self._number, self._number_of(layer, self._number)
+        if begin < self._end <= number and not self.is_last:
             raise _StageEndedError  # the last calls of the stage are skipped
-        if number >= self._end or calls[number].layer != layer:
-            expected = calls[number].layer if number < self._end else "no further layer"
-            raise StepError(
-                f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
-                f"pipeline needs the same layers in the same order in each step. Switch off what "
-                f"skips layers, such as layerdrop; or cut it with example= of the same arguments"
-            )
-        self._number += 1
+        if number >= self._end:
+            raise self._refused(layer, "no further layer")
+        self._number = number + 1
         return number
 
-    def _is_skipped(self, number: int) -> bool:
-        """Returns whether the model skips a call in this forward; see [Note: skipped layers]."""
-        inputs = self.flow.inputs[number]
-        return bool(inputs) and inputs <= self._missing
+    def _number_of(self, layer: str, begin: int) -> int:
+        """Returns the number of a layer's call, behind those that this forward skips.
+
+        See [Note: skipped layers].
+        """
+        calls, inputs, ahead = self.flow.calls, self.flow.inputs, begin
+        while ahead < len(calls) and inputs[ahead] and inputs[ahead] <= self._missing:
+            ahead += 1
+        # A layer may be called for several inputs. The call that has its input comes first, but a
+        # model may also make up for one that is missing.
+        expected = calls[ahead].layer if ahead < len(calls) else "no further layer"
+        skipped = [call.layer for call in calls[begin:ahead]]
+        if layer not in (expected, *skipped):
+            raise self._refused(layer, expected)
+        return ahead if layer == expected else begin + skipped.index(layer)
+
+    def _refused(self, layer: str, expected: str) -> StepError:
+        """Returns what refuses a call that was another one at the cut."""
+        more = sorted(x for x in self._given - self.flow.sample.keys() if not x.endswith("labels"))
+        lacks = f". That example had no {more}" if more else ""
+        return StepError(
+            f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
+            f"pipeline needs the same layers in the same order in each step. Switch off what "
+            f"skips layers, such as layerdrop; or cut it with example= of the same "
+            f"arguments{lacks}"
+        )
 
     def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the stage."""
@@ -330,12 +345,18 @@ class Run:
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
         """
-        inputs = [_kind_of(leaf) for leaf in tree_flatten((args, kwargs))[0]]
-        key = (number, leaf, *inputs)
+        inputs = tree_flatten((args, kwargs))[0]
+        key: tuple[object, ...] = (number, leaf, *map(_kind_of, inputs))
+        if number in self._by_value:
+            key += tuple(f"{x.tolist()}" for x in inputs if _is_whole(x))
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
+            shape, needs_values = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
+            if needs_values and number not in self._by_value:
+                self._by_value.add(number)
+                return shape  # the next one has a key of values
+            self._shapes[key] = shape
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
@@ -418,6 +439,11 @@ class StageModule(nn.Module):
 def _lacks(value: object) -> bool:
     """Returns whether an input is missing, or has no rows."""
     return value is None or (isinstance(value, Tensor) and value.dim() > 0 and not len(value))
+
+
+def _is_whole(leaf: object) -> TypeGuard[Tensor]:
+    """Returns whether an input is a tensor of integers."""
+    return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _kind_of(leaf: object) -> object:

@@ -1,17 +1,18 @@
 """Vision-language models of transformers: tiny, with random weights, and batches of uneven images.
 
 A batch has eight samples with nought to three images each. Samples 4 and 5 have none, so one of
-four microbatches has none. Steps of odd seeds have as many images as samples.
+four microbatches has none. A batch of an odd seed has as many images as samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.support.partition.families import GROUPED, IGNORED, ROWS, WIDTH, Batch, Family
 
@@ -65,7 +66,7 @@ def mixed(generator: torch.Generator, images: Sequence[Sequence[int]]) -> Batch:
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-def in_patches(generator: torch.Generator, *, dim: int, types: bool = True) -> Batch:
+def in_patches(generator: torch.Generator, *, dim: int) -> Batch:
     """Returns what Qwen2-VL takes: a row for each patch, and a grid for each image."""
     counts = spread(generator)
     grids = [[GRIDS[(i + n) % len(GRIDS)] for n in range(c)] for i, c in enumerate(counts)]
@@ -74,9 +75,47 @@ def in_patches(generator: torch.Generator, *, dim: int, types: bool = True) -> B
     number = sum(map(sum, sizes))
     batch["pixel_values"] = torch.randn(number, dim, generator=generator, dtype=torch.float64)
     batch["image_grid_thw"] = torch.tensor([grid for one in grids for grid in one])
-    if types:
-        batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
+    batch["mm_token_type_ids"] = (batch["input_ids"] == IMAGE).int()
     return batch
+
+
+def with_videos(generator: torch.Generator, *, dim: int) -> Batch:
+    """Returns what Qwen2-VL takes, with videos in the place of images for some samples."""
+    batch, counts = in_patches(generator, dim=dim), spread(generator)
+    ids, grids, patches = (batch.pop(n) for n in ("input_ids", "image_grid_thw", "pixel_values"))
+    filmed = torch.tensor([sample % 2 or not sample for sample in range(ROWS)]).bool()
+    ids = torch.where((ids == IMAGE) & filmed[:, None], VIDEO, ids)
+    of_videos = filmed.repeat_interleave(torch.tensor(counts))
+    of_patches = of_videos.repeat_interleave(grids.prod(-1))
+    return batch | {
+        "input_ids": ids,
+        "mm_token_type_ids": ((ids == IMAGE) + 2 * (ids == VIDEO)).int(),
+        "pixel_values": patches[~of_patches],
+        "image_grid_thw": grids[~of_videos],
+        "pixel_values_videos": patches[of_patches],
+        "video_grid_thw": grids[of_videos],
+    }
+
+
+def in_sizes(generator: torch.Generator) -> Batch:
+    """Returns what Mistral3 takes: images of two sizes, filled up to the larger one."""
+    counts = spread(generator)
+    sizes = [[((8, 16), (16, 16))[(i + n) % 2] for n in range(c)] for i, c in enumerate(counts)]
+    batch = mixed(generator, [[h * w // 64 for h, w in one] for one in sizes])
+    images = torch.zeros(sum(counts), 3, 16, 16, dtype=torch.float64)
+    batch["image_sizes"] = torch.tensor([size for one in sizes for size in one])
+    for image, (height, width) in zip(images, batch["image_sizes"].tolist(), strict=True):
+        image[:, :height, :width] = torch.randn(3, height, width, generator=generator)
+    return batch | {"pixel_values": images}
+
+
+def heard(generator: torch.Generator) -> Batch:
+    """Returns what Qwen2-Audio takes: a row for each sound."""
+    counts = spread(generator)
+    batch = mixed(generator, [[6] * count for count in counts])
+    sounds = torch.randn(sum(counts), 8, 24, generator=generator, dtype=torch.float64)
+    mask = torch.ones(sum(counts), 24, dtype=torch.long)
+    return batch | {"input_features": sounds, "feature_attention_mask": mask}
 
 
 def whole_images(
@@ -124,7 +163,19 @@ def towers(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
 QWEN = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
 LLAMA = {"model_type": "llama"}
 SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
-GRANITE = {"image_token_index": IMAGE}
+
+QWEN25 = Family(
+    "Qwen2_5_VLConfig",
+    "Qwen2_5_VLForConditionalGeneration",
+    towers(
+        QWEN
+        | {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": WIDTH}
+        | {"fullatt_block_indexes": [1], "window_size": 16},
+        rope_parameters=MROPE,
+    )
+    | TOKENS,
+    partial(in_patches, dim=96),
+)
 
 VISION = {
     "Qwen2-VL": Family(
@@ -137,18 +188,7 @@ VISION = {
         | TOKENS,
         partial(in_patches, dim=96),
     ),
-    "Qwen2.5-VL": Family(
-        "Qwen2_5_VLConfig",
-        "Qwen2_5_VLForConditionalGeneration",
-        towers(
-            QWEN
-            | {"depth": 2, "hidden_size": 16, "intermediate_size": 24, "out_hidden_size": WIDTH}
-            | {"fullatt_block_indexes": [1], "window_size": 16},
-            rope_parameters=MROPE,
-        )
-        | TOKENS,
-        partial(in_patches, dim=96),
-    ),
+    "Qwen2.5-VL": QWEN25,
     "Qwen3-VL": Family(
         "Qwen3VLConfig",
         "Qwen3VLForConditionalGeneration",
@@ -192,29 +232,44 @@ VISION = {
     "Idefics3": Family(
         "Idefics3Config",
         "Idefics3ForConditionalGeneration",
-        towers({k: v for k, v in CLIP.items()}, **LLAMA)
-        | {"image_token_id": IMAGE, "scale_factor": 2},
+        towers(dict(CLIP), **LLAMA) | {"image_token_id": IMAGE, "scale_factor": 2},
         partial(padded, tokens=1),
     ),
     "SmolVLM": Family(
         "SmolVLMConfig",
         "SmolVLMForConditionalGeneration",
-        towers({k: v for k, v in CLIP.items()}, **LLAMA)
-        | {"image_token_id": IMAGE, "scale_factor": 2},
+        towers(dict(CLIP), **LLAMA) | {"image_token_id": IMAGE, "scale_factor": 2},
         partial(padded, tokens=1),
+    ),
+    "Qwen2.5-VL, videos": replace(QWEN25, make_batch=partial(with_videos, dim=96)),
+    "Mistral3": Family(
+        "Mistral3Config",
+        "Mistral3ForConditionalGeneration",
+        towers(
+            CLIP | {"model_type": "pixtral", "image_size": 16, "head_dim": 8}, model_type="mistral"
+        )
+        | {"image_token_index": IMAGE, "spatial_merge_size": 2},
+        in_sizes,
+    ),
+    "Qwen2-Audio": Family(
+        "Qwen2AudioConfig",
+        "Qwen2AudioForConditionalGeneration",
+        {
+            "audio_config": {"d_model": WIDTH, "encoder_layers": 2, "encoder_attention_heads": 2}
+            | {"encoder_ffn_dim": 24, "num_mel_bins": 8, "max_source_positions": 12},
+            "text_config": TEXT | {"model_type": "qwen2"},
+            "audio_token_index": IMAGE,
+        },
+        heard,
     ),
 }
 
 
 def seen(batch: Batch) -> list[str]:
-    """Returns the names of the inputs that have images."""
-    return [name for name in batch if name.startswith(("pixel", "image"))]
+    """Returns the names of the inputs that have images, videos or sounds."""
+    return [name for name in batch if re.match("pixel|image|video|input_features|feature", name)]
 
 
 def example(family: Family) -> dict[str, Any]:
-    """Returns a small batch for a cut: two samples, with an image and none."""
-    batch = family.batch(100)
-    rows = {name: 1 for name in seen(batch)}
-    if "image_grid_thw" in batch:
-        rows["pixel_values"] = int(batch["image_grid_thw"][0].prod())
-    return {n: x[: rows.get(n, 2)] for n, x in batch.items() if n != "labels"}
+    """Returns a batch for a cut, with all kinds of inputs."""
+    return {name: x for name, x in family.batch(100).items() if name != "labels"}
