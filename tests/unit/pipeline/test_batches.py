@@ -244,9 +244,9 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "other rows in a tree": (
         lambda: {"x": {"a": rows(4), "b": rows(6)}},
         (
-            "'b']\": 6} rows cannot be cut into 2 microbatches that belong together: give all the "
-            "same number of rows, at least 2, or give another num_microbatches= on all ranks. If rows of some are "
-            "images or patches and not samples, rows_of= says how many each sample has"
+            "'b']\": 6} rows cannot be cut into 2 microbatches that belong together: give all "
+            "the same number of rows, at least 2, or give another num_microbatches= on all ranks. "
+            "If rows of some are images or patches and not samples, rows_of= says how many each"
         ),
     ),
     "fewer rows": (lambda: {"x": rows(1)}, "with drop_last=True leaves a last batch"),
