@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.utils import clip_grad
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DataDependentOutputException",
+    "FakeTensor",
     "FakeTensorMode",
     "PipelineStageBase",
     "TorchDispatchMode",

@@ -32,7 +32,7 @@ from pipegrad.observe.stage_profile import StageAlone
 from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
 from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.losses import loss_parts
-from pipegrad.pipeline.microbatch import Batch
+from pipegrad.pipeline.microbatch import Batch, Counts
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.trees import flattened
 from pipegrad.plugins.codec import CARRIED, Carried
@@ -55,6 +55,7 @@ def measure_costs(
     target: object = None,
     microbatches: Sequence[object] | None = None,
     num_microbatches: int | None = None,
+    rows_of: Mapping[str, Counts] | None = None,
     optimizer: Optimizer | None = None,
     timeline: Timeline | None = None,
     links: bool = True,
@@ -75,6 +76,7 @@ def measure_costs(
         target: As there.
         microbatches: As there.
         num_microbatches: As there.
+        rows_of: As there.
         optimizer: Of `scheduler.optimizer`; without it, its step takes no time and holds nothing.
         timeline: Of a recording of these ranks, from which the times of the host are read; without
             it, the host takes no time on top of computing.
@@ -88,7 +90,7 @@ def measure_costs(
         Exception: What a stage raises; on other ranks an AgreementError with its words.
     """
     topology = scheduler.topology
-    batch = Batch(inputs, named, target, None, microbatches, num_microbatches, False)
+    batch = Batch(inputs, named, target, None, microbatches, num_microbatches, False, rows_of)
     ranks = sorted(topology.ranks)
     seconds = slow_seconds(scheduler.sync.device, AGREE_SECONDS)
     met = partial(agree, ranks=ranks, timeout_seconds=seconds)

@@ -2,13 +2,22 @@
 
 A stage of a cut is given everything that no stage names, as the uncut model would be. Models that
 are none of transformers have no conventions, and compute no loss of their own.
+
+[Note: tokens of images] A text has tokens in which a model of images, videos or sounds puts what it
+has computed of these, in their order. So these tokens tell how many rows of such an input belong to
+a sample, if each row is an image and each image a run of tokens, or if each row takes as many
+tokens. A grid tells it for images of any size, and for their patches. The model itself refuses a
+microbatch with more or fewer rows than it has tokens for.
+
+A sample without such tokens has no images, whatever stands in its rows to fill them up. A
+microbatch of such samples is given none, as the uncut model is for texts alone.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +29,8 @@ from pipegrad.model.wrappers import is_imported_kind
 from pipegrad.partition.layers import Part
 from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
 from pipegrad.pipeline.stage import Stage, fields_of, parameters_of
+
+_Tensors = dict[str, Tensor]  # by name
 
 BATCH = "**batch"  # what a step is given by name, and no stage names
 LOSS = "loss"
@@ -48,6 +59,12 @@ _MEANS = (
     "ForQuestionAnswering",
 )
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of prompts that are no tokens
+# Inputs of each kind, by name.
+_KINDS = {
+    "video": re.compile(r"video_|.*_videos$|second_per_grid"),
+    "audio": re.compile(r"audio_|input_features|feature_attention"),
+    "image": re.compile(r"image_|pixel_|.*_pixel_values$"),
+}
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
@@ -76,6 +93,7 @@ class Conventions:
     def __init__(self, model: nn.Module, example: Mapping[str, object] | None = None) -> None:
         inner = inner_model(model)
         self._model = type(model).__name__
+        self._is_known = inner is not None
         parameters = parameters_of(model)
         takes_any = parameters is None or any(p.kind is p.VAR_KEYWORD for p in parameters)
         self.accepts = None if takes_any else tuple(p.name for p in parameters or ())
@@ -83,6 +101,8 @@ class Conventions:
         self.labels: tuple[str, ...] = ()
         self.top_k = 0
         self._labels_tokens = self._shifts = False
+        self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
+        self._masks_labels = False  # whether the loss leaves out labels of what is masked
         self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
@@ -96,6 +116,12 @@ class Conventions:
         self._positions = _positions_of(inner)
         text = inner.config.get_text_config()
         self.top_k = getattr(text, "num_experts_per_tok", None) or 0
+        for kind in _KINDS:
+            names = (f"{kind}_token_id", f"{kind}_token_index")
+            found = [getattr(inner.config, name, None) for name in names]
+            for token in found:
+                if isinstance(token, int):
+                    self._tokens[kind] = token
         if not getattr(text, _ROUTED, False) and not (example or {}).get(_ROUTED):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
@@ -103,13 +129,15 @@ class Conventions:
         if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
-        # Models that do not call it do not shift their labels. An encoder-decoder shifts its labels
-        # when it makes its decoder's inputs of them.
+        # Models that do not call it shift their labels by these names, or not at all. An
+        # encoder-decoder shifts its labels when it makes its decoder's inputs of them.
         code = inspect.unwrap(type(inner).forward).__code__
         loss = inner.loss_function if "loss_function" in code.co_names else None
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        is_causal |= loss is None and "shift_labels" in code.co_varnames
+        self._masks_labels = loss is None and "shift_attention_mask" in code.co_varnames
         prompt = kind_of_prompt(model)
         if prompt == "CPT":
             return  # its loss weighs labels
@@ -176,7 +204,48 @@ class Conventions:
                 f"{divisors} cannot be given in a pipeline: its loss is the mean over all labels "
                 f"of the batch already, which it counts itself"
             )
-        return {**self._defaults, **batch}
+        return {**self._defaults, **(self._without_unseen(batch) if self._is_known else batch)}
+
+    def _of_kinds(self, batch: Mapping[str, object]) -> Iterator[tuple[str, Tensor, _Tensors]]:
+        """Yields the kinds of inputs there are, with where texts have their tokens."""
+        text = batch.get("input_ids")
+        if not isinstance(text, Tensor) or text.dim() != 2:
+            return
+        left = {n: x for n, x in batch.items() if isinstance(x, Tensor) and x.dim()}
+        for kind, pattern in _KINDS.items():
+            given = {name: left.pop(name) for name in [*left] if pattern.match(name)}
+            # What has a place for each token is of the text.
+            given = {name: x for name, x in given.items() if x.shape[:2] != text.shape}
+            if given and kind in self._tokens:
+                yield kind, text == self._tokens[kind], given
+
+    def rows_of(self, batch: Mapping[str, object]) -> dict[str, list[int]]:
+        """Returns how many rows each sample has; see [Note: tokens of images]."""
+        result = dict[str, list[int]]()
+        for kind, places, given in self._of_kinds(batch):
+            tokens = places.sum(1).cpu()
+            begins = (places & ~nn.functional.pad(places, (1, 0))[:, :-1]).sum(1).cpu()
+            grid = given.get(f"{kind}_grid_thw", given.get(f"{kind}_grid_hw"))
+            sizes = None if grid is None else grid.prod(-1).cpu()
+            if any(x.dim() > 4 for x in given.values()) and f"{kind}_sizes" not in given:
+                continue  # of samples, and of the images of each, filled up
+            for name, rows in ((name, len(x)) for name, x in given.items()):
+                if sizes is not None:
+                    found = _filled(tokens, sizes, in_patches=rows != len(sizes))
+                elif int(begins.sum()) == rows:
+                    found = begins
+                else:
+                    found = _filled(tokens, torch.ones(rows, dtype=torch.long))
+                if found is not None and int(found.sum()) == rows:
+                    result[name] = found.tolist()
+        return result
+
+    def _without_unseen(self, batch: Mapping[str, object]) -> dict[str, object]:
+        """Returns a batch without the images, videos and sounds of which it has no token."""
+        unseen = {n for _, at, given in self._of_kinds(batch) if not at.any() for n in given}
+        # Without texts in tokens, rows alone tell it.
+        unseen |= {n for n, x in batch.items() if isinstance(x, Tensor) and x.dim() and not len(x)}
+        return {name: x for name, x in batch.items() if name not in unseen}
 
     def samples(self, sample: Mapping[str, object]) -> list[Mapping[str, object]]:
         """Returns what to cut by: with labels first, since a loss may read what nothing else does.
@@ -192,8 +261,17 @@ class Conventions:
         """Refuses labels of which the weight is not known.
 
         Raises:
-            StepError: If positions of answers are outside of the text.
+            StepError: If positions of answers are outside of the text, or if the model leaves
+                labels out that count.
         """
+        mask: Any = arguments.get("attention_mask")
+        label: Any = labels.get("labels")
+        is_masked = self._masks_labels and mask is not None and label is not None
+        if is_masked and ((label != _IGNORED) & (mask == 0)).any():
+            raise StepError(
+                f"labels count where attention_mask is 0, and the loss of {self._model} leaves "
+                f"these out: set them to {_IGNORED}"
+            )
         text = arguments.get("input_ids", arguments.get("inputs_embeds"))
         for name, label in labels.items():
             if name not in _SPAN or not isinstance(label, Tensor) or not isinstance(text, Tensor):
@@ -231,6 +309,25 @@ class Conventions:
             else label
             for name, label in labels.items()
         }
+
+
+def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tensor | None:
+    """Returns how many images each sample has, or patches, if images fill its tokens in order.
+
+    Args:
+        tokens: Of each sample.
+        sizes: Of each image, as many for each token.
+        in_patches: Whether to count these sizes instead of images.
+
+    Returns:
+        None if an image would belong to two samples.
+    """
+    ends, filled = tokens.cumsum(0) * sizes.sum(), nn.functional.pad(sizes.cumsum(0), (1, 0))
+    at = torch.searchsorted(filled * tokens.sum(), ends, right=True) - 1
+    if not tokens.any() or not torch.equal(filled[at] * tokens.sum(), ends):
+        return None
+    counted = filled[at] if in_patches else at
+    return counted.diff(prepend=counted.new_zeros(1))
 
 
 def _positions_of(inner: nn.Module) -> int:
@@ -319,6 +416,10 @@ class CutStage(Stage):
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels
+
+    def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
+        """Returns how many rows each sample has; see `Stage.rows_of`."""
+        return self._conventions.rows_of(given)
 
     def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
         """Returns the outputs; see `Stage.forward`."""

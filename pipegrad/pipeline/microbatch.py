@@ -6,6 +6,11 @@ all that a step is given and that no stage names. Up to the end it is kept name 
 rules for inputs hold for each of them. One more holds: a tensor of one row beside tensors of more
 rows, such as position_ids, goes whole to every microbatch, as it would be broadcast in the model.
 
+[Note: rows of samples] A tensor may have other rows than samples: one for each image, or for each
+patch of one. ``rows_of`` has how many of them each sample has, in the order of samples, and so they
+are cut where samples are. Stages that run a model's own code know some of these numbers themselves
+(`Stage.rows_of`). A microbatch without rows gets a tensor without rows.
+
 [Note: outer graphs] An input may have a graph of the caller's, such as an encoder's output. The
 pipeline runs a backward for each microbatch, and the caller's graph can be run only once. So such a
 value is cut off its graph. The gradients of all microbatches go into the graph together, when the
@@ -17,8 +22,10 @@ from __future__ import annotations
 import copy
 import warnings
 import weakref
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Collection, Mapping, Sequence
+from itertools import accumulate
+from types import MappingProxyType
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,8 +35,10 @@ from pipegrad.pipeline.stage import fields_of
 from pipegrad.pipeline.trees import Numbers, check_kind, flattened, is_cut, leaves_of, number_of
 from pipegrad.pipeline.wiring import REST, Wiring
 
+_T = TypeVar("_T", Tensor, Sequence[int])
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
+Counts = Sequence[int] | Tensor  # for each sample, how many rows of a tensor it has
 
 
 class Batch(NamedTuple):
@@ -46,6 +55,7 @@ class Batch(NamedTuple):
     microbatches: Sequence[object] | None
     num_microbatches: int | None
     keeps_outputs: bool
+    rows_of: Mapping[str, Counts] | None = None
     error: BaseException | None = None
 
     @property
@@ -67,9 +77,10 @@ class Batches:
         has_loss: Whether there is a loss_fn.
         whole: Names of values that every microbatch gets whole.
         labels: Names of the inputs that are the target, too.
+        rows_of: As `Stage.rows_of`.
 
     Attributes:
-        rows: Of the batch that was cut last; None if nothing was cut.
+        rows: Samples of the batch that was cut last; None if nothing was cut.
         report: What was done last with each value, by name and path, in words.
         passed: A number of each tensor that was given last: see [Note: what was passed].
         outer: Those values of the last batch that have a graph of the caller's.
@@ -84,6 +95,7 @@ class Batches:
         has_loss: bool,
         whole: Collection[str],
         labels: Sequence[str] = (),
+        rows_of: Callable[[Mapping[str, object]], Mapping[str, Counts]] = lambda _: {},
     ) -> None:
         # An input takes everything that no stage names: [Note: the rest].
         self._rest = next((name for name in wiring.external if name.startswith(REST)), None)
@@ -97,6 +109,7 @@ class Batches:
         self._has_last_stage = len(wiring.taken) - 1 in stages
         self._has_loss = has_loss
         self._whole = whole
+        self._rows_of = rows_of
         self._repeated = Repeated()
         self.rows: int | None = None
         self.report: dict[str, str] = {}
@@ -129,8 +142,10 @@ class Batches:
             raise batch.error
         if batch.microbatches is None:
             passed = self._by_name(batch.inputs, batch.named, batch.target)
-            self._number_passed(passed)
-            parts = self._cut(passed, number=number, needs_target=needs_target)
+            given = self._given_counts(batch.rows_of)
+            tensors = {path: torch.tensor(counts) for path, counts in given.items()}
+            self._number_passed({**passed, "rows_of": tensors})
+            parts = self._cut(passed, given, number=number, needs_target=needs_target)
         else:
             parts = self._ready(batch, needs_target=needs_target)
         return parts, parts.pop("target", None)
@@ -250,7 +265,32 @@ class Batches:
 
     # Microbatches.
 
-    def _cut(self, passed: _Values, *, needs_target: bool, number: int) -> _Parts:
+    def _given_counts(self, rows_of: object) -> dict[str, list[int]]:
+        """Returns how many rows each sample has, as the caller says it."""
+        if rows_of is not None and not isinstance(rows_of, Mapping):
+            raise StepError(
+                f"rows_of is a {type(rows_of).__name__}, expected a mapping from names of inputs "
+                f"to how many rows each sample has, such as {{'pixel_values': [1, 0, 2, 1]}}"
+            )
+        for path in rows_of or ():
+            name = str(path).partition("[")[0]
+            if name in self._whole or not (name == "target" or self._is_taken(name)):
+                raise StepError(
+                    f"rows_of has {path!r}, which is whole in every microbatch"
+                    if name in self._whole
+                    else f"rows_of has {path!r}, which no stage takes; from outside they take "
+                    f"{self._taken}"
+                )
+        return {path: _counts(path, counts) for path, counts in (rows_of or {}).items()}
+
+    def _cut(
+        self,
+        passed: _Values,
+        given: Mapping[str, Sequence[int]],
+        *,
+        needs_target: bool,
+        number: int,
+    ) -> _Parts:
         """Returns the microbatches of a batch."""
         values = self._taken_here(passed, needs_target=needs_target)
         whole = [name for name in values if name in self._whole]
@@ -258,32 +298,72 @@ class Batches:
         for path, leaf in leaves.items():
             check_kind(path, leaf)
         rows = {path: len(leaf) for path, leaf in leaves.items() if is_cut(leaf)}
+        counts = self._counts_of(values, leaves, given)
+        rows = {path: length for path, length in rows.items() if path not in counts}
         if self._rest is not None and max(rows.values(), default=1) > 1:
             # Beside tensors of many rows, one of a single row belongs to no sample: a mask or
             # positions for all.
             single = [path for path, length in rows.items() if length == 1]
             rows = {path: length for path, length in rows.items() if length > 1}
             whole += single
-        if len(set(rows.values())) > 1 or any(n < number for n in rows.values()):
-            few = len(set(rows.values())) == 1
+        samples = rows or {path: len(numbers) for path, numbers in counts.items()}
+        if len(set(samples.values())) > 1 or any(n < number for n in samples.values()):
+            few = len(set(samples.values())) == 1
             last = ". A DataLoader with drop_last=True leaves a last batch of few rows out"
-            raise StepError(
-                f"tensors of {rows} rows cannot be cut into {number} microbatches that belong "
-                f"together: give all the same number of rows, at least {number}, or give another "
-                f"num_microbatches= on all ranks{last if few else ''}"
+            other = (
+                ". If rows of some are images or patches and not samples, rows_of= says how many "
+                "each sample has"
             )
-        self.rows = min(rows.values(), default=None)
+            raise StepError(
+                f"tensors of {samples} rows cannot be cut into {number} microbatches that belong "
+                f"together: give all the same number of rows, at least {number}, or give another "
+                f"num_microbatches= on all ranks{last if few else other}"
+            )
+        self.rows = min(samples.values(), default=None)
+        for path, numbers in counts.items():
+            if len(numbers) != self.rows:
+                raise StepError(
+                    f"rows_of[{path!r}] has {len(numbers)} numbers, and the batch has {self.rows} "
+                    f"samples: give a number for each, 0 for one that has no rows"
+                )
         self._repeated.check({**passed, **leaves}, rows)
         self.report = dict.fromkeys([*leaves, *whole], "whole in every microbatch")
         for path, length in rows.items():
             least, rest = divmod(length, number)
             sizes = f"{least} or {least + 1}" if rest else f"{least}"
             self.report[path] = f"{length} rows, cut into {number} microbatches of {sizes}"
+        uneven = {path: [sum(x) for x in _split(n, number)] for path, n in counts.items()}
+        for path, lengths in uneven.items():
+            self.report[path] = (
+                f"{sum(lengths)} rows of {self.rows} samples, cut with these into {number} "
+                f"microbatches of {min(lengths)} to {max(lengths)}"
+            )
         parts = {
-            name: self._parts(name, value, range(number), whole=name in whole)
+            name: self._parts(name, value, range(number), whole=name in whole, sizes=uneven)
             for name, value in values.items()
         }
         return self._folded(parts, number)
+
+    def _counts_of(
+        self,
+        values: _Values,
+        leaves: Mapping[str, object],
+        given: Mapping[str, Sequence[int]],
+    ) -> dict[str, Sequence[int]]:
+        """Returns the tensors whose rows are no samples, and how many each sample has."""
+        known = {path: _counts(path, numbers) for path, numbers in self._rows_of(values).items()}
+        counts = dict[str, Sequence[int]]()
+        for path, numbers in {**known, **given}.items():
+            leaf = leaves.get(path)  # none if no stage of this rank takes it
+            if not is_cut(leaf):
+                continue
+            if sum(numbers) != len(leaf):
+                raise StepError(
+                    f"rows_of[{path!r}] adds up to {sum(numbers)}, and the tensor has {len(leaf)} "
+                    f"rows"
+                )
+            counts[path] = numbers
+        return counts
 
     def _ready(self, batch: Batch, *, needs_target: bool) -> _Parts:
         """Returns microbatches that are given ready, as they are."""
@@ -299,6 +379,7 @@ class Batches:
             )
         beside = [*batch.named, *(["target"] if batch.target is not None else [])]
         beside = [name for name in beside if name not in self._whole]
+        beside += ["rows_of"] if batch.rows_of is not None else []
         if batch.inputs or beside:
             raise StepError(
                 f"{beside or 'inputs'} beside microbatches=: put into each microbatch what is for "
@@ -336,19 +417,63 @@ class Batches:
         return ". The labels of a ready microbatch are its 'target', whatever a loader calls them"
 
     def _parts(
-        self, name: str, value: object, microbatches: Sequence[int], *, whole: bool
+        self,
+        name: str,
+        value: object,
+        microbatches: Sequence[int],
+        *,
+        whole: bool,
+        sizes: Mapping[str, Sequence[int]] = MappingProxyType({}),
     ) -> Sequence[object]:
-        """Returns a value for each of these microbatches; see [Note: trees]."""
+        """Returns a value for each of these microbatches; see [Note: trees].
+
+        Args:
+            name: Of the value.
+            value: What the step is given.
+            microbatches: Their numbers.
+            whole: Whether each of them gets all of it.
+            sizes: By path, how many rows each of them gets of a tensor that is not cut evenly.
+        """
         leaves, rebuilt = flattened(value)
         if not any(has_graph(leaf) or (is_cut(leaf) and not whole) for _, leaf in leaves):
             return [value] * len(microbatches)
         columns = [
-            self.outer.microbatches(name, leaf, microbatches, whole=whole or not leaf.dim())
+            self.outer.microbatches(
+                name,
+                leaf,
+                microbatches,
+                whole=whole or not leaf.dim(),
+                sizes=sizes.get(f"{name}{path}"),
+            )
             if isinstance(leaf, Tensor)
             else [leaf] * len(microbatches)
-            for _, leaf in leaves
+            for path, leaf in leaves
         ]
         return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
+
+
+def _split(value: _T, number: int, sizes: Sequence[int] | None = None) -> Sequence[_T]:
+    """Returns pieces of a tensor or a list, of these sizes, or as even as can be."""
+    if sizes is None and isinstance(value, Tensor):
+        return value.tensor_split(number)
+    least, rest = divmod(len(value), number)
+    sizes = sizes or [least + (m < rest) for m in range(number)]
+    return [value[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
+
+
+def _counts(path: str, counts: object) -> list[int]:
+    """Returns how many rows of a tensor each sample has.
+
+    Raises:
+        StepError: If that is no list of such numbers.
+    """
+    numbers = counts.tolist() if isinstance(counts, Tensor) else counts
+    if isinstance(numbers, tuple | list) and all(type(n) is int and n >= 0 for n in numbers):
+        return list(numbers)
+    raise StepError(
+        f"rows_of[{path!r}] is {counts!r:.80}, expected an integer from 0 for each sample: how "
+        f"many rows of the tensor it has"
+    )
 
 
 def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
@@ -399,7 +524,13 @@ class OuterGraphs:
         self._cut_off: list[tuple[Tensor, Sequence[Tensor]]] = []
 
     def microbatches(
-        self, name: str, value: Tensor, microbatches: Sequence[int], *, whole: bool
+        self,
+        name: str,
+        value: Tensor,
+        microbatches: Sequence[int],
+        *,
+        whole: bool,
+        sizes: Sequence[int] | None,
     ) -> Sequence[Tensor]:
         """Returns a tensor for each microbatch; they are leaves if `value` requires a gradient.
 
@@ -408,12 +539,13 @@ class OuterGraphs:
             value: What the step is given.
             microbatches: Their numbers.
             whole: Whether each of them gets all of the value.
+            sizes: How many rows each of them gets; None if all get alike.
         """
         number = len(microbatches)
         if not has_graph(value):
-            return [value] * number if whole else value.tensor_split(number)
+            return [value] * number if whole else _split(value, number, sizes)
         detached = value.detach()
-        leaves = [detached] if whole else list(detached.tensor_split(number))
+        leaves = [detached] if whole else list(_split(detached, number, sizes))
         for leaf in leaves:
             leaf.requires_grad_()
         self._cut_off.append((value, leaves))

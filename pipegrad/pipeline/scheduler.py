@@ -29,7 +29,7 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import Tied
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
-from pipegrad.pipeline.microbatch import Batch
+from pipegrad.pipeline.microbatch import Batch, Counts
 from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Stage, StageSource
 from pipegrad.pipeline.step_result import StepResult
@@ -232,6 +232,7 @@ class Scheduler:
         loss_divisor: float | None = None,
         microbatches: Sequence[object] | None = None,
         num_microbatches: int | None = None,
+        rows_of: Mapping[str, Counts] | None = None,
         outputs: bool = False,
         **named: object,
     ) -> StepResult:
@@ -244,10 +245,11 @@ class Scheduler:
 
         Tensors are cut into microbatches along their first dimension, as evenly as
         `torch.tensor_split` does. All that are given on one rank have the same number of rows, at
-        least one for each microbatch. Another step may have another number, and so may a replica.
-        A value may be a tree: dicts, lists and tuples of tensors, cut leaf by leaf. Every
-        microbatch gets the values of ``whole``, tensors without dimensions, numbers, strings and
-        None as they are. Anything else is refused. Afterwards `inputs` says what was done.
+        least one for each microbatch, or `rows_of` says how many each sample has. Another step may
+        have another number, and so may a replica. A value may be a tree: dicts, lists and tuples of
+        tensors, cut leaf by leaf. Every microbatch gets the values of ``whole``, tensors without
+        dimensions, numbers, strings and None as they are. Anything else is refused. Afterwards
+        `inputs` says what was done.
 
         An input or the target may come from a graph of the caller's, such as an encoder's output.
         When a step returns, backward has run through that graph once. The gradient is that of this
@@ -270,6 +272,11 @@ class Scheduler:
             num_microbatches: Another number of microbatches than the Scheduler's, for this step.
                 All ranks must give it, or as many `microbatches`. The first step of a number makes
                 and proves its Program. If ranks disagree, all raise, after ``agree_seconds``.
+            rows_of: Of tensors whose rows are no samples, such as images or their patches: name ->
+                how many rows each sample has, in the order of samples, a list or tensor of
+                integers from 0. These rows are cut where samples are. It may have tensors that
+                this rank does not need. A `Cut` of transformers finds out itself what grids or the
+                tokens of images tell.
             outputs: Whether the result has the outputs of the last stage. They are kept until the
                 step ends. Only the ranks of the last stage need to ask.
             **named: External inputs by name.
@@ -288,7 +295,8 @@ class Scheduler:
                 Scheduler's own number raise a StepError.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
-        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
+        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of)
+        batch = Batch(inputs, named, target, *options)
         self._look_once()
         return self._steps.run(batch, forward_only=False)
 
@@ -300,6 +308,7 @@ class Scheduler:
         loss_divisor: float | None = None,
         microbatches: Sequence[object] | None = None,
         num_microbatches: int | None = None,
+        rows_of: Mapping[str, Counts] | None = None,
         outputs: bool = True,
         **named: object,
     ) -> StepResult:
@@ -307,7 +316,8 @@ class Scheduler:
 
         Everything is as in `step`. Without a target the loss and its metrics are nan.
         """
-        batch = Batch(inputs, named, target, loss_divisor, microbatches, num_microbatches, outputs)
+        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of)
+        batch = Batch(inputs, named, target, *options)
         modules = [stage.module for stage in self._stages.values()]
         with evaluating(modules), torch.no_grad():
             return self._steps.run(batch, forward_only=True)

@@ -79,6 +79,14 @@ class Stage:
         self._returned = (*self.outputs, *self.losses)
         self._returns_one = len(self._returned) == 1
 
+    def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
+        """Returns how many rows each sample has of those inputs whose rows are no samples.
+
+        Args:
+            given: What a step is given, by name.
+        """
+        return {}
+
     @cached_property
     def layers(self) -> Mapping[str, float]:
         """Its layers by name, with what part of its time each takes; empty if it is no chain."""

@@ -128,6 +128,7 @@ class Steps:
             has_loss=pipeline.loss_fn is not None,
             whole=whole,
             labels=pipeline.labels,
+            rows_of=next(stage.rows_of for stage in pipeline.stages),
         )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, sync)

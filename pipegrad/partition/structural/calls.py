@@ -55,12 +55,14 @@ class Origin:
         parameters: Names of parameters and buffers.
         draws: Numbers of operators that draw random numbers.
         writers: Layers that wrote into a tensor that they were given.
+        inputs: Names of what the model was given; not of what decided alone.
     """
 
     sources: frozenset[Source] = frozenset()
     parameters: frozenset[str] = frozenset()
     draws: frozenset[int] = frozenset()
     writers: frozenset[str] = frozenset()
+    inputs: frozenset[str] = frozenset()
 
     def __or__(self, other: Origin) -> Origin:
         return Origin(
@@ -68,6 +70,7 @@ class Origin:
             self.parameters | other.parameters,
             self.draws | other.draws,
             self.writers | other.writers,
+            self.inputs | other.inputs,
         )
 
 
@@ -200,6 +203,15 @@ class Flow:
     writes_inputs: bool
     is_heard: bool
     sample: dict[str, tuple[int, ...]]
+
+    @cached_property
+    def inputs(self) -> list[frozenset[str]]:
+        """Of each call, the names of those of the model's inputs that it is computed of."""
+        found = list[frozenset[str]]()
+        for call in self.calls:
+            before = (found[source.call] for source in call.origin.sources)
+            found.append(call.origin.inputs.union(*before))
+        return found
 
 
 def roots_of(layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -7,9 +7,11 @@ these are. The code between layers need not be understood: each stage runs it ag
 
 The tensors of the sample, and the model's parameters and buffers, are fake. Fake tensors have a
 shape, a dtype and a device, but no memory. So the run costs no memory, changes no buffer, draws no
-random number, and works for a model on the meta device. If the model's code needs values of
-tensors, it runs on its parameters and on copies of all other tensors, and the random state is put
-back. Attributes are those of a copy of the model, so no cache of the model keeps what the run made.
+random number, and works for a model on the meta device. If the model's code needs values of what it
+is given, such as where a text has images, it runs on a copy of that. If it needs values of what
+layers compute, it runs on its parameters and on copies of all other tensors. Then the random state
+is put back. Attributes are those of a copy of the model, so no cache of the model keeps what the
+run made.
 """
 
 from __future__ import annotations
@@ -57,24 +59,32 @@ def flow_of(
             "by='measured' runs the layers, and those of a model on the meta device cannot run: "
             "take by='time', or a number for each layer"
         )
-    ways = [] if timed else [partial(_run, fake=True), partial(_run, fake=True, dtype=EXPERTS)]
+    ways = list[Callable[..., Flow]]()
+    if not timed:
+        ways = [
+            partial(_run, fake=True, given=given, dtype=dtype)
+            for given in (False, True)
+            for dtype in (None, EXPERTS)
+        ]
     runs = [(way, sample) for sample in samples for way in ways]
     if not is_meta:
-        runs += [(partial(_run, fake=False, timed=timed), sample) for sample in samples]
+        real = partial(_run, fake=False, given=True, timed=timed)
+        runs += [(real, sample) for sample in samples]
     failures = list[Exception]()
     for run, sample in runs:
         try:
             return _in_both_modes(run, model, layers, sample)
-        except Exception as error:  # the first one of the last sample is raised below
+        except Exception as error:  # one of the last sample is raised below
             if sample is samples[-1]:
                 if isinstance(error, TopologyError):
                     raise
                 failures.append(error)
+    failure = failures[-2 if is_meta else -1]  # of the run with most values, in its own dtypes
     raise TopologyError(
         f"{type(model).__name__} fails on a sample of {_shapes_of(samples[-1])}: "
-        f"{in_words(failures[0])}. Give example={{...}}, the keyword arguments of its forward for "
-        f"a small batch"
-    ) from failures[0]
+        f"{in_words(failure)}. Give example={{...}}, the keyword arguments of its forward for a "
+        f"small batch"
+    ) from failure
 
 
 def _in_both_modes(
@@ -115,24 +125,41 @@ def _run(
     sample: Mapping[str, object],
     *,
     fake: bool,
+    given: bool,
     dtype: torch.dtype | None = None,
     timed: bool = False,
     is_training: bool = False,
 ) -> Flow:
+    """Runs a model.
+
+    Args:
+        model: The model.
+        layers: Its layers.
+        sample: What it is given.
+        fake: Whether its tensors have no values.
+        given: Whether what it is given has values.
+        dtype: Of fake tensors; their own if None.
+        timed: Whether to measure layers.
+        is_training: Whether to run in training mode.
+    """
     tensor_of = cache(partial(_fake, dtype=dtype) if fake else _real)
+    input_of = cache(partial(_real, dtype=dtype) if given else tensor_of)
+    mode = FakeTensorMode(allow_non_fake_inputs=given) if fake else contextlib.nullcontext()
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if fake:
             stack.enter_context(quiet_fake_tensors())
-            stack.enter_context(FakeTensorMode())
-        else:
+        if given:
             stack.enter_context(torch.random.fork_rng())
         shared = _enclosed(model)
         untouched = stack.enter_context(_untouched(model, shared))
-        copied = isolated(model, tensor_of, shared)
+        with mode:
+            copied = isolated(model, tensor_of, shared)
+        if not given:  # else what has no fake among its inputs is computed
+            stack.enter_context(mode)
         if is_training:
             copied.train()
-        inputs = {n: tensor_of(x) if isinstance(x, Tensor) else x for n, x in sample.items()}
+        inputs = {n: input_of(x) if isinstance(x, Tensor) else x for n, x in sample.items()}
         recorder = ModelRecorder(copied, [*layers], inputs, timed=timed)
         try:
             with recorder:
@@ -153,9 +180,11 @@ def _run(
     )
 
 
-def _real(tensor: Tensor) -> Tensor:
+def _real(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """Returns a tensor for a run on real ones, which may write into buffers and inputs."""
-    return tensor if isinstance(tensor, nn.Parameter) else tensor.clone()
+    if isinstance(tensor, nn.Parameter):
+        return tensor
+    return tensor.to(dtype if tensor.is_floating_point() else None, copy=True)
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:

@@ -17,7 +17,13 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
 from pipegrad.errors import TopologyError
-from pipegrad.interop.private import TorchDispatchMode, storage_key, tree_flatten, weak_storage
+from pipegrad.interop.private import (
+    FakeTensor,
+    TorchDispatchMode,
+    storage_key,
+    tree_flatten,
+    weak_storage,
+)
 from pipegrad.partition.structural.calls import (
     Call,
     Change,
@@ -34,6 +40,11 @@ from pipegrad.partition.structural.calls import (
 from pipegrad.partition.structural.shallow import as_kind
 from pipegrad.pipeline.stage import fields_of
 
+_INDEXED = (
+    torch.ops.aten.index.Tensor,
+    torch.ops.aten.index_put.default,
+    torch.ops.aten.index_put_.default,
+)
 _GLUE = "code outside of layers"
 _REPEATS = 3  # of a layer that is measured; the shortest time counts
 
@@ -124,6 +135,9 @@ class ModelRecorder(TorchDispatchMode):
         self.written = set[Source]()
         self.writes_inputs = False
         self.is_heard = False
+        for name, value in inputs.items():
+            for tensor in _tensors(value):
+                self._set(tensor, Origin(inputs=frozenset({name})))
 
     def __torch_dispatch__(
         self, func: Any, types: object, args: Any = (), kwargs: Any = None
@@ -134,7 +148,7 @@ class ModelRecorder(TorchDispatchMode):
         running = self._running
         if running is not None:
             self._read(running, (args, kwargs))
-        result = func(*args, **kwargs)
+        result = func(*(_in_places(args) if func in _INDEXED else args), **kwargs)
         written = [
             value
             for argument, value in zip(func._schema.arguments, args, strict=False)
@@ -150,7 +164,8 @@ class ModelRecorder(TorchDispatchMode):
             self._num_draws += 1
             origin |= Origin(draws=frozenset({self._num_draws}))
         if torch.Tag.data_dependent_output in func.tags and not _tensors(result):
-            self._decided |= origin
+            # A grid of images decides about all behind it, and is no input of all that.
+            self._decided |= replace(origin, inputs=frozenset())
         for tensor in _tensors(result):
             self._set(tensor, origin)
         for tensor in _tensors(written):
@@ -249,6 +264,8 @@ class ModelRecorder(TorchDispatchMode):
         with watch.listening(), torch.enable_grad():
             returned = function(*args, **kwargs)
         changes = watch.changes()
+        # Whatever the model makes of it: it may also ask whether there is something.
+        self.is_heard |= any(map(_collects, layer.modules()))
         clones.put_back()
         return returned, changes
 
@@ -349,7 +366,7 @@ class ModelRecorder(TorchDispatchMode):
 
     def _set(self, tensor: Tensor, origin: Origin) -> None:
         self._origins[id(tensor)] = origin
-        self._by_storage.setdefault(storage_key(tensor.untyped_storage()), []).append(tensor)
+        self._by_storage.setdefault(_key(tensor), []).append(tensor)
 
     def _write(self, tensor: Tensor, origin: Origin) -> None:
         """Records that a tensor outside of layers was written into."""
@@ -408,6 +425,12 @@ def _seconds(
     return seconds
 
 
+def _collects(part: nn.Module) -> bool:
+    """Returns whether hooks of transformers collect what a module returns."""
+    hooks = part._forward_hooks.values()
+    return any(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)
+
+
 def _followed(layer: str, changes: Changes) -> tuple[Changes, frozenset[tuple[str, str]]]:
     """Returns what a layer changes that can be done elsewhere, and which attributes it loses.
 
@@ -444,6 +467,23 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _tensors(values: object) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, Tensor)]
+
+
+def _in_places(args: Any) -> Any:
+    """Returns arguments of an index with the places of a mask, which fake tensors cannot count."""
+    tensor, indices, *values = args
+    places = [
+        place
+        for index in indices
+        for place in (
+            index.nonzero().unbind(1)
+            if isinstance(index, Tensor)
+            and index.dtype == torch.bool
+            and not isinstance(index, FakeTensor)
+            else [index]
+        )
+    ]
+    return tensor, places, *values
 
 
 def _direct(values: tuple[object, ...]) -> list[Tensor]:

@@ -67,7 +67,7 @@ def parts_of(
         later = {source for need in needs[stage + 1 :] for source in need}
         sent = sorted(source for source in later if first <= source.call < end)
         here = {call.layer for call in calls[first:end]} | _uncalled(layers, calls, edges, stage)
-        held = [layer for name, layer in layers.items() if name in here]
+        held = {name: layer for name, layer in layers.items() if name in here}
         run = Run(flow, first, end, inputs=needs[stage], outputs=sent, layers=held)
         module = _stage_module(model, layers, described, here, run)
         _place_parameters(model, module, here, layers, origins[stage].parameters)

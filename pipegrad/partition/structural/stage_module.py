@@ -10,17 +10,24 @@ layer stands a module without parameters, which computes nothing:
 
 The forward ends behind the last layer of the stage, by an exception. So a stage runs the code
 before its first layer, such as the making of masks, but nothing behind its last one.
+
+[Note: skipped layers] The code skips the layers of an input that it is not given, such as those
+that see images. So a call may be left out if all inputs of the sample that it was computed of are
+missing. All ranks have the same batch, so all of them skip the same calls, and no later stage reads
+what these would have made. One number crosses in its place, with a gradient if the value has one in
+other microbatches: the schedule knows of each value that it always or never has one. Any other call
+that does not come is refused: it may be left out at random.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from numbers import Number
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -61,7 +68,7 @@ class Run:
         end: The call behind its last one.
         inputs: What the stage receives.
         outputs: What it sends.
-        layers: Those of the stage, in the uncut model. Their tensors say where the stage is.
+        layers: Those of the stage, in the uncut model, by name. Their tensors say where it is.
 
     Attributes:
         flow: The argument.
@@ -76,15 +83,18 @@ class Run:
         *,
         inputs: Sequence[Source],
         outputs: Sequence[Source],
-        layers: Sequence[nn.Module],
+        layers: Mapping[str, nn.Module],
     ) -> None:
         self.flow, self.first, self._end = flow, first, end
         self._inputs, self._outputs = tuple(inputs), tuple(outputs)
-        self._layers = tuple(layers)
+        self._layers = dict(layers)
         self._values = dict[Source, Tensor]()
         self._shapes = dict[object, Any]()  # see _leaf_of
+        self._by_value = set[int]()  # calls whose shapes depend on values of integers
         self._number: int | None = None  # of the next call; None outside of a forward
         self._inside = ""  # the layer that runs now
+        self._missing = frozenset[str]()  # inputs of the sample that this forward has not
+        self._given = set[str]()  # tensors that it has
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
 
     @property
@@ -98,8 +108,8 @@ class Run:
         return self._end == len(self.flow.calls)
 
     @contextmanager
-    def forward(self, edges: Sequence[Tensor]) -> Iterator[None]:
-        """Takes what the stage receives, for one forward.
+    def forward(self, edges: Sequence[Tensor], batch: Mapping[str, object]) -> Iterator[None]:
+        """Takes what the stage receives, and what the model is given, for one forward.
 
         Raises:
             StepError: If it is not as much as the stage takes, or if the model called fewer layers
@@ -109,6 +119,8 @@ class Run:
             names = [self.flow.calls[source.call].name_of(source.leaf) for source in self._inputs]
             raise StepError(f"the stage takes {names}, and was given {len(edges)} values")
         self._number = 0
+        self._missing = frozenset(name for name in self.flow.sample if _lacks(batch.get(name)))
+        self._given = {name for name, value in batch.items() if isinstance(value, Tensor)}
         self._values = dict(zip(self._inputs, edges, strict=True))
         try:
             yield
@@ -120,25 +132,88 @@ class Run:
             # A value that is kept here would keep its memory.
             self._values = {}
 
-    def results(self) -> Tensor | tuple[Tensor, ...]:
-        """Returns what the stage sends."""
-        sent = tuple(self._values[source] for source in self._outputs)
+    def results(self, module: nn.Module) -> Tensor | tuple[Tensor, ...]:
+        """Returns what the stage sends.
+
+        Args:
+            module: The stage.
+        """
+        if self._missing:
+            sent = tuple(self._unskipped(source, module) for source in self._outputs)
+        else:
+            sent = tuple(self._values[source] for source in self._outputs)
         return sent[0] if len(sent) == 1 else sent
+
+    def _unskipped(self, source: Source, module: nn.Module) -> Tensor:
+        """Returns an output, or what stands for it if its call was skipped."""
+        value = self._values.get(source)
+        if value is None:
+            dtype = self.flow.calls[source.call].outputs[source.leaf].dtype
+            assert dtype is not None
+            value = torch.zeros(1, dtype=self.dtype_of(dtype, ()), device=self.device)
+        is_real = value.is_floating_point() or value.is_complex()
+        if not is_real or value.requires_grad or not torch.is_grad_enabled():
+            return value
+        # A clone: a schedule that splits backwards takes leaves for parameters.
+        is_trained = self._is_trained(source, module)
+        return value.detach().requires_grad_().clone() if is_trained else value
+
+    def _is_trained(self, source: Source, module: nn.Module) -> bool:
+        """Returns whether an output has a gradient in a forward that skips nothing."""
+        waiting, seen = [source], {source}
+        while waiting:
+            source = waiting.pop()
+            if source in self._inputs:
+                if self._values[source].requires_grad:
+                    return True
+                continue
+            call = self.flow.calls[source.call]
+            held = [*self._layers[call.layer].parameters()]
+            held += [p for n, p in module.named_parameters() if n in call.origin.parameters]
+            if any(parameter.requires_grad for parameter in held):
+                return True
+            waiting += call.origin.sources - seen
+            seen |= call.origin.sources
+        return False
 
     def enter(self, layer: str) -> int | None:
         """Returns the number of a layer's call; None if it is none that counts."""
         if self._number is None or self._inside:
             return None
-        number = self._number
-        if number >= self._end or self.flow.calls[number].layer != layer:
-            expected = self.flow.calls[number].layer if number < self._end else "no further layer"
-            raise StepError(
-                f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
-                f"pipeline needs the same layers in the same order in each step. Switch off what "
-                f"skips layers, such as layerdrop; or cut it with example= of the same arguments"
-            )
-        self._number += 1
+        begin, number = self._number, self._number_of(layer, self._number)
+        if begin < self._end <= number and not self.is_last:
+            raise _StageEndedError  # the last calls of the stage are skipped
+        if number >= self._end:
+            raise self._refused(layer, "no further layer")
+        self._number = number + 1
         return number
+
+    def _number_of(self, layer: str, begin: int) -> int:
+        """Returns the number of a layer's call, behind those that this forward skips.
+
+        See [Note: skipped layers].
+        """
+        calls, inputs, ahead = self.flow.calls, self.flow.inputs, begin
+        while ahead < len(calls) and inputs[ahead] and inputs[ahead] <= self._missing:
+            ahead += 1
+        # A layer may be called for several inputs. The call that has its input comes first, but a
+        # model may also make up for one that is missing.
+        expected = calls[ahead].layer if ahead < len(calls) else "no further layer"
+        skipped = [call.layer for call in calls[begin:ahead]]
+        if layer not in (expected, *skipped):
+            raise self._refused(layer, expected)
+        return ahead if layer == expected else begin + skipped.index(layer)
+
+    def _refused(self, layer: str, expected: str) -> StepError:
+        """Returns what refuses a call that was another one at the cut."""
+        more = sorted(x for x in self._given - self.flow.sample.keys() if not x.endswith("labels"))
+        lacks = f". That example had no {more}" if more else ""
+        return StepError(
+            f"the model calls layer {layer!r} where it called {expected!r} when it was cut: a "
+            f"pipeline needs the same layers in the same order in each step. Switch off what "
+            f"skips layers, such as layerdrop; or cut it with example= of the same "
+            f"arguments{lacks}"
+        )
 
     def run(self, number: int, layer: nn.Module, call: Any, args: Any, kwargs: Any) -> Any:
         """Runs a layer of the stage."""
@@ -270,12 +345,18 @@ class Run:
 
         A run of the layer on fake tensors takes longer than a forward of a small layer.
         """
-        inputs = [_kind_of(leaf) for leaf in tree_flatten((args, kwargs))[0]]
-        key = (number, leaf, *inputs)
+        inputs = tree_flatten((args, kwargs))[0]
+        key: tuple[object, ...] = (number, leaf, *map(_kind_of, inputs))
+        if number in self._by_value:
+            key += tuple(f"{x.tolist()}" for x in inputs if _is_whole(x))
         if key not in self._shapes:
             if len(self._shapes) >= _MOST_SHAPES:
                 self._shapes.clear()
-            self._shapes[key] = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
+            shape, needs_values = leaf_of(self.flow.calls[number], described, args, kwargs, leaf)
+            if needs_values and number not in self._by_value:
+                self._by_value.add(number)
+                return shape  # the next one has a key of values
+            self._shapes[key] = shape
         return self._shapes[key]
 
     def _filled(self, shape: Sequence[int], output: Output, inputs: Sequence[Tensor]) -> Tensor:
@@ -294,7 +375,7 @@ class Run:
     @property
     def device(self) -> torch.device:
         """Where the stage is."""
-        held = (tensor for layer in self._layers for tensor in layer.parameters())
+        held = (tensor for layer in self._layers.values() for tensor in layer.parameters())
         return next((x.device for x in (*self._values.values(), *islice(held, 1))), CPU)
 
     def refused_inside(self, layer: str) -> StepError:
@@ -345,14 +426,24 @@ class StageModule(nn.Module):
             leaves, structure = tree_flatten(batch)
             copies = {id(x): x.clone() for x in leaves if isinstance(x, Tensor)}
             batch = structure.unflatten([copies.get(id(x), x) for x in leaves])
-        with run.forward(edges):
+        with run.forward(edges, batch):
             try:
                 returned = super().forward(**batch)
             except _StageEndedError:
-                return run.results()
+                return run.results(self)
         if not run.is_last:
             raise StepError("the model ended before the last layer of the stage: see layerdrop")
         return returned
+
+
+def _lacks(value: object) -> bool:
+    """Returns whether an input is missing, or has no rows."""
+    return value is None or (isinstance(value, Tensor) and value.dim() > 0 and not len(value))
+
+
+def _is_whole(leaf: object) -> TypeGuard[Tensor]:
+    """Returns whether an input is a tensor of integers."""
+    return isinstance(leaf, Tensor) and not (leaf.is_floating_point() or leaf.is_complex())
 
 
 def _kind_of(leaf: object) -> object:

@@ -9,14 +9,16 @@ forward it has none: an optimizer or a checkpoint of the stage does not see them
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.interop.private import fake_tensors, tree_flatten
+from pipegrad.interop.private import FakeTensorMode, quiet_fake_tensors, tree_flatten
 from pipegrad.partition.structural.calls import Call, Replaced, Watch
 from pipegrad.partition.structural.shallow import as_kind
 
@@ -166,32 +168,44 @@ def filled(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
     return torch.full((), value, dtype=dtype, device=device).expand(tuple(shape))
 
 
-def leaf_of(call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int) -> Any:
+def leaf_of(
+    call: Call, described: nn.Module, args: Any, kwargs: Any, leaf: int
+) -> tuple[Any, bool]:
     """Returns a leaf of what a layer returns or changes, and of a tensor the shape.
 
-    Nothing is computed, unless the layer's code needs values of tensors: then of zeros. A number
-    that depends on values is nan.
+    Nothing is computed, unless the layer's code needs values of tensors. If those of integers do,
+    such as sizes of images, these are what they are. Else all others are zeros, and a number that
+    depends on values is nan.
+
+    Returns:
+        Behind it, whether the layer's code needs values.
     """
     output = call.outputs[leaf]
     failures = list[Exception]()
-    for dtype in (None, EXPERTS):
+    for given, dtype in product((False, True), (None, EXPERTS)):
         try:
-            with fake_tensors():
-                result = _leaf(call, described, args, kwargs, leaf, dtype=dtype)
+            with quiet_fake_tensors():
+                mode = FakeTensorMode(allow_non_fake_inputs=True)
+                result = _leaf(
+                    call, described, args, kwargs, leaf, mode=mode, dtype=dtype, given=given
+                )
             break
         except Exception as error:  # noqa: BLE001 - whatever a layer raises that needs values
             failures.append(error)
     else:
+        given = True
         if isinstance(output.value, float):
-            return torch.nan
+            return torch.nan, given
         if output.shape is None:
             raise StepError(
                 f"layer {call.layer!r} computes the number {output.value!r} of values, and is on "
                 f"another stage: use a tensor"
             ) from failures[0]
         with torch.random.fork_rng(devices=[]):
-            result = _leaf(call, described, args, kwargs, leaf, dtype=None)
-    return result.shape if isinstance(result, Tensor) else result
+            result = _leaf(
+                call, described, args, kwargs, leaf, mode=nullcontext(), dtype=None, given=given
+            )
+    return (result.shape if isinstance(result, Tensor) else result), given
 
 
 @torch.no_grad()
@@ -202,18 +216,26 @@ def _leaf(
     kwargs: Any,
     leaf: int,
     *,
+    mode: AbstractContextManager[object],
     dtype: torch.dtype | None,
+    given: bool,
 ) -> Any:
-    def zeros(x: Tensor) -> Tensor:
-        return torch.zeros(x.shape, dtype=dtype if dtype and x.is_floating_point() else x.dtype)
+    """Returns a leaf of what a layer makes of tensors of a mode, and of integers if `given`."""
+
+    def made(x: Tensor) -> Tensor:
+        is_real = x.is_floating_point() or x.is_complex()
+        if given and not is_real and not x.is_meta:
+            return x.to("cpu", copy=True)
+        with mode:
+            return torch.zeros(x.shape, dtype=dtype if dtype and is_real else x.dtype)
 
     state = {**dict(described.named_parameters()), **dict(described.named_buffers())}
-    tensors = {name: zeros(x) for name, x in state.items()}
-    everything, others = Watch(described, args, kwargs), Replaced(zeros)
+    tensors = {name: made(x) for name, x in state.items()}
+    everything, others = Watch(described, args, kwargs), Replaced(made)
     try:
         args, kwargs = others.of(args), others.of(kwargs)
         known = Watch(described, args, kwargs, call.changes)
-        with known.listening():
+        with known.listening(), nullcontext() if given else mode:
             returned = torch.func.functional_call(described, tensors, args, kwargs)
         leaves = tree_flatten(returned)[0]
         for values in known.values():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from pipegrad.errors import AgreementError
 from tests.support.gradients.cases import outcome, rank
 from tests.support.partition.families import FAMILIES, ROWS, TOKENS, VOCAB
 from tests.support.partition.twins import Twins, difference
+from tests.support.partition.vision import SPREAD, VISION, example
 from tests.support.pipeline.schedulers import topology
 from tests.support.ranked import gathered
 
@@ -65,6 +67,53 @@ def test_refusals_evaluations_and_steps_of_one_cut() -> None:
             assert difference(loss, twins.true(**part).loss) <= 1e-6
     assert all(module.training for stage in twins.own for module in stage.modules())
     twins.step(BATCH)
+    assert max(twins.close()) <= 1e-6
+
+
+def test_rows_of_images_are_refused_in_words_and_the_next_step_is_right() -> None:
+    family = VISION["LLaVA"]
+    batch, right = family.batch(100), [*SPREAD[0]]
+    twins = Twins(family.build, cut={"example": example(family)})
+
+    def said(counts: list[int], **change: Any) -> set[str]:
+        given = {**batch, **change, "rows_of": {"pixel_values": counts}}
+        return set(gathered(outcome(lambda: twins.scheduler.step(**given))))
+
+    (words,) = said([1] * ROWS)
+    assert "rows_of['pixel_values'] adds up to 8, and the tensor has 7 rows" in words
+    (words,) = said([7])
+    assert "has 1 numbers, and the batch has 8 samples" in words
+    # All ranks of a pipeline are given the same.
+    (words,) = said(right if rank() else right[::-1])
+    assert "given different tensors as 'rows_of'" in words
+    for parameter in twins.held.values():
+        parameter.grad = None
+    twins.step(batch, given={**batch, "rows_of": {"pixel_values": right}})
+    twins.step(batch)
+    assert max(twins.close()) <= 1e-6
+
+
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_a_frozen_tower_costs_no_backward(is_alone: bool) -> None:
+    """A stage of the tower and of embeddings, which are frozen, too, or not."""
+    family = VISION["LLaVA"]
+
+    def frozen() -> Any:
+        model: Any = family.build()
+        model.model.vision_tower.requires_grad_(False)
+        model.get_input_embeddings().requires_grad_(not is_alone)
+        return model
+
+    boundary = "model.multi_modal_projector"
+    twins = Twins(frozen, cut={"example": example(family), "boundaries": [boundary]})
+    twins.step(family.batch(100))
+    given: Any = family.batch(101)
+    with mock.patch("torch.autograd.backward", wraps=torch.autograd.backward) as ran:
+        twins.scheduler.step(given)
+    back = [c for c in twins.scheduler.program.channels if c.kind == "B"]
+    links = [twins.scheduler.program.links[channel.link].name for channel in back]
+    assert links == ([] if is_alone else ["model.language_model.embed_tokens"])
+    assert ran.call_count == (0 if is_alone and not rank() else 4)  # microbatches
     assert max(twins.close()) <= 1e-6
 
 

@@ -12,6 +12,7 @@ from pipegrad import cut
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.conventions import Conventions, sample_of
 from tests.support.partition.families import DECODER, ENCODER, FAMILIES, HEADS, Family
+from tests.support.partition.vision import SPREAD, VISION, seen
 
 pytestmark = pytest.mark.slow  # transformers is imported
 pytest.importorskip("transformers")
@@ -49,6 +50,29 @@ def test_other_losses_are_means_over_samples(name: str) -> None:
     batch = family.batch(1)
     labels = {label: batch[label] for label in conventions.labels}
     assert conventions.weight(labels) == len(batch[conventions.labels[0]])
+
+
+@pytest.mark.parametrize("name", VISION)
+@pytest.mark.parametrize("seed", [100, 101])  # in the second, there are as many images as samples
+def test_tokens_and_grids_tell_how_many_rows_a_sample_has(name: str, seed: int) -> None:
+    family = VISION[name]
+    batch, counts = family.batch(seed), list(SPREAD[seed % 2])
+    found = Conventions(family.build()).rows_of(batch)
+    assert found.keys() == ({*seen(batch)} if name not in ("Idefics3", "SmolVLM") else set())
+    for rows, of_sample in found.items():
+        assert sum(of_sample) == len(batch[rows])
+        if "videos" not in name and (rows != "pixel_values" or "image_grid_thw" not in found):
+            assert of_sample == counts
+        assert {n for n, x in enumerate(of_sample) if x} <= {n for n, x in enumerate(counts) if x}
+
+
+def test_a_loss_that_leaves_out_what_is_masked_is_counted_or_refused() -> None:
+    """Labels that a model shifts by itself were counted unshifted: gradients were wrong."""
+    conventions = Conventions(VISION["Qwen2-Audio"].build())
+    assert conventions.weight({"labels": LABELS}) == 4
+    conventions.check({"labels": LABELS}, {"attention_mask": (LABELS != -100).long()})
+    with pytest.raises(StepError, match="labels count where attention_mask is 0"):
+        conventions.check({"labels": LABELS}, {"attention_mask": LABELS * 0})
 
 
 @pytest.mark.parametrize(

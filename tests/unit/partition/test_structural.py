@@ -192,6 +192,32 @@ class Summing(Chain):
 
 
 TOKENS = torch.tensor([[1, 2, 3], [4, 5, 6], [0, 0, 1], [2, 2, 6]])
+
+
+class Seeing(Chain):
+    """A tower of two layers sees images, if there are any; dropping skips a layer for no reason."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tower = nn.ModuleList(linear() for _ in range(2))
+
+    def forward(
+        self,
+        tokens: Tensor,
+        scale: float = 1.0,
+        images: Tensor | None = None,
+        drop: bool = False,
+    ) -> Any:
+        x = self.embed(tokens)
+        if images is not None and len(images):
+            for layer in self.tower:
+                images = layer(images)
+            x = x + images.sum(0)
+        for layer in list(self.layers)[drop:]:
+            x = F.gelu(layer(x))
+        return self.head(x * scale)
+
+
 SAMPLE = {"tokens": torch.ones(2, 5, dtype=torch.long)}
 
 
@@ -359,6 +385,32 @@ def test_a_step_that_calls_other_layers_is_refused() -> None:
     # The stage goes on after an error.
     found, _ = run(parts, tokens=TOKENS)
     assert not found.isnan().any()
+
+
+@pytest.mark.parametrize("trained", ["all", "layers", "tower"])
+@pytest.mark.parametrize("num_stages", [2, 4, 7])
+def test_a_microbatch_without_images_skips_their_layers(trained: str, num_stages: int) -> None:
+    model = Seeing()
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained == "all" or name.startswith(trained))
+    images = torch.randn(3, WIDTH, dtype=torch.float64)
+    parts = cut_of(model, num_stages, example=SAMPLE | {"images": images})
+    kinds = set[tuple[bool, ...]]()
+    for batch in ({"images": images}, {}, {"images": images[:0]}):
+        true = model(TOKENS, **batch)
+        found, edges = run(parts, tokens=TOKENS, **batch)
+        torch.testing.assert_close(found, true, rtol=0, atol=0)
+        # A value always or never has a gradient.
+        kinds.add(tuple(sent.requires_grad for sent, _ in edges))
+    assert len(kinds) == 1
+    with pytest.raises(StepError, match=r"calls layer 'layers\.1' where it called 'layers\.0'"):
+        run(parts, tokens=TOKENS, drop=True)  # not an image is missing, but a layer
+
+
+def test_what_an_example_lacked_is_in_the_refusal() -> None:
+    images = torch.randn(3, WIDTH, dtype=torch.float64)
+    with pytest.raises(StepError, match=r"That example had no \['images'\]"):
+        run(cut(Seeing(), 2), tokens=TOKENS, images=images)
 
 
 def test_the_flow_says_which_outputs_each_call_needs() -> None:

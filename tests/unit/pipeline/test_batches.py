@@ -41,7 +41,7 @@ def cut(
     """Returns the microbatches by name, with those of the target."""
     own = {
         name: options.pop(name, None)
-        for name in ("target", "loss_divisor", "microbatches", "num_microbatches")
+        for name in ("target", "loss_divisor", "microbatches", "num_microbatches", "rows_of")
     }
     parts, targets = batches.cut(
         Batch(inputs, options, **own, keeps_outputs=False), number, needs_target=needs_target
@@ -243,7 +243,11 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "sparse": (lambda: {"x": rows().to_sparse()}, "of layout torch.sparse_coo, which cannot be"),
     "other rows in a tree": (
         lambda: {"x": {"a": rows(4), "b": rows(6)}},
-        "tensors of {\"x['a']\": 4, \"x['b']\": 6} rows cannot be cut into 2 microbatches",
+        (
+            "'b']\": 6} rows cannot be cut into 2 microbatches that belong together: give all "
+            "the same number of rows, at least 2, or give another num_microbatches= on all ranks. "
+            "If rows of some are images or patches and not samples, rows_of= says how many each"
+        ),
     ),
     "fewer rows": (lambda: {"x": rows(1)}, "with drop_last=True leaves a last batch"),
     "texts": (lambda: {"x": {"text": [["a"]]}}, "such as texts, drop the column"),
@@ -298,11 +302,69 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"x": X, "microbatches": [{}, {}]},
         "['x'] beside microbatches=",
     ),
+    "counts that are no mapping": (lambda: {"x": X, "rows_of": [1]}, "rows_of is a list, expected"),
+    "counts of what no stage takes": (
+        lambda: {"x": X, "rows_of": {"y": [1]}},
+        "rows_of has 'y', which no stage takes; from outside they take ['x']",
+    ),
+    "counts below nought": (
+        lambda: {"x": X, "rows_of": {"x": [6, -1]}},
+        "rows_of['x'] is [6, -1], expected an integer from 0 for each sample",
+    ),
+    "counts that do not add up": (
+        lambda: {"x": X, "rows_of": {"x": [2, 2]}},
+        "rows_of['x'] adds up to 4, and the tensor has 5 rows",
+    ),
+    "counts of fewer samples": (
+        lambda: {"x": X, "target": Y, "rows_of": {"x": [2, 3]}},
+        "rows_of['x'] has 2 numbers, and the batch has 5 samples: give a number for each, 0 for",
+    ),
+    "counts beside ready ones": (
+        lambda: {"microbatches": [{"x": X}, {"x": X}], "rows_of": {}},
+        "['rows_of'] beside microbatches=",
+    ),
     "a target beside ready ones": (
         lambda: {"target": Y, "microbatches": [{"x": X}, {"x": X}]},
         "['target'] beside microbatches=",
     ),
 }
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.integers(1, 9))
+def test_rows_that_are_no_samples_are_cut_where_samples_are(counts: list[int], number: int) -> None:
+    """Their gradients come back whole, also if a microbatch has none of them."""
+    number = min(number, len(counts))
+    images = torch.randn(sum(counts), 2, requires_grad=True)
+    owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
+    batch = batches()
+    parts = cut(
+        batch,
+        x={"images": images.exp(), "owner": owner},
+        target=torch.arange(len(counts)),
+        number=number,
+        rows_of={"x['images']": counts, "x['owner']": torch.tensor(counts)},
+    )
+    for part, samples in zip(parts["x"], parts["target"], strict=True):
+        assert len(part["images"]) == len(part["owner"])
+        assert set(part["owner"].tolist()) <= set(samples.tolist())
+        part["images"].square().sum().backward()
+    assert torch.equal(torch.cat([part["owner"] for part in parts["x"]]), owner)
+    batch.outer.backward(1.0)
+    if counts != [0] * len(counts):
+        torch.testing.assert_close(images.grad, 2 * images.detach().exp().square())
+    assert batch.rows == len(counts)
+
+
+def test_one_row_beside_samples_may_be_of_one_of_them() -> None:
+    wiring = wire({0: (("**batch",), ("x",), ()), 1: (("x", "**batch"), ("x",), ())})
+    batch = Batches(wiring, range(2), has_loss=True, whole=(), rows_of=lambda _: {"image": [0, 1]})
+    parts = cut(batch, {"ids": rows(2), "image": rows(1), "mask": rows(1)})["**batch"]
+    assert [len(part["image"]) for part in parts] == [0, 1]
+    assert [len(part["mask"]) for part in parts] == [1, 1]
+    assert batch.report["image"] == (
+        "1 rows of 2 samples, cut with these into 2 microbatches of 0 to 1"
+    )
 
 
 @pytest.mark.parametrize("case", REFUSED)

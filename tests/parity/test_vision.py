@@ -1,0 +1,55 @@
+"""Vision-language models, cut and trained with batches of uneven images, against one process."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
+from tests.support.pairwise import everything
+from tests.support.partition.twins import Twins, difference
+from tests.support.partition.vision import VISION, example, seen
+from tests.support.pipeline.trained import on_ranks
+
+pytest.importorskip("transformers")
+
+SECONDS = 400.0  # the first case of a world imports transformers, in each rank
+MOST = 1e-6  # losses of transformers compute in float32, whatever the dtype of the model
+WAYS = [*itertools.product((2, 4), ("1f1b", "zb-h1"))]
+
+
+@dataclass(frozen=True)
+class Case:
+    family: str
+    num_ranks: int
+    schedule: str
+
+    def __str__(self) -> str:
+        return f"{self.family}, {self.schedule}, {self.num_ranks} ranks"
+
+
+CASES = [
+    Case(family, *way)
+    for at, family in enumerate(VISION)
+    for way in (WAYS if everything() else [WAYS[at % len(WAYS)]])
+]
+
+
+@pytest.mark.parametrize("case", on_ranks(CASES, CASES[0], seconds=SECONDS))
+def test_losses_and_gradients_of_uneven_images_are_those_of_one_process(case: Case) -> None:
+    family = VISION[case.family]
+    options = {"example": example(family)}
+    twins = Twins(family.build, case.num_ranks, schedule=case.schedule, cut=options)
+    for seed in (100, 101):  # one microbatch of four has no image
+        twins.step(family.batch(seed))
+    batch = family.batch(102)
+    twins.step({name: x for name, x in batch.items() if name not in seen(batch)})
+
+    found = twins.scheduler.evaluate(batch).loss
+    with torch.no_grad():
+        true = twins.true.eval()(**batch).loss
+    assert difference(found, true) / abs(true.item()) <= MOST
+    assert max(twins.close()) <= MOST
