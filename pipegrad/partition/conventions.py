@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +45,18 @@ _MEANS = (
     "ForMultipleChoice",
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
+    "ForSemanticSegmentation",
+    "ForSpeechToText",
+    "Text2Text",
+    "ModelWithLMHead",
+    "MTModel",
+    "EncoderDecoderModel",
+    "GenerationDecoder",
 )
+_CTC = "ForCTC"  # by configuration a mean over samples, or a sum
+_SEGMENTS = ("semantic_loss_ignore_index", "loss_ignore_index")
+# What a forward names that computes a loss itself.
+_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
@@ -76,7 +87,8 @@ class Conventions:
         self.accepts = None if takes_any else tuple(p.name for p in parameters or ())
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
-        self._shifts = False
+        self._shifts = self._by_sample = False
+        self._ignored = _IGNORED
         self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
@@ -90,15 +102,23 @@ class Conventions:
         if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
-        # Models that do not call it do not shift their labels. An encoder-decoder shifts its labels
-        # when it makes its decoder's inputs of them.
-        code = inspect.unwrap(type(inner).forward).__code__
-        loss = inner.loss_function if "loss_function" in code.co_names else None
+        forward = inspect.unwrap(type(_head_of(inner)).forward)
+        # Models that neither call it nor shift labels in its place compare each label with its own
+        # token. An encoder-decoder shifts its labels when it makes its decoder's inputs of them.
+        loss = _head_of(inner).loss_function if _names(forward) & {"loss_function"} else None
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        is_causal |= bool(re.search(r"\blabels\[(\.\.\.|:), 1:\]", _source_of(forward)))
         self._shifts = is_causal and not inner.config.is_encoder_decoder
-        is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
+        kinds = tuple(kind.__name__ for kind in type(inner).__mro__)
+        is_mean = any(kind.endswith(_MEANS) for kind in kinds)
+        if any(kind.endswith(_CTC) for kind in kinds):
+            self._by_sample = is_mean = getattr(inner.config, "ctc_loss_reduction", "") == "mean"
+        if any(kind.endswith("ForSemanticSegmentation") for kind in kinds):
+            indices = (getattr(inner.config, name, None) for name in _SEGMENTS)
+            self._ignored = next((index for index in indices if index is not None), _IGNORED)
+            is_mean &= inner.config.num_labels > 1
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))
 
@@ -183,10 +203,10 @@ class Conventions:
         label = next(iter(labels.values()))
         if not isinstance(label, Tensor) or not label.dim():
             raise StepError(f"labels are {label!r:.40}, expected a tensor with a row a sample")
-        if label.is_floating_point() or len(labels) > 1:
+        if label.is_floating_point() or len(labels) > 1 or self._by_sample:
             return torch.tensor(float(len(label)), device=label.device)
         counted = label[..., 1:] if self._shifts else label
-        return (counted != _IGNORED).sum()
+        return (counted != self._ignored).sum()
 
     def safe(self, labels: Mapping[str, object], weight: Tensor) -> dict[str, object]:
         """Returns labels whose mean loss is a number even if none counts.
@@ -200,6 +220,29 @@ class Conventions:
             else label
             for name, label in labels.items()
         }
+
+
+def _head_of(inner: nn.Module) -> Any:  # noqa: ANN401 - a transformers model
+    """Returns the model whose own forward computes the loss of labels: an inner one, if it has to.
+
+    A caption model may leave its loss to the language model inside.
+    """
+    for module in inner.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if _names(forward) & _LOSSES and "labels" in inspect.signature(forward).parameters:
+            return module
+    return inner
+
+
+def _names(function: object) -> set[str]:
+    return {*getattr(getattr(function, "__code__", None), "co_names", ())}
+
+
+def _source_of(function: Callable[..., object]) -> str:
+    try:
+        return inspect.getsource(function)
+    except OSError:  # of a model that was defined where there is no file
+        return ""
 
 
 def _positions_of(inner: nn.Module) -> int:
