@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,6 +57,13 @@ _MEANS = (
     "ForMultipleChoice",
     "ForNextSentencePrediction",
     "ForQuestionAnswering",
+    "ForSemanticSegmentation",
+    "ForSpeechToText",
+    "Text2Text",
+    "ModelWithLMHead",
+    "MTModel",
+    "EncoderDecoderModel",
+    "GenerationDecoder",
 )
 _PREFIXES = ("PREFIX_TUNING", "CARTRIDGE")  # kinds of prompts that are no tokens
 # Inputs of each kind, by name.
@@ -65,6 +72,10 @@ _KINDS = {
     "audio": re.compile(r"audio_|input_features|feature_attention"),
     "image": re.compile(r"image_|pixel_|.*_pixel_values$"),
 }
+_CTC = "ForCTC"  # by configuration a mean over samples, or a sum
+_SEGMENTS = ("semantic_loss_ignore_index", "loss_ignore_index")
+# What a forward names that computes a loss itself.
+_LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
 
 
@@ -103,6 +114,8 @@ class Conventions:
         self._labels_tokens = self._shifts = False
         self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
         self._masks_labels = False  # whether the loss leaves out labels of what is masked
+        self._by_sample = False
+        self._ignored = _IGNORED
         self._positions = 0  # so many are learnt; 0 if none are
         self._collected: tuple[str, ...] = _COLLECTED
         if inner is None:
@@ -116,12 +129,7 @@ class Conventions:
         self._positions = _positions_of(inner)
         text = inner.config.get_text_config()
         self.top_k = getattr(text, "num_experts_per_tok", None) or 0
-        for kind in _KINDS:
-            names = (f"{kind}_token_id", f"{kind}_token_index")
-            found = [getattr(inner.config, name, None) for name in names]
-            for token in found:
-                if isinstance(token, int):
-                    self._tokens[kind] = token
+        self._tokens = _tokens_of(inner)
         if not getattr(text, _ROUTED, False) and not (example or {}).get(_ROUTED):
             self._collected = (*_COLLECTED, _ROUTED)
         arguments = inspect.signature(type(inner).forward).parameters
@@ -129,25 +137,40 @@ class Conventions:
         if "use_cache" in arguments or is_passed_on:
             # A cache is filled by the layers, so it cannot travel. Training needs none.
             self._defaults["use_cache"] = False
-        # Models that do not call it shift their labels by these names, or not at all. An
-        # encoder-decoder shifts its labels when it makes its decoder's inputs of them.
-        code = inspect.unwrap(type(inner).forward).__code__
-        loss = inner.loss_function if "loss_function" in code.co_names else None
+        self._learn_loss(inner, arguments, kind_of_prompt(model))
+
+    def _learn_loss(
+        self,
+        inner: Any,  # noqa: ANN401 - a transformers model
+        arguments: Collection[str],
+        prompt: str,
+    ) -> None:
+        """Finds out which labels the model's own loss counts, if it is a mean."""
+        forward = inspect.unwrap(type(_head_of(inner)).forward)
+        # Models that neither call it nor shift labels in its place compare each label with its own
+        # token. An encoder-decoder shifts its labels when it makes its decoder's inputs of them.
+        loss = _head_of(inner).loss_function if _names(forward) & {"loss_function"} else None
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
-        is_causal |= loss is None and "shift_labels" in code.co_varnames
-        self._masks_labels = loss is None and "shift_attention_mask" in code.co_varnames
-        prompt = kind_of_prompt(model)
+        is_causal |= bool(re.search(r"\blabels\[(\.\.\.|:), 1:\]", _source_of(forward)))
+        variables = {*getattr(getattr(forward, "__code__", None), "co_varnames", ())}
+        self._masks_labels = loss is None and "shift_attention_mask" in variables
         if prompt == "CPT":
             return  # its loss weighs labels
         # Behind a learnt prompt the first label counts. A prefix goes into the cache.
         is_behind = prompt not in ("", *_PREFIXES)
         self._shifts = is_causal and not inner.config.is_encoder_decoder and not is_behind
-        is_mean = any(kind.__name__.endswith(_MEANS) for kind in type(inner).__mro__)
+        kinds = tuple(kind.__name__ for kind in type(inner).__mro__)
+        is_mean = any(kind.endswith(_MEANS) for kind in kinds)
+        if any(kind.endswith(_CTC) for kind in kinds):
+            self._by_sample = is_mean = getattr(inner.config, "ctc_loss_reduction", "") == "mean"
+        if any(kind.endswith("ForSemanticSegmentation") for kind in kinds):
+            indices = (getattr(inner.config, name, None) for name in _SEGMENTS)
+            self._ignored = next((index for index in indices if index is not None), _IGNORED)
+            is_mean &= inner.config.num_labels > 1
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))
-            kinds = [kind.__name__ for kind in type(inner).__mro__]
             self._labels_tokens = any(kind.endswith(_TOKENS) for kind in kinds)
 
     def _check(self, inner: Any) -> None:  # noqa: ANN401 - a transformers model
@@ -292,10 +315,10 @@ class Conventions:
         label = next(iter(labels.values()))
         if not isinstance(label, Tensor) or not label.dim():
             raise StepError(f"labels are {label!r:.40}, expected a tensor with a row a sample")
-        if label.is_floating_point() or len(labels) > 1:
+        if label.is_floating_point() or len(labels) > 1 or self._by_sample:
             return torch.tensor(float(len(label)), device=label.device)
         counted = label[..., 1:] if self._shifts else label
-        return (counted != _IGNORED).sum()
+        return (counted != self._ignored).sum()
 
     def safe(self, labels: Mapping[str, object], weight: Tensor) -> dict[str, object]:
         """Returns labels whose mean loss is a number even if none counts.
@@ -309,6 +332,13 @@ class Conventions:
             else label
             for name, label in labels.items()
         }
+
+
+def _tokens_of(inner: Any) -> dict[str, int]:  # noqa: ANN401 - a transformers model
+    """Returns the tokens that stand for images, videos and sounds, by kind."""
+    names = {f"{kind}_token_{end}": kind for kind in _KINDS for end in ("id", "index")}
+    found = [(kind, getattr(inner.config, name, None)) for name, kind in names.items()]
+    return {kind: token for kind, token in found if isinstance(token, int)}
 
 
 def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tensor | None:
@@ -328,6 +358,29 @@ def _filled(tokens: Tensor, sizes: Tensor, *, in_patches: bool = False) -> Tenso
         return None
     counted = filled[at] if in_patches else at
     return counted.diff(prepend=counted.new_zeros(1))
+
+
+def _head_of(inner: nn.Module) -> Any:  # noqa: ANN401 - a transformers model
+    """Returns the model whose own forward computes the loss of labels: an inner one, if it has to.
+
+    A caption model may leave its loss to the language model inside.
+    """
+    for module in inner.modules():
+        forward = inspect.unwrap(type(module).forward)
+        if _names(forward) & _LOSSES and "labels" in inspect.signature(forward).parameters:
+            return module
+    return inner
+
+
+def _names(function: object) -> set[str]:
+    return {*getattr(getattr(function, "__code__", None), "co_names", ())}
+
+
+def _source_of(function: Callable[..., object]) -> str:
+    try:
+        return inspect.getsource(function)
+    except OSError:  # of a model that was defined where there is no file
+        return ""
 
 
 def _positions_of(inner: nn.Module) -> int:

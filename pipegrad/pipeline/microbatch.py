@@ -229,7 +229,8 @@ class Batches:
                     if self._labels
                     else "the last stage's rank needs target=, which loss_fn compares with outputs"
                     if self._has_loss
-                    else "the last stage's rank needs a Scheduler with loss_fn="
+                    else "the last stage's rank needs a Scheduler with loss_fn=: the model has "
+                    "no loss of its own that is one mean over labels or samples"
                 )
             values["target"] = target
         return values

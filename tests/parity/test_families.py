@@ -3,6 +3,7 @@
 Each family is cut into four stages, some also into two and into eight. What is read of
 a model takes most of the time, on each rank: there are no more ranks, and no more layers, than a
 case needs. All families with all schedules on 2 and on 4 ranks are left to `everything()`.
+`scripts/families` makes small models of all that transformers has, and a few of them are here.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from torch import Tensor
 import pipegrad
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
 from tests.support.pairwise import everything
+from tests.support.partition import small_models
 from tests.support.partition.families import FAMILIES, ROWS, TOKENS
 from tests.support.partition.twins import difference
 from tests.support.pipeline.schedulers import error, share, topology
@@ -143,3 +145,30 @@ def test_losses_gradients_and_trained_parameters_are_those_of_one_process(case: 
     # Everything is held somewhere, also what is frozen, such as Whisper's positions.
     assert set().union(*gathered({*held})) == {*true.parameters}
     bits(seen.parameters, parts.tied)
+
+
+# Of each kind of head, and what was wrong or refused once.
+SAMPLE = [
+    ("blip", 2, "1f1b"),
+    ("git", 4, "1f1b"),
+    ("kosmos-2.5", 4, "zb-h1"),
+    ("marian", 2, "zb-h1"),
+    ("encoder-decoder", 4, "1f1b"),
+    ("deberta-v2", 4, "zb-h1"),
+    ("deepseek_v3", 2, "1f1b"),
+    ("mixtral", 4, "zb-h1"),
+    ("falcon", 2, "zb-h1"),
+    ("wavlm", 4, "1f1b"),
+    ("vit", 2, "1f1b"),
+    ("layoutlm", 4, "1f1b"),
+]
+
+
+@pytest.mark.ranks(4, seconds=SECONDS)
+@pytest.mark.parametrize(("kind", "num_stages", "schedule"), SAMPLE)
+def test_a_small_model_of_any_family_has_the_gradients_of_one_process(
+    kind: str, num_stages: int, schedule: str
+) -> None:
+    row = small_models.compare(kind, num_stages, schedule)
+    assert "errors" in row, row
+    assert row["errors"][0][0] <= small_models.MOST

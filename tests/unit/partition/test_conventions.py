@@ -12,6 +12,7 @@ from pipegrad import cut
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.conventions import Conventions, sample_of
 from tests.support.partition.families import DECODER, ENCODER, FAMILIES, HEADS, Family
+from tests.support.partition.small_models import make
 from tests.support.partition.vision import SPREAD, VISION, seen
 
 pytestmark = pytest.mark.slow  # transformers is imported
@@ -42,6 +43,36 @@ def test_labels_that_have_a_loss_are_counted(name: str, weight: int) -> None:
     conventions = of(name)
     assert conventions.labels == ("labels",)
     assert conventions.weight({"labels": LABELS}) == weight
+
+
+@pytest.mark.parametrize(
+    ("kind", "weight"),
+    [
+        # They leave their loss to the language model inside, and shift labels themselves: all
+        # labels were counted, and gradients were wrong by 4 %.
+        ("blip", 4),
+        ("kosmos-2.5", 4),
+        ("granite_speech", 4),
+        ("qwen2_audio", 4),
+        ("marian", 5),
+        ("encoder-decoder", 5),
+        ("speecht5", 5),
+        ("segformer", 8),  # a segmentation ignores 255 alone
+        ("wavlm", 2),  # a mean over samples
+    ],
+)
+def test_labels_are_counted_as_the_model_that_computes_the_loss_does(
+    kind: str, weight: int
+) -> None:
+    conventions = Conventions(make(kind))
+    assert conventions.labels == ("labels",)
+    assert conventions.weight({"labels": LABELS}) == weight
+
+
+def test_a_loss_that_is_a_sum_over_samples_is_not_offered() -> None:
+    model = make("wavlm")
+    model.config.ctc_loss_reduction = "sum"
+    assert Conventions(model).labels == ()
 
 
 @pytest.mark.parametrize("name", ["BERT, classes", "BERT, a number", "ViT", "BERT, answers"])

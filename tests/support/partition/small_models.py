@@ -1,0 +1,642 @@
+"""Small models of all families of transformers: made, run in one process, and cut.
+
+A configuration is shrunk by the names and defaults of its fields. What a family needs beside that
+is in `OPTIONS`. A batch has what the forward takes, and labels that count unevenly: none of rows 2
+and 3 counts. transformers is imported in functions: its import takes seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import pipegrad
+from pipegrad.errors import PipegradError
+from tests.support.partition.twins import difference
+from tests.support.pipeline.schedulers import share, topology
+
+ROWS = 8
+MICROBATCH = 2  # rows
+# Errors are relative to the largest value of a gradient, or to this of the largest of all. Rounding
+# of float32 is relative to what is summed, so it is larger in gradients that nearly cancel.
+FLOOR = 1e-3
+MOST = 5e-5
+PARAMETERS = 3_000_000  # at most
+TOKENS = 16
+VOCAB = 99
+IGNORED = -100
+CLASSES = 3
+
+# The first of these heads that a family has is taken.
+HEADS = (
+    "SPEECH_SEQ_2_SEQ",
+    "IMAGE_TEXT_TO_TEXT",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "MASKED_LM",
+    "CAUSAL_LM",
+    "CTC",
+    "SEMANTIC_SEGMENTATION",
+    "IMAGE_CLASSIFICATION",
+    "SEQUENCE_CLASSIFICATION",
+    "TOKEN_CLASSIFICATION",
+    "QUESTION_ANSWERING",
+    "AUDIO_CLASSIFICATION",
+    "VIDEO_CLASSIFICATION",
+)
+# Their sample is made by the cut itself.
+TEXTS = (
+    "CAUSAL_LM",
+    "MASKED_LM",
+    "SEQ_TO_SEQ_CAUSAL_LM",
+    "SEQUENCE_CLASSIFICATION",
+    "TOKEN_CLASSIFICATION",
+)
+
+# The value of a field whose default is an integer: of the first pattern that its name has.
+NUMBERS: tuple[tuple[str, int], ...] = (
+    (r"num_(nextn|mtp)|nextn_predict|mtp_num", 0),
+    (r"^(encoder|decoder)_layers$|num_(encoder|decoder)_(hidden_)?layers", 2),
+    (r"^(num_hidden_layers|n_layers?|num_layers|depth|layers|block_num|num_decoder_layers)$", 4),
+    (r"vocab_size$|^codebook_size", VOCAB),
+    (r"(kv|key_value)_heads?$|n_groups?$|^num_groups$", 2),
+    (r"(num|n).*_heads?$|_heads$|^num_heads$|^heads$", 4),
+    (r"head_dim$|^d_kv$|^dim_head$|attention_head_size|head_size$", 8),
+    (r"lora_rank$|_rank$", 8),
+    (r"shared_expert.*size|moe_intermediate|expert.*(size|dim)$|moe_.*size", 16),
+    (r"experts?_per_tok|top_?k_experts|moe_top_?k|^top_k$|moe_topk|num_selected_experts", 2),
+    (r"n_?group$|topk_group", 1),
+    (r"n_shared_experts|num_shared_experts|num_shared$", 1),
+    (r"rotary_dim$|mm_tokens_per_image$", 4),
+    (r"^moe_k$", 2),
+    (r"num_.*experts$|n_routed_experts|moe_num_experts|num_experts", 4),
+    (r"(intermediate|ffn|inner|mlp|feed_?forward|ff).*(size|dim|hidden)|_ff$|ffn_dim|d_inner", 48),
+    (
+        r"(max_(source|target|2d|seq)?_?position|n_positions|n_ctx|max_seq|seq_len|context_length)",
+        64,
+    ),
+    (
+        r"hidden_(size|dim)|^d_model$|^n_embd$|embed(ding)?_(dim|size)|_dim$|^dim$|_width$|width$",
+        32,
+    ),
+    (r"image_size|img_size", 32),
+    (r"^patch_size$", 8),
+    (r"num_mel_bins|feature_size", 16),
+    (r"state_size|d_state|ssm_state", 8),
+    (r"chunk_size|sliding_window|attention_window|block_size", 8),
+    (r"num_labels", CLASSES),
+)
+TOKEN_IDS = {"pad": 0, "bos": 1, "eos": 2, "sep": 2, "cls": 1, "decoder_start": 1, "mask": 3}
+# Fields without a default, or whose default is of large models.
+MISSED = {
+    "vocab_size": VOCAB,
+    "head_dim": 8,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
+FIRST_TOKEN = 3  # that no field of TOKEN_IDS has
+_LEFT = ("transformers_version", "architectures", "chunk_size_feed_forward")
+FIRST_TEXT = 60  # tokens before it stand for images and the like
+
+
+def types() -> dict[str, tuple[str, str]]:
+    """Returns the head of every family: its class, and of which kind it is."""
+    from transformers.models.auto import modeling_auto
+
+    found: dict[str, tuple[str, str]] = {}
+    for head in HEADS:
+        for kind, name in getattr(modeling_auto, f"MODEL_FOR_{head}_MAPPING_NAMES").items():
+            found.setdefault(kind, (name if isinstance(name, str) else name[0], head))
+    return found
+
+
+def small(config_class: Any, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns options that make a configuration small.
+
+    Args:
+        config_class: Of transformers.
+        more: Options that it needs.
+    """
+    options: dict[str, Any] = {}
+    for field in fields(config_class):
+        default = field.default
+        if default is MISSING and field.default_factory is not MISSING:
+            default = field.default_factory()
+        name, token = field.name, FIRST_TOKEN + len(options)
+        if field.init and name not in _LEFT and (value := _small(name, default, token)) != default:
+            options[name] = value
+    names = {field.name for field in fields(config_class)}
+    if "kv_lora_rank" in names and "num_key_value_heads" in names:
+        options["num_key_value_heads"] = 4
+    if getattr(config_class, "is_encoder_decoder", False) and "decoder_start_token_id" not in names:
+        options["decoder_start_token_id"] = 1
+    for name, kind in config_class.sub_configs.items():
+        if kind.__name__ != "AutoConfig":
+            options[name] = small(kind, {})
+        elif (config := _default(config_class, name)) is not None:
+            options[name] = {"model_type": config.model_type, **small(type(config), {})}
+    return _merged(options, more)
+
+
+def _small(name: str, default: Any, token: int) -> Any:
+    """Returns what a field gets in the place of its default.
+
+    Args:
+        name: Of the field.
+        default: Of large models.
+        token: Stands for images and the like, if the field is such a token.
+    """
+    kind: Any = type(default)
+    if name.endswith(("_id", "_token_index")) and kind in (int, list, type(None)):
+        stem = next((stem for stem in TOKEN_IDS if _is_token(name, stem)), None)
+        return token if kind is int and default >= VOCAB else TOKEN_IDS.get(stem or "", default)
+    if kind is int:
+        return min(
+            default, next((x for pattern, x in NUMBERS if re.search(pattern, name)), default)
+        )
+    if name == "apply_spec_augment":  # hides random parts of sounds
+        return False
+    if kind is float and re.search("drop|jitter|noise", name):
+        return 0.0
+    if kind in (list, tuple) and {*map(type, default)} == {int}:
+        return kind(_several(name, default) or default)
+    return MISSED.get(name) if default is None else default
+
+
+def _is_token(name: str, stem: str) -> bool:
+    return re.search(rf"(^|_){stem}_(token_)?(id|index)$", name) is not None
+
+
+def _default(config_class: Any, name: str) -> Any:
+    """Returns the default of a part of a configuration; None if there is none."""
+    try:
+        return getattr(config_class(), name, None)
+    except Exception:  # noqa: BLE001 - some need arguments
+        return None
+
+
+def _merged(options: dict[str, Any], more: Mapping[str, Any]) -> dict[str, Any]:
+    for name, value in more.items():
+        if isinstance(value, Mapping) and isinstance(options.get(name), dict):
+            options[name] = _merged(options[name], value)
+        else:
+            options[name] = value
+    return options
+
+
+def _several(name: str, default: Sequence[int]) -> list[int] | None:
+    if re.search("depth|num_layers|layers$|blocks$", name):
+        return [1] * len(default)
+    if re.search("heads", name):
+        return [2 if x > 1 else 1 for x in default]
+    if re.search("hidden_sizes|dims|channels|embed|width|conv_dim|filters", name):
+        return [16 * (1 + i) for i in range(len(default))] if len(default) > 1 else [16]
+    if re.search("image_size|img_size", name):
+        return [32] * len(default)
+    if re.search("patch_size", name):
+        return [8] * len(default)
+    return None
+
+
+_MROPE = {
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+}
+_MROPE_TEXT = {"text_config": _MROPE}
+_WAV = {
+    "feat_extract_stride": [5, 2, 2],
+    "conv_stride": [5, 2, 2],
+    "conv_kernel": [10, 3, 3],
+    "conv_dim": [16, 16, 16],
+} | {"mask_time_prob": 0.0, "vocab_size": VOCAB, "ctc_loss_reduction": "mean"}
+_PIECES = {"image_grid_pinpoints": [[32, 32]]}
+_SWIN = {"image_size": 64, "window_size": 4, "patch_size": 4, "depths": [1, 1, 2, 1]}
+OPTIONS: dict[str, dict[str, Any]] = {
+    "bamba": {"attn_layer_indices": [1, 3]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "bailing_hybrid": {"layer_group_size": 2},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+    "nemotron": {"num_key_value_heads": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    "big_bird": {"attention_type": "original_full"},  # else it exchanges layers in a short text
+    "bigbird_pegasus": {"attention_type": "original_full"},
+    "led": {"attention_window": 5},  # texts of all lengths are padded
+    "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
+    "neomme": {"head_dim": 16},
+    "xmod": {"default_language": "en_XX"},
+    "moshi": {"audio_encoder_config": {"codebook_size": 128}},
+    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128}},
+    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8},
+    "gemma4": {"text_config": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}},
+    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
+    "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "step3p7": {"text_config": {"sliding_window": 8}},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "glm5_next": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "swin": _SWIN,
+    "swinv2": _SWIN,
+    "donut-swin": _SWIN,
+    "poolformer": {"image_size": 64, "patch_size": 7},
+    "pvt": {"image_size": 64, "patch_sizes": [4, 2, 2, 2]},
+    "levit": {"image_size": 64, "patch_size": 16},
+    "mobilevitv2": {"image_size": 64},
+    "timesformer": {"num_frames": 2},
+    "kimi_linear": {"use_cache": False},
+    "vivit": {"num_frames": 2, "tubelet_size": [2, 8, 8]},
+    "videomae": {"num_frames": 2},
+    "lilt": {"channel_shrink_ratio": 2, "hidden_size": 48},
+    "layoutlmv3": {"coordinate_size": 4, "shape_size": 8, "visual_embed": False},
+    "bros": {"dim_bbox": 8},
+    "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 16},
+    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _PIECES),
+    "vipllava": {"vision_feature_layers": [-2, -1]},
+    "aria": {"projector_patch_to_query_dict": {16: 4}},
+    "florence2": {
+        "vision_config": {
+            "patch_size": [3, 3, 3, 3],
+            "patch_stride": [2, 2, 2, 2],
+            "patch_padding": [1, 1, 1, 1],
+        }
+    },
+    "textnet": {"stem_num_channels": 3, "stem_out_channels": 16},
+    "hgnet_v2": {"stem_channels": [3, 16, 16]},
+    "granite_speech5_ctc": {"context_size": 8},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
+    **dict.fromkeys(
+        (
+            "hubert",
+            "wav2vec2",
+            "unispeech",
+            "unispeech-sat",
+            "wavlm",
+            "sew",
+            "sew-d",
+            "data2vec-audio",
+            "wav2vec2-conformer",
+            "wav2vec2-bert",
+        ),
+        _WAV,
+    ),
+    **dict.fromkeys(
+        (
+            "qwen2_vl",
+            "qwen2_5_vl",
+            "qwen3_vl",
+            "qwen3_vl_moe",
+            "qwen3_5",
+            "qwen3_5_moe",
+            "glm4v",
+            "glm4v_moe",
+            "glm46v",
+            "glmga",
+            "glm_ocr",
+            "paddleocr_vl",
+            "qwen2_5_omni_thinker",
+            "qwen3_omni_moe_thinker",
+            "ernie4_5_vl_moe",
+            "cosmos3_edge",
+            "cosmos3_omni",
+        ),
+        _MROPE_TEXT,
+    ),
+}
+ALL_ROWS = ("mbart", "plbart")  # fail if a row has no label
+
+
+def make(kind: str) -> Any:
+    """Returns a model of a family, with the same bits in every process.
+
+    Raises:
+        ValueError: If it is not small.
+    """
+    import transformers
+
+    head = getattr(transformers, types()[kind][0])
+    config_class: Any = transformers.CONFIG_MAPPING[kind]
+
+    def built() -> Any:  # a model may change its configuration
+        return head(config_class(**small(config_class, OPTIONS.get(kind, {}))))
+
+    with torch.device("meta"):
+        sizes = {name: parameter.numel() for name, parameter in built().named_parameters()}
+    if (total := sum(sizes.values())) > PARAMETERS:
+        raise ValueError(f"{total:,} parameters, most in {max(sizes, key=lambda n: sizes[n])}")
+    torch.manual_seed(7)
+    return built().float().train()
+
+
+def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
+    """Returns eight rows for a model, with labels that count unevenly."""
+    generator = torch.Generator().manual_seed(seed)
+    config, main, head = model.config, model.main_input_name, type(model).__name__
+    takes = inspect.signature(model.forward).parameters
+    vocab = getattr(config.get_text_config(), "vocab_size", None) or VOCAB
+    batch: dict[str, Tensor] = {}
+    if main.startswith("pixel_values") or {"pixel_values", "input_ids"} <= takes.keys():
+        images = _images(config, generator)
+        frames: int = getattr(config, "frames_per_clip", 0) or getattr(config, "num_frames", 4)
+        is_video = "VideoClassification" in head
+        many = images[:, None].repeat(1, frames, 1, 1, 1) if is_video else images
+        batch[main if main.startswith("pixel_values") else "pixel_values"] = many
+    if main == "input_values":
+        sizes = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else ()
+        batch[main] = torch.randn(ROWS, *(sizes or (2000,)), generator=generator)
+    if main == "input_features" or {"input_features", "input_ids"} <= takes.keys():
+        batch["input_features"] = _sounds(config, generator)
+    if "input_ids" in takes:
+        text = _text(generator, vocab, TOKENS)
+        batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
+        if "pixel_values" in batch:
+            _place(model, batch)
+    if "bbox" in takes:
+        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 10], -1)
+    if config.is_encoder_decoder or "CTC" in head:
+        batch["labels"] = _text(generator, vocab, 7)["labels"]
+        if config.model_type in ALL_ROWS:
+            batch["labels"][:, 0] = FIRST_TEXT
+    batch |= _labels(config, head, batch, generator)
+    if "start_positions" in takes:
+        start = torch.arange(ROWS) % CLASSES
+        batch.pop("labels", None)
+        batch |= {"start_positions": start, "end_positions": start + 2}
+    return batch
+
+
+def _labels(
+    config: Any, head: str, batch: Mapping[str, Tensor], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Returns the labels of a classification, of whatever it is; none for other heads."""
+    if "TokenClassification" in head:
+        counts = batch["labels"] != IGNORED
+        return {"labels": torch.where(counts, batch["labels"] % CLASSES, IGNORED)}
+    if "Classification" in head:
+        return {"labels": torch.arange(ROWS) % min(CLASSES, config.num_labels)}
+    if "Segmentation" in head:
+        shape = (ROWS, *batch["pixel_values"].shape[-2:])
+        labels = torch.randint(0, config.num_labels, shape, generator=generator)
+        labels[2:4] = _ignored(config)
+        return {"labels": labels}
+    return {}
+
+
+def _ignored(config: Any) -> int:
+    """Returns the label of what has no loss in a segmentation."""
+    names = ("semantic_loss_ignore_index", "loss_ignore_index")
+    return next((int(getattr(config, name)) for name in names if hasattr(config, name)), 255)
+
+
+def _text(generator: torch.Generator, vocab: int, tokens: int) -> dict[str, Tensor]:
+    ids = torch.randint(FIRST_TEXT, vocab, (ROWS, tokens), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, -4:] = mask[3, -1:] = mask[5, -2:] = 0
+    ids = ids.masked_fill(mask == 0, 0)
+    labels = ids.masked_fill(mask == 0, IGNORED)
+    labels[2:4] = labels[4, 3:] = IGNORED
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _part(config: Any, *names: str) -> Any:
+    """Returns the part of a configuration that has the first of these names, or all of it."""
+    found = (getattr(config, name, None) for name in names)
+    return next((part for part in found if hasattr(part, "model_type")), config)
+
+
+def _images(config: Any, generator: torch.Generator) -> Tensor:
+    vision = _part(config, "vision_config", "backbone_config", "encoder", "encoder_config")
+    size = getattr(vision, "image_size", None) or getattr(config, "image_size", None) or 32
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    channels = getattr(vision, "num_channels", None) or getattr(vision, "in_channels", None) or 3
+    return torch.randn(ROWS, channels, height, width, generator=generator)
+
+
+def _sounds(config: Any, generator: torch.Generator) -> Tensor:
+    audio = _part(config, "audio_config", "encoder_config", "encoder")
+    names = ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel")
+    bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
+    if limit := getattr(audio, "max_source_positions", None):
+        return torch.randn(ROWS, bins, 2 * limit, generator=generator)
+    return torch.randn(ROWS, 64, bins, generator=generator)
+
+
+def _place(model: Any, batch: dict[str, Tensor]) -> None:
+    """Puts tokens of images into the texts, as many as the model makes of an image."""
+    config = model.config
+    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
+    find = getattr(model, "get_image_features", None)
+    if token is None or find is None:
+        return
+    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    size = batch["pixel_values"].shape[-1]
+    vision = getattr(config, "vision_config", config)
+    more: dict[str, Tensor] = {}
+    if grid := next(
+        (n for n in ("image_grid_thw", "grid_thws", "image_grid_hws") if n in takes), None
+    ):
+        patch, time_ = getattr(vision, "patch_size", 8), getattr(vision, "temporal_patch_size", 1)
+        side = size // patch
+        more[grid] = torch.tensor([[1, side, side]] * ROWS)
+        channels = batch["pixel_values"].shape[1]
+        batch["pixel_values"] = (
+            torch.linspace(-1, 1, ROWS * side**2 * channels * time_ * patch**2)
+            .sin()
+            .reshape(ROWS * side**2, -1)
+        )
+    if "image_sizes" in takes:
+        more["image_sizes"] = torch.tensor([[size, size]] * ROWS)
+    # An image a sample, or one with its pieces.
+    shapes = [batch["pixel_values"]]
+    if shapes[0].dim() == 4:
+        shapes += [shapes[0][:, None].repeat(1, copies, 1, 1, 1) for copies in (1, 2, 5)]
+    number, batch["pixel_values"] = _taken(find, config, shapes, more)
+    batch |= more
+    images = torch.full((ROWS, number), token)
+    if "mm_token_type_ids" in takes or "token_type_ids" in takes:
+        name = "mm_token_type_ids" if "mm_token_type_ids" in takes else "token_type_ids"
+        batch[name] = torch.cat([torch.ones_like(images), torch.zeros_like(batch["input_ids"])], 1)
+    batch["input_ids"] = torch.cat([images, batch["input_ids"]], 1)
+    batch["attention_mask"] = torch.cat([torch.ones_like(images), batch["attention_mask"]], 1)
+    batch["labels"] = torch.cat([torch.full_like(images, IGNORED), batch["labels"]], 1)
+
+
+def _taken(
+    find: Any, config: Any, shapes: Sequence[Tensor], more: Mapping[str, Tensor]
+) -> tuple[int, Tensor]:
+    """Returns how many tokens an image is, and the images in the first shape that a model takes."""
+    for pixels in shapes:
+        try:
+            with torch.no_grad():
+                found = find(pixel_values=pixels, **more)
+        except Exception:
+            if pixels is shapes[-1]:
+                raise
+            continue
+        found = getattr(found, "pooler_output", found)
+        values = found if isinstance(found, list | tuple) else [found]
+        numel = sum(x.numel() for x in values)
+        return numel // config.get_text_config().hidden_size // ROWS, pixels
+    raise AssertionError
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What one process has of a step.
+
+    Attributes:
+        batch: What a step is given.
+        losses: Of the whole batch, and of its microbatches together.
+        gradients: Of each, by name.
+    """
+
+    batch: dict[str, Tensor]
+    losses: list[float]
+    gradients: list[dict[str, Tensor | None]]
+
+
+@functools.lru_cache(1)
+def truth(kind: str) -> Truth:
+    """Runs one process."""
+    model: Any = make(kind)
+    model.eval()  # nothing is random in a look at images
+    batch = batch_of(model, 1)
+    model.train()
+    losses, gradients = [], []
+    rows = [part_of(batch, a) for a in range(0, ROWS, MICROBATCH)]
+    weights = [counted(model, part) for part in rows]
+    for parts, weighed in (([batch], [1.0]), (rows, [w / sum(weights) for w in weights])):
+        total = 0.0
+        model.zero_grad()
+        for part, weight in zip(parts, weighed, strict=True):
+            if not weight:
+                continue
+            loss = model(**part).loss
+            if loss is None:
+                raise ValueError(f"no loss of {[*batch]}")
+            (loss * weight).sum().backward()
+            total += loss.sum().item() * weight
+        losses.append(total)
+        gradients.append(
+            {
+                n: None if p.grad is None else p.grad.clone()
+                for n, p in model.named_parameters(remove_duplicate=False)
+            }
+        )
+    if not math.isfinite(losses[0]):
+        raise ValueError(f"a loss of {losses[0]}")
+    return Truth(batch, losses, gradients)
+
+
+def part_of(batch: Mapping[str, Tensor], first: int) -> dict[str, Tensor]:
+    """Returns the rows of a microbatch; a sample may have several rows of an image."""
+    each = {name: len(x) // ROWS for name, x in batch.items()}
+    last = first + MICROBATCH
+    return {name: x[first * each[name] : last * each[name]] for name, x in batch.items()}
+
+
+def counted(model: Any, part: dict[str, Tensor]) -> float:
+    """Returns how many labels of a part have a loss."""
+    labels = part.get("labels")
+    head = type(model).__name__
+    if labels is None or labels.dim() == 1 or "CTC" in head:
+        return float(MICROBATCH)
+    if "Segmentation" in head:
+        return float((labels != _ignored(model.config)).sum())
+    causal = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+    shifts = not model.config.is_encoder_decoder and dict(types().values())[head] in causal
+    return float((labels[:, 1:] if shifts else labels).ne(IGNORED).sum())
+
+
+def compare(kind: str, num_stages: int, schedule: str) -> dict[str, Any]:
+    """Cuts a family, takes a step, and compares it with one process; called on four ranks.
+
+    Ranks that the pipeline does not need are replicas.
+
+    Returns:
+        The errors against one process with the batch and with its microbatches, with seconds and
+        MiB of the cut. Or what went wrong: a sentence under ``made`` if transformers makes or runs
+        no such model, ``refused`` if pipegrad refuses it, and otherwise ``died``.
+    """
+    try:
+        true = truth(kind)
+    except Exception as error:  # noqa: BLE001 - of transformers
+        return {"made": sentence(error)}
+    row: dict[str, Any] = {"where": "cut"}
+    try:
+        parts = _cut(kind, num_stages, true, row)
+        row["where"] = "step"
+        at = topology(num_stages)
+        number = ROWS // MICROBATCH // at.size("dp")
+        scheduler = pipegrad.Scheduler(parts, at, schedule=schedule, num_microbatches=number)
+        given: Any = {name: share(x, at) for name, x in true.batch.items()}
+        result = scheduler.step(**given)
+        found = {
+            name: parameter.grad
+            for stage in scheduler.topology.local_stages
+            for name, parameter in parts.modules[stage].named_parameters(remove_duplicate=False)
+        }
+        pairs = zip(true.losses, true.gradients, strict=True)
+        row["errors"] = [worst(result.loss, found, *pair) for pair in pairs]
+        scheduler.close()
+    except PipegradError as error:
+        row["refused"] = sentence(error)
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is a row
+        row["died"] = sentence(error)
+    return row
+
+
+def _cut(kind: str, num_stages: int, true: Truth, row: dict[str, Any]) -> Any:
+    """Cuts a family; with an example, if it is not for texts or has to be."""
+    is_text = types()[kind][1] in TEXTS and "example" not in row
+    model, example = make(kind), None if is_text else part_of(true.batch, 0)
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of memory
+    before, began = _kib("VmRSS"), time.process_time()
+    try:
+        parts = pipegrad.cut(model, num_stages, example=example)
+    except PipegradError as error:
+        if is_text and "example={" in str(error):
+            row["example"] = 1
+            return _cut(kind, num_stages, true, row)
+        raise
+    row |= {"seconds": time.process_time() - began, "MiB": (_kib("VmHWM") - before) / 1024}
+    return parts
+
+
+def worst(
+    loss: Tensor, found: Mapping[str, Any], true_loss: float, true: Mapping[str, Any]
+) -> tuple[float, str]:
+    """Returns the largest error, and whose it is: the loss's, or that of a gradient."""
+    sizes = dict.fromkeys(true, 0.0)
+    for name, gradient in true.items():
+        if gradient is not None and gradient.numel():
+            sizes[name] = gradient.abs().max().item()
+    floor = FLOOR * max(sizes.values())
+    errors = {"loss": abs(float(loss) - true_loss) / abs(true_loss)}
+    for name, gradient in found.items():
+        if gradient is None or gradient.numel():
+            errors[name] = difference(gradient, true[name]) / max(sizes[name], floor)
+    return max((math.inf if math.isnan(x) else x, name) for name, x in errors.items())
+
+
+def _kib(which: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith(which)).split()[1])
+
+
+def sentence(error: BaseException) -> str:
+    """Returns an error in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
