@@ -223,8 +223,8 @@ class Cut:
         """Returns what ``generate`` of the uncut model of transformers returns, on every rank.
 
         Nothing is merged: layers run where they are, and send what they return to the other ranks
-        of the pipeline. Caches stay with the layers. All ranks of a pipeline call it with the same
-        arguments; each replica may have others. Layers are in evaluation mode meanwhile. Sampling
+        of the pipeline. Caches stay with the layers. All ranks call it; those of a pipeline with
+        the same arguments, and each replica with its own. Layers are in evaluation mode meanwhile. Sampling
         draws the random numbers of the pipeline's first rank.
 
         Args:
@@ -240,7 +240,7 @@ class Cut:
             raise TopologyError("only models of transformers that generate text have generate()")
         held, scheduler = self._settled(), self._scheduler()
         topology = None if scheduler is None else scheduler.topology
-        return generate(self._uncut, self._parts, held, topology, inputs, named)
+        return generate(self._uncut, self._parts, held, topology, inputs=inputs, named=named)
 
     def _settled(self) -> Sequence[int]:
         """Returns the stages of this rank, when their values have come from other ranks."""
