@@ -219,7 +219,7 @@ class Cut:
         held = tensors_of([self.modules[stage] for stage in self._settled()], self._first)
         gather_stages(held, self._first, model, self._model())
 
-    def generate(self, *inputs: object, **named: object) -> Any:  # noqa: ANN401 - transformers' own
+    def generate(self, *inputs: object, **named: object) -> Any:  # noqa: ANN401 - as transformers
         """Returns what ``generate`` of the uncut model of transformers returns, on every rank.
 
         Nothing is merged: layers run where they are, and send what they return to the other ranks

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -177,7 +177,9 @@ class _Layer:
         if isinstance(message, str):
             raise StepError(f"layer {self.name!r} failed on rank {self.rank}: {message}")
         packed, states = message
-        result = _unpacked(packed, caches, lambda *spec: self.link.tensor(*spec, self.rank))
+        result = _unpacked(
+            packed, caches, lambda shape, dtype: self.link.tensor(shape, dtype, self.rank)
+        )
         for cache, parts in zip(caches, states, strict=True):
             for part, (entries, flags) in zip(_parts_of(cache), parts, strict=True):
                 for index, state in entries.items():
@@ -426,7 +428,8 @@ def _layers_of(stages: Sequence[nn.Module], link: Link) -> dict[str, tuple[int, 
         for name, part in module.named_modules():
             if not isinstance(part, OwnLayer) or name in layers:
                 continue
-            indices = {getattr(x, "layer_idx", None) for x in part.modules()} - {None}
+            parts: Iterable[Any] = part.modules()
+            indices = {x.layer_idx for x in parts if hasattr(x, "layer_idx")} - {None}
             calls = vars(part)["_pipegrad_run"][0].flow.calls
             changes = dict.fromkeys(c for x in calls if x.layer == name for c in x.changes)
             given = tuple(c for c in changes if not (c.is_inside or c.is_heard))

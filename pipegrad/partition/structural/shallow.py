@@ -146,7 +146,8 @@ class _Unquantized(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         """Returns what has the shape and the dtype of the layer's result."""
         result = nn.functional.linear(x, self.weight.to(x.dtype))
-        return result + self.bias.to(x.dtype) if self.bias is not None else result
+        bias: Tensor | None = self._parameters["bias"]
+        return result if bias is None else result + bias.to(x.dtype)
 
 
 def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:

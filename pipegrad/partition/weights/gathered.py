@@ -67,7 +67,7 @@ def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[t
             continue
         tensor = held.get(name)
         if tensor is not None:
-            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
+            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
         with Bounded("gather()"):
             if here == source:
                 assert tensor is not None
