@@ -224,8 +224,8 @@ class Cut:
 
         Nothing is merged: layers run where they are, and send what they return to the other ranks
         of the pipeline. Caches stay with the layers. All ranks call it; those of a pipeline with
-        the same arguments, and each replica with its own. Layers are in evaluation mode meanwhile. Sampling
-        draws the random numbers of the pipeline's first rank.
+        the same arguments, and each replica with its own. Layers are in evaluation mode meanwhile.
+        Sampling draws the random numbers of the pipeline's first rank.
 
         Args:
             *inputs: As of ``generate``.
