@@ -238,13 +238,13 @@ class Cut:
         held = tensors_of([self.modules[stage] for stage in self._settled()], self._first)
         gather_stages(held, self._first, model, self._model())
 
-    def generate(self, *inputs: object, **named: object) -> Any:  # noqa: ANN401 - transformers' own
+    def generate(self, *inputs: object, **named: object) -> Any:  # noqa: ANN401 - as transformers
         """Returns what ``generate`` of the uncut model of transformers returns, on every rank.
 
         Nothing is merged: layers run where they are, and send what they return to the other ranks
-        of the pipeline. Caches stay with the layers. All ranks of a pipeline call it with the same
-        arguments; each replica may have others. Layers are in evaluation mode meanwhile. Sampling
-        draws the random numbers of the pipeline's first rank.
+        of the pipeline. Caches stay with the layers. All ranks call it; those of a pipeline with
+        the same arguments, and each replica with its own. Layers are in evaluation mode meanwhile.
+        Sampling draws the random numbers of the pipeline's first rank.
 
         Args:
             *inputs: As of ``generate``.
@@ -259,7 +259,7 @@ class Cut:
             raise TopologyError("only models of transformers that generate text have generate()")
         held, scheduler = self._settled(), self._scheduler()
         topology = None if scheduler is None else scheduler.topology
-        return generate(self.uncut, self._parts, held, topology, inputs, named)
+        return generate(self.uncut, self._parts, held, topology, inputs=inputs, named=named)
 
     def _settled(self) -> Sequence[int]:
         """Returns the stages of this rank, when their values have come from other ranks."""

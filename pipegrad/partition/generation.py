@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any
@@ -140,7 +140,9 @@ class SharedLayer(nn.Module):
         watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
         try:
             result = super().__call__(*args, **kwargs)
-            entries = [layer.entries(cache, known) for cache, known in zip(caches, before)]
+            entries = [
+                layer.entries(cache, known) for cache, known in zip(caches, before, strict=True)
+            ]
             message = [_packed([result, watch.values()], tensors, caches), entries]
         except Exception as error:
             link.send(in_words(error))
@@ -175,7 +177,9 @@ class _Layer:
         if isinstance(message, str):
             raise StepError(f"layer {self.name!r} failed on rank {self.rank}: {message}")
         packed, states = message
-        result = _unpacked(packed, caches, lambda *spec: self.link.tensor(*spec, self.rank))
+        result = _unpacked(
+            packed, caches, lambda shape, dtype: self.link.tensor(shape, dtype, self.rank)
+        )
         for cache, parts in zip(caches, states, strict=True):
             for part, (entries, flags) in zip(_parts_of(cache), parts, strict=True):
                 for index, state in entries.items():
@@ -279,6 +283,7 @@ def generate(
     parts: Sequence[Part],
     held: Sequence[int],
     topology: Topology | None,
+    *,
     inputs: Sequence[object],
     named: Mapping[str, object],
 ) -> Any:
@@ -307,8 +312,8 @@ def generate(
             )
         if lost := _lost(uncut, stages):
             raise StepError(
-                f"no stage has {listed(lost)}: the sample of the cut did not use it, and generate() "
-                f"may. Gather the model by cut.gather(), and generate there"
+                f"no stage has {listed(lost)}: the sample of the cut did not use it, and "
+                f"generate() may. Gather the model by cut.gather(), and generate there"
             )
         if any(is_fsdp2(x) for stage in held for x in stages[stage].modules()):
             raise StepError(
@@ -382,14 +387,7 @@ def _shared_model(
         link: Between the ranks.
         needed: Names of what code between layers uses on any stage: it runs on every rank.
     """
-    owners, own = dict[str, int](), dict[str, nn.Module]()
-    for stage, module in reversed([*enumerate(stages)]):
-        for name, part in module.named_modules():
-            if isinstance(part, OwnLayer):
-                owners[name] = stage
-                calls = vars(part)["_pipegrad_run"][0].flow.calls
-                if stage in held:
-                    own[name] = part
+    layers = _layers_of(stages, link)
     here: dict[str, Tensor] = {}
     for stage in held:
         here |= tensors_by_name(stages[stage])
@@ -411,13 +409,30 @@ def _shared_model(
 
     leaves = chain.from_iterable(tree_flatten(vars(part))[0] for part in uncut.modules())
     memo: dict[int, Any] = {id(x): value(x) for x in leaves if isinstance(x, Tensor)}
-    memo |= {id(uncut.get_submodule(name)): twin(layer) for name, layer in own.items()}
+    memo |= {
+        id(uncut.get_submodule(name)): twin(stages[stage].get_submodule(name))
+        for name, (stage, _) in layers.items()
+        if stage in held
+    }
     model: Any = copy.deepcopy(uncut, memo)
-    for name, stage in owners.items():
-        layer = model.get_submodule(name)
-        indices = {getattr(part, "layer_idx", None) for part in layer.modules()} - {None}
-        changes = dict.fromkeys(c for call in calls if call.layer == name for c in call.changes)
-        given = tuple(c for c in changes if not (c.is_inside or c.is_heard))
-        shared = _Layer(name, link.rank_of(stage), link, tuple(sorted(indices)), given)
-        vars(as_kind(layer, SharedLayer))["_pipegrad_shared"] = shared
+    for name, (_, layer) in layers.items():
+        shared = as_kind(model.get_submodule(name), SharedLayer)
+        vars(shared)["_pipegrad_shared"] = layer
     return model.eval()
+
+
+def _layers_of(stages: Sequence[nn.Module], link: Link) -> dict[str, tuple[int, _Layer]]:
+    """Returns each layer by name, with the first stage that has it."""
+    layers = dict[str, tuple[int, _Layer]]()
+    for stage, module in enumerate(stages):
+        for name, part in module.named_modules():
+            if not isinstance(part, OwnLayer) or name in layers:
+                continue
+            parts: Iterable[Any] = part.modules()
+            indices = {x.layer_idx for x in parts if hasattr(x, "layer_idx")} - {None}
+            calls = vars(part)["_pipegrad_run"][0].flow.calls
+            changes = dict.fromkeys(c for x in calls if x.layer == name for c in x.changes)
+            given = tuple(c for c in changes if not (c.is_inside or c.is_heard))
+            rank = link.rank_of(stage)
+            layers[name] = stage, _Layer(name, rank, link, tuple(sorted(indices)), given)
+    return layers

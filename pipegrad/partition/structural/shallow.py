@@ -145,8 +145,9 @@ class _Unquantized(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns what has the shape and the dtype of the layer's result."""
-        bias = None if self.bias is None else self.bias.to(x.dtype)
-        return nn.functional.linear(x, self.weight.to(x.dtype), bias)
+        result = nn.functional.linear(x, self.weight.to(x.dtype))
+        bias: Tensor | None = self._parameters["bias"]
+        return result if bias is None else result + bias.to(x.dtype)
 
 
 def without_memory(model: nn.Module, shared: Sequence[object] = ()) -> nn.Module:

@@ -60,12 +60,13 @@ def has_adapter(model: Any) -> bool:  # noqa: ANN401 - of any kind
 
 def adapter_kinds(model: Any) -> set[str]:  # noqa: ANN401 - of any kind
     """Returns peft's names of the kinds of adapters that a model has."""
-    return {str(x.peft_type.value) for x in (getattr(model, "peft_config", None) or {}).values()}
+    configs: dict[str, Any] = getattr(model, "peft_config", None) or {}
+    return {str(config.peft_type.value) for config in configs.values()}
 
 
 def kind_of_prompt(model: Any) -> str:  # noqa: ANN401 - of any kind
     """Returns peft's name of the kind of prompt that a model learns; "" if it learns none."""
-    config = getattr(model, "active_peft_config", None) if has_adapter(model) else None
+    config: Any = getattr(model, "active_peft_config", None) if has_adapter(model) else None
     return str(config.peft_type.value) if getattr(config, "is_prompt_learning", False) else ""
 
 

@@ -11,13 +11,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrad.comm.agreement import AGREE_SECONDS, agree, slow_seconds
+from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, slow_seconds
 from pipegrad.comm.collectives import VALUES, receive, send
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import TopologyError, WeightsError
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.ties import plain_name
 from pipegrad.partition.weights.files import listed
+
+# Name -> tensors by id, each with the modules and attributes that have it.
+_Places = dict[str, dict[int, tuple[Tensor, list[tuple[nn.Module, str]]]]]
 
 
 def tensors_of(modules: Collection[nn.Module], first: Mapping[str, str]) -> dict[str, Tensor]:
@@ -64,7 +67,7 @@ def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[t
             continue
         tensor = held.get(name)
         if tensor is not None:
-            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()  # type: ignore[attr-defined]
+            tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
         with Bounded("gather()"):
             if here == source:
                 assert tensor is not None
@@ -107,47 +110,49 @@ def gather_stages(
         model: Where this rank wants the values; None if it wants none.
         cut: The model that was cut, which may be gone.
     """
-    places = defaultdict[str, dict[int, Any]](dict)
 
-    def check() -> dict[str, tuple[int, ...]]:
+    def check() -> tuple[_Places, tuple[dict[str, Any], dict[str, Any]]]:
         if without := [name for name, tensor in held.items() if tensor.is_meta]:
             raise WeightsError(f"{listed(without)} of a stage have no values: load it first")
-        if model is None:
-            return {}
-        if model is cut:
-            raise TopologyError(
-                "gather() was given the model that was cut, whose tensors are those of the "
-                "stages: give another one, such as copy.deepcopy(model)"
-            )
-        tensors = tensors_by_name(model)
-        if different := sorted(tensors.keys() ^ first.keys()):
-            raise WeightsError(
-                f"{type(model).__name__} is no twin of the model that was cut: only one of them "
-                f"has {listed(different)}"
-            )
-        names = defaultdict[int, set[str]](set)
-        for name, tensor in tensors.items():
-            if _is_quantized(tensor):
-                continue
-            names[id(tensor)].add(first[name])
-            places[first[name]].setdefault(id(tensor), (tensor, []))[1].append(_place(model, name))
-        if tied := next((sorted(tied) for tied in names.values() if len(tied) > 1), None):
-            raise WeightsError(f"the model ties {tied}, and the model that was cut does not")
-        return {name: tuple(t.shape) for name, of in places.items() for t, _ in of.values()}
+        places = {} if model is None else _places_in(model, first, cut)
+        wanted = {n: tuple(x.shape) for n, of in places.items() for x, _ in of.values()}
+        return places, (wanted, {n: tuple(x.shape) for n, x in held.items()})
 
-    replies = agree("gather the stages", check)
-    shapes = agree("gather the stages", lambda: {n: tuple(t.shape) for n, t in held.items()})
-    true = {name: shape for shapes_of in shapes for name, shape in shapes_of.items()}
-    for wanted in replies:
-        for name, shape in wanted.items():
-            if shape != true.get(name, shape):
-                raise WeightsError(f"{name} has shape {shape}, and in the stages {true[name]}")
+    places, replies = agree_keeping("gather the stages", check)
+    true = {name: shape for _, shapes in replies for name, shape in shapes.items()}
+    for name, shape in ((n, shape) for wanted, _ in replies for n, shape in wanted.items()):
+        if shape != true.get(name, shape):
+            raise WeightsError(f"{name} has shape {shape}, and in the stages {true[name]}")
     for name, value in collected(held, places.keys()):
         for tensor, of in places.pop(name).values():
             _fill(tensor, of, value)
-    nowhere = [name for name, of in places.items() if any(t.is_meta for t, _ in of.values())]
+    nowhere = [name for name, of in places.items() if any(x.is_meta for x, _ in of.values())]
     if nowhere:  # the same on all ranks that have such a model
         raise WeightsError(f"no stage uses {listed(nowhere)}: give these values yourself")
+
+
+def _places_in(model: nn.Module, first: Mapping[str, str], cut: object) -> _Places:
+    """Returns where the values of each name go; refuses what is no twin of the cut model."""
+    if model is cut:
+        raise TopologyError(
+            "gather() was given the model that was cut, whose tensors are those of the stages: "
+            "give another one, such as copy.deepcopy(model)"
+        )
+    tensors = tensors_by_name(model)
+    if different := sorted(tensors.keys() ^ first.keys()):
+        raise WeightsError(
+            f"{type(model).__name__} is no twin of the model that was cut: only one of them has "
+            f"{listed(different)}"
+        )
+    names, places = defaultdict[int, set[str]](set), defaultdict[str, dict[int, Any]](dict)
+    for name, tensor in tensors.items():
+        if not _is_quantized(tensor):
+            names[id(tensor)].add(first[name])
+            _, of = places[first[name]].setdefault(id(tensor), (tensor, []))
+            of.append(_place(model, name))
+    if tied := next((sorted(tied) for tied in names.values() if len(tied) > 1), None):
+        raise WeightsError(f"the model ties {tied}, and the model that was cut does not")
+    return dict(places)
 
 
 def _is_quantized(tensor: Tensor) -> bool:

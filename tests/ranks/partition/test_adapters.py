@@ -109,7 +109,8 @@ def test_adapters_of_a_quantized_model_train_as_in_one_process(bits: int, tmp_pa
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
     if dist.get_rank() == 0:
         options = {**FAMILIES["Llama 3.2"].options, **sizes}
-        Family("LlamaConfig", "LlamaForCausalLM", options).build().float().save_pretrained(tmp_path)
+        model: Any = Family("LlamaConfig", "LlamaForCausalLM", options).build()
+        model.float().save_pretrained(tmp_path)
     dist.barrier()
     batch: dict[str, Any] = {"input_ids": torch.arange(24).reshape(4, 6) % VOCAB}
     batch["labels"] = batch["input_ids"]

@@ -51,8 +51,8 @@ def trained(
     """Returns losses of two steps, between which something is done."""
     torch.manual_seed(1)
     parts = cut(family.build(), options.pop("num_stages", 2))
-    options = {"schedule": "1f1b", "num_microbatches": 2} | options
-    topology = options.pop("topology", None) or Topology.create(pipeline=2)
+    options = {"schedule": "1f1b", "num_microbatches": 2, **options}
+    topology: Topology = options.pop("topology", None) or Topology.create(pipeline=2)
     scheduler = Scheduler(parts, topology, **options)
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.5)
     losses = list[float]()
