@@ -89,6 +89,15 @@ def _check(program: object, costs: object, num_steps: int) -> None:
             f"network.hosts has {len(hosts)} hosts, and schedule {schedule.name!r} has "
             f"{schedule.num_ranks} ranks: give the host of each rank, or none"
         )
+    connected = [
+        *((x.source, x.target) for x in costs.network.links),
+        *(x.ranks for x in costs.codecs),
+    ]
+    if far := next((ends for ends in connected if max(ends) >= schedule.num_ranks), None):
+        raise ScheduleError(
+            f"the costs have a link or a codec between the ranks {list(far)}, and schedule "
+            f"{schedule.name!r} has the ranks 0 to {schedule.num_ranks - 1} of a pipeline"
+        )
     if num_steps < 1:
         raise ScheduleError(f"num_steps is {num_steps}, expected at least 1")
 
