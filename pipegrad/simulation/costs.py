@@ -184,6 +184,13 @@ class Network(_Numbers):
             links[source, target] = LinkCosts(source, target, self.latency_seconds)
         return links[source, target]
 
+    def round_trip_seconds(self, num_ranks: int) -> float:
+        """Returns the time of two empty messages between those ranks for whom it is longest."""
+        latencies = [link.latency_seconds for link in self.links]
+        if len(self.links) < num_ranks * (num_ranks - 1):  # some pairs are like the rest
+            latencies.append(self.latency_seconds)
+        return 2 * max(latencies, default=0.0)
+
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""
         return self.hosts[rank] if self.hosts else rank
@@ -294,6 +301,8 @@ class Costs(_Numbers):
         codecs: Of those hops that have one.
         ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
             a global norm and reading the loss on every rank do that.
+        meeting_seconds: What the messages of such an end take, when the last rank is there: a round
+            trip over the slowest link for the loss, and as much for the norm.
     """
 
     stages: tuple[StageCosts, ...]
@@ -302,6 +311,7 @@ class Costs(_Numbers):
     host: HostCosts = HostCosts()
     codecs: tuple[CodecCosts, ...] = ()
     ranks_meet: bool = True
+    meeting_seconds: float = 0.0
 
     @cached_property
     def _codecs(self) -> dict[tuple[tuple[int, int], str], CodecCosts]:

@@ -335,7 +335,7 @@ class _Run:
         if len(self._met) == len(self._ranks):
             met, self._met = self._met, []
             for other in met:
-                self._step_parameters(now, other)
+                self._events.at(now + self._costs.meeting_seconds, self._step_parameters, other)
 
     def _step_parameters(self, now: float, rank: _Rank) -> None:
         """Runs the optimizer; then the rank publishes, which are its last items."""
