@@ -142,6 +142,35 @@ def reduce_scatter(
         dist.all_reduce(common, group=group)
 
 
+def start_sum(numbers: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+    """Starts to add a few numbers, ``(numel,)``, of all ranks; `summed` makes the sums of them.
+
+    gloo's all-reduce goes round a ring of n ranks: 2 (n - 1) messages one after the other, each of
+    them with the latency of the slowest link. So on gloo each rank sends its numbers to all others
+    at once, which takes one round trip.
+
+    Sync: `numbers` and the result belong to the work until it has ended.
+    """
+    if not is_gloo(numbers, group):
+        return _work(dist.all_reduce(numbers, group=group, async_op=True)), numbers
+    size = dist.get_world_size(group)
+    rows = numbers.new_empty(size, numbers.numel())
+    own = numbers.repeat(size)
+    return _work(dist.all_to_all_single(rows.view(-1), own, group=group, async_op=True)), rows
+
+
+def summed(numbers: torch.Tensor) -> torch.Tensor:
+    """Returns the sums of what `start_sum` has returned, when its work has ended.
+
+    The order of additions is that of ranks, on any processor: all ranks have the same bits.
+    """
+    while numbers.dim() > 1 and len(numbers) > 1:
+        half = (len(numbers) + 1) // 2
+        added = numbers[: len(numbers) - half] + numbers[half:]
+        numbers = torch.cat([added, numbers[len(added) : half]])
+    return numbers[0] if numbers.dim() > 1 else numbers
+
+
 def all_gather(shards: Sequence[torch.Tensor], group: dist.ProcessGroup | None) -> None:
     """Copies shard j of rank j to all ranks of the group.
 

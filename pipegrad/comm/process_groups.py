@@ -19,6 +19,7 @@ from pipegrad.comm.collectives import (
     blocks_host,
     broadcast_chain,
     expect_reduce_chain,
+    is_gloo,
     reduce_chain,
 )
 from pipegrad.comm.ending import cut
@@ -101,14 +102,18 @@ class Groups:
         Args:
             row: Of this rank, ``(numel,)``, of the same dtype on all ranks.
 
-        Sync: on the current stream; one all-reduce over all ranks, for a few numbers.
+        Sync: on the current stream; a few numbers to all ranks.
         """
         # Each rank adds its row to zeros, so every bit stays, also of nan and infinity.
         rows = row.new_zeros(len(self._ranks), row.numel())
         rows[self._index] = row
         if self.world is not None:
             with Activity("the numbers of all ranks", self._ranks):
-                dist.all_reduce(rows, group=self.world)
+                if is_gloo(row, self.world):  # one round trip: see `start_sum`
+                    own = row.repeat(len(self._ranks))
+                    dist.all_to_all_single(rows.view(-1), own, group=self.world)
+                else:
+                    dist.all_reduce(rows, group=self.world)
         return rows
 
     def is_anywhere(self, flag: bool) -> bool:

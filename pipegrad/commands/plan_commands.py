@@ -367,7 +367,9 @@ def _uniform(
         outputs={"x": round(mib * _MIB)},
     )
     network = Network(nic_bytes_per_second=gbit * 1e9 / 8, latency_seconds=latency_us / 1e6)
-    return Costs((stage,) * len(schedule.stage_to_rank), network)
+    meeting_seconds = 2 * network.latency_seconds if schedule.num_ranks > 1 else 0.0
+    stages = (stage,) * len(schedule.stage_to_rank)
+    return Costs(stages, network, meeting_seconds=meeting_seconds)
 
 
 def _assumed(weight_ms: float | None, **amounts: float) -> str:

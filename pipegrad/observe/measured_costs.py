@@ -121,7 +121,15 @@ def measure_costs(
     result = agree("links", around, ranks=ranks, timeout_seconds=patience)
     network, host = next(each for each in result if each is not None)
     codecs = agree("codecs", partial(measured_codecs, scheduler, profile.specs), ranks=ranks)
-    return Costs(tuple(stages), network, collective_costs(scheduler.sync), host, codecs[0])
+    round_trip = network.round_trip_seconds(len(pipeline)) if len(ranks) > 1 else 0.0
+    return Costs(
+        tuple(stages),
+        network,
+        collective_costs(scheduler.sync),
+        host,
+        codecs[0],
+        meeting_seconds=round_trip,
+    )
 
 
 def _network(scheduler: Scheduler, pairs: Sequence[Pair], timeout_seconds: float) -> Network:

@@ -1,6 +1,6 @@
 """Losses: collects losses, weights and metrics, and sends them to all ranks, while they go on.
 
-[Note: message of a loss] Each rank adds float64 numbers to one all-reduce. They are sums:
+[Note: message of a loss] Each rank sends float64 numbers to all others. Their sums are:
 
     0  the losses, divided by the number of pipelines
     1  how many ranks have failed in this step
@@ -40,6 +40,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.activity import Tape
+from pipegrad.comm.collectives import start_sum
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.errors import StepError
@@ -440,7 +441,7 @@ class Losses:
     def _reduced(
         self, numbers: Sequence[Number], compare: Compare | None = None, *, num_passed: int = 0
     ) -> Message:
-        """Starts an all-reduce of this rank's numbers; returns at once."""
+        """Starts to send this rank's numbers to all ranks; returns at once."""
         message = torch.tensor(
             [0.0 if isinstance(x, Tensor) else float(x) for x in numbers], dtype=torch.float64
         )
@@ -455,7 +456,7 @@ class Losses:
         if self._group is not None:
             # Not waited for: most loops read a loss some steps later or never, and the next step
             # begins at once.
-            work = dist.all_reduce(message, group=self._group, async_op=True)
+            work, message = start_sum(message, self._group)
             # A result may be thrown away unread. Its work must live until it has ended.
             _have_ended(self._leaving)
             self._leaving.append(work)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.activity import Tape
+from pipegrad.comm.collectives import summed
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import StepError
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
@@ -28,10 +29,11 @@ class Message:
     """Sums over all ranks that are on their way.
 
     Args:
-        numbers: ``(number,)``, float64. They are the sums when the work has ended.
-        work: The all-reduce; None if there is one rank.
+        numbers: ``(number,)``, float64, or ``(ranks, number)``: see `summed`. They are there when
+            the work has ended.
+        work: What brings them; None if there is one rank.
         tape: Where the wait for it is recorded.
-        ranks: Of the all-reduce.
+        ranks: Whose numbers they are.
         compare: Returns what is wrong with the sums of what ranks were given.
         num_passed: How many numbers of these there are, in front of the metrics.
 
@@ -75,7 +77,7 @@ class Message:
             with Bounded("the loss of a step", self._ranks):
                 self._work.wait()
             self._tape.note("wait for ranks", "the loss of all ranks", began)
-            self._work = None
+            self._work, self._numbers = None, summed(self._numbers)
         return self._numbers
 
     def read(self) -> list[float]:

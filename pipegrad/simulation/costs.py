@@ -168,6 +168,10 @@ class Network(_Numbers):
                 f"nic_bytes_per_second is {self.nic_bytes_per_second}, expected a number above 0, "
                 f"at least {LEAST_RATE}"
             )
+        ends = [(link.source, link.target) for link in self.links]
+        if len(set(ends)) < len(ends):
+            source, target = next(pair for pair in ends if ends.count(pair) > 1)
+            raise ScheduleError(f"links has two from rank {source} to rank {target}, expected one")
 
     @cached_property
     def _links(self) -> dict[tuple[int, int], LinkCosts]:
@@ -179,6 +183,13 @@ class Network(_Numbers):
         if (source, target) not in links:
             links[source, target] = LinkCosts(source, target, self.latency_seconds)
         return links[source, target]
+
+    def round_trip_seconds(self, num_ranks: int) -> float:
+        """Returns the time of two empty messages between those ranks for whom it is longest."""
+        latencies = [link.latency_seconds for link in self.links]
+        if len(self.links) < num_ranks * (num_ranks - 1):  # some pairs are like the rest
+            latencies.append(self.latency_seconds)
+        return 2 * max(latencies, default=0.0)
 
     def host(self, rank: int) -> int:
         """Returns the number of a rank's host."""
@@ -290,6 +301,8 @@ class Costs(_Numbers):
         codecs: Of those hops that have one.
         ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
             a global norm and reading the loss on every rank do that.
+        meeting_seconds: What the messages of such an end take, when the last rank is there: a round
+            trip over the slowest link for the loss, and as much for the norm.
     """
 
     stages: tuple[StageCosts, ...]
@@ -298,6 +311,7 @@ class Costs(_Numbers):
     host: HostCosts = HostCosts()
     codecs: tuple[CodecCosts, ...] = ()
     ranks_meet: bool = True
+    meeting_seconds: float = 0.0
 
     @cached_property
     def _codecs(self) -> dict[tuple[tuple[int, int], str], CodecCosts]:
@@ -335,7 +349,7 @@ class Costs(_Numbers):
         return self.collectives.get(collective.name, CollectiveCosts())
 
     def __str__(self) -> str:
-        """A line for each stage, and one for each link whose costs differ from the rest."""
+        """A line for each stage, each link whose costs differ from the rest, and each doubt."""
         lines = ["stage   forward ms   backward ms   optimizer ms   sends MiB   holds MiB"]
         for number, stage in enumerate(self.stages):
             seconds = stage.forward_seconds, stage.backward_seconds, stage.optimizer_seconds
@@ -356,19 +370,25 @@ class Costs(_Numbers):
         if not network.links:
             rate, latency = 8e-6 * network.nic_bytes_per_second, 1e3 * network.latency_seconds
             lines.append(f"each NIC: {rate:.1f} Mbit/s, {latency:.3f} ms for an empty message")
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.doubts()])
 
     def doubts(self) -> Iterator[str]:
-        """Yields numbers that are likely of another unit, with the unit that is expected."""
+        """Yields what is likely a mistake: another unit, or a link that lacks its way back."""
         for number, stage in enumerate(self.stages):
             if stage.forward_seconds >= _LONG_SECONDS:
                 seconds = stage.forward_seconds
                 yield f"the forward of stage {number} takes {seconds:g} s: costs are in seconds"
                 break
-        if self.network.latency_seconds >= _LONG_LATENCY:
-            latency = self.network.latency_seconds
+        network = self.network
+        latency = max([network.latency_seconds, *(link.latency_seconds for link in network.links)])
+        if latency >= _LONG_LATENCY:
             yield f"an empty message takes {latency:g} s: costs are in seconds"
-        rate = self.network.nic_bytes_per_second
+        ends = {(link.source, link.target) for link in network.links}
+        if alone := sorted(pair for pair in ends if pair[::-1] not in ends):
+            source, target = alone[0]
+            back = f"an empty message back takes {network.latency_seconds:g} s"
+            yield f"links has one from rank {source} to rank {target} and none back: {back}"
+        rate = network.nic_bytes_per_second
         if rate in _RATES_IN_BITS or rate < _LOW_RATE:
             yield f"a NIC sends {8e-6 * rate:g} Mbit/s: rates are in bytes a second, not in bits"
 

@@ -89,6 +89,15 @@ def _check(program: object, costs: object, num_steps: int) -> None:
             f"network.hosts has {len(hosts)} hosts, and schedule {schedule.name!r} has "
             f"{schedule.num_ranks} ranks: give the host of each rank, or none"
         )
+    connected = [
+        *((x.source, x.target) for x in costs.network.links),
+        *(x.ranks for x in costs.codecs),
+    ]
+    if far := next((ends for ends in connected if max(ends) >= schedule.num_ranks), None):
+        raise ScheduleError(
+            f"the costs have a link or a codec between the ranks {list(far)}, and schedule "
+            f"{schedule.name!r} has the ranks 0 to {schedule.num_ranks - 1} of a pipeline"
+        )
     if num_steps < 1:
         raise ScheduleError(f"num_steps is {num_steps}, expected at least 1")
 
@@ -326,7 +335,7 @@ class _Run:
         if len(self._met) == len(self._ranks):
             met, self._met = self._met, []
             for other in met:
-                self._step_parameters(now, other)
+                self._events.at(now + self._costs.meeting_seconds, self._step_parameters, other)
 
     def _step_parameters(self, now: float, rank: _Rank) -> None:
         """Runs the optimizer; then the rank publishes, which are its last items."""

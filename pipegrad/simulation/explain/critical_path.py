@@ -15,7 +15,15 @@ from pipegrad.simulation.explain.lookup import Lookup, Piece, name_of
 from pipegrad.simulation.timeline import COMPUTE, WAITS, Span, TimeUnit, in_time
 
 PathKind = Literal[
-    "compute", "transfer", "reduction", "parameter sync", "optimizer", "host", "wait", "other"
+    "compute",
+    "transfer",
+    "reduction",
+    "parameter sync",
+    "optimizer",
+    "host",
+    "meeting",
+    "wait",
+    "other",
 ]
 _WORDS: dict[PathKind, tuple[str, str]] = {
     "compute": ("compute", "rank {s.rank}"),
@@ -24,6 +32,7 @@ _WORDS: dict[PathKind, tuple[str, str]] = {
     "parameter sync": ("parameter sync", "{s.name}"),
     "optimizer": ("optimizer", "rank {s.rank}"),
     "host": ("host", "rank {s.rank}"),
+    "meeting": ("messages of all ranks to each other", "rank {s.rank}"),
     "wait": ("waits that nothing in the timeline explains", "rank {s.rank}"),
     "other": ("time that no span covers", "rank {s.rank}"),
 }
@@ -34,8 +43,8 @@ class Segment(NamedTuple):
     """A part of the critical path.
 
     Attributes:
-        kind: What it is. "wait" is a wait whose cause is not in the timeline, "other" is time that
-            no span covers.
+        kind: What it is. In "meeting" all ranks wait for messages of each other. "wait" is a wait
+            whose cause is not in the timeline, "other" is time that no span covers.
         begin: In seconds from the begin of the timeline.
         end: Likewise. The next segment begins here.
         rank: The rank, of a transfer the one that sends.
@@ -152,7 +161,8 @@ class _Walk:
                 kind, name = _kind_and_name(piece.span)
                 self._take(kind, piece.begin, name=name)
             elif self.rank in visited or not self._follow(piece, piece.span):
-                self._take("wait", piece.begin, name=piece.span.label)
+                kind = "meeting" if piece.span.kind == "wait for ranks" else "wait"
+                self._take(kind, piece.begin, name=piece.span.label)
             visited = visited | {self.rank} if self.now == since else set()
 
     def _take(
@@ -170,10 +180,10 @@ class _Walk:
         if wait.kind in ("wait for receive", "wait for send"):
             return self._follow_transfer(piece, wait)
         if wait.kind == "wait for ranks":
-            others = [r for r in range(self._lookup.timeline.num_ranks) if r != self.rank]
-            if not others:
+            last = self._last_rank(range(self._lookup.timeline.num_ranks), self.now)
+            if last == self.rank:  # nobody else is late
                 return False
-            self.rank = self._last_rank(others, self.now)
+            self.rank = last
             return True
         return self._follow_collective(wait)
 

@@ -260,7 +260,8 @@ def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iter
 def _bounds(program: Program, costs: Costs) -> Iterator[WhatIf]:
     # Values of no bytes and a network without latency.
     silent = tuple(replace(stage, outputs={}) for stage in costs.stages)
-    free = replace(costs, stages=silent, network=Network(hosts=costs.network.hosts))
+    alike = Network(hosts=costs.network.hosts)
+    free = replace(costs, stages=silent, network=alike, meeting_seconds=0.0)
     yield WhatIf("links", "links that take no time", program, free, is_bound=True)
     if costs.collectives:
         reduced = replace(costs, collectives={})

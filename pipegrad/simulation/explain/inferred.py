@@ -93,7 +93,14 @@ def costs_of(lookup: Lookup) -> Costs:
     links = tuple(_edges(ways, sizes))
     rate = max((link.bytes_per_second for link in links), default=math.inf)
     network = Network(nic_bytes_per_second=rate if is_shared else math.inf, links=links)
-    return Costs(stages, network, collectives, _host(lookup), ranks_meet=_ranks_meet(lookup))
+    return Costs(
+        stages,
+        network,
+        collectives,
+        _host(lookup),
+        ranks_meet=_ranks_meet(lookup),
+        meeting_seconds=_meeting_seconds(lookup),
+    )
 
 
 def _way_seconds(lookup: Lookup) -> tuple[dict[_Way, float], bool]:
@@ -201,6 +208,20 @@ def _host(lookup: Lookup) -> HostCosts:
 
 def _host_seconds(pieces: Iterable[Piece]) -> float:
     return sum(p.seconds for p in pieces if p.span is None or p.span.kind == "host")
+
+
+def _meeting_seconds(lookup: Lookup) -> float:
+    """Returns what the rank that comes last waits for others: what their messages take."""
+    waits = defaultdict[int, dict[int, list[Span]]](dict)
+    for span in lookup.spans:
+        if span.kind == "wait for ranks" and lookup.timeline.num_ranks > 1:
+            waits[span.step].setdefault(span.rank, []).append(span)
+    lasts = (
+        max(own.values(), key=lambda spans: spans[0].begin)
+        for own in waits.values()
+        if len(own) == lookup.timeline.num_ranks  # else the last one waits for nothing
+    )
+    return _median([sum(span.seconds for span in last) for last in lasts])
 
 
 def _ranks_meet(lookup: Lookup) -> bool:

@@ -127,10 +127,12 @@ def _shares(explanation: Explanation) -> Iterator[_Clause]:
     data = path.seconds_of("host", BATCH) / total
     host = sum(path.shares.get("host", {}).values()) / total - data
     optimizer = sum(path.shares.get("optimizer", {}).values()) / total
+    meeting = sum(path.shares.get("meeting", {}).values()) / total
     between = explanation.timeline.noted("between_steps")
     for share, saved, cause, remedy in (
         (data, 1.0, "the next batch", notes.get("batch", "load it in other processes")),
         (optimizer, 0.5, "the optimizer", notes.get("optimizer", "try optimizer.fused = true")),
+        (meeting, 0.5, "the exchange of loss and norm", "read the loss a step later"),
         (host, 0.5, "Python beside the model", "more rows a step make its share smaller"),
     ):
         words = f"{cause} takes {in_percent(share)} of it; {remedy}: at most as much less"

@@ -98,7 +98,7 @@ def test_costs_are_printed_as_a_table() -> None:
 
 
 def test_numbers_of_another_unit_are_doubted() -> None:
-    assert not list(COSTS.doubts())
+    assert not list(replace(COSTS, network=Network(125e6, 1e-4)).doubts())
     slow = Costs((StageCosts(15, 30),) * 2, Network(1e9, 50))
     assert list(slow.doubts()) == [
         "the forward of stage 0 takes 15 s: costs are in seconds",
@@ -108,6 +108,24 @@ def test_numbers_of_another_unit_are_doubted() -> None:
     assert list(Costs((), Network(125)).doubts()) == [
         "a NIC sends 0.001 Mbit/s: rates are in bytes a second, not in bits"
     ]
+
+
+def test_links_that_cannot_be_meant_are_doubted_or_refused() -> None:
+    """A link to rank 7 of 4, and one without a way back, changed the advice without a word."""
+    one_way = replace(COSTS, network=Network(125e6, 1e-4, links=(LinkCosts(0, 1, 40.0),)))
+    back = "an empty message back takes 0.0001 s"
+    assert list(one_way.doubts()) == [
+        "an empty message takes 40 s: costs are in seconds",
+        f"links has one from rank 0 to rank 1 and none back: {back}",
+    ]
+    assert str(one_way).splitlines()[-2:] == list(one_way.doubts())
+    with pytest.raises(ScheduleError, match="links has two from rank 0 to rank 1"):
+        Network(links=(LinkCosts(0, 1), LinkCosts(0, 1, 1.0)))
+    far = Costs((STAGE, STAGE), Network(links=(LinkCosts(0, 2),)))
+    coded = Costs((STAGE, STAGE), codecs=(CodecCosts((0, 2), "gradients"),))
+    for costs in far, coded:
+        with pytest.raises(ScheduleError, match=r"the ranks \[0, 2\], and .* the ranks 0 to 1"):
+            simulate(PROGRAM, costs)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1, 2]", '{"stages": 3}'])
@@ -147,7 +165,6 @@ def test_a_message_takes_its_own_bytes_and_the_time_of_its_ends() -> None:
 
 
 def test_the_times_of_hops_have_codecs_in_them_also_in_a_file() -> None:
-    assert seconds(CodecCosts((1, 2), "activations", share=0.1)) == seconds()  # of another hop
     costs = Costs((STAGE, STAGE), NETWORK, codecs=(FORTH, BACK))
     assert times_of(costs).hop_seconds == pytest.approx(((0.55 + 1.2) / 2,))
     assert Costs.from_json(costs.to_json()) == costs

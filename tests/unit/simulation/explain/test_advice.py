@@ -221,6 +221,23 @@ def test_whether_ranks_meet_is_seen(ranks_meet: bool) -> None:
     assert costs_of(lookup).ranks_meet is ranks_meet
 
 
+def test_messages_of_all_ranks_at_the_end_of_a_step_are_known_and_named() -> None:
+    """Over 40 ms they took 18 % of a step: no simulation had them, and no advice named them."""
+    program, costs = program_and_costs()
+    far = replace(costs, meeting_seconds=0.06)
+    alone, late = (simulate(program, each, num_steps=2).step_seconds[1] for each in (costs, far))
+    assert late == pytest.approx(alone + 0.06)
+    timeline = recorded(program, far, 2)
+    assert costs_of(Lookup(timeline)).meeting_seconds == pytest.approx(0.06)
+    explained = explain(timeline)
+    assert sum(explained.path.shares["meeting"].values()) == pytest.approx(0.06)
+    assert explained.error < 0.01
+    bound = by_change(explained.advice, "links that take no time")  # type: ignore[arg-type]
+    assert bound.step_seconds == pytest.approx(alone, rel=0.01)
+    longer = replace(far, meeting_seconds=0.4)
+    assert "the exchange of loss and norm takes" in str(explain(recorded(program, longer, 2)))
+
+
 def test_a_parameter_sync_shows_in_the_next_step() -> None:
     program, costs = program_and_costs()
     collectives = [Collective("bucket 0", (0,), (0,), 0, readers=(0,))]

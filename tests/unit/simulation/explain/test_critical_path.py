@@ -327,7 +327,7 @@ def test_ranks_that_all_wait_for_each_other() -> None:
     """What no span explains stays on its rank, and does not go around for ever."""
     spans = tuple(Span(rank, "wait for ranks", 0, 5) for rank in range(3))
     path = critical_path(Lookup(Timeline("circle", "measured", 3, (0, 1, 2), 1, spans, (5.0,))), 0)
-    assert [(s.kind, s.seconds) for s in path.segments] == [("wait", 5)]
+    assert [(s.kind, s.seconds) for s in path.segments] == [("meeting", 5)]
     path = critical_path(Lookup(Timeline("empty", "measured", 2, (0, 1), 1, (), (3.0,))), 0)
     check_whole(path, 0.0, 3.0)
     assert str(path) == "of 3.00 s, 3.00 s are time that no span covers (rank 0 3.00 s)"
