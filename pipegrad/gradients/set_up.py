@@ -35,7 +35,7 @@ from pipegrad.model.describe import check_stages, describe_rank, device_of, merg
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.manifest import Manifest, RankManifest
-from pipegrad.model.ties import Tied, declared, link_local, named, refuse_likely_ties
+from pipegrad.model.ties import AllTies, Tied, declared, link_local, named, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard, unwrapped
 from pipegrad.plan.check import (
     refuse_bare_replicas,
@@ -129,7 +129,8 @@ class Agreed:
         self.manifest = merge(manifests, topology, self._ties)
         refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
         allowed = self.options.allow_unsynced
-        refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
+        if not isinstance(tied, AllTies):
+            refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
         buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
         refuse_different_buffers(buffers, topology, allowed)
         # A handler should be pure, but nothing makes sure of that. Different plans would hang, so
@@ -175,7 +176,7 @@ class Agreed:
                 self.topology.stage_to_rank,
                 self.topology.data_axes,
             ),
-            "tied": list(map(str, self._ties)),
+            "tied": [*map(str, self._ties), *["no other"] * isinstance(tied, AllTies)],
             "handlers": [resolved.identity for resolved in self.handlers.values()],
             "accessor": type(self.accessor).__qualname__,
             **self.options.settings(),

@@ -30,6 +30,10 @@ Tied = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 """Ties as the user declares them: names, stage -> name, or traced submodule -> name."""
 
 
+class AllTies(list[Sequence[str] | Mapping[int, str] | Mapping[str, str]]):
+    """All ties of a model that was known whole: its other parameters may start alike."""
+
+
 class Origin(NamedTuple):
     """A parameter of the uncut model, by which stages recognise it under any name.
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from pipegrad.errors import TopologyError
 from pipegrad.model.suspects import begin_of
-from pipegrad.model.ties import find_tied
+from pipegrad.model.ties import AllTies, find_tied
 from pipegrad.partition.boundaries import Layer
 from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model, metrics_of
 from pipegrad.partition.generation import generate
@@ -84,7 +84,7 @@ class Cut:
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
         warn_of_other_stages(self.modules)
-        self.tied = _ties_of(model, parts)
+        self.tied = AllTies(_ties_of(model, parts))
         self.boundaries = tuple(boundaries)
         self.layers = tuple(layers)
         self.how = how

@@ -107,6 +107,13 @@ class Link:
         self._broadcast(tensor, rank)
         return tensor
 
+    def shared(self, tensors: Sequence[Tensor], rank: int) -> list[Tensor]:
+        """Returns the tensors of one rank on all ranks. Others give any."""
+        if rank != self.here:
+            return [self.tensor(shape, dtype, rank) for shape, dtype in self.receive(rank)]
+        self.send([(tuple(tensor.shape), tensor.dtype) for tensor in tensors], tensors)
+        return list(tensors)
+
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
             memory = tensor.reshape(-1).view(torch.uint8)  # backends do not send every dtype

@@ -19,6 +19,7 @@ from transformers import Trainer, TrainingArguments
 
 from pipegrad.errors import ConfigError
 from pipegrad.partition.cut_model import Cut
+from pipegrad.partition.generation import Link
 from pipegrad.pipeline.scheduler import Scheduler
 
 _Hf = Any  # what transformers gives and takes
@@ -69,6 +70,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         super().__init__(model=cut.uncut, args=args, **others)
         self.optimizer: _Hf = None
         self._stages = nn.ModuleList([cut.modules[i] for i in self._topology.local_stages])
+        self._link = Link(self._topology, self.args.device)
+        self._last = self._topology.ranks_of([self._topology.num_stages - 1])[0]
         # Of accelerator, the loop asks for loaders, and for the results of all ranks.
         self.accelerator.prepare_data_loader = self._loader
         self.accelerator.prepare_optimizer = lambda optimizer, **_: optimizer
@@ -155,14 +158,13 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         loss = result.loss if names else None
         if prediction_loss_only:
             return loss, None, None
-        last = self._topology.ranks_of([self._topology.num_stages - 1])[0]
         # The model's own loss is behind them; other losses have no rows.
         named = zip(self.cut.returns, result.outputs, strict=False)
-        box = [[value for name, value in named if not name.endswith("loss")]]
-        group = self._topology.group_along(self._topology.pipeline)
-        dist.broadcast_object_list(box, last, group, device=self.args.device)
+        outputs = self._link.shared(
+            [x for name, x in named if not name.endswith("loss")], self._last
+        )
         labels: _Hf = [inputs[name] for name in names]
-        logits, labels = (x[0] if len(x) == 1 else tuple(x) or None for x in (box[0], labels))
+        logits, labels = (x[0] if len(x) == 1 else tuple(x) or None for x in (outputs, labels))
         return loss, logits, labels
 
     def _number(self, inputs: _Hf) -> int:

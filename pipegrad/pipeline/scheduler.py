@@ -27,7 +27,7 @@ from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.suspects import begin_of
-from pipegrad.model.ties import Tied
+from pipegrad.model.ties import AllTies, Tied
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
 from pipegrad.pipeline.microbatch import Batch, Counts
 from pipegrad.pipeline.programs import Programs
@@ -149,7 +149,7 @@ class Scheduler:
         modules = {stage.index: stage.module for stage in pipeline.stages}
         if not isinstance(stages, Sequence):
             if isinstance(tied, Sequence):  # GradientSync refuses others, on all ranks alike
-                tied = [*stages.tied, *tied]
+                tied = AllTies([*stages.tied, *tied])
             # Before the gradient layer: it makes replicas equal, and master copies, of these
             # values.
             stages.load(self.topology.local_stages, self)
