@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -266,7 +266,8 @@ def simulate(
         seconds = {"step_seconds": simulation.step_seconds, "peak_bytes": simulation.peak_bytes}
         click.echo(json.dumps({"costs": basis, **seconds, **explanation.to_json()}, indent=2))
     else:
-        _show(made, simulation, costs, basis, explanation)
+        doubts = costs.doubts() if costs_file else ()  # options say their units themselves
+        _show(made, simulation, costs, basis=basis, doubts=doubts, explained=explanation)
 
 
 def _refuse_both(costs_file: Path | None) -> None:
@@ -383,7 +384,13 @@ def _assumed(weight_ms: float | None, **amounts: float) -> str:
 
 
 def _show(
-    schedule: Schedule, simulation: Simulation, costs: Costs, basis: str, explained: Explanation
+    schedule: Schedule,
+    simulation: Simulation,
+    costs: Costs,
+    *,
+    basis: str,
+    doubts: Iterable[str],
+    explained: Explanation,
 ) -> None:
     from pipegrad.simulation.timeline import in_time
     from pipegrad.train.rendering import make_console, rendered_explanation
@@ -393,7 +400,7 @@ def _show(
         f"{schedule.num_microbatches} microbatches"
     )
     parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated", f"costs: {basis}"]
-    parts += costs.doubts()
+    parts += doubts
     if len(simulation.step_seconds) > 1:
         steps = ", ".join(map(in_time, simulation.step_seconds[:_MOST_SHOWN]))
         more = " ..." if len(simulation.step_seconds) > _MOST_SHOWN else ""

@@ -17,7 +17,7 @@ from pipegrad.printable import printable
 from pipegrad.schedules import Schedule
 from pipegrad.schedules.measured import rows_of
 from pipegrad.simulation.explain.explanation import Explanation
-from pipegrad.simulation.explain.sentence import sentence
+from pipegrad.simulation.explain.sentence import TOO_NOISY, noise_of, sentence
 from pipegrad.simulation.timeline import in_time
 from pipegrad.train.summary import UNIT_COSTS_IN_WORDS
 
@@ -239,7 +239,9 @@ def rendered_explanation(explanation: Explanation) -> Iterator[RenderableType]:
         f"step {breakdown.step} took {in_time(breakdown.seconds)}. What decided when it ended: "
         f"{explanation.path}"
     )
-    if explanation.advice:
+    noise = noise_of(explanation)
+    advice = [a for a in explanation.advice if noise <= TOO_NOISY or a.gain >= noise]
+    if advice:
         yield "what would help, as simulated:"
-        yield from (f"  {advice}" for advice in explanation.advice)
+        yield from (f"  {each}" for each in advice)
     yield from explanation.notes

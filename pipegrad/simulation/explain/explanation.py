@@ -117,7 +117,14 @@ def explain(
             error = abs(expected - without) / breakdown.seconds if breakdown.seconds else 0.0
             if error > _ROUGH:
                 simulated = f"a simulation of this step takes {in_time(expected)}"
-                notes.append(f"{simulated}: expected gains are rough")
+                off = f"a gain may be wrong by {in_percent(error)} of a step"
+                notes.append(f"{simulated}: {off}")
+        is_split = any(stage.weight_seconds for stage in costs.stages)
+        if timeline.source == "predicted" and not is_split and timeline.num_ranks > 1:
+            notes.append(
+                "weight_seconds of the costs are 0, so nothing is known of schedules that split "
+                "backwards: measure_costs of a Scheduler with such a schedule, as zb-h1, has them"
+            )
         if _most_tried(program) < _ALL_TRIED:
             notes.append("the schedule is large: not all changes were simulated")
     except ScheduleError as refusal:  # the step was recorded in part

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from pipegrad.simulation.explain.explanation import Advice, Explanation
 
 _LEAST_NOISE, _LEAST_SHARE = 0.02, 0.05
-_TOO_NOISY = 0.2  # steps that differ by more say nothing of most changes
+TOO_NOISY = 0.2  # steps that differ by more say nothing of most changes
 _ALL_CORES = 0.9  # processes that use so much of all cores leave none to a rank that waits
 _KEY = re.compile(r"\b(?:parallel|gradients|optimizer)\.(\w+) = ")
 
@@ -50,7 +50,7 @@ def sentence(explanation: Explanation) -> str:
     words = f"nothing stands out: {limit}"
     if clauses:
         words = max(clauses, key=lambda clause: clause.weight).words
-    elif noise > _TOO_NOISY:
+    elif noise > TOO_NOISY:
         words = (
             f"steps differ too much from each other, by {in_percent(noise)}, to say what would "
             "help: repeat the run while nothing else runs on its machines"

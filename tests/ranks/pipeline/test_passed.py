@@ -183,14 +183,13 @@ def test_replicas_with_one_batch_in_three_steps_are_warned_of_once() -> None:
 
 def test_what_was_given_rides_on_the_message_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     job, sizes = Job(), list[int]()
-    real = torch.distributed.all_reduce
+    real = torch.distributed.all_to_all_single
 
-    def counting(tensor: Tensor, *args: Any, **options: Any) -> Any:
-        if tensor.dtype == torch.float64:
-            sizes.append(tensor.numel())
-        return real(tensor, *args, **options)
+    def counting(rows: Tensor, own: Tensor, *args: Any, **options: Any) -> Any:
+        sizes.append(own.numel() // 4)
+        return real(rows, own, *args, **options)
 
-    monkeypatch.setattr(torch.distributed, "all_reduce", counting)
+    monkeypatch.setattr(torch.distributed, "all_to_all_single", counting)
     for number in range(2):
         job.right(number)
     assert sizes == [7 + 4, 7 + 3 * 4]  # news of optimizers, two names; four ranks

@@ -210,6 +210,13 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(main, ["simulate", *arguments], catch_exceptions=False)
 
 
+def test_a_slow_link_of_an_option_is_no_mistake_of_units() -> None:
+    """--gbit 0.000001 was told that rates are in bytes a second, which the option's is not."""
+    found = run("1f1b", "--ranks", "2", "--microbatches", "2", "--gbit", "0.000001")
+    assert "1e-06 Gbit/s" in found.stdout
+    assert "in bytes" not in found.stdout
+
+
 def as_json(*arguments: str) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.output

@@ -12,6 +12,7 @@ from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCost
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.explain.sentence import sentence
 from pipegrad.simulation.timeline import BATCH, Span, Timeline
+from pipegrad.train.rendering import rendered_explanation
 from tests.support.schedules.makespan import recorded
 
 SCHEDULE = build("1f1b", num_ranks=4, num_microbatches=8)
@@ -132,6 +133,9 @@ def test_steps_that_differ_too_much_say_nothing() -> None:
         "a step takes 330 ms; steps differ too much from each other, by 57 %, to say what would "
         "help: repeat the run while nothing else runs on its machines"
     )
+    noisy = explain(replace(run(), notes={"noise": 0.57}))
+    assert noisy.advice
+    assert "what would help, as simulated:" not in [*rendered_explanation(noisy)]
     # What saves more than steps differ by is still named.
     assert "; the next batch takes 50 % of it; " in said(slow_data(run(), 0.33), noise=0.45)
 
