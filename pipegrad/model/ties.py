@@ -30,7 +30,7 @@ Tied = Sequence[Sequence[str] | Mapping[int, str] | Mapping[str, str]]
 """Ties as the user declares them: names, stage -> name, or traced submodule -> name."""
 
 
-class AllTies(list[Sequence[str] | Mapping[int, str] | Mapping[str, str]]):
+class AllTies(list[Any]):
     """All ties of a model that was known whole: its other parameters may start alike."""
 
 
