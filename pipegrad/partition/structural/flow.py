@@ -162,7 +162,7 @@ def _run(
         inputs = {n: input_of(x) if isinstance(x, Tensor) else x for n, x in sample.items()}
         recorder = ModelRecorder(copied, [*layers], inputs, timed=timed)
         try:
-            with recorder:
+            with recorder, recorder.noticing_functions():
                 returned = copied(**inputs)
         except Exception:
             untouched()  # what may be why

@@ -11,9 +11,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.flop_counter import flop_registry
 
 from pipegrad.errors import TopologyError
@@ -119,6 +121,7 @@ class ModelRecorder(TorchDispatchMode):
         self._changes: list[tuple[nn.Module, Changes]] = []  # of each call
         self._times: dict[str, int] = {}  # how often each layer was called
         self._running: _Running | None = None
+        self._function = ""  # the autograd function that runs outside of layers
         self._is_quiet = False  # what runs is the recorder's own
         self._origins: dict[int, Origin] = {}  # by id of a tensor
         self._sources: dict[int, Source] = {}  # by id of a tensor that a layer returned
@@ -172,6 +175,23 @@ class ModelRecorder(TorchDispatchMode):
             self._write(tensor, origin)
         return result
 
+    @contextmanager
+    def noticing_functions(self) -> Iterator[None]:
+        """Notices autograd functions of the model's: layers inside of them run without a graph."""
+        original: Any = vars(torch.autograd.Function)["apply"].__func__
+
+        def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
+            outer = self._function
+            # It runs its layers again in backward, with a graph.
+            self._function = "" if cls is CheckpointFunction else cls.__name__
+            try:
+                return original(cls, *args, **kwargs)
+            finally:
+                self._function = outer
+
+        with mock.patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+            yield
+
     def call(
         self,
         name: str,
@@ -183,6 +203,11 @@ class ModelRecorder(TorchDispatchMode):
         """Runs a layer, and records it."""
         if self._running is not None:
             return function(*args, **kwargs)  # a layer inside of a layer
+        if self._function:
+            raise TopologyError(
+                f"layer {name!r} is called inside of the autograd function {self._function}, whose "
+                f"own backward needs the layers of all stages: such a model cannot be cut there"
+            )
         origin = self._origin_of(_direct((args, *kwargs.values()))) | self._decided
         _refuse_overwritten(origin)
         inputs, seconds, running = _tensors((args, kwargs)), 0.0, _Running(name, origin)

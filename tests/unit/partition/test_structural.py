@@ -353,6 +353,30 @@ def test_what_cannot_be_cut_is_refused(
         cut(kind(), len(boundaries) + 1, boundaries=boundaries)
 
 
+class Reversed(torch.autograd.Function):
+    """Runs layers without a graph, and all of them again in its own backward, as Reformer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layers: nn.ModuleList) -> Tensor:
+        for layer in layers:
+            x = layer(x)
+        return x
+
+
+class Reversible(Chain):
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Any:
+        return Reversed.apply(x, self.layers)  # type: ignore[no-untyped-call]
+
+
+def test_layers_inside_of_an_autograd_function_are_refused() -> None:
+    """Stages trained none of them, without a word."""
+    with pytest.raises(TopologyError, match=r"^layer 'layers\.0' is called inside of .* Reversed,"):
+        cut_of(Reversible(), 2, example={"tokens": torch.ones(2, 5, dtype=torch.long)})
+    original = vars(torch.autograd.Function)["apply"]
+    assert isinstance(original, classmethod)
+    assert original.__func__.__module__ == "torch.autograd.function"
+
+
 def test_there_are_two_ways_of_cutting() -> None:
     with pytest.raises(TopologyError, match=r"how is 'traced', expected one of \['structural', 's"):
         cut_of(Chain(), 2, how="traced", example=SAMPLE)
