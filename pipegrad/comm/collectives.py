@@ -164,9 +164,9 @@ def summed(numbers: torch.Tensor) -> torch.Tensor:
 
     The order of additions is that of ranks, on any processor: all ranks have the same bits.
     """
-    while numbers.dim() > 1 and len(numbers) > 1:
-        half = (len(numbers) + 1) // 2
-        added = numbers[: len(numbers) - half] + numbers[half:]
+    while numbers.dim() > 1 and numbers.shape[0] > 1:
+        half = (numbers.shape[0] + 1) // 2
+        added = numbers[: numbers.shape[0] - half] + numbers[half:]
         numbers = torch.cat([added, numbers[len(added) : half]])
     return numbers[0] if numbers.dim() > 1 else numbers
 

@@ -143,8 +143,8 @@ class Batches:
         if batch.microbatches is None:
             passed = self._by_name(batch.inputs, batch.named, batch.target)
             given = self._given_counts(batch.rows_of)
-            tensors = {path: torch.tensor(counts) for path, counts in given.items()}
-            self._number_passed({**passed, "rows_of": tensors})
+            counts = {path: torch.tensor(numbers) for path, numbers in given.items()}
+            self._number_passed({**passed, "rows_of": counts} if counts else passed)
             parts = self._cut(passed, given, number=number, needs_target=needs_target)
         else:
             parts = self._ready(batch, needs_target=needs_target)
@@ -298,9 +298,9 @@ class Batches:
         leaves = leaves_of({name: x for name, x in values.items() if name not in whole})
         for path, leaf in leaves.items():
             check_kind(path, leaf)
-        rows = {path: len(leaf) for path, leaf in leaves.items() if is_cut(leaf)}
-        counts = self._counts_of(values, leaves, given)
-        rows = {path: length for path, length in rows.items() if path not in counts}
+        rows = {path: leaf.shape[0] for path, leaf in leaves.items() if is_cut(leaf)}
+        if counts := self._counts_of(values, leaves, given):
+            rows = {path: length for path, length in rows.items() if path not in counts}
         if self._rest is not None and max(rows.values(), default=1) > 1:
             # Beside tensors of many rows, one of a single row belongs to no sample: a mask or
             # positions for all.

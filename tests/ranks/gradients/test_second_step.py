@@ -251,7 +251,7 @@ def test_a_step_neither_walks_down_the_modules_nor_reads_each_gradient() -> None
     nn.utils.parametrizations.weight_norm(parts[3])
     refused = outcome(sync.prepare)
     assert refused.startswith("StepError: '0.parts.3.weight' is no parameter of its module")
-    assert "weight_norm, prune and parametrize" in refused
+    assert "weight_norm, prune, parametrize and peft" in refused
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +103,10 @@ def test_adalora_is_refused() -> None:
         cut(model, 2)
 
 
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes is not installed")
 @pytest.mark.parametrize("bits", [4, 8])
 def test_adapters_of_a_quantized_model_train_as_in_one_process(bits: int, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    pytest.importorskip("bitsandbytes")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 32}
     if dist.get_rank() == 0:
         options = {**FAMILIES["Llama 3.2"].options, **sizes}

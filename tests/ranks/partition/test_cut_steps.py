@@ -35,10 +35,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a target": ({"target": LABELS}, "give these and no target="),
     "a list": ({"labels": LABELS.tolist()}, "is a list, expected a tensor"),
     "too few rows": ({n: x[:3] for n, x in BATCH.items()}, "cannot be cut into 4 microbatches"),
-    "embeddings": (
-        {"input_ids": None, "inputs_embeds": torch.zeros(ROWS, TOKENS, 16, dtype=torch.float64)},
-        "cut it with example= of the same arguments",
-    ),
     "a token that there is not": (
         {"input_ids": BATCH["input_ids"].index_fill(0, torch.tensor([5]), VOCAB)},
         "index out of range",
