@@ -12,7 +12,7 @@ import torch
 from pipegrad import Scheduler, cut
 from pipegrad.errors import AgreementError
 from tests.support.gradients.cases import outcome, rank
-from tests.support.partition.families import FAMILIES, ROWS, TOKENS, VOCAB
+from tests.support.partition.families import FAMILIES, ROWS, VOCAB
 from tests.support.partition.twins import Twins, difference
 from tests.support.partition.vision import SPREAD, VISION, example
 from tests.support.pipeline.schedulers import topology
