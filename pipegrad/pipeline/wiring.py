@@ -132,22 +132,7 @@ def agree_on_wiring(
 
     def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, bool, Begins, Ends]]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
-        if reduction not in REDUCTIONS:
-            raise ScheduleError(
-                f"loss_reduction is {reduction!r}, expected one of {list(REDUCTIONS)}"
-            )
-        if labels and reduction != TOKEN_MEAN:
-            raise ScheduleError(
-                f"loss_reduction is {reduction!r}, but the model's own loss is a mean over labels: "
-                f"leave it out, or give a loss_fn"
-            )
-        if loss_over not in LOSS_OVER:
-            raise ScheduleError(f"loss_over is {loss_over!r}, expected one of {list(LOSS_OVER)}")
-        if labels and is_over_batch:
-            raise ScheduleError(
-                "loss_over is 'batch', but the model computes its own loss of the rows that it is "
-                "given, a microbatch: give a loss_fn, which takes what the model returns"
-            )
+        _check_loss(reduction, loss_over, is_own=bool(labels))
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
         staged = topology.with_stages(generated.stage_to_rank)
@@ -206,6 +191,24 @@ def agree_on_wiring(
         mixed=mixed,
         first_norm=first_norm,
     )
+
+
+def _check_loss(reduction: str, loss_over: str, *, is_own: bool) -> None:
+    """Refuses ways to take losses together that there are not, or that the model's own has not."""
+    if reduction not in REDUCTIONS:
+        raise ScheduleError(f"loss_reduction is {reduction!r}, expected one of {list(REDUCTIONS)}")
+    if is_own and reduction != TOKEN_MEAN:
+        raise ScheduleError(
+            f"loss_reduction is {reduction!r}, but the model's own loss is a mean over labels: "
+            f"leave it out, or give a loss_fn"
+        )
+    if loss_over not in LOSS_OVER:
+        raise ScheduleError(f"loss_over is {loss_over!r}, expected one of {list(LOSS_OVER)}")
+    if is_own and loss_over == BATCH:
+        raise ScheduleError(
+            "loss_over is 'batch', but the model computes its own loss of the rows that it is "
+            "given, a microbatch: give a loss_fn, which takes what the model returns"
+        )
 
 
 def mixed_in(topology: Topology, begins: Mapping[int, Begins]) -> tuple[int, int] | None:
