@@ -213,6 +213,8 @@ class OptimizerWatch:
         It is 1, and 1 more if a rate or another option has changed, and 2 more if one has stepped;
         or 0 if this rank steps nothing.
         """
+        if not self._options:  # none has stepped yet
+            return int(self._has_main)
         has_changed = False
         for optimizer, before in list(self._options.items()):
             if before is not None and (now := _options_of(optimizer)) != before:

@@ -144,7 +144,7 @@ class Batches:
             passed = self._by_name(batch.inputs, batch.named, batch.target)
             given = self._given_counts(batch.rows_of)
             counts = {path: torch.tensor(numbers) for path, numbers in given.items()}
-            self._number_passed({**passed, "rows_of": counts} if counts else passed)
+            self._number_passed({**passed, "rows_of": counts} if given else passed)
             parts = self._cut(passed, given, number=number, needs_target=needs_target)
         else:
             parts = self._ready(batch, needs_target=needs_target)
@@ -268,12 +268,14 @@ class Batches:
 
     def _given_counts(self, rows_of: object) -> dict[str, list[int]]:
         """Returns how many rows each sample has, as the caller says it."""
-        if rows_of is not None and not isinstance(rows_of, Mapping):
+        if rows_of is None:
+            return {}
+        if not isinstance(rows_of, Mapping):
             raise StepError(
                 f"rows_of is a {type(rows_of).__name__}, expected a mapping from names of inputs "
                 f"to how many rows each sample has, such as {{'pixel_values': [1, 0, 2, 1]}}"
             )
-        for path in rows_of or ():
+        for path in rows_of:
             name = str(path).partition("[")[0]
             if name in self._whole or not (name == "target" or self._is_taken(name)):
                 raise StepError(
@@ -282,7 +284,7 @@ class Batches:
                     else f"rows_of has {path!r}, which no stage takes; from outside they take "
                     f"{self._taken}"
                 )
-        return {path: _counts(path, counts) for path, counts in (rows_of or {}).items()}
+        return {path: _counts(path, counts) for path, counts in rows_of.items()}
 
     def _cut(
         self,
@@ -352,8 +354,10 @@ class Batches:
         given: Mapping[str, Sequence[int]],
     ) -> dict[str, Sequence[int]]:
         """Returns the tensors whose rows are no samples, and how many each sample has."""
-        known = {path: _counts(path, numbers) for path, numbers in self._rows_of(values).items()}
         counts = dict[str, Sequence[int]]()
+        if not (found := self._rows_of(values)) and not given:
+            return counts
+        known = {path: _counts(path, numbers) for path, numbers in found.items()}
         for path, numbers in {**known, **given}.items():
             leaf = leaves.get(path)  # none if no stage of this rank takes it
             if not is_cut(leaf):
