@@ -30,6 +30,7 @@ from pipegrad.testing import ranks
 
 SECONDS = 300.0  # for any of them, on a machine that does much else
 _numbers = itertools.count()
+_gate: list[int] = []  # a pipe, in a launcher whose ranks are being forked
 
 
 class Launched:
@@ -143,20 +144,34 @@ def _forking(launch: Callable[[list[str]], Any], words: list[str]) -> None:
 def _forked(
     self: SubprocessHandler, args: tuple[Any, ...], env: dict[str, str]
 ) -> subprocess.Popen[bytes]:
-    """Starts a Python program as torch's launcher does; but nothing is executed after the fork."""
-    return subprocess.Popen(
+    """Starts a Python program as torch's launcher does; but nothing is executed after the fork.
+
+    A rank that connects to the launcher's store makes a thread of it look up an address. A fork at
+    that time takes a lock of libc along, for which the new rank would wait for ever. So no rank
+    begins before the last one is there.
+    """
+    if not _gate:
+        _gate[:] = os.pipe()
+    process = subprocess.Popen(
         args,
         env=env,
         stdout=self._stdout,
         stderr=self._stderr,
         start_new_session=True,
-        preexec_fn=partial(_be_python, args, env),  # noqa: PLW1509 - it never returns
+        preexec_fn=partial(_be_python, args, env, _gate),  # noqa: PLW1509 - it never returns
     )
+    if int(env["LOCAL_RANK"]) == int(env["LOCAL_WORLD_SIZE"]) - 1:
+        while _gate:
+            os.close(_gate.pop())
+    return process
 
 
-def _be_python(command: Sequence[str], env: Mapping[str, str]) -> NoReturn:
+def _be_python(command: Sequence[str], env: Mapping[str, str], gate: list[int]) -> NoReturn:
     """Is what a new interpreter with this command line would be, to its end."""
-    os.closerange(3, os.sysconf("SC_OPEN_MAX"))  # Popen goes on, as if a program had begun
+    opened = os.dup2(gate[0], 3)
+    os.closerange(4, os.sysconf("SC_OPEN_MAX"))  # Popen goes on, as if a program had begun
+    os.read(opened, 1)  # to its end: the launcher has closed the other
+    os.close(opened)
     gc.enable()
     for number in signal.valid_signals():
         if callable(signal.getsignal(number)):  # the launcher's

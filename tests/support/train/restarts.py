@@ -47,11 +47,12 @@ trace = false
 RANKS = 2
 
 
-def start(folder: Path, *options: str, steps: int) -> Launched:
+def start(folder: Path, *options: str, steps: int, anew: bool = False) -> Launched:
     """Starts a job of a folder by torchrun, with options of torchrun."""
     words = ["--nproc-per-node", str(RANKS), "--rdzv-backend", "c10d"]
     words += ["--rdzv-endpoint", "localhost:0", *options, "-m", "pipegrad"]
-    return Launched(folder, torchrun, *words, "train", "job.toml", "--set", f"train.steps={steps}")
+    words += ["train", "job.toml", "--set", f"train.steps={steps}"]
+    return Launched(folder, torchrun, *words, anew=anew)
 
 
 def job(folder: Path) -> Path:
