@@ -1,8 +1,8 @@
 """Edges: the communicators between the ranks of a pipeline, and the headers that cross them.
 
 A header says what a value looks like: see [Note: shapes] in `transfers`. It has 18 numbers of 8
-bytes: a mark, the channel and microbatch of its transfer, the kind of value, how many dimensions it
-has, and its shape.
+bytes: its step, the channel and microbatch of its transfer, the kind of value, how many dimensions
+it has, and its shape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,6 @@ Serving = tuple[dist.ProcessGroup, int]  # a group, and a rank in it
 
 WORDS = 18
 _MOST_DIMENSIONS = WORDS - 5
-MARK = 0x7069706567726164
 _FAILED = -1
 # The number of a dtype in a header is its index here.
 _DTYPES = tuple(
@@ -96,41 +95,47 @@ class Specs:
         return self.by_link[channel.link]
 
 
-def header(key: Key, spec: Spec | None) -> torch.Tensor:
+def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
     """Returns the header of a value, ``(18,)`` int64 on the host; None: it will never come.
+
+    Args:
+        step: Its number, from 1 on, which both ranks count.
+        key: Which transfer of the step it is.
+        spec: What the value looks like.
 
     Raises:
         StepError: If it has too many dimensions, or a dtype that no message has.
     """
     if spec is None:
-        words = [MARK, *key, _FAILED]
+        words = [step, *key, _FAILED]
     elif len(spec.shape) > _MOST_DIMENSIONS or spec.dtype not in _DTYPES:
         raise StepError(
             f"a value is {spec}, expected at most {_MOST_DIMENSIONS} dimensions and a dtype of "
             f"{[str(dtype).removeprefix('torch.') for dtype in _DTYPES]}, which can be sent"
         )
     else:
-        words = [MARK, *key, _DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+        words = [step, *key, _DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
     return torch.tensor(words + [0] * (WORDS - len(words)))
 
 
-def read_header(words: Sequence[int]) -> tuple[Key, Spec | None]:
+def read_header(step: int, words: Sequence[int]) -> tuple[Key, Spec | None]:
     """Returns which transfer a header is of, and what it says; None if the value never comes.
 
     Whether the value has a gradient is in no header.
 
     Args:
+        step: In which it is read.
         words: Of the header.
 
     Raises:
-        StepError: If it is no header that `header` makes.
+        StepError: If it is no header that `header` makes in this step.
     """
-    mark, channel, microbatch, kind, dimensions, *shape = words
-    if mark == MARK and kind == _FAILED:
+    of_step, channel, microbatch, kind, dimensions, *shape = words
+    if of_step == step and kind == _FAILED:
         return (channel, microbatch), None
     # Another rank has sent it, so it may say anything.
     if not (
-        mark == MARK
+        of_step == step
         and 0 <= kind < len(_DTYPES)
         and 0 <= dimensions <= _MOST_DIMENSIONS
         and min(shape) >= 0
@@ -307,7 +312,7 @@ class Inbox:
 
     def post(self) -> None:
         """Starts to receive one more header."""
-        # Zeros: the mark, the first word of a header, says without a wait that the header is there.
+        # Zeros: the step, the first word of a header, says without a wait that the header is there.
         head = torch.zeros(WORDS, dtype=torch.int64)
         work = sync_points.in_use.receive(self._group, head, self._peer, HEADERS)
         self.posted.append((head, head.numpy(), work))

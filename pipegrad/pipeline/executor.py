@@ -108,14 +108,14 @@ class Executor:
         """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
         return self._transfers.is_in_doubt
 
-    def rewind(self) -> None:
-        """Goes back to the first item.
+    def rewind(self, step: int) -> None:
+        """Goes back to the first item, for a step of a number.
 
         Called before anything of a step can fail: `finish_transfers` then makes all transfers of
         a step whose first item never ran.
         """
         self._position = 0
-        self._transfers.grow()
+        self._transfers.begin(step)
 
     def run(
         self,

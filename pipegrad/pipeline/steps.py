@@ -374,7 +374,7 @@ class Steps:
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         # A step that fails before its first item must make all of its transfers. So the position is
         # set here, in front of all that may raise.
-        kind.executor.rewind()
+        kind.executor.rewind(self._notice.step)
         if training and (recorder := sync.tape.recorder) is not None:
             recorder.begin_step(self._notice.step, kind.program)
         if kind.times is not None:

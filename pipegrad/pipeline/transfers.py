@@ -23,7 +23,8 @@ it, and gloo tells nobody that a receive has ended, only that a wait has. But me
 connection do not overtake each other if their receives were posted in the order of the sends, and
 `verify` proves that they are. Each transfer reserves the receive of a header, posted before its
 own. So when a value is there, so is its header, in memory that was zero before. What was reserved
-and not used is left to a later transfer: if shapes stay, nothing is posted and nothing crosses.
+and not used is left to a later transfer: if shapes stay, nothing is posted and nothing crosses. In
+evaluations a sender may be a step ahead, so a header has its step, and is read in no earlier one.
 
 Between other devices each message has a header that goes from host to host, also for a gradient.
 The sender enqueues its send first and then sends the header. The receiver's host waits for the
@@ -238,6 +239,7 @@ class Transfers:
         self._num_channels = len(channels)
         self._device = device
         self._is_tagged = edges.is_tagged
+        self._step = 0  # of the Scheduler, as all its ranks count
         self._edges = edges
         self._specs = specs
         self._codings = codings
@@ -251,8 +253,9 @@ class Transfers:
         self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
 
-    def grow(self) -> None:
-        """Lets receives take the largest messages so far. Called when a step begins."""
+    def begin(self, step: int) -> None:
+        """Begins a step of a number, and lets receives take the largest messages so far."""
+        self._step = step
         for sizes in self._sizes.values():
             sizes.grow()
 
@@ -338,8 +341,8 @@ class Transfers:
             self._read_header(inbox)
         assert receive.work is not None
         RECEIVED(receive.work)
-        # The mark is read without a wait. The value is there, so its header is, too, if it has one.
-        while self._is_tagged and inbox.posted and inbox.posted[0][1][0]:
+        # Read without a wait. The value is there, so its header is, too, if it has one.
+        while self._is_tagged and inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
             self._read_header(inbox)
         self.is_in_doubt = True
         if end.is_value:
@@ -370,7 +373,7 @@ class Transfers:
         """
         words = inbox.wait()
         self.is_in_doubt = True
-        key, spec = read_header(words)
+        key, spec = read_header(self._step, words)
         inbox.take()
         self._announced[key] = spec
         if not self._is_tagged:
@@ -511,7 +514,7 @@ class Transfers:
         Raises:
             StepError: If there is none, or if the value is too large. Then nothing is recorded.
         """
-        head = header(key, spec)
+        head = header(self._step, key, spec)
         if end.is_value:
             end.sizes.check_size(spec)
             # A codec may fail here, and nothing has been recorded or sent yet. So the step fails,
@@ -553,7 +556,7 @@ class Transfers:
         if end is None:
             return
         key = channel, microbatch
-        self._start(key, end.host, header(key, None), end.host_peer, HEADERS)
+        self._start(key, end.host, header(self._step, key, None), end.host_peer, HEADERS)
         # Between processors a receive is posted and only a message ends it. Between devices it is
         # enqueued when its header is there, and this header says that none follows.
         if self._is_tagged:

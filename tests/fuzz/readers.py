@@ -40,6 +40,7 @@ from tests.support.train.jobs import SMALL as JOB
 
 DEEP = (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 900 + b"]" * 900)
 NUMBERS = (b"9" * 5000, b"1" + b"0" * 400, b"1e999", b"-1e999", b"NaN", b"-0.0")
+STEP = 3  # of a message
 NO_TEXT = (b"", b"\xff\xfe", b"\xef\xbb\xbf{}", b"\0", b"null", b"[]", b"{}")
 
 
@@ -150,9 +151,9 @@ def summary(content: bytes, folder: Path) -> None:
 def message(content: bytes, _folder: Path) -> None:
     whole = bytearray(content.ljust(8 * WORDS, b"\0")[: 8 * WORDS])
     words = torch.frombuffer(whole, dtype=torch.int64).tolist()
-    key, found = read_header(words)
+    key, found = read_header(STEP, words)
     if found is not None:
-        assert header(key, found).tolist() == words
+        assert header(STEP, key, found).tolist() == words
         assert found.nbytes >= 0
 
 
@@ -333,7 +334,7 @@ READERS: dict[str, Reader] = {
     "header of a transfer": Reader(
         message,
         tuple(
-            header((3, 4), spec).numpy().tobytes()
+            header(STEP, (3, 4), spec).numpy().tobytes()
             for spec in (Spec((2, 3), torch.float32, True), Spec((), torch.uint16, False), None)
         ),
         tuple(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
@@ -267,6 +268,35 @@ def test_a_value_has_a_gradient_always_or_never_and_a_header_describes_it() -> N
             assert train(scheduler, x, target=x) == loss
 
 
+class Slow(Layer):
+    """Lets the rank before it go on, which is a step ahead then."""
+
+    def forward(self, *inputs: Any) -> Any:
+        time.sleep(0.05)
+        return super().forward(*inputs)
+
+
+@pytest.mark.parametrize("tags", [True, False])
+def test_a_rank_that_is_a_step_ahead_has_other_shapes(*, tags: bool) -> None:
+    """A header of the next evaluation was taken for that of a microbatch of this one."""
+    modules, twins = [Layer(), Slow()], [Layer(), Layer()]
+    rows = [8, 8, 7, 8, 5, 8, 7, 7, 8, 6]
+    kinds = [False, True, True, True, True, False, True, True, True, False]
+    true = list[float]()
+    with transport(tags=tags), closing(make(*modules, loss_fn=total)) as scheduler:
+        results = list[Any]()
+        for step, (number, evaluates) in enumerate(zip(rows, kinds, strict=True)):
+            x = normal(number, 3, WIDTH, seed=step)
+            parts = [total(nn.Sequential(*twins)(part), part) for part in x.tensor_split(4)]
+            # By their rows, as a mean counts them.
+            shares = [len(part) / number for part in x.tensor_split(4)]
+            true.append(sum(p.item() * s for p, s in zip(parts, shares, strict=True)))
+            verb = scheduler.evaluate if evaluates else scheduler.step
+            results.append(verb(x, target=x))
+        found = [result.loss.item() for result in results]
+    assert found == [pytest.approx(loss, rel=1e-6) for loss in true]
+
+
 @pytest.mark.ranks(4, seconds=60)
 def test_sequences_of_any_length_go_through_four_stages_in_time() -> None:
     """Megatron-LM issue 5100: variable lengths, four stages and 1F1B never ended there."""
@@ -290,7 +320,7 @@ def test_a_header_of_another_rank_makes_no_memory() -> None:
     scheduler = make(Layer(shorten), Layer(), names=NAMES, schedule="gpipe", loss_fn=total)
     train(scheduler, *batch(STEPS[0], 0), target=batch(STEPS[0], 0)[0])
     x, length = batch(STEPS[2], 2)
-    forged = mock.patch.object(transfers, "header", lambda key, _: header(key, huge))
+    forged = mock.patch.object(transfers, "header", lambda step, key, _: header(step, key, huge))
     with forged if rank() == 0 else nullcontext():
         found = outcome(lambda: train(scheduler, x, length, target=x))
     assert f"a value is uint8 [{2**33}] with gradient, {2**33} bytes, and those before" in found

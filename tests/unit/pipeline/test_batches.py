@@ -527,22 +527,31 @@ def test_an_output_that_is_missing_or_no_tensor_is_refused_by_name(case: str) ->
 
 def test_a_header_has_the_bytes_that_all_versions_agree_on() -> None:
     spec = Spec((3, 5), torch.complex128, differentiable=False)
-    assert header((7, 9), spec).nbytes == 144
-    assert read_header(header((7, 9), spec).tolist()) == ((7, 9), spec)
-    assert read_header(header((7, 9), None).tolist()) == ((7, 9), None)
+    assert header(3, (7, 9), spec).nbytes == 144
+    assert read_header(3, header(3, (7, 9), spec).tolist()) == ((7, 9), spec)
+    assert read_header(3, header(3, (7, 9), None).tolist()) == ((7, 9), None)
 
 
 @pytest.mark.parametrize(
     ("at", "number"),
-    [(0, 1), (3, -2), (3, 19), (4, -1), (4, 14), (5, -1), (7, 1)],
-    ids=["mark", "dtype -2", "dtype 19", "-1 sizes", "14 sizes", "size -1", "size behind"],
+    [(0, 2), (0, 4), (3, -2), (3, 19), (4, -1), (4, 14), (5, -1), (7, 1)],
+    ids=[
+        "a step ago",
+        "the next step",
+        "dtype -2",
+        "dtype 19",
+        "-1 sizes",
+        "14 sizes",
+        "size -1",
+        "size behind",
+    ],
 )
 def test_a_header_that_no_value_has_is_refused(at: int, number: int) -> None:
     """A dtype's number was taken from the end, and 14 sizes were taken from 13."""
-    head = header((7, 9), Spec((3, 5), torch.float32, differentiable=True))
+    head = header(3, (7, 9), Spec((3, 5), torch.float32, differentiable=True))
     head[at] = number
     with pytest.raises(StepError, match="another rank has sent a header that no value has"):
-        read_header(head.tolist())
+        read_header(3, head.tolist())
 
 
 def test_a_value_is_refused_before_memory_is_made_if_it_is_far_larger_than_all_before() -> None:
