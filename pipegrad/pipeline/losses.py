@@ -5,7 +5,7 @@
     0  the losses, divided by the number of pipelines
     1  how many ranks have failed in this step
     2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
-    5  the weights of the losses, divided by the number of pipelines
+    5  how much the losses count, divided by the number of pipelines: the weight of a result
     6  how many second forwards of devices differ from the first: [Note: second forwards]
     7  and further: what ranks were given: [Note: what was passed]
     behind it: the metrics, in the order of their names, divided by the number of pipelines
@@ -122,6 +122,7 @@ class LossTerms:
         divisor: The argument.
         is_weighted: The argument.
         shares: How much the loss of each microbatch counts, see `shares.py`; None if alike.
+        count: How much all of them count beside other steps, if losses have no weights.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class LossTerms:
         self.divisor = divisor
         self.is_weighted = is_weighted
         self.shares: Shares | None = None
+        self.count: Number = divisor if is_last else 0
         self._names = expected  # None until the first microbatch
         self._device = device
         self._is_last = is_last
@@ -381,7 +383,7 @@ class Losses:
                 terms.total / self._num_copies,
                 failed,
                 *((0, 0, 0) if divisor is None else (1, divisor, divisor**2)),
-                terms.weight / self._num_copies if self.is_weighted else 0,
+                (terms.weight if self.is_weighted else terms.count) / self._num_copies,
                 num_different,
                 *of_passed,
                 *(terms.metric(name) / self._num_copies for name in names),

@@ -69,8 +69,12 @@ class MeansOfMicrobatches:
         self._is_cpu = device.type == "cpu"
         self._has_looked = False  # at labels, and has nothing more to say
 
-    def shares(self, targets: Sequence[object], rows: int | None, *, warns: bool) -> Shares | None:
-        """Returns how much each microbatch counts; None if all count alike.
+    def shares(
+        self, targets: Sequence[object], rows: int | None, *, warns: bool
+    ) -> tuple[Shares | None, Number]:
+        """Returns how much each microbatch counts, None if all count alike; and the whole batch.
+
+        The batch counts by its rows, by what torch's loss divides by, or by its microbatches.
 
         Args:
             targets: For each microbatch.
@@ -81,17 +85,18 @@ class MeansOfMicrobatches:
         """
         mean, number = _mean_of(self._loss_fn), len(targets)
         if mean.reduction == "sum":
-            return None
+            return None, number
         labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
         if len(labels) == number:
             if mean.is_torchs:
-                return _by_divisors(torch.stack([mean.divisor(x) for x in labels]))
+                divisors = torch.stack([mean.divisor(x) for x in labels])
+                return _by_divisors(divisors), divisors.sum()
             if warns and mean.reduction == "mean" and not self._has_looked:
                 self._has_looked = _warns_of(labels, mean) or not self._is_cpu
         if rows is None or rows % number == 0:
-            return None
+            return None, rows or number
         least, more = divmod(rows, number)
-        return [(least + (m < more)) * number / rows for m in range(number)]
+        return [(least + (m < more)) * number / rows for m in range(number)], rows
 
 
 def _by_divisors(divisors: Tensor) -> Shares | None:

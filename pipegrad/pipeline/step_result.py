@@ -199,9 +199,7 @@ class StepResult:
 
         Inside `accumulate` it is this mean over the microbatches of this call alone: nothing is
         summed over calls. Gradients are: with ``"mean"`` they are of the sum of the losses of all
-        calls, with ``"token_mean"`` of their mean. The mean of several results, of accumulated
-        steps or of an evaluation, is ``sum(r.loss * r.weight for r in results)``, divided by
-        ``sum(r.weight for r in results)``.
+        calls, with ``"token_mean"`` of their mean. The mean of several results is in `weight`.
 
         Sync: waits for it, the first time.
 
@@ -218,10 +216,14 @@ class StepResult:
 
     @property
     def weight(self) -> Tensor:
-        """What the losses of a data rank were divided by, a float64 scalar, on every rank.
+        """How much `loss` counts in a mean of several steps or evaluations: a float64 scalar.
 
-        It is the number of microbatches, or ``loss_divisor``. With ``loss_reduction="token_mean"``
-        it is the sum of all weights, as a mean over data ranks.
+        That mean is ``sum(r.loss * r.weight for r in results)``, divided by
+        ``sum(r.weight for r in results)``. The weight is a mean over data ranks, the same on every
+        rank. It is the number of rows that were cut into microbatches; of labels, or of the weights
+        of their classes, if loss_fn is torch's own; of microbatches, if the caller has cut them or
+        loss_fn takes sums. With ``loss_reduction="token_mean"`` it is the sum of all weights. With
+        ``loss_divisor`` it is that.
 
         Sync: as `loss`.
 
@@ -230,8 +232,7 @@ class StepResult:
         """
         self._check()
         sums = self.message.sums()
-        weight: Tensor = sums[5] if self._is_weighted else sums[3] / sums[2]
-        return weight.clone()
+        return sums[5].clone()
 
     @property
     def metrics(self) -> dict[str, float]:

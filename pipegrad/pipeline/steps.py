@@ -398,7 +398,8 @@ class Steps:
         inputs, targets = self.batches.cut(batch, number, needs_target=training)
         is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
         if is_mean and targets is not None and not losses.is_weighted:
-            terms.shares = self._means.shares(targets, self.batches.rows, warns=training)
+            rows = self.batches.rows
+            terms.shares, terms.count = self._means.shares(targets, rows, warns=training)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
         return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)

@@ -290,11 +290,36 @@ def test_losses_of_several_calls_join_by_their_weights(verb: str) -> None:
     assert abs(sum(r.loss.item() for r in results) / 3 - expected.item()) > 10 * most
 
 
-def test_a_weight_is_what_divides_a_mean_of_means() -> None:
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("kind", ["rows", "labels", "classes"])
+def test_means_of_batches_of_other_sizes_join_to_that_of_all_rows(kind: str) -> None:
+    """The last batch of a data set is smaller; it counted as much as the others."""
+    torch.manual_seed(0)
+    module, rows = nn.Linear(WIDTH, WIDTH), torch.randn(23, WIDTH)
+    if kind == "rows":
+        loss_fn, targets = F.mse_loss, torch.randn(23, WIDTH)
+    else:
+        weight = torch.rand(WIDTH) if kind == "classes" else None
+        loss_fn, targets = nn.CrossEntropyLoss(weight=weight), torch.randint(WIDTH, (23,))
+        targets[2:9] = -100
+    expected = loss_fn(module(module(rows)), targets).item()
+    stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
+    for stage in stages:
+        stage.load_state_dict(module.state_dict())
+    with closing(make(*stages, loss_fn=loss_fn, num_microbatches=4)) as scheduler:
+        parts = zip(rows.split(8), targets.split(8), strict=True)
+        results = [scheduler.evaluate(x, target=y) for x, y in parts]
+    joined = sum(r.loss * r.weight for r in results) / sum(r.weight for r in results)
+    most = rounding(23 * WIDTH) * expected
+    assert float(joined) == pytest.approx(expected, abs=most)
+    assert abs(sum(r.loss.item() for r in results) / 3 - expected) > 10 * most
+
+
+def test_a_weight_is_of_rows_or_what_the_caller_divides_by() -> None:
     with closing(make()) as scheduler:
         results = [scheduler.step(**batch()), scheduler.evaluate(**batch(), num_microbatches=4)]
         divided = scheduler.step(**batch(), loss_divisor=2.5)
-    assert [r.weight.item() for r in (*results, divided)] == [MICROBATCHES, 4, 2.5]
+    assert [r.weight.item() for r in (*results, divided)] == [ROWS, ROWS, 2.5]
 
 
 class Head(nn.Module):
