@@ -407,7 +407,9 @@ def beside_ours(run: Run) -> dict[str, str]:
         held = max(verify(lower(order)).live_activations)
         cells[name] = f"{step_ms(through_cpus(order), costs):.0f} ({held})"
         if name == f"hop-aware-zb-h1, at most {num_microbatches}":
-            cells["the same, 2 receives ahead"] = f"{step_ms(lower(order), costs):.0f} ({held})"
+            for depth in (2, 3, 4):
+                ms = step_ms(lower(order, depth=depth), costs)
+                cells[f"the same, depth={depth}"] = f"{ms:.0f} ({held})"
     return {**cells, "bound": f"{bound_ms(split, num_microbatches):.0f}"}
 
 
@@ -436,52 +438,72 @@ def main() -> None:
     """Prints the README's tables."""
     predicted = {run: predicted_ms(run) for run in RUNS}
     errors = {run: error(run, ms) for run, ms in predicted.items()}
-    of_policy = defaultdict[tuple[str, str], list[float]](list)
-    for run, off in errors.items():
-        of_policy[run.model, run.policy].append(off)
-    table(
-        ["model", *POLICIES],
-        [[m, *(summary(of_policy[m, policy]) for policy in POLICIES)] for m in DATA["models"]],
-    )
-    print(f"\nall {len(errors)} runs: {summary(errors.values())}")
+    print_errors(errors)
     beside_six = (ms / statistics.median(run.slow_ms) - 1 for run, ms in predicted.items())
-    print(f"beside the median of all six delayed iterations: {summary(beside_six)}")
-    cells = dict[tuple[str, ...], dict[str, str]]()
-    for run, off in errors.items():
-        key = run.model, run.set, run.slow_hops, f"{run.delay_ms}"
-        cells.setdefault(key, {})[run.policy] = f"{run.measured_ms:.0f}, {off:+.1%}"
-    table(
-        ["model", "runs", "slow hops", "delay, ms", *POLICIES],
-        [[*key, *(row[policy] for policy in POLICIES)] for key, row in sorted(cells.items())],
+    print(f"\nbeside the median of all six delayed iterations: {summary(beside_six)}")
+    print_fit()
+    print_without(errors)
+    rescheduled = [run for run in RUNS if run.policy == POLICIES[-1] and run.model == "14B"]
+    scatter = (max(run.slow_ms) / min(run.slow_ms) - 1 for run in rescheduled)
+    print(
+        f"the longest of six iterations of a rescheduled run, over the shortest: {summary(scatter)}"
     )
-    groups = sorted({run.group for run in RUNS})
-    table(
-        ["runs", "model", "program", "healthy, ms", "ms an action beside its kernels"],
-        [[*group, f"{healthy_ms(group):.0f}", f"{gap(group):.2f}"] for group in groups],
-    )
-    print(f"\na message of the CPUs: {message():.1f} ms")
-    by_cpus = [run for run in RUNS if run.policy.startswith("ZB-CPU")]
-    for model in DATA["models"]:
-        fitted, measured = healthy_cpu_ms(model, message()), measured_cpu_ms(model)
-        alone = solved(partial(healthy_cpu_ms, model), measured)
-        summed = summary(error(run, predicted_ms(run, message_ms=alone)) for run in by_cpus)
-        print(f"healthy {model}: {fitted:.0f} with it, {measured:.0f} measured", end="; ")
-        print(f"alone it gives {alone:.1f} ms, and the runs of the CPUs are {summed} off")
-    changed = [run for run in RUNS if run.delays != run.named]
-    named = (error(run, predicted_ms(run, delays=run.named)) for run in changed)
-    print(f"\n{len(changed)} runs, if the injector delayed what is named: {summary(named)}")
-    print("as it does:", summary(errors[run] for run in changed))
-    blocking = [run for run in RUNS if run.policy in ("1F1B", "ZB")]
-    free = (error(run, without_blocking_ms(run)) for run in blocking)
-    print(f"{len(blocking)} runs, if transfers of the device blocked nothing: {summary(free)}")
-    print(f"as they do: {summary(errors[run] for run in blocking)}")
-    rescheduled = [run for run in RUNS if run.policy == POLICIES[-1]]
     beside = [run for run in rescheduled if run.set == "increasing-delay"]
     columns = [beside_ours(run) for run in beside]
     table(
         ["14B, hop 6-7", *(f"{run.delay_ms} ms" for run in beside)],
         [[way, *(column[way] for column in columns)] for way in columns[0]],
     )
+
+
+def print_errors(errors: Mapping[Run, float]) -> None:
+    """Prints the errors of each policy, and of each run."""
+    of_policy = defaultdict[tuple[str, str], list[float]](list)
+    cells = defaultdict[tuple[str, ...], dict[str, str]](dict)
+    for run, off in errors.items():
+        of_policy[run.model, run.policy].append(off)
+        setting = run.model, run.set, run.slow_hops, f"{run.delay_ms}"
+        cells[setting][run.policy] = f"{run.measured_ms:.0f}, {off:+.1%}"
+    table(
+        ["model", *POLICIES],
+        [[m, *(summary(of_policy[m, policy]) for policy in POLICIES)] for m in DATA["models"]],
+    )
+    print(f"\nall {len(errors)} runs: {summary(errors.values())}")
+    table(
+        ["model", "runs", "slow hops", "delay, ms", *POLICIES],
+        [[*key, *(cell[policy] for policy in POLICIES)] for key, cell in sorted(cells.items())],
+    )
+
+
+def print_fit() -> None:
+    """Prints what was fitted."""
+    table(
+        ["runs", "model", "program", "healthy, ms", "ms an action beside its kernels"],
+        [
+            [*group, f"{healthy_ms(group):.0f}", f"{gap(group):.2f}"]
+            for group in sorted({run.group for run in RUNS})
+        ],
+    )
+    print(f"\na message of the CPUs: {message():.1f} ms")
+    by_cpus = [run for run in RUNS if run.policy.startswith("ZB-CPU")]
+    for model in DATA["models"]:
+        fitted, measured = healthy_cpu_ms(model, message()), measured_cpu_ms(model)
+        alone = solved(partial(healthy_cpu_ms, model), measured)
+        off = summary(error(run, predicted_ms(run, message_ms=alone)) for run in by_cpus)
+        print(f"healthy {model}: {fitted:.0f} with it, {measured:.0f} measured", end="; ")
+        print(f"alone it gives {alone:.1f} ms, and the runs of the CPUs are {off} off")
+
+
+def print_without(errors: Mapping[Run, float]) -> None:
+    """Prints the errors without what the artifact's code says of delays, and of transfers."""
+    changed = [run for run in RUNS if run.delays != run.named]
+    named = (error(run, predicted_ms(run, delays=run.named)) for run in changed)
+    print(f"\n{len(changed)} runs, if the injector delayed what is named: {summary(named)}")
+    print(f"as it does: {summary(errors[run] for run in changed)}")
+    blocking = [run for run in RUNS if run.policy in ("1F1B", "ZB")]
+    free = (error(run, without_blocking_ms(run)) for run in blocking)
+    print(f"{len(blocking)} runs, if transfers of the device blocked nothing: {summary(free)}")
+    print(f"as they do: {summary(errors[run] for run in blocking)}")
 
 
 if __name__ == "__main__":
