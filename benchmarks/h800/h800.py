@@ -78,7 +78,7 @@ class Run:
         return slow
 
 
-RUNS = [Run(*(tuple(x) if isinstance(x, list) else x for x in row)) for row in DATA["rows"]]
+RUNS = [Run(*(tuple(x) if isinstance(x, list) else x for x in each)) for each in DATA["runs"]]
 
 
 # What is run.
@@ -151,6 +151,8 @@ def batched(order: Schedule) -> Program:
     """Returns a Program as Megatron runs 1F1B: it waits for each batch of transfers.
 
     Between a forward and a backward, what is sent and what is received are one batch.
+
+    Source: Megatron-LM, megatron/core/pipeline_parallel/schedules.py.
     """
     program = lower(order)
     codes = []
@@ -176,11 +178,15 @@ def queued(order: Schedule) -> Program:
     before has been matched. Until then nothing behind it in the queue begins, computes included.
     The two ranks of a hop issue its transfers in one order: that of the plan, in which each action
     takes as long. A receive is issued before the compute that the plan has at that time.
+
+    Source: github.com/wutianyuan1/PipeMorph, zb_schedules_origin.py and failslow_injection.cu.
     """
     program = lower(order, depth=order.num_microbatches)
     planned = _planned(program)
     last = 2 * len(planned)  # behind all transfers that are planned for the same time
-    issued = [[(planned[a][0], last, a) for a in actions] for actions in order.actions]  # type: list[list[tuple[float, int, Action | Transfer]]]
+    issued: list[list[tuple[float, int, Action | Transfer]]] = [
+        [(planned[action][0], last, action) for action in actions] for actions in order.actions
+    ]
     channels = sorted(program.channels, key=lambda c: (c.source, c.kind == "B"))
     transfers = [(c, m) for c in channels for m in range(order.num_microbatches)]
     for number, (channel, microbatch) in enumerate(transfers):
@@ -427,11 +433,11 @@ def summary(errors: Iterable[float]) -> str:
     return f"{statistics.median(sizes):.1%}, {sizes[-1]:.1%}"
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+def table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> None:
     """Prints a table."""
     print(f"\n| {' | '.join(head)} |\n{'|---' * len(head)}|")
-    for row in rows:
-        print(f"| {' | '.join(row)} |", flush=True)
+    for line in lines:
+        print(f"| {' | '.join(line)} |", flush=True)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The simulator against runs on cards: ``benchmarks/h800``, on a few of its rows."""
+"""The simulator against runs on cards: ``benchmarks/h800``, on a few of them."""
 
 from __future__ import annotations
 
