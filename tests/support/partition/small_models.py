@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -97,15 +97,14 @@ NUMBERS: tuple[tuple[str, int], ...] = (
 )
 TOKEN_IDS = {"pad": 0, "bos": 1, "eos": 2, "sep": 2, "cls": 1, "decoder_start": 1, "mask": 3}
 # Fields without a default, or whose default is of large models.
-MISSED = {
-    "vocab_size": VOCAB,
-    "head_dim": 8,
-    "num_experts": 4,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-}
+MISSED = (
+    {"vocab_size": VOCAB, "head_dim": 8, "num_experts": 4, "n_routed_experts": 4}
+    | {"num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1}
+    | {"moe_intermediate_size": 16}
+)
 FIRST_TOKEN = 3  # that no field of TOKEN_IDS has
 _LEFT = ("transformers_version", "architectures", "chunk_size_feed_forward")
+_MEDIA = re.compile("(image|video|audio)_token")
 FIRST_TEXT = 60  # tokens before it stand for images and the like
 
 
@@ -159,7 +158,9 @@ def _small(name: str, default: Any, token: int) -> Any:
     kind: Any = type(default)
     if name.endswith(("_id", "_token_index")) and kind in (int, list, type(None)):
         stem = next((stem for stem in TOKEN_IDS if _is_token(name, stem)), None)
-        return token if kind is int and default >= VOCAB else TOKEN_IDS.get(stem or "", default)
+        if kind is int and default >= FIRST_TEXT or kind is type(None) and _MEDIA.match(name):
+            return token
+        return TOKEN_IDS.get(stem or "", default)
     if kind is int:
         return min(
             default, next((x for pattern, x in NUMBERS if re.search(pattern, name)), default)
@@ -208,8 +209,9 @@ def _several(name: str, default: Sequence[int]) -> list[int] | None:
     return None
 
 
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
 _MROPE = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
 }
 _MROPE_TEXT = {"text_config": _MROPE}
 _WAV = {
@@ -228,10 +230,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
+    **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
+    "dbrx": {"attn_config": {"rope_theta": 1e4}},
+    "xlstm": {"hidden_size": 128},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4},
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]}},
+    **dict.fromkeys(
+        ("musicgen", "musicgen_melody"),
+        {},
+    ),
     "big_bird": {"attention_type": "original_full"},  # else it exchanges layers in a short text
     "bigbird_pegasus": {"attention_type": "original_full"},
-    "led": {"attention_window": 5},  # texts of all lengths are padded
+    "led": {"attention_window": 6},  # texts of all lengths are padded
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
     "neomme": {"head_dim": 16},
     "xmod": {"default_language": "en_XX"},
@@ -311,6 +321,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "ernie4_5_vl_moe",
             "cosmos3_edge",
             "cosmos3_omni",
+            "hunyuan_vl",
         ),
         _MROPE_TEXT,
     ),
@@ -356,13 +367,15 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
     if main == "input_values":
         sizes = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else ()
         batch[main] = torch.randn(ROWS, *(sizes or (2000,)), generator=generator)
-    if main == "input_features" or {"input_features", "input_ids"} <= takes.keys():
-        batch["input_features"] = _sounds(config, generator)
+    sounds = [*_sounds(config, takes, generator)]
     if "input_ids" in takes:
         text = _text(generator, vocab, TOKENS)
+        text |= {f"qformer_{name}": x for name, x in text.items()}
         batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
         if "pixel_values" in batch:
-            _place(model, batch)
+            _place(model, batch, "image", _pictures(model, batch["pixel_values"], takes))
+        if "input_features" in takes:
+            _place(model, batch, "audio", sounds)
     if "bbox" in takes:
         corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
         batch["bbox"] = torch.cat([corner, corner + 10], -1)
@@ -371,6 +384,8 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         if config.model_type in ALL_ROWS:
             batch["labels"][:, 0] = FIRST_TEXT
     batch |= _labels(config, head, batch, generator)
+    if main == "input_features":
+        batch |= _first(model, batch, sounds)
     if "start_positions" in takes:
         start = torch.arange(ROWS) % CLASSES
         batch.pop("labels", None)
@@ -425,72 +440,115 @@ def _images(config: Any, generator: torch.Generator) -> Tensor:
     return torch.randn(ROWS, channels, height, width, generator=generator)
 
 
-def _sounds(config: Any, generator: torch.Generator) -> Tensor:
-    audio = _part(config, "audio_config", "encoder_config", "encoder")
-    names = ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel")
+def _sounds(
+    config: Any, takes: Mapping[str, Any], generator: torch.Generator
+) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of sounds, in the shapes that models take."""
+    audio = _part(config, "audio_config", "encoder_config", "encoder", "audio_encoder")
+    names = ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim")
+    names += ("input_feat_per_channel",)
     bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
-    if limit := getattr(audio, "max_source_positions", None):
-        return torch.randn(ROWS, bins, 2 * limit, generator=generator)
-    return torch.randn(ROWS, 64, bins, generator=generator)
+    limit = getattr(audio, "max_source_positions", None)
+    frames = 2 * limit if limit else 64
+    sounds = torch.randn(ROWS, bins, frames, generator=generator)
+    masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
+    mask = torch.ones(ROWS, frames, dtype=torch.long)
+    if not masks and "input_ids" not in takes:
+        masks = ["attention_mask"]
+    both = [sounds, sounds.mT.contiguous()]
+    for given in ([], masks) if "attention_mask" in masks else (masks, []):
+        for shape in both if limit else both[::-1]:
+            yield {"input_features": shape} | dict.fromkeys(given, mask)
 
 
-def _place(model: Any, batch: dict[str, Tensor]) -> None:
-    """Puts tokens of images into the texts, as many as the model makes of an image."""
-    config = model.config
-    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    find = getattr(model, "get_image_features", None)
-    if token is None or find is None:
-        return
-    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    size = batch["pixel_values"].shape[-1]
+def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of images, in the shapes that models take."""
+    config, (_, channels, size, _) = model.config, images.shape
     vision = getattr(config, "vision_config", config)
-    more: dict[str, Tensor] = {}
-    if grid := next(
-        (n for n in ("image_grid_thw", "grid_thws", "image_grid_hws") if n in takes), None
-    ):
-        patch, time_ = getattr(vision, "patch_size", 8), getattr(vision, "temporal_patch_size", 1)
-        side = size // patch
-        more[grid] = torch.tensor([[1, side, side]] * ROWS)
-        channels = batch["pixel_values"].shape[1]
-        batch["pixel_values"] = (
-            torch.linspace(-1, 1, ROWS * side**2 * channels * time_ * patch**2)
-            .sin()
-            .reshape(ROWS * side**2, -1)
-        )
-    if "image_sizes" in takes:
-        more["image_sizes"] = torch.tensor([[size, size]] * ROWS)
-    # An image a sample, or one with its pieces.
-    shapes = [batch["pixel_values"]]
-    if shapes[0].dim() == 4:
-        shapes += [shapes[0][:, None].repeat(1, copies, 1, 1, 1) for copies in (1, 2, 5)]
-    number, batch["pixel_values"] = _taken(find, config, shapes, more)
-    batch |= more
-    images = torch.full((ROWS, number), token)
-    if "mm_token_type_ids" in takes or "token_type_ids" in takes:
-        name = "mm_token_type_ids" if "mm_token_type_ids" in takes else "token_type_ids"
-        batch[name] = torch.cat([torch.ones_like(images), torch.zeros_like(batch["input_ids"])], 1)
-    batch["input_ids"] = torch.cat([images, batch["input_ids"]], 1)
-    batch["attention_mask"] = torch.cat([torch.ones_like(images), batch["attention_mask"]], 1)
-    batch["labels"] = torch.cat([torch.full_like(images, IGNORED), batch["labels"]], 1)
+    patch, time_ = getattr(vision, "patch_size", 8), getattr(vision, "temporal_patch_size", 1)
+    side = size // patch
+    pixels = torch.linspace(-1, 1, ROWS * side**2 * channels * time_ * patch**2).sin()
+    more = {"image_sizes": torch.tensor([[size, size]] * ROWS)} if "image_sizes" in takes else {}
+    grids = [n for n in takes if n in ("image_grid_thw", "grid_thws", "image_grid_hws")]
+    if grids:
+        more[grids[0]] = torch.tensor([[1, side, side]] * ROWS)
+        yield {"pixel_values": pixels.reshape(ROWS * side**2, -1)} | more
+        yield {"pixel_values": pixels.reshape(ROWS * side**2, -1, patch, patch)} | more
+    for copies in (0, 1, 2, 5):  # an image a sample, or one with its pieces
+        many = images[:, None].repeat(1, copies, 1, 1, 1) if copies else images
+        masks = {"pixel_attention_mask": torch.ones(ROWS, copies, dtype=torch.bool)}
+        yield {"pixel_values": many} | more | (masks if masks.keys() <= takes.keys() and copies else {})
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).repeat(ROWS, 1, 1)
+    kinds = {"image_position_ids": places, "spatial_shapes": torch.full((ROWS, 2), side)}
+    kinds["pixel_attention_mask"] = torch.ones(ROWS, side**2, dtype=torch.long)
+    more |= {name: x for name, x in kinds.items() if name in takes}
+    yield {"pixel_values": pixels.reshape(ROWS, side**2, -1)} | more
+    yield {"pixel_values": pixels.reshape(ROWS * side**2, -1)} | more
 
 
-def _taken(
-    find: Any, config: Any, shapes: Sequence[Tensor], more: Mapping[str, Tensor]
-) -> tuple[int, Tensor]:
-    """Returns how many tokens an image is, and the images in the first shape that a model takes."""
-    for pixels in shapes:
+def _first(
+    model: Any, batch: Mapping[str, Tensor], choices: Iterable[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Returns the first of these inputs that a model takes beside a batch."""
+    failed: Exception | None = None
+    for choice in choices:
         try:
             with torch.no_grad():
-                found = find(pixel_values=pixels, **more)
-        except Exception:
-            if pixels is shapes[-1]:
-                raise
-            continue
-        found = getattr(found, "pooler_output", found)
-        values = found if isinstance(found, list | tuple) else [found]
-        numel = sum(x.numel() for x in values)
-        return numel // config.get_text_config().hidden_size // ROWS, pixels
-    raise AssertionError
+                model(**{**batch, **choice})
+            return choice
+        except Exception as error:  # noqa: BLE001 - of transformers
+            failed = failed or error
+    raise failed or AssertionError
+
+
+def _place(
+    model: Any, batch: dict[str, Tensor], kind: str, choices: Iterable[dict[str, Tensor]]
+) -> None:
+    """Puts tokens of images or sounds into the texts, as many as the model makes of one."""
+    config, base = model.config, model.base_model
+    names = [f"{kind}_token_id", f"{kind}_token_index", *["video_token_id"] * (kind == "image")]
+    places = [(config, name) for name in names]
+    places += [(getattr(base, "vocabulary_mapping", None), names[0])]
+    token = next((x for place in places if (x := getattr(*place, None)) is not None), None)
+    if token is None:
+        return
+    name = f"get_{kind}_features"
+    find = getattr(model, name, None) or getattr(base, name, None)
+
+    def placed() -> Iterator[dict[str, Tensor]]:
+        for choice in choices:
+            try:
+                numbers: Iterable[int] = [_tokens(find, config, {**batch, **choice}, choice)]
+            except Exception:  # noqa: BLE001 - of transformers
+                numbers = range(1, 65)
+            for number in numbers:
+                yield {**choice, **_with_tokens(model, batch, token, number)}
+
+    batch |= _first(model, batch, placed())
+
+
+def _tokens(find: Any, config: Any, batch: dict[str, Tensor], choice: dict[str, Tensor]) -> int:
+    """Returns how many tokens an image or a sound is."""
+    takes = inspect.signature(inspect.unwrap(find)).parameters
+    with torch.no_grad():
+        found = find(**{name: x for name, x in batch.items() if name in {*takes, *choice}})
+    found = getattr(found, "pooler_output", found)
+    values = found if isinstance(found, list | tuple) else [found]
+    return int(sum(x.numel() for x in values) // config.get_text_config().hidden_size // ROWS)
+
+
+def _with_tokens(
+    model: Any, batch: dict[str, Tensor], token: int, number: int
+) -> dict[str, Tensor]:
+    """Returns texts that begin with so many tokens of an image or a sound."""
+    images = torch.full((ROWS, number), token)
+    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    before = {"input_ids": images, "attention_mask": torch.ones_like(images)}
+    before["labels"] = torch.full_like(images, IGNORED)
+    types = [name for name in ("mm_token_type_ids", "token_type_ids") if name in takes][:1]
+    before |= dict.fromkeys(types, torch.ones_like(images))
+    after = dict.fromkeys(types, torch.zeros_like(batch["input_ids"])) | batch
+    return {name: torch.cat([x, after[name]], 1) for name, x in before.items()}
 
 
 @dataclass(frozen=True)
@@ -556,7 +614,7 @@ def counted(model: Any, part: dict[str, Tensor]) -> float:
         return float(MICROBATCH)
     if "Segmentation" in head:
         return float((labels != _ignored(model.config)).sum())
-    causal = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+    causal = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
     shifts = not model.config.is_encoder_decoder and dict(types().values())[head] in causal
     return float((labels[:, 1:] if shifts else labels).ne(IGNORED).sum())
 
