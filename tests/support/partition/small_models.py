@@ -231,14 +231,46 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
     **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
-    "dbrx": {"attn_config": {"rope_theta": 1e4}},
-    "xlstm": {"hidden_size": 128},
-    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4},
-    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]}},
-    **dict.fromkeys(
-        ("musicgen", "musicgen_melody"),
-        {},
-    ),
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "xlstm": {"hidden_size": 128, "mode": "train"},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
+    | {"max_position_embeddings": TOKENS},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+        "vision_config": {"sam_config": {"downsample_channels": [16, 32], "output_channels": 16}},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
+    "granite4_vision": _PIECES
+    | {"deepstack_layer_map": [[1, 0], [2, 1]], "spatial_target_layers": [0, 1, 2, 3]}
+    | {"downsample_rate": "2/4", "vision_feature_select_strategy": "full"},
+    "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},
+    "llama4": {
+        "vision_config": {"intermediate_size": 128}
+        | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)
+    },
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "phi4_multimodal": {
+        "audio_config": dict.fromkeys(
+            ("nemo_conv_channels", "depthwise_separable_out_channel", "ext_pw_out_channel"), 32
+        )
+    },
+    "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 16}},
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 2},
+    "voxtral": {"audio_config": {"intermediate_size": 128}},
+    "gemma4_unified": {"vision_config": {"pooling_kernel_size": 1}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 9} | {f"IMGIMG{x}Z": 10 + i for i, x in enumerate("ABCD")},
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 4},
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": 9, "<|extra_200|>": 10}
+        | {f"<|visual token {i:06}|>": 11 + i for i in range(4)},
+        "vq_config": {"base_channels": 32, "codebook_size": 4, "channel_multiplier": [1, 1]},
+    },
+    "janus": {"vq_config": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 4}},
     "big_bird": {"attention_type": "original_full"},  # else it exchanges layers in a short text
     "bigbird_pegasus": {"attention_type": "original_full"},
     "led": {"attention_window": 6},  # texts of all lengths are padded
@@ -246,8 +278,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "moshi": {"audio_encoder_config": {"codebook_size": 128}},
-    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128}},
-    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128, "upsample_groups": 16}},
+    "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 50},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8},
     "gemma4": {"text_config": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}},
     "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
@@ -284,7 +316,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "textnet": {"stem_num_channels": 3, "stem_out_channels": 16},
     "hgnet_v2": {"stem_channels": [3, 16, 16]},
-    "granite_speech5_ctc": {"context_size": 8},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 8}},
     "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
     **dict.fromkeys(
@@ -339,6 +371,8 @@ def make(kind: str) -> Any:
 
     head = getattr(transformers, types()[kind][0])
     config_class: Any = transformers.CONFIG_MAPPING[kind]
+    if "labels" not in inspect.signature(inspect.unwrap(head.forward)).parameters:
+        raise ValueError("its forward takes no labels")
 
     def built() -> Any:  # a model may change its configuration
         return head(config_class(**small(config_class, OPTIONS.get(kind, {}))))
@@ -444,10 +478,11 @@ def _sounds(
     config: Any, takes: Mapping[str, Any], generator: torch.Generator
 ) -> Iterator[dict[str, Tensor]]:
     """Yields inputs of sounds, in the shapes that models take."""
-    audio = _part(config, "audio_config", "encoder_config", "encoder", "audio_encoder")
+    audio = _part(config, "audio_config", "encoder_config", "encoder")
     names = ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim")
     names += ("input_feat_per_channel",)
     bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
+    bins *= getattr(audio, "num_stacked_frames", 1)
     limit = getattr(audio, "max_source_positions", None)
     frames = 2 * limit if limit else 64
     sounds = torch.randn(ROWS, bins, frames, generator=generator)
