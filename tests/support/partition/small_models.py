@@ -167,7 +167,7 @@ def _small(name: str, default: Any, token: int) -> Any:
         )
     if name == "apply_spec_augment":  # hides random parts of sounds
         return False
-    if kind is float and re.search("drop|jitter|noise", name):
+    if kind is float and re.search("drop|jitter|noise|vae_std", name):
         return 0.0
     if kind in (list, tuple) and {*map(type, default)} == {int}:
         return kind(_several(name, default) or default)
@@ -220,6 +220,10 @@ _WAV = {
     "conv_kernel": [10, 3, 3],
     "conv_dim": [16, 16, 16],
 } | {"mask_time_prob": 0.0, "vocab_size": VOCAB, "ctc_loss_reduction": "mean"}
+_DOTS = {"num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+_DOTS |= {"swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_v_head_dim": 8}
+_DOTS |= {"swa_head_dim": 16, "swa_qk_nope_head_dim": 8}
+_VIBE = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 8}
 _PIECES = {"image_grid_pinpoints": [[32, 32]]}
 _SWIN = {"image_size": 64, "window_size": 4, "patch_size": 4, "depths": [1, 1, 2, 1]}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -232,7 +236,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
-    "xlstm": {"hidden_size": 128, "mode": "train"},
+    "xlstm": {"hidden_size": 128, "chunk_size": 32},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
     | {"max_position_embeddings": TOKENS},
     "deepseek_ocr2": {
@@ -244,7 +248,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
     "granite4_vision": _PIECES
     | {"deepstack_layer_map": [[1, 0], [2, 1]], "spatial_target_layers": [0, 1, 2, 3]}
-    | {"downsample_rate": "2/4", "vision_feature_select_strategy": "full"},
+    | {"downsample_rate": "2/4"}
+    | {"vision_config": {"hidden_size": 64}},
     "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},
     "llama4": {
         "vision_config": {"intermediate_size": 128}
@@ -256,11 +261,15 @@ OPTIONS: dict[str, dict[str, Any]] = {
             ("nemo_conv_channels", "depthwise_separable_out_channel", "ext_pw_out_channel"), 32
         )
     },
-    "qwen3_asr": {"audio_config": {"n_window": 8, "n_window_infer": 16}},
     "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
     | {"indexer_budget": 8, "indexer_compress_ratio": 2},
-    "voxtral": {"audio_config": {"intermediate_size": 128}},
-    "gemma4_unified": {"vision_config": {"pooling_kernel_size": 1}},
+    "voxtral": {
+        "audio_config": {"intermediate_size": 128},
+        "text_config": {"num_key_value_heads": 2},
+    },
+    "glmasr": {"audio_config": {"intermediate_size": 128}},
+    "kimi_k25": {"vision_config": {"pos_emb_height": 4, "pos_emb_width": 4}},
+    "gemma4_unified": {"vision_config": {"pooling_kernel_size": 1, "output_proj_dims": 32}},
     "chameleon": {
         "vocabulary_map": {"<image>": 9} | {f"IMGIMG{x}Z": 10 + i for i, x in enumerate("ABCD")},
         "vq_config": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 4},
@@ -270,7 +279,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
         | {f"<|visual token {i:06}|>": 11 + i for i in range(4)},
         "vq_config": {"base_channels": 32, "codebook_size": 4, "channel_multiplier": [1, 1]},
     },
-    "janus": {"vq_config": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 4}},
+    "janus": {
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1]}
+    },
     "big_bird": {"attention_type": "original_full"},  # else it exchanges layers in a short text
     "bigbird_pegasus": {"attention_type": "original_full"},
     "led": {"attention_window": 6},  # texts of all lengths are padded
@@ -278,7 +289,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "moshi": {"audio_encoder_config": {"codebook_size": 128}},
-    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128, "upsample_groups": 16}},
+    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128, "upsample_groups": 16, "num_filters": 4}},
     "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 50},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8},
     "gemma4": {"text_config": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}},
@@ -286,9 +297,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "step3p7": {"text_config": {"sliding_window": 8}},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": _DOTS,
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
+    "dots3_note": {
+        "text_config": _DOTS,
+        "vision_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+        "audio_config": {"adapter_input_size": 32},
+    },
     "swin": _SWIN,
     "swinv2": _SWIN,
     "donut-swin": _SWIN,
@@ -317,7 +332,17 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "textnet": {"stem_num_channels": 3, "stem_out_channels": 16},
     "hgnet_v2": {"stem_channels": [3, 16, 16]},
     "granite_speech5_ctc": {"encoder_config": {"context_size": 8}},
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "fun_asr_nano": {
+        "adaptor_config": {"intermediate_size": 8},
+        "audio_config": {"max_position_embeddings": 99},
+    },
+    "vibevoice": {"audio_config": _VIBE, "semantic_model_config": _VIBE},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 64}
+    | dict.fromkeys(
+        ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"), _VIBE
+    ),
+    "speech-encoder-decoder": {"pad_token_id": 0},
+    "kosmos-2": {"latent_query_num": 4},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
     **dict.fromkeys(
         (
@@ -371,6 +396,8 @@ def make(kind: str) -> Any:
 
     head = getattr(transformers, types()[kind][0])
     config_class: Any = transformers.CONFIG_MAPPING[kind]
+    if head.config_class in config_class.sub_configs.values():  # a decoder of sounds
+        config_class = head.config_class
     if "labels" not in inspect.signature(inspect.unwrap(head.forward)).parameters:
         raise ValueError("its forward takes no labels")
 
@@ -398,9 +425,9 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         is_video = "VideoClassification" in head
         many = images[:, None].repeat(1, frames, 1, 1, 1) if is_video else images
         batch[main if main.startswith("pixel_values") else "pixel_values"] = many
-    if main == "input_values":
+    if main in ("input_values", "inputs") and "input_values" in takes:
         sizes = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else ()
-        batch[main] = torch.randn(ROWS, *(sizes or (2000,)), generator=generator)
+        batch["input_values"] = torch.randn(ROWS, *(sizes or (2000,)), generator=generator)
     sounds = [*_sounds(config, takes, generator)]
     if "input_ids" in takes:
         text = _text(generator, vocab, TOKENS)
@@ -408,7 +435,7 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
         if "pixel_values" in batch:
             _place(model, batch, "image", _pictures(model, batch["pixel_values"], takes))
-        if "input_features" in takes:
+        if takes.keys() & {"input_features", "input_values"}:
             _place(model, batch, "audio", sounds)
     if "bbox" in takes:
         corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
@@ -418,6 +445,7 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         if config.model_type in ALL_ROWS:
             batch["labels"][:, 0] = FIRST_TEXT
     batch |= _labels(config, head, batch, generator)
+    batch |= _codes(model, takes, generator)
     if main == "input_features":
         batch |= _first(model, batch, sounds)
     if "start_positions" in takes:
@@ -425,6 +453,31 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         batch.pop("labels", None)
         batch |= {"start_positions": start, "end_positions": start + 2}
     return batch
+
+
+def _codes(
+    model: Any, takes: Mapping[str, Any], generator: torch.Generator
+) -> dict[str, Tensor]:
+    """Returns tokens of several sounds at once, with labels; none for other models."""
+    config, kind = model.config, model.config.model_type
+    if kind == "fsmt":
+        text = _text(generator, VOCAB, TOKENS)
+        return {"decoder_input_ids": text["input_ids"], "labels": text["labels"]}
+    decoder = config.get_text_config(decoder=True)
+    number = getattr(decoder, "num_codebooks", 0) or getattr(decoder, "num_channels", 0)
+    if kind == "dia":
+        text = _text(generator, VOCAB, TOKENS)
+        ids = text["input_ids"][..., None].repeat(1, 1, number)
+        labels = text["labels"].repeat_interleave(number, 0)
+        return {"decoder_input_ids": ids, "labels": labels}
+    if kind.startswith("musicgen"):
+        text = _text(generator, VOCAB, TOKENS)
+        ids = text["input_ids"].repeat_interleave(number, 0)
+        return {"input_ids": ids, "labels": text["labels"][..., None].repeat(1, 1, number)}
+    if kind == "kyutai_speech_to_text":
+        text = _text(generator, VOCAB, TOKENS)
+        return {"input_ids": text["input_ids"][..., None].repeat(1, 1, number + 1)}
+    return {}
 
 
 def _labels(
@@ -480,20 +533,30 @@ def _sounds(
     """Yields inputs of sounds, in the shapes that models take."""
     audio = _part(config, "audio_config", "encoder_config", "encoder")
     names = ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim")
-    names += ("input_feat_per_channel",)
+    names += ("input_feat_per_channel", "audio_embed_dim")
     bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
     bins *= getattr(audio, "num_stacked_frames", 1)
-    limit = getattr(audio, "max_source_positions", None)
-    frames = 2 * limit if limit else 64
-    sounds = torch.randn(ROWS, bins, frames, generator=generator)
-    masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
-    mask = torch.ones(ROWS, frames, dtype=torch.long)
-    if not masks and "input_ids" not in takes:
-        masks = ["attention_mask"]
-    both = [sounds, sounds.mT.contiguous()]
-    for given in ([], masks) if "attention_mask" in masks else (masks, []):
-        for shape in both if limit else both[::-1]:
-            yield {"input_features": shape} | dict.fromkeys(given, mask)
+    limit = getattr(audio, "max_source_positions", getattr(audio, "n_window", None))
+    for frames in (2 * limit,) if limit else (64, 8 * TOKENS):
+        sounds = torch.randn(ROWS, bins, frames, generator=generator)
+        lengths = {"chunk_sample_lengths": torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))}
+        more = {name: x for name, x in lengths.items() if name in takes}
+        masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
+        if not masks and "input_ids" not in takes:
+            masks = ["attention_mask"]
+        both = [sounds, sounds.mT.contiguous()]
+        for given in () if "input_values" in takes else ([], masks) if "attention_mask" in masks else (masks, []):
+            for shape in both if limit else both[::-1]:
+                mask = torch.ones(ROWS, frames, dtype=torch.bool)
+                yield {"input_features": shape} | dict.fromkeys(given, mask) | more
+        four = both[1].reshape(ROWS, frames // 4, -1)  # frames in one
+        if "input_values" not in takes:
+            yield {"input_features": four, "attention_mask": mask[:, ::4]}
+    if "input_values" in takes:
+        masks = {"padding_mask": torch.ones(ROWS, 64, dtype=torch.bool)}
+        for size in ((ROWS, 64), (ROWS, 1, 64)):
+            values = {"input_values": torch.randn(size, generator=generator)}
+            yield values | (masks if "padding_mask" in takes else {})
 
 
 def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
@@ -504,15 +567,29 @@ def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[
     side = size // patch
     pixels = torch.linspace(-1, 1, ROWS * side**2 * channels * time_ * patch**2).sin()
     more = {"image_sizes": torch.tensor([[size, size]] * ROWS)} if "image_sizes" in takes else {}
+    first = torch.arange(TOKENS) < getattr(config, "latent_query_num", 0)
+    more |= {
+        name: x
+        for name, x in (
+            ("high_res_pixel_values", images),
+            ("image_attention_mask", torch.ones(ROWS, TOKENS, 1)),
+            ("image_embeds_position_mask", first.repeat(ROWS, 1)),
+        )
+        if name in takes
+    }
     grids = [n for n in takes if n in ("image_grid_thw", "grid_thws", "image_grid_hws")]
     if grids:
         more[grids[0]] = torch.tensor([[1, side, side]] * ROWS)
         yield {"pixel_values": pixels.reshape(ROWS * side**2, -1)} | more
         yield {"pixel_values": pixels.reshape(ROWS * side**2, -1, patch, patch)} | more
+        merged = torch.linspace(-1, 1, ROWS * side**2 * channels * 4 * patch**2).sin()
+        yield {"pixel_values": merged.reshape(-1, 2 * patch, 2 * patch, channels)} | more
     for copies in (0, 1, 2, 5):  # an image a sample, or one with its pieces
         many = images[:, None].repeat(1, copies, 1, 1, 1) if copies else images
-        masks = {"pixel_attention_mask": torch.ones(ROWS, copies, dtype=torch.bool)}
-        yield {"pixel_values": many} | more | (masks if masks.keys() <= takes.keys() and copies else {})
+        yield {"pixel_values": many} | more
+        if "pixel_attention_mask" in takes and copies:
+            mask = torch.ones(ROWS, copies, dtype=torch.bool)
+            yield {"pixel_values": many, "pixel_attention_mask": mask} | more
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).repeat(ROWS, 1, 1)
     kinds = {"image_position_ids": places, "spatial_shapes": torch.full((ROWS, 2), side)}
     kinds["pixel_attention_mask"] = torch.ones(ROWS, side**2, dtype=torch.long)
@@ -546,9 +623,10 @@ def _place(
     places += [(getattr(base, "vocabulary_mapping", None), names[0])]
     token = next((x for place in places if (x := getattr(*place, None)) is not None), None)
     if token is None:
+        batch |= _first(model, batch, choices if kind == "image" else [{}, *choices])
         return
-    name = f"get_{kind}_features"
-    find = getattr(model, name, None) or getattr(base, name, None)
+    names = [f"get_{kind}_features", "get_video_features"]
+    find = next((x for n in names for at in (model, base) if (x := getattr(at, n, None))), None)
 
     def placed() -> Iterator[dict[str, Tensor]]:
         for choice in choices:
@@ -583,7 +661,7 @@ def _with_tokens(
     types = [name for name in ("mm_token_type_ids", "token_type_ids") if name in takes][:1]
     before |= dict.fromkeys(types, torch.ones_like(images))
     after = dict.fromkeys(types, torch.zeros_like(batch["input_ids"])) | batch
-    return {name: torch.cat([x, after[name]], 1) for name, x in before.items()}
+    return {name: torch.cat([x, after[name]], 1) for name, x in before.items() if name in after}
 
 
 @dataclass(frozen=True)
@@ -651,6 +729,7 @@ def counted(model: Any, part: dict[str, Tensor]) -> float:
         return float((labels != _ignored(model.config)).sum())
     causal = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
     shifts = not model.config.is_encoder_decoder and dict(types().values())[head] in causal
+    shifts = shifts and labels.dim() == 2
     return float((labels[:, 1:] if shifts else labels).ne(IGNORED).sum())
 
 
