@@ -97,11 +97,13 @@ NUMBERS: tuple[tuple[str, int], ...] = (
 )
 TOKEN_IDS = {"pad": 0, "bos": 1, "eos": 2, "sep": 2, "cls": 1, "decoder_start": 1, "mask": 3}
 # Fields without a default, or whose default is of large models.
-MISSED = (
-    {"vocab_size": VOCAB, "head_dim": 8, "num_experts": 4, "n_routed_experts": 4}
-    | {"num_experts_per_tok": 2, "top_k_experts": 2, "n_shared_experts": 1}
-    | {"moe_intermediate_size": 16}
-)
+MISSED = {
+    "vocab_size": VOCAB,
+    "head_dim": 8,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+}
 FIRST_TOKEN = 3  # that no field of TOKEN_IDS has
 _LEFT = ("transformers_version", "architectures", "chunk_size_feed_forward")
 _MEDIA = re.compile("(image|video|audio)_token")
@@ -210,9 +212,7 @@ def _several(name: str, default: Sequence[int]) -> list[int] | None:
 
 
 _ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
-_MROPE = {
-    "rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
-}
+_MROPE = {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}}
 _MROPE_TEXT = {"text_config": _MROPE}
 _WAV = {
     "feat_extract_stride": [5, 2, 2],
@@ -236,6 +236,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "mamba2": {"num_heads": 8, "head_dim": 8},
     **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dots1": {"n_shared_experts": 1, "moe_intermediate_size": 16},
+    # They take the images of all samples in one row.
+    **dict.fromkeys(
+        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
+        {"image_token_id": None, "video_token_id": None},
+    ),
     "xlstm": {"hidden_size": 128, "chunk_size": 32},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
     | {"max_position_embeddings": TOKENS},
@@ -289,7 +295,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neomme": {"head_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "moshi": {"audio_encoder_config": {"codebook_size": 128}},
-    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128, "upsample_groups": 16, "num_filters": 4}},
+    "kyutai_speech_to_text": {
+        "codec_config": {"codebook_size": 128, "upsample_groups": 16, "num_filters": 4}
+    },
     "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 50},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8},
     "gemma4": {"text_config": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}},
@@ -426,9 +434,13 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         many = images[:, None].repeat(1, frames, 1, 1, 1) if is_video else images
         batch[main if main.startswith("pixel_values") else "pixel_values"] = many
     if main in ("input_values", "inputs") and "input_values" in takes:
-        sizes = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else ()
-        batch["input_values"] = torch.randn(ROWS, *(sizes or (2000,)), generator=generator)
-    sounds = [*_sounds(config, takes, generator)]
+        sizes = [x for n in ("max_length", "num_mel_bins") if (x := getattr(config, n, None))]
+        sizes = sizes if len(sizes) > 1 else [2000]
+        batch["input_values"] = torch.randn(ROWS, *sizes, generator=generator)
+    sounds = _sounds(config, takes, generator)
+    if "bbox" in takes:
+        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 10], -1)
     if "input_ids" in takes:
         text = _text(generator, vocab, TOKENS)
         text |= {f"qformer_{name}": x for name, x in text.items()}
@@ -437,15 +449,12 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
             _place(model, batch, "image", _pictures(model, batch["pixel_values"], takes))
         if takes.keys() & {"input_features", "input_values"}:
             _place(model, batch, "audio", sounds)
-    if "bbox" in takes:
-        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
-        batch["bbox"] = torch.cat([corner, corner + 10], -1)
     if config.is_encoder_decoder or "CTC" in head:
         batch["labels"] = _text(generator, vocab, 7)["labels"]
         if config.model_type in ALL_ROWS:
             batch["labels"][:, 0] = FIRST_TEXT
     batch |= _labels(config, head, batch, generator)
-    batch |= _codes(model, takes, generator)
+    batch |= _codes(config, _text(generator, vocab, TOKENS))
     if main == "input_features":
         batch |= _first(model, batch, sounds)
     if "start_positions" in takes:
@@ -455,29 +464,19 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
     return batch
 
 
-def _codes(
-    model: Any, takes: Mapping[str, Any], generator: torch.Generator
-) -> dict[str, Tensor]:
-    """Returns tokens of several sounds at once, with labels; none for other models."""
-    config, kind = model.config, model.config.model_type
-    if kind == "fsmt":
-        text = _text(generator, VOCAB, TOKENS)
-        return {"decoder_input_ids": text["input_ids"], "labels": text["labels"]}
+def _codes(config: Any, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tokens and labels of models that take several at once; none for others."""
     decoder = config.get_text_config(decoder=True)
-    number = getattr(decoder, "num_codebooks", 0) or getattr(decoder, "num_channels", 0)
-    if kind == "dia":
-        text = _text(generator, VOCAB, TOKENS)
-        ids = text["input_ids"][..., None].repeat(1, 1, number)
-        labels = text["labels"].repeat_interleave(number, 0)
-        return {"decoder_input_ids": ids, "labels": labels}
-    if kind.startswith("musicgen"):
-        text = _text(generator, VOCAB, TOKENS)
-        ids = text["input_ids"].repeat_interleave(number, 0)
-        return {"input_ids": ids, "labels": text["labels"][..., None].repeat(1, 1, number)}
-    if kind == "kyutai_speech_to_text":
-        text = _text(generator, VOCAB, TOKENS)
-        return {"input_ids": text["input_ids"][..., None].repeat(1, 1, number + 1)}
-    return {}
+    number = getattr(decoder, "num_codebooks", getattr(decoder, "num_channels", 1))
+    ids, labels = (text[n][..., None].repeat(1, 1, number) for n in ("input_ids", "labels"))
+    music = {"input_ids": ids.mT, "labels": labels}
+    return {
+        "fsmt": {"decoder_input_ids": text["input_ids"], "labels": text["labels"]},
+        "dia": {"decoder_input_ids": ids, "labels": labels.mT.contiguous()},
+        "kyutai_speech_to_text": {"input_ids": torch.cat([ids, ids[..., :1]], -1)},
+        "musicgen_decoder": music,
+        "musicgen_melody_decoder": music,
+    }.get(config.model_type, {})
 
 
 def _labels(
@@ -539,13 +538,21 @@ def _sounds(
     limit = getattr(audio, "max_source_positions", getattr(audio, "n_window", None))
     for frames in (2 * limit,) if limit else (64, 8 * TOKENS):
         sounds = torch.randn(ROWS, bins, frames, generator=generator)
-        lengths = {"chunk_sample_lengths": torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))}
+        lengths = {
+            "chunk_sample_lengths": torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))
+        }
         more = {name: x for name, x in lengths.items() if name in takes}
         masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
         if not masks and "input_ids" not in takes:
             masks = ["attention_mask"]
         both = [sounds, sounds.mT.contiguous()]
-        for given in () if "input_values" in takes else ([], masks) if "attention_mask" in masks else (masks, []):
+        for given in (
+            ()
+            if "input_values" in takes
+            else ([], masks)
+            if "attention_mask" in masks
+            else (masks, [])
+        ):
             for shape in both if limit else both[::-1]:
                 mask = torch.ones(ROWS, frames, dtype=torch.bool)
                 yield {"input_features": shape} | dict.fromkeys(given, mask) | more
@@ -564,25 +571,21 @@ def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[
     config, (_, channels, size, _) = model.config, images.shape
     vision = getattr(config, "vision_config", config)
     patch, time_ = getattr(vision, "patch_size", 8), getattr(vision, "temporal_patch_size", 1)
+    patch = patch[0] if isinstance(patch, list | tuple) else patch
     side = size // patch
-    pixels = torch.linspace(-1, 1, ROWS * side**2 * channels * time_ * patch**2).sin()
-    more = {"image_sizes": torch.tensor([[size, size]] * ROWS)} if "image_sizes" in takes else {}
     first = torch.arange(TOKENS) < getattr(config, "latent_query_num", 0)
-    more |= {
-        name: x
-        for name, x in (
-            ("high_res_pixel_values", images),
-            ("image_attention_mask", torch.ones(ROWS, TOKENS, 1)),
-            ("image_embeds_position_mask", first.repeat(ROWS, 1)),
-        )
-        if name in takes
-    }
-    grids = [n for n in takes if n in ("image_grid_thw", "grid_thws", "image_grid_hws")]
-    if grids:
-        more[grids[0]] = torch.tensor([[1, side, side]] * ROWS)
-        yield {"pixel_values": pixels.reshape(ROWS * side**2, -1)} | more
-        yield {"pixel_values": pixels.reshape(ROWS * side**2, -1, patch, patch)} | more
-        merged = torch.linspace(-1, 1, ROWS * side**2 * channels * 4 * patch**2).sin()
+    grids = ("image_grid_thw", "grid_thws", "image_grid_hws")
+    more = dict.fromkeys(grids, torch.tensor([[1, side, side]] * ROWS))
+    more |= {"image_sizes": torch.full((ROWS, 2), size), "high_res_pixel_values": images}
+    more |= {"image_attention_mask": torch.ones(ROWS, TOKENS, 1)}
+    more |= {"image_embeds_position_mask": first.repeat(ROWS, 1)}
+    more = {name: x for name, x in more.items() if name in takes}
+    number = ROWS * side**2
+    pixels = torch.linspace(-1, 1, number * channels * time_ * patch**2).sin()
+    if more.keys() & {*grids}:
+        for shape in ((-1,), (-1, patch, patch)):
+            yield {"pixel_values": pixels.reshape(number, *shape)} | more
+        merged = torch.linspace(-1, 1, 4 * number * channels * patch**2).sin()
         yield {"pixel_values": merged.reshape(-1, 2 * patch, 2 * patch, channels)} | more
     for copies in (0, 1, 2, 5):  # an image a sample, or one with its pieces
         many = images[:, None].repeat(1, copies, 1, 1, 1) if copies else images
@@ -590,12 +593,13 @@ def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[
         if "pixel_attention_mask" in takes and copies:
             mask = torch.ones(ROWS, copies, dtype=torch.bool)
             yield {"pixel_values": many, "pixel_attention_mask": mask} | more
+    yield {"pixel_values": images}
     places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).repeat(ROWS, 1, 1)
-    kinds = {"image_position_ids": places, "spatial_shapes": torch.full((ROWS, 2), side)}
-    kinds["pixel_attention_mask"] = torch.ones(ROWS, side**2, dtype=torch.long)
-    more |= {name: x for name, x in kinds.items() if name in takes}
-    yield {"pixel_values": pixels.reshape(ROWS, side**2, -1)} | more
-    yield {"pixel_values": pixels.reshape(ROWS * side**2, -1)} | more
+    more |= {"image_position_ids": places, "spatial_shapes": torch.full((ROWS, 2), side)}
+    more |= {"pixel_attention_mask": torch.ones(ROWS, side**2, dtype=torch.long)}
+    more = {name: x for name, x in more.items() if name in takes}
+    for rows in ((ROWS, side**2), (number,)):
+        yield {"pixel_values": pixels.reshape(*rows, -1)} | more
 
 
 def _first(
