@@ -160,9 +160,8 @@ def _small(name: str, default: Any, token: int) -> Any:
     kind: Any = type(default)
     if name.endswith(("_id", "_token_index")) and kind in (int, list, type(None)):
         stem = next((stem for stem in TOKEN_IDS if _is_token(name, stem)), None)
-        if kind is int and default >= FIRST_TEXT or kind is type(None) and _MEDIA.match(name):
-            return token
-        return TOKEN_IDS.get(stem or "", default)
+        is_token = default >= FIRST_TEXT if kind is int else kind is not list and _MEDIA.match(name)
+        return token if is_token else TOKEN_IDS.get(stem or "", default)
     if kind is int:
         return min(
             default, next((x for pattern, x in NUMBERS if re.search(pattern, name)), default)
@@ -226,7 +225,7 @@ _DOTS |= {"swa_head_dim": 16, "swa_qk_nope_head_dim": 8}
 _VIBE = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 8}
 _PIECES = {"image_grid_pinpoints": [[32, 32]]}
 _SWIN = {"image_size": 64, "window_size": 4, "patch_size": 4, "depths": [1, 1, 2, 1]}
-OPTIONS: dict[str, dict[str, Any]] = {
+_FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -234,14 +233,11 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    **dict.fromkeys(("zamba", "zamba2"), {"layers_block_type": ["linear_attention", "hybrid"] * 2}),
+    "zamba zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
     "dots1": {"n_shared_experts": 1, "moe_intermediate_size": 16},
-    # They take the images of all samples in one row.
-    **dict.fromkeys(
-        ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7"),
-        {"image_token_id": None, "video_token_id": None},
-    ),
+    # They take the images of all samples in one row, so no microbatch has an image.
+    "minicpm_ocr minicpmv4_6 minicpmv4_7": dict.fromkeys(("image_token_id", "video_token_id")),
     "xlstm": {"hidden_size": 128, "chunk_size": 32},
     "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
     | {"max_position_embeddings": TOKENS},
@@ -254,8 +250,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
     "granite4_vision": _PIECES
     | {"deepstack_layer_map": [[1, 0], [2, 1]], "spatial_target_layers": [0, 1, 2, 3]}
-    | {"downsample_rate": "2/4"}
-    | {"vision_config": {"hidden_size": 64}},
+    | {"downsample_rate": "2/4", "vision_config": {"hidden_size": 64}},
     "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},
     "llama4": {
         "vision_config": {"intermediate_size": 128}
@@ -288,8 +283,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "janus": {
         "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1]}
     },
-    "big_bird": {"attention_type": "original_full"},  # else it exchanges layers in a short text
-    "bigbird_pegasus": {"attention_type": "original_full"},
+    # Else they exchange layers in a short text.
+    "big_bird bigbird_pegasus": {"attention_type": "original_full"},
     "led": {"attention_window": 6},  # texts of all lengths are padded
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
     "neomme": {"head_dim": 16},
@@ -301,7 +296,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 50},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8},
     "gemma4": {"text_config": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "step3p7": {"text_config": {"sliding_window": 8}},
@@ -312,9 +306,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "vision_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
         "audio_config": {"adapter_input_size": 32},
     },
-    "swin": _SWIN,
-    "swinv2": _SWIN,
-    "donut-swin": _SWIN,
+    "swin swinv2 donut-swin": _SWIN,
     "poolformer": {"image_size": 64, "patch_size": 7},
     "pvt": {"image_size": 64, "patch_sizes": [4, 2, 2, 2]},
     "levit": {"image_size": 64, "patch_size": 16},
@@ -327,7 +319,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8, "visual_embed": False},
     "bros": {"dim_bbox": 8},
     "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 16},
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _PIECES),
+    "llava_next llava_next_video llava_onevision": _PIECES,
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "florence2": {
@@ -352,45 +344,13 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "speech-encoder-decoder": {"pad_token_id": 0},
     "kosmos-2": {"latent_query_num": 4},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
-    **dict.fromkeys(
-        (
-            "hubert",
-            "wav2vec2",
-            "unispeech",
-            "unispeech-sat",
-            "wavlm",
-            "sew",
-            "sew-d",
-            "data2vec-audio",
-            "wav2vec2-conformer",
-            "wav2vec2-bert",
-        ),
-        _WAV,
-    ),
-    **dict.fromkeys(
-        (
-            "qwen2_vl",
-            "qwen2_5_vl",
-            "qwen3_vl",
-            "qwen3_vl_moe",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "glm4v",
-            "glm4v_moe",
-            "glm46v",
-            "glmga",
-            "glm_ocr",
-            "paddleocr_vl",
-            "qwen2_5_omni_thinker",
-            "qwen3_omni_moe_thinker",
-            "ernie4_5_vl_moe",
-            "cosmos3_edge",
-            "cosmos3_omni",
-            "hunyuan_vl",
-        ),
-        _MROPE_TEXT,
-    ),
+    "hubert wav2vec2 unispeech unispeech-sat wavlm sew sew-d data2vec-audio"
+    " wav2vec2-conformer wav2vec2-bert": _WAV,
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v glmga"
+    " glm_ocr paddleocr_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker ernie4_5_vl_moe cosmos3_edge"
+    " cosmos3_omni hunyuan_vl": _MROPE_TEXT,
 }
+OPTIONS = {name: options for names, options in _FAMILIES.items() for name in names.split()}
 ALL_ROWS = ("mbart", "plbart")  # fail if a row has no label
 
 
@@ -437,31 +397,41 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         sizes = [x for n in ("max_length", "num_mel_bins") if (x := getattr(config, n, None))]
         sizes = sizes if len(sizes) > 1 else [2000]
         batch["input_values"] = torch.randn(ROWS, *sizes, generator=generator)
-    sounds = _sounds(config, takes, generator)
-    if "bbox" in takes:
-        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
-        batch["bbox"] = torch.cat([corner, corner + 10], -1)
     if "input_ids" in takes:
-        text = _text(generator, vocab, TOKENS)
-        text |= {f"qformer_{name}": x for name, x in text.items()}
-        batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
-        if "pixel_values" in batch:
-            _place(model, batch, "image", _pictures(model, batch["pixel_values"], takes))
-        if takes.keys() & {"input_features", "input_values"}:
-            _place(model, batch, "audio", sounds)
-    if config.is_encoder_decoder or "CTC" in head:
+        _write(model, batch, takes, generator)
+    if "decoder_input_ids" not in batch and (config.is_encoder_decoder or "CTC" in head):
         batch["labels"] = _text(generator, vocab, 7)["labels"]
         if config.model_type in ALL_ROWS:
             batch["labels"][:, 0] = FIRST_TEXT
     batch |= _labels(config, head, batch, generator)
-    batch |= _codes(config, _text(generator, vocab, TOKENS))
     if main == "input_features":
-        batch |= _first(model, batch, sounds)
+        batch |= _first(model, batch, _sounds(config, takes, generator))
     if "start_positions" in takes:
         start = torch.arange(ROWS) % CLASSES
         batch.pop("labels", None)
         batch |= {"start_positions": start, "end_positions": start + 2}
     return batch
+
+
+def _write(
+    model: Any, batch: dict[str, Tensor], takes: Mapping[str, Any], generator: torch.Generator
+) -> None:
+    """Puts texts into a batch, with what stands for images and sounds."""
+    config = model.config
+    vocab = getattr(config.get_text_config(), "vocab_size", None) or VOCAB
+    text = _text(generator, vocab, TOKENS)
+    batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
+    batch |= {n: x for name, x in text.items() if (n := f"qformer_{name}") in takes}
+    if "bbox" in takes:
+        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 10], -1)
+    if "pixel_values" in batch:
+        _place(model, batch, "image", _pictures(model, batch["pixel_values"], takes))
+    if "input_features" in takes:
+        _place(model, batch, "audio", _sounds(config, takes, generator))
+    elif "input_values" in takes:
+        _place(model, batch, "audio", _waves(takes, generator))
+    batch |= _codes(config, _text(generator, vocab, TOKENS))
 
 
 def _codes(config: Any, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -536,34 +506,28 @@ def _sounds(
     bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
     bins *= getattr(audio, "num_stacked_frames", 1)
     limit = getattr(audio, "max_source_positions", getattr(audio, "n_window", None))
+    masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
+    if not masks and "input_ids" not in takes:
+        masks = ["attention_mask"]
     for frames in (2 * limit,) if limit else (64, 8 * TOKENS):
         sounds = torch.randn(ROWS, bins, frames, generator=generator)
-        lengths = {
-            "chunk_sample_lengths": torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))
-        }
-        more = {name: x for name, x in lengths.items() if name in takes}
-        masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
-        if not masks and "input_ids" not in takes:
-            masks = ["attention_mask"]
-        both = [sounds, sounds.mT.contiguous()]
-        for given in (
-            ()
-            if "input_values" in takes
-            else ([], masks)
-            if "attention_mask" in masks
-            else (masks, [])
-        ):
-            for shape in both if limit else both[::-1]:
-                mask = torch.ones(ROWS, frames, dtype=torch.bool)
-                yield {"input_features": shape} | dict.fromkeys(given, mask) | more
-        four = both[1].reshape(ROWS, frames // 4, -1)  # frames in one
-        if "input_values" not in takes:
-            yield {"input_features": four, "attention_mask": mask[:, ::4]}
-    if "input_values" in takes:
-        masks = {"padding_mask": torch.ones(ROWS, 64, dtype=torch.bool)}
-        for size in ((ROWS, 64), (ROWS, 1, 64)):
-            values = {"input_values": torch.randn(size, generator=generator)}
-            yield values | (masks if "padding_mask" in takes else {})
+        shapes = [sounds, sounds.mT.contiguous()]
+        mask = torch.ones(ROWS, frames, dtype=torch.bool)
+        lengths = torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))
+        more = {"chunk_sample_lengths": lengths} if "chunk_sample_lengths" in takes else {}
+        for names in ([], masks) if "attention_mask" in masks else (masks, []):
+            for shape in shapes if limit else shapes[::-1]:
+                yield {"input_features": shape} | dict.fromkeys(names, mask) | more
+        four = shapes[1].reshape(ROWS, frames // 4, -1)  # frames in one
+        yield {"input_features": four, "attention_mask": mask[:, ::4]}
+
+
+def _waves(takes: Mapping[str, Any], generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of sounds that are not transformed."""
+    masks = {"padding_mask": torch.ones(ROWS, 64, dtype=torch.bool)}
+    for size in ((ROWS, 64), (ROWS, 1, 64)):
+        values = {"input_values": torch.randn(size, generator=generator)}
+        yield values | (masks if "padding_mask" in takes else {})
 
 
 def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
