@@ -501,8 +501,8 @@ def _sounds(
 ) -> Iterator[dict[str, Tensor]]:
     """Yields inputs of sounds, in the shapes that models take."""
     audio = _part(config, "audio_config", "encoder_config", "encoder")
-    names = ("num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim")
-    names += ("input_feat_per_channel", "audio_embed_dim")
+    names = ["num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim"]
+    names += ["input_feat_per_channel", "audio_embed_dim"]
     bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
     bins *= getattr(audio, "num_stacked_frames", 1)
     limit = getattr(audio, "max_source_positions", getattr(audio, "n_window", None))
@@ -515,9 +515,9 @@ def _sounds(
         mask = torch.ones(ROWS, frames, dtype=torch.bool)
         lengths = torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))
         more = {"chunk_sample_lengths": lengths} if "chunk_sample_lengths" in takes else {}
-        for names in ([], masks) if "attention_mask" in masks else (masks, []):
+        for given in ([], masks) if "attention_mask" in masks else (masks, []):
             for shape in shapes if limit else shapes[::-1]:
-                yield {"input_features": shape} | dict.fromkeys(names, mask) | more
+                yield {"input_features": shape} | dict.fromkeys(given, mask) | more
         four = shapes[1].reshape(ROWS, frames // 4, -1)  # frames in one
         yield {"input_features": four, "attention_mask": mask[:, ::4]}
 
