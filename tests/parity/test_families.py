@@ -161,6 +161,8 @@ SAMPLE = [
     ("wavlm", 4, "1f1b"),
     ("vit", 2, "1f1b"),
     ("layoutlm", 4, "1f1b"),
+    ("gemma4", 4, "zb-h1"),
+    ("musicgen", 2, "zb-h1"),
 ]
 
 

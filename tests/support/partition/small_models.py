@@ -12,7 +12,7 @@ import inspect
 import math
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,7 @@ MISSED = {
 }
 FIRST_TOKEN = 3  # that no field of TOKEN_IDS has
 _LEFT = ("transformers_version", "architectures", "chunk_size_feed_forward")
+_MEDIA = re.compile("(image|video|audio)_token")
 FIRST_TEXT = 60  # tokens before it stand for images and the like
 
 
@@ -159,14 +160,15 @@ def _small(name: str, default: Any, token: int) -> Any:
     kind: Any = type(default)
     if name.endswith(("_id", "_token_index")) and kind in (int, list, type(None)):
         stem = next((stem for stem in TOKEN_IDS if _is_token(name, stem)), None)
-        return token if kind is int and default >= VOCAB else TOKEN_IDS.get(stem or "", default)
+        is_token = default >= FIRST_TEXT if kind is int else kind is not list and _MEDIA.match(name)
+        return token if is_token else TOKEN_IDS.get(stem or "", default)
     if kind is int:
         return min(
             default, next((x for pattern, x in NUMBERS if re.search(pattern, name)), default)
         )
     if name == "apply_spec_augment":  # hides random parts of sounds
         return False
-    if kind is float and re.search("drop|jitter|noise", name):
+    if kind is float and re.search("drop|jitter|noise|vae_std", name):
         return 0.0
     if kind in (list, tuple) and {*map(type, default)} == {int}:
         return kind(_several(name, default) or default)
@@ -208,9 +210,8 @@ def _several(name: str, default: Sequence[int]) -> list[int] | None:
     return None
 
 
-_MROPE = {
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-}
+_ROPE: dict[str, Any] = {"rope_type": "default", "rope_theta": 1e4}
+_MROPE = {"rope_parameters": _ROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}}
 _MROPE_TEXT = {"text_config": _MROPE}
 _WAV = {
     "feat_extract_stride": [5, 2, 2],
@@ -218,9 +219,13 @@ _WAV = {
     "conv_kernel": [10, 3, 3],
     "conv_dim": [16, 16, 16],
 } | {"mask_time_prob": 0.0, "vocab_size": VOCAB, "ctc_loss_reduction": "mean"}
+_DOTS = {"num_key_value_heads": 4, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 4}
+_DOTS |= {"swa_q_lora_rank": 8, "swa_kv_lora_rank": 8, "swa_v_head_dim": 8}
+_DOTS |= {"swa_head_dim": 16, "swa_qk_nope_head_dim": 8}
+_VIBE = {"downsampling_ratios": [2, 4], "depths": [1, 1, 1], "num_filters": 8}
 _PIECES = {"image_grid_pinpoints": [[32, 32]]}
 _SWIN = {"image_size": 64, "window_size": 4, "patch_size": 4, "depths": [1, 1, 2, 1]}
-OPTIONS: dict[str, dict[str, Any]] = {
+_FAMILIES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1, 3]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
@@ -228,28 +233,80 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
     "nemotron": {"num_key_value_heads": 2},
     "mamba2": {"num_heads": 8, "head_dim": 8},
-    "zamba2": {"layer_types": ["mamba", "hybrid"] * 2},
-    "big_bird": {"attention_type": "original_full"},  # else it exchanges layers in a short text
-    "bigbird_pegasus": {"attention_type": "original_full"},
-    "led": {"attention_window": 5},  # texts of all lengths are padded
+    "zamba zamba2": {"layers_block_type": ["linear_attention", "hybrid"] * 2},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "clip_qkv": 8.0}},
+    "dots1": {"n_shared_experts": 1, "moe_intermediate_size": 16},
+    # They take the images of all samples in one row, so no microbatch has an image.
+    "minicpm_ocr minicpmv4_6 minicpmv4_7": dict.fromkeys(("image_token_id", "video_token_id")),
+    "xlstm": {"hidden_size": 128, "chunk_size": 32},
+    "perceiver": {"d_latents": 32, "num_latents": 8, "num_self_attends_per_block": 4}
+    | {"max_position_embeddings": TOKENS},
+    "deepseek_ocr2": {
+        "text_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+        "vision_config": {"sam_config": {"downsample_channels": [16, 32], "output_channels": 16}},
+    },
+    "cohere_compass_text": {"rope_parameters": {"full_attention": _ROPE}},
+    "cohere_compass": {"text_config": {"rope_parameters": {"full_attention": _ROPE}}},
+    "deepseek_vl_hybrid": {"high_res_vision_config": {"output_channels": 8}},
+    "granite4_vision": _PIECES
+    | {"deepstack_layer_map": [[1, 0], [2, 1]], "spatial_target_layers": [0, 1, 2, 3]}
+    | {"downsample_rate": "2/4", "vision_config": {"hidden_size": 64}},
+    "idefics": {"freeze_text_layers": False, "freeze_vision_layers": False},
+    "llama4": {
+        "vision_config": {"intermediate_size": 128}
+        | dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32)
+    },
+    "moonshine_streaming": {"num_key_value_heads": 4},
+    "phi4_multimodal": {
+        "audio_config": dict.fromkeys(
+            ("nemo_conv_channels", "depthwise_separable_out_channel", "ext_pw_out_channel"), 32
+        )
+    },
+    "qwen4_exp_text": {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 8}
+    | {"indexer_budget": 8, "indexer_compress_ratio": 2},
+    "voxtral": {
+        "audio_config": {"intermediate_size": 128},
+        "text_config": {"num_key_value_heads": 2},
+    },
+    "glmasr": {"audio_config": {"intermediate_size": 128}},
+    "kimi_k25": {"vision_config": {"pos_emb_height": 4, "pos_emb_width": 4}},
+    "gemma4_unified": {"vision_config": {"pooling_kernel_size": 1, "output_proj_dims": 32}},
+    "chameleon": {
+        "vocabulary_map": {"<image>": 9} | {f"IMGIMG{x}Z": 10 + i for i, x in enumerate("ABCD")},
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "num_embeddings": 4},
+    },
+    "emu3": {
+        "vocabulary_map": {"<image>": 9, "<|extra_200|>": 10}
+        | {f"<|visual token {i:06}|>": 11 + i for i in range(4)},
+        "vq_config": {"base_channels": 32, "codebook_size": 4, "channel_multiplier": [1, 1]},
+    },
+    "janus": {
+        "vq_config": {"base_channels": 32, "latent_channels": 32, "channel_multiplier": [1, 1]}
+    },
+    # Else they exchange layers in a short text.
+    "big_bird bigbird_pegasus": {"attention_type": "original_full"},
+    "led": {"attention_window": 6},  # texts of all lengths are padded
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 16], "is_decoder": False},
     "neomme": {"head_dim": 16},
     "xmod": {"default_language": "en_XX"},
     "moshi": {"audio_encoder_config": {"codebook_size": 128}},
-    "kyutai_speech_to_text": {"codec_config": {"codebook_size": 128}},
-    "blt": {"encoder_hash_byte_group_vocab": 50},
+    "kyutai_speech_to_text": {
+        "codec_config": {"codebook_size": 128, "upsample_groups": 16, "num_filters": 4}
+    },
+    "blt": {"use_cache": False, "encoder_hash_byte_group_vocab": 50},
     "gemma4_text": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8},
     "gemma4": {"text_config": {"vocab_size_per_layer_input": VOCAB, "global_head_dim": 8}},
-    "gemma4_assistant": {"text_config": {"hidden_size_per_layer_input": 0}},
     "gemma3n_text": {"num_kv_shared_layers": 0, "vocab_size_per_layer_input": VOCAB},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "step3p7": {"text_config": {"sliding_window": 8}},
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": _DOTS,
     "glm5_next": {"text_config": {"num_key_value_heads": 4}},
-    "dots3_note": {"text_config": {"num_key_value_heads": 4}},
-    "swin": _SWIN,
-    "swinv2": _SWIN,
-    "donut-swin": _SWIN,
+    "dots3_note": {
+        "text_config": _DOTS,
+        "vision_config": {"mlp_layer_types": ["dense", *["sparse"] * 3]},
+        "audio_config": {"adapter_input_size": 32},
+    },
+    "swin swinv2 donut-swin": _SWIN,
     "poolformer": {"image_size": 64, "patch_size": 7},
     "pvt": {"image_size": 64, "patch_sizes": [4, 2, 2, 2]},
     "levit": {"image_size": 64, "patch_size": 16},
@@ -262,7 +319,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "layoutlmv3": {"coordinate_size": 4, "shape_size": 8, "visual_embed": False},
     "bros": {"dim_bbox": 8},
     "audio-spectrogram-transformer": {"max_length": 64, "num_mel_bins": 16},
-    **dict.fromkeys(("llava_next", "llava_next_video", "llava_onevision"), _PIECES),
+    "llava_next llava_next_video llava_onevision": _PIECES,
     "vipllava": {"vision_feature_layers": [-2, -1]},
     "aria": {"projector_patch_to_query_dict": {16: 4}},
     "florence2": {
@@ -274,47 +331,26 @@ OPTIONS: dict[str, dict[str, Any]] = {
     },
     "textnet": {"stem_num_channels": 3, "stem_out_channels": 16},
     "hgnet_v2": {"stem_channels": [3, 16, 16]},
-    "granite_speech5_ctc": {"context_size": 8},
-    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "granite_speech5_ctc": {"encoder_config": {"context_size": 8}},
+    "fun_asr_nano": {
+        "adaptor_config": {"intermediate_size": 8},
+        "audio_config": {"max_position_embeddings": 99},
+    },
+    "vibevoice": {"audio_config": _VIBE, "semantic_model_config": _VIBE},
+    "vibevoice_asr": {"acoustic_tokenizer_chunk_size": 64}
+    | dict.fromkeys(
+        ("acoustic_tokenizer_encoder_config", "semantic_tokenizer_encoder_config"), _VIBE
+    ),
+    "speech-encoder-decoder": {"pad_token_id": 0},
+    "kosmos-2": {"latent_query_num": 4},
     "speech_to_text": {"input_feat_per_channel": 16, "conv_channels": 32},
-    **dict.fromkeys(
-        (
-            "hubert",
-            "wav2vec2",
-            "unispeech",
-            "unispeech-sat",
-            "wavlm",
-            "sew",
-            "sew-d",
-            "data2vec-audio",
-            "wav2vec2-conformer",
-            "wav2vec2-bert",
-        ),
-        _WAV,
-    ),
-    **dict.fromkeys(
-        (
-            "qwen2_vl",
-            "qwen2_5_vl",
-            "qwen3_vl",
-            "qwen3_vl_moe",
-            "qwen3_5",
-            "qwen3_5_moe",
-            "glm4v",
-            "glm4v_moe",
-            "glm46v",
-            "glmga",
-            "glm_ocr",
-            "paddleocr_vl",
-            "qwen2_5_omni_thinker",
-            "qwen3_omni_moe_thinker",
-            "ernie4_5_vl_moe",
-            "cosmos3_edge",
-            "cosmos3_omni",
-        ),
-        _MROPE_TEXT,
-    ),
+    "hubert wav2vec2 unispeech unispeech-sat wavlm sew sew-d data2vec-audio"
+    " wav2vec2-conformer wav2vec2-bert": _WAV,
+    "qwen2_vl qwen2_5_vl qwen3_vl qwen3_vl_moe qwen3_5 qwen3_5_moe glm4v glm4v_moe glm46v glmga"
+    " glm_ocr paddleocr_vl qwen2_5_omni_thinker qwen3_omni_moe_thinker ernie4_5_vl_moe cosmos3_edge"
+    " cosmos3_omni hunyuan_vl": _MROPE_TEXT,
 }
+OPTIONS = {name: options for names, options in _FAMILIES.items() for name in names.split()}
 ALL_ROWS = ("mbart", "plbart")  # fail if a row has no label
 
 
@@ -328,6 +364,10 @@ def make(kind: str) -> Any:
 
     head = getattr(transformers, types()[kind][0])
     config_class: Any = transformers.CONFIG_MAPPING[kind]
+    if head.config_class in config_class.sub_configs.values():  # a decoder of sounds
+        config_class = head.config_class
+    if "labels" not in inspect.signature(inspect.unwrap(head.forward)).parameters:
+        raise ValueError("its forward takes no labels")
 
     def built() -> Any:  # a model may change its configuration
         return head(config_class(**small(config_class, OPTIONS.get(kind, {}))))
@@ -353,29 +393,60 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
         is_video = "VideoClassification" in head
         many = images[:, None].repeat(1, frames, 1, 1, 1) if is_video else images
         batch[main if main.startswith("pixel_values") else "pixel_values"] = many
-    if main == "input_values":
-        sizes = (config.max_length, config.num_mel_bins) if hasattr(config, "num_mel_bins") else ()
-        batch[main] = torch.randn(ROWS, *(sizes or (2000,)), generator=generator)
-    if main == "input_features" or {"input_features", "input_ids"} <= takes.keys():
-        batch["input_features"] = _sounds(config, generator)
+    if main in ("input_values", "inputs") and "input_values" in takes:
+        sizes = [x for n in ("max_length", "num_mel_bins") if (x := getattr(config, n, None))]
+        sizes = sizes if len(sizes) > 1 else [2000]
+        batch["input_values"] = torch.randn(ROWS, *sizes, generator=generator)
     if "input_ids" in takes:
-        text = _text(generator, vocab, TOKENS)
-        batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
-        if "pixel_values" in batch:
-            _place(model, batch)
-    if "bbox" in takes:
-        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
-        batch["bbox"] = torch.cat([corner, corner + 10], -1)
-    if config.is_encoder_decoder or "CTC" in head:
+        _write(model, batch, takes, generator)
+    if "decoder_input_ids" not in batch and (config.is_encoder_decoder or "CTC" in head):
         batch["labels"] = _text(generator, vocab, 7)["labels"]
         if config.model_type in ALL_ROWS:
             batch["labels"][:, 0] = FIRST_TEXT
     batch |= _labels(config, head, batch, generator)
+    if main == "input_features":
+        batch |= _first(model, batch, _sounds(config, takes, generator))
     if "start_positions" in takes:
         start = torch.arange(ROWS) % CLASSES
         batch.pop("labels", None)
         batch |= {"start_positions": start, "end_positions": start + 2}
     return batch
+
+
+def _write(
+    model: Any, batch: dict[str, Tensor], takes: Mapping[str, Any], generator: torch.Generator
+) -> None:
+    """Puts texts into a batch, with what stands for images and sounds."""
+    config = model.config
+    vocab = getattr(config.get_text_config(), "vocab_size", None) or VOCAB
+    text = _text(generator, vocab, TOKENS)
+    batch |= {name: x for name, x in text.items() if name in {*takes, "labels"}}
+    batch |= {n: x for name, x in text.items() if (n := f"qformer_{name}") in takes}
+    if "bbox" in takes:
+        corner = torch.randint(0, 20, (ROWS, TOKENS, 2), generator=generator)
+        batch["bbox"] = torch.cat([corner, corner + 10], -1)
+    if "pixel_values" in batch:
+        _place(model, batch, "image", _pictures(model, batch["pixel_values"], takes))
+    if "input_features" in takes:
+        _place(model, batch, "audio", _sounds(config, takes, generator))
+    elif "input_values" in takes:
+        _place(model, batch, "audio", _waves(takes, generator))
+    batch |= _codes(config, _text(generator, vocab, TOKENS))
+
+
+def _codes(config: Any, text: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns the tokens and labels of models that take several at once; none for others."""
+    decoder = config.get_text_config(decoder=True)
+    number = getattr(decoder, "num_codebooks", getattr(decoder, "num_channels", 1))
+    ids, labels = (text[n][..., None].repeat(1, 1, number) for n in ("input_ids", "labels"))
+    music = {"input_ids": ids.mT, "labels": labels}
+    return {
+        "fsmt": {"decoder_input_ids": text["input_ids"], "labels": text["labels"]},
+        "dia": {"decoder_input_ids": ids, "labels": labels.mT.contiguous()},
+        "kyutai_speech_to_text": {"input_ids": torch.cat([ids, ids[..., :1]], -1)},
+        "musicgen_decoder": music,
+        "musicgen_melody_decoder": music,
+    }.get(config.model_type, {})
 
 
 def _labels(
@@ -425,72 +496,140 @@ def _images(config: Any, generator: torch.Generator) -> Tensor:
     return torch.randn(ROWS, channels, height, width, generator=generator)
 
 
-def _sounds(config: Any, generator: torch.Generator) -> Tensor:
+def _sounds(
+    config: Any, takes: Mapping[str, Any], generator: torch.Generator
+) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of sounds, in the shapes that models take."""
     audio = _part(config, "audio_config", "encoder_config", "encoder")
-    names = ("num_mel_bins", "feature_size", "input_dim", "input_feat_per_channel")
+    names = ["num_mel_bins", "feature_size", "input_dim", "feature_projection_input_dim"]
+    names += ["input_feat_per_channel", "audio_embed_dim"]
     bins = next((bins for name in names if (bins := getattr(audio, name, None))), 16)
-    if limit := getattr(audio, "max_source_positions", None):
-        return torch.randn(ROWS, bins, 2 * limit, generator=generator)
-    return torch.randn(ROWS, 64, bins, generator=generator)
+    bins *= getattr(audio, "num_stacked_frames", 1)
+    limit = getattr(audio, "max_source_positions", getattr(audio, "n_window", None))
+    masks = [name for name in takes if re.search("features?_(attention_)?mask", name)]
+    if not masks and "input_ids" not in takes:
+        masks = ["attention_mask"]
+    for frames in (2 * limit,) if limit else (64, 8 * TOKENS):
+        sounds = torch.randn(ROWS, bins, frames, generator=generator)
+        shapes = [sounds, sounds.mT.contiguous()]
+        mask = torch.ones(ROWS, frames, dtype=torch.bool)
+        lengths = torch.full((ROWS,), frames * getattr(audio, "hop_length", 1))
+        more = {"chunk_sample_lengths": lengths} if "chunk_sample_lengths" in takes else {}
+        for given in ([], masks) if "attention_mask" in masks else (masks, []):
+            for shape in shapes if limit else shapes[::-1]:
+                yield {"input_features": shape} | dict.fromkeys(given, mask) | more
+        four = shapes[1].reshape(ROWS, frames // 4, -1)  # frames in one
+        yield {"input_features": four, "attention_mask": mask[:, ::4]}
 
 
-def _place(model: Any, batch: dict[str, Tensor]) -> None:
-    """Puts tokens of images into the texts, as many as the model makes of an image."""
-    config = model.config
-    token = getattr(config, "image_token_id", None) or getattr(config, "image_token_index", None)
-    find = getattr(model, "get_image_features", None)
-    if token is None or find is None:
-        return
-    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
-    size = batch["pixel_values"].shape[-1]
+def _waves(takes: Mapping[str, Any], generator: torch.Generator) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of sounds that are not transformed."""
+    masks = {"padding_mask": torch.ones(ROWS, 64, dtype=torch.bool)}
+    for size in ((ROWS, 64), (ROWS, 1, 64)):
+        values = {"input_values": torch.randn(size, generator=generator)}
+        yield values | (masks if "padding_mask" in takes else {})
+
+
+def _pictures(model: Any, images: Tensor, takes: Mapping[str, Any]) -> Iterator[dict[str, Tensor]]:
+    """Yields inputs of images, in the shapes that models take."""
+    config, (_, channels, size, _) = model.config, images.shape
     vision = getattr(config, "vision_config", config)
-    more: dict[str, Tensor] = {}
-    if grid := next(
-        (n for n in ("image_grid_thw", "grid_thws", "image_grid_hws") if n in takes), None
-    ):
-        patch, time_ = getattr(vision, "patch_size", 8), getattr(vision, "temporal_patch_size", 1)
-        side = size // patch
-        more[grid] = torch.tensor([[1, side, side]] * ROWS)
-        channels = batch["pixel_values"].shape[1]
-        batch["pixel_values"] = (
-            torch.linspace(-1, 1, ROWS * side**2 * channels * time_ * patch**2)
-            .sin()
-            .reshape(ROWS * side**2, -1)
-        )
-    if "image_sizes" in takes:
-        more["image_sizes"] = torch.tensor([[size, size]] * ROWS)
-    # An image a sample, or one with its pieces.
-    shapes = [batch["pixel_values"]]
-    if shapes[0].dim() == 4:
-        shapes += [shapes[0][:, None].repeat(1, copies, 1, 1, 1) for copies in (1, 2, 5)]
-    number, batch["pixel_values"] = _taken(find, config, shapes, more)
-    batch |= more
-    images = torch.full((ROWS, number), token)
-    if "mm_token_type_ids" in takes or "token_type_ids" in takes:
-        name = "mm_token_type_ids" if "mm_token_type_ids" in takes else "token_type_ids"
-        batch[name] = torch.cat([torch.ones_like(images), torch.zeros_like(batch["input_ids"])], 1)
-    batch["input_ids"] = torch.cat([images, batch["input_ids"]], 1)
-    batch["attention_mask"] = torch.cat([torch.ones_like(images), batch["attention_mask"]], 1)
-    batch["labels"] = torch.cat([torch.full_like(images, IGNORED), batch["labels"]], 1)
+    patch, time_ = getattr(vision, "patch_size", 8), getattr(vision, "temporal_patch_size", 1)
+    patch = patch[0] if isinstance(patch, list | tuple) else patch
+    side = size // patch
+    first = torch.arange(TOKENS) < getattr(config, "latent_query_num", 0)
+    grids = ("image_grid_thw", "grid_thws", "image_grid_hws")
+    more = dict.fromkeys(grids, torch.tensor([[1, side, side]] * ROWS))
+    more |= {"image_sizes": torch.full((ROWS, 2), size), "high_res_pixel_values": images}
+    more |= {"image_attention_mask": torch.ones(ROWS, TOKENS, 1)}
+    more |= {"image_embeds_position_mask": first.repeat(ROWS, 1)}
+    more = {name: x for name, x in more.items() if name in takes}
+    number = ROWS * side**2
+    pixels = torch.linspace(-1, 1, number * channels * time_ * patch**2).sin()
+    if more.keys() & {*grids}:
+        for shape in ((-1,), (-1, patch, patch)):
+            yield {"pixel_values": pixels.reshape(number, *shape)} | more
+        merged = torch.linspace(-1, 1, 4 * number * channels * patch**2).sin()
+        yield {"pixel_values": merged.reshape(-1, 2 * patch, 2 * patch, channels)} | more
+    for copies in (0, 1, 2, 5):  # an image a sample, or one with its pieces
+        many = images[:, None].repeat(1, copies, 1, 1, 1) if copies else images
+        yield {"pixel_values": many} | more
+        if "pixel_attention_mask" in takes and copies:
+            mask = torch.ones(ROWS, copies, dtype=torch.bool)
+            yield {"pixel_values": many, "pixel_attention_mask": mask} | more
+    yield {"pixel_values": images}
+    places = torch.cartesian_prod(torch.arange(side), torch.arange(side)).repeat(ROWS, 1, 1)
+    more |= {"image_position_ids": places, "spatial_shapes": torch.full((ROWS, 2), side)}
+    more |= {"pixel_attention_mask": torch.ones(ROWS, side**2, dtype=torch.long)}
+    more = {name: x for name, x in more.items() if name in takes}
+    for rows in ((ROWS, side**2), (number,)):
+        yield {"pixel_values": pixels.reshape(*rows, -1)} | more
 
 
-def _taken(
-    find: Any, config: Any, shapes: Sequence[Tensor], more: Mapping[str, Tensor]
-) -> tuple[int, Tensor]:
-    """Returns how many tokens an image is, and the images in the first shape that a model takes."""
-    for pixels in shapes:
+def _first(
+    model: Any, batch: Mapping[str, Tensor], choices: Iterable[dict[str, Tensor]]
+) -> dict[str, Tensor]:
+    """Returns the first of these inputs that a model takes beside a batch."""
+    failed: Exception | None = None
+    for choice in choices:
         try:
             with torch.no_grad():
-                found = find(pixel_values=pixels, **more)
-        except Exception:
-            if pixels is shapes[-1]:
-                raise
-            continue
-        found = getattr(found, "pooler_output", found)
-        values = found if isinstance(found, list | tuple) else [found]
-        numel = sum(x.numel() for x in values)
-        return numel // config.get_text_config().hidden_size // ROWS, pixels
-    raise AssertionError
+                model(**{**batch, **choice})
+            return choice
+        except Exception as error:  # noqa: BLE001 - of transformers
+            failed = failed or error
+    raise failed or AssertionError
+
+
+def _place(
+    model: Any, batch: dict[str, Tensor], kind: str, choices: Iterable[dict[str, Tensor]]
+) -> None:
+    """Puts tokens of images or sounds into the texts, as many as the model makes of one."""
+    config, base = model.config, model.base_model
+    names = [f"{kind}_token_id", f"{kind}_token_index", *["video_token_id"] * (kind == "image")]
+    places = [(config, name) for name in names]
+    places += [(getattr(base, "vocabulary_mapping", None), names[0])]
+    token = next((x for place in places if (x := getattr(*place, None)) is not None), None)
+    if token is None:
+        batch |= _first(model, batch, choices if kind == "image" else [{}, *choices])
+        return
+    names = [f"get_{kind}_features", "get_video_features"]
+    find = next((x for n in names for at in (model, base) if (x := getattr(at, n, None))), None)
+
+    def placed() -> Iterator[dict[str, Tensor]]:
+        for choice in choices:
+            try:
+                numbers: Iterable[int] = [_tokens(find, config, {**batch, **choice}, choice)]
+            except Exception:  # noqa: BLE001 - of transformers
+                numbers = range(1, 65)
+            for number in numbers:
+                yield {**choice, **_with_tokens(model, batch, token, number)}
+
+    batch |= _first(model, batch, placed())
+
+
+def _tokens(find: Any, config: Any, batch: dict[str, Tensor], choice: dict[str, Tensor]) -> int:
+    """Returns how many tokens an image or a sound is."""
+    takes = inspect.signature(inspect.unwrap(find)).parameters
+    with torch.no_grad():
+        found = find(**{name: x for name, x in batch.items() if name in {*takes, *choice}})
+    found = getattr(found, "pooler_output", found)
+    values = found if isinstance(found, list | tuple) else [found]
+    return int(sum(x.numel() for x in values) // config.get_text_config().hidden_size // ROWS)
+
+
+def _with_tokens(
+    model: Any, batch: dict[str, Tensor], token: int, number: int
+) -> dict[str, Tensor]:
+    """Returns texts that begin with so many tokens of an image or a sound."""
+    images = torch.full((ROWS, number), token)
+    takes = inspect.signature(inspect.unwrap(type(model).forward)).parameters
+    before = {"input_ids": images, "attention_mask": torch.ones_like(images)}
+    before["labels"] = torch.full_like(images, IGNORED)
+    types = [name for name in ("mm_token_type_ids", "token_type_ids") if name in takes][:1]
+    before |= dict.fromkeys(types, torch.ones_like(images))
+    after = dict.fromkeys(types, torch.zeros_like(batch["input_ids"])) | batch
+    return {name: torch.cat([x, after[name]], 1) for name, x in before.items() if name in after}
 
 
 @dataclass(frozen=True)
@@ -556,8 +695,9 @@ def counted(model: Any, part: dict[str, Tensor]) -> float:
         return float(MICROBATCH)
     if "Segmentation" in head:
         return float((labels != _ignored(model.config)).sum())
-    causal = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM")
+    causal = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
     shifts = not model.config.is_encoder_decoder and dict(types().values())[head] in causal
+    shifts = shifts and labels.dim() == 2
     return float((labels[:, 1:] if shifts else labels).ne(IGNORED).sum())
 
 
@@ -601,8 +741,10 @@ def compare(kind: str, num_stages: int, schedule: str) -> dict[str, Any]:
 
 def _cut(kind: str, num_stages: int, true: Truth, row: dict[str, Any]) -> Any:
     """Cuts a family; with an example, if it is not for texts or has to be."""
-    is_text = types()[kind][1] in TEXTS and "example" not in row
+    plain = all(x.dim() < 3 and not x.is_floating_point() for x in true.batch.values())
+    is_text = plain and types()[kind][1] in TEXTS and "example" not in row
     model, example = make(kind), None if is_text else part_of(true.batch, 0)
+    row |= {} if is_text else {"example": 1}
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of memory
     before, began = _kib("VmRSS"), time.process_time()
     try:
