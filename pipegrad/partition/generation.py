@@ -123,7 +123,8 @@ class Link:
 class SharedLayer(nn.Module):
     """A layer that one rank of a pipeline runs for all of them."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _pipegrad_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the layer, or receives what it returns."""
         layer: _Layer = vars(self)["_pipegrad_shared"]
         link = layer.link
         is_here = layer.rank == link.here
@@ -133,7 +134,7 @@ class SharedLayer(nn.Module):
                     f"a layer calls layer {layer.name!r}, which is on another rank: gather the "
                     f"model by cut.gather(), and generate there"
                 )
-            return super().__call__(*args, **kwargs)
+            return call(*args, **kwargs)
         caches = [x for x in (*args, *kwargs.values()) if _is_cache(x)]
         if not is_here:
             result, changed = layer.received(caches)
@@ -146,7 +147,7 @@ class SharedLayer(nn.Module):
         before = [layer.entries(cache) for cache in caches]
         watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
         try:
-            result = super().__call__(*args, **kwargs)
+            result = call(*args, **kwargs)
             entries = [
                 layer.entries(cache, known) for cache, known in zip(caches, before, strict=True)
             ]

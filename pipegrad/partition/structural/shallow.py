@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -173,7 +173,8 @@ def as_kind(
 
     Args:
         module: The module.
-        kind: The class whose methods count first.
+        kind: The class whose methods count first. Its `_pipegrad_call`, if it has one, is given
+            every call of the module, or of its forward: the function, and its arguments.
         other: The other class; that of the module if None.
     """
     both: Any = _both  # mypy: modules' classes have no hash
@@ -185,4 +186,15 @@ def as_kind(
 def _both(kind: Any, other: Any) -> Any:  # noqa: ANN401
     # It looks like the module's own class, to those who print it or ask for its name.
     names = {"__module__": other.__module__, "__qualname__": other.__qualname__}
+    if hasattr(kind, "_pipegrad_call"):  # code may call the forward alone, past hooks
+        calls = ("__call__", "forward")
+        names |= {name: _through(kind._pipegrad_call, getattr(other, name)) for name in calls}
     return type(other.__name__, (kind, other), names)
+
+
+def _through(around: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return around(module, partial(function, module), args, kwargs)
+
+    return through
