@@ -6,7 +6,7 @@ runs where it is, and its rank sends what it returns to the others: so all code 
 encoders, beams, processors and criteria see the same values everywhere, and choose the same tokens.
 
 A cache has the states of a layer where the layer is. On other ranks its entry has the same shapes,
-on the meta device, so lengths and masks are right. What an entry says of itself travels with the
+on the meta device, also behind copies to others, so lengths and masks are right. What an entry says of itself travels with the
 result of the layer.
 """
 # ruff: noqa: ANN401 - layers take and return anything
@@ -217,6 +217,22 @@ class _Layer:
         return said
 
 
+class _Elsewhere(Tensor):
+    """The shape of what a layer of another rank remembers. It stays one when it is copied."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {k: x for k, x in (kwargs or {}).items() if k != "device"}
+        if func in (Tensor.cpu, Tensor.cuda):
+            return args[0]
+        if func is Tensor.to:
+            args = [getattr(x, "dtype", x) if i else x for i, x in enumerate(args)]
+            args = [x for x in args if not isinstance(x, str | torch.device)]
+            if not named and len(args) == 1:
+                return args[0]
+        return super().__torch_function__(func, types, args, named)
+
+
 def _is_cache(value: object) -> bool:
     return is_imported_kind(value, "transformers.cache_utils", "Cache")
 
@@ -248,7 +264,7 @@ def _described(said: Any, device: torch.device) -> Any:
         shape, dtype, at = of
         if at is not None:
             return torch.full(shape, at, dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Elsewhere)
     if kind == "device":
         return torch.device("meta")
     return {k: _described(x, device) for k, x in of[0].items()} if kind == "dict" else of[0]

@@ -130,7 +130,8 @@ class Helper(nn.Module):
         self.linear, self.norm = linear(), nn.LayerNorm(WIDTH, dtype=torch.float64)
 
     def projected(self, x: Tensor) -> Tensor:
-        return self.norm(self.linear(x)) + x.mean()
+        projected: Tensor = self.norm(self.linear(x))
+        return projected + x.mean()
 
 
 class Aside(Chain):
@@ -143,7 +144,7 @@ class Aside(Chain):
     def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
         x = self.helper.projected(x)
         for layer in self.layers:
-            x = F.gelu(layer.forward(x))  # type: ignore[operator]
+            x = F.gelu(layer.forward(x))
         return self.helper.projected(x) * scale
 
 
