@@ -6,8 +6,8 @@ runs where it is, and its rank sends what it returns to the others: so all code 
 encoders, beams, processors and criteria see the same values everywhere, and choose the same tokens.
 
 A cache has the states of a layer where the layer is. On other ranks its entry has the same shapes,
-on the meta device, also behind copies to others, so lengths and masks are right. What an entry says of itself travels with the
-result of the layer.
+on the meta device, also if it is copied to another, so lengths and masks are right. What an entry
+says of itself travels with the result of the layer.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
@@ -230,7 +230,7 @@ class _Elsewhere(Tensor):
             args = [x for x in args if not isinstance(x, str | torch.device)]
             if not named and len(args) == 1:
                 return args[0]
-        return super().__torch_function__(func, types, args, named)
+        return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
 
 
 def _is_cache(value: object) -> bool:

@@ -100,9 +100,9 @@ def other_lengths() -> Twins:
     return twins
 
 
-def embedded() -> Twins:
+def embedded(*, has_example: bool) -> Twins:
     values = torch.randn(ROWS, TOKENS, 16, dtype=torch.float64)
-    example = {"inputs_embeds": values[:2]}
+    example = {"inputs_embeds": values[:2]} if has_example else None
     twins = Twins(LLAMA.build, cut={"example": example})
     batch = LLAMA.batch(1)
     del batch["input_ids"]
@@ -312,7 +312,8 @@ CASES: dict[str, Run] = {
     "a BatchEncoding alone": partial(alone, encoding),
     "ready microbatches": ready,
     "other lengths in other steps": other_lengths,
-    "embeddings in the place of tokens": embedded,
+    "embeddings in the place of tokens": partial(embedded, has_example=True),
+    "embeddings, cut by tokens": partial(embedded, has_example=False),
     "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
     "routers of Qwen3-MoE": partial(routed, "Qwen3-MoE", "aux_loss", schedule="zb-h1", first=1),
