@@ -255,6 +255,23 @@ def checkpointed(when: str) -> Twins:
     return twins
 
 
+def prompted() -> Twins:
+    """Peft puts the forward of the model inside in the place of its own."""
+    peft = pytest.importorskip("peft")
+
+    def build() -> nn.Module:
+        config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+        model: nn.Module = peft.get_peft_model(LLAMA.build(), config).to(LLAMA.dtype)
+        for name, parameter in model.named_parameters():
+            if "adaption_gate" in name:
+                nn.init.ones_(parameter)
+        return model
+
+    twins = Twins(build)
+    twins.step(LLAMA.batch(1))
+    return twins
+
+
 def compiled() -> Twins:
     twins = Twins(LLAMA.build)
     for stage in twins.own:
@@ -328,6 +345,7 @@ CASES: dict[str, Run] = {
     "LoRA, Llama, zb-h1": partial(adapted, "Llama 3.2", "zb-h1", target_modules="all-linear"),
     "LoRA, GPT-2": partial(adapted, "GPT-2", target_modules=["c_attn"], fan_in_fan_out=True),
     "LoRA, T5": partial(adapted, "T5", target_modules=["q", "v"]),
+    "prompts inside of attention": prompted,
     "LoRA and the embedding's rows": partial(
         adapted, "Llama 3.2", target_modules=["q_proj", "embed_tokens"]
     ),

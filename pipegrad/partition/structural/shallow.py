@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def shallow(
         return copies[id(module)]
     if not any(id(part) in replaced or _holds(part, replaced) for part in module.modules()):
         return module
-    if "forward" in vars(module) or hasattr(module, "_orig_mod"):
+    forward = vars(module).get("forward")  # peft may hand on to the model inside
+    if (forward and _module_of(forward) is None) or hasattr(module, "_orig_mod"):
         raise TopologyError(
             f"the forward of a {type(module).__name__} was exchanged, as torch.compile and "
             f"accelerate do: cut the model first, and compile or wrap its stages"
@@ -85,6 +87,8 @@ def _held(value: Any, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Mo
     """Returns an attribute in which modules may be listed, with what stands in their place."""
     if isinstance(value, nn.Module):
         return shallow(value, replaced, copies)
+    if (holder := _module_of(value)) is not None:
+        return MethodType(value.__func__, shallow(holder, replaced, copies))
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values() if isinstance(value, dict) else value)
@@ -92,6 +96,12 @@ def _held(value: Any, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Mo
     if all(x is y for x, y in zip(mapped, items, strict=True)):
         return value
     return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
+
+
+def _module_of(method: Any) -> nn.Module | None:  # noqa: ANN401
+    """Returns the module of a method; None of any other value."""
+    module = method.__self__ if isinstance(method, MethodType) else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def twin(module: nn.Module) -> nn.Module:
