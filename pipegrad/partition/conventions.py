@@ -263,6 +263,25 @@ class Conventions:
                     result[name] = found.tolist()
         return result
 
+    def samples_along(self, batch: Mapping[str, object]) -> dict[str, int | None]:
+        """Returns along which dimension samples are, where it is not the first; None: along none.
+
+        Qwen-VL and others have positions on several axes: ``(axes, rows, tokens)``. A batch may
+        have as many rows as there are axes.
+        """
+        result = dict[str, int | None]()
+        text = batch.get("input_ids", batch.get("inputs_embeds"))
+        positions, kept = (batch.get(name) for name in ("position_ids", "logits_to_keep"))
+        if isinstance(kept, Tensor):  # places in all texts
+            result["logits_to_keep"] = None
+        if isinstance(positions, Tensor) and isinstance(text, Tensor) and positions.dim() == 3:
+            rows, tokens = text.shape[:2]
+            if positions.shape[1:] == (rows, tokens):
+                result["position_ids"] = 1
+            elif positions.shape[1:] == (1, tokens):
+                result["position_ids"] = None
+        return result
+
     def _without_unseen(self, batch: Mapping[str, object]) -> dict[str, object]:
         """Returns a batch without the images, videos and sounds of which it has no token."""
         unseen = {n for _, at, given in self._of_kinds(batch) if not at.any() for n in given}
@@ -473,6 +492,10 @@ class CutStage(Stage):
     def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
         """Returns how many rows each sample has; see `Stage.rows_of`."""
         return self._conventions.rows_of(given)
+
+    def samples_along(self, given: Mapping[str, object]) -> Mapping[str, int | None]:
+        """Returns where samples are; see `Stage.samples_along`."""
+        return self._conventions.samples_along(given)
 
     def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
         """Returns the outputs; see `Stage.forward`."""

@@ -6,8 +6,8 @@ runs where it is, and its rank sends what it returns to the others: so all code 
 encoders, beams, processors and criteria see the same values everywhere, and choose the same tokens.
 
 A cache has the states of a layer where the layer is. On other ranks its entry has the same shapes,
-on the meta device, so lengths and masks are right. What an entry says of itself travels with the
-result of the layer.
+on the meta device, also if it is copied to another, so lengths and masks are right. What an entry
+says of itself travels with the result of the layer.
 """
 # ruff: noqa: ANN401 - layers take and return anything
 
@@ -123,7 +123,8 @@ class Link:
 class SharedLayer(nn.Module):
     """A layer that one rank of a pipeline runs for all of them."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _pipegrad_call(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Runs the layer, or receives what it returns."""
         layer: _Layer = vars(self)["_pipegrad_shared"]
         link = layer.link
         is_here = layer.rank == link.here
@@ -133,7 +134,7 @@ class SharedLayer(nn.Module):
                     f"a layer calls layer {layer.name!r}, which is on another rank: gather the "
                     f"model by cut.gather(), and generate there"
                 )
-            return super().__call__(*args, **kwargs)
+            return call(*args, **kwargs)
         caches = [x for x in (*args, *kwargs.values()) if _is_cache(x)]
         if not is_here:
             result, changed = layer.received(caches)
@@ -146,7 +147,7 @@ class SharedLayer(nn.Module):
         before = [layer.entries(cache) for cache in caches]
         watch, tensors = Watch(self, args, kwargs, layer.changes), list[Tensor]()
         try:
-            result = super().__call__(*args, **kwargs)
+            result = call(*args, **kwargs)
             entries = [
                 layer.entries(cache, known) for cache, known in zip(caches, before, strict=True)
             ]
@@ -216,6 +217,22 @@ class _Layer:
         return said
 
 
+class _Elsewhere(Tensor):
+    """The shape of what a layer of another rank remembers. It stays one when it is copied."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        named = {k: x for k, x in (kwargs or {}).items() if k != "device"}
+        if func in (Tensor.cpu, Tensor.cuda):
+            return args[0]
+        if func is Tensor.to:
+            args = [getattr(x, "dtype", x) if i else x for i, x in enumerate(args)]
+            args = [x for x in args if not isinstance(x, str | torch.device)]
+            if not named and len(args) == 1:
+                return args[0]
+        return super().__torch_function__(func, types, args, named)  # type: ignore[no-untyped-call]
+
+
 def _is_cache(value: object) -> bool:
     return is_imported_kind(value, "transformers.cache_utils", "Cache")
 
@@ -247,7 +264,7 @@ def _described(said: Any, device: torch.device) -> Any:
         shape, dtype, at = of
         if at is not None:
             return torch.full(shape, at, dtype=dtype, device=device)
-        return torch.empty(shape, dtype=dtype, device="meta")
+        return torch.empty(shape, dtype=dtype, device="meta").as_subclass(_Elsewhere)
     if kind == "device":
         return torch.device("meta")
     return {k: _described(x, device) for k, x in of[0].items()} if kind == "dict" else of[0]

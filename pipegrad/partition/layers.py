@@ -94,7 +94,7 @@ def _layers_in(
         if id(child) in seen:
             continue
         seen.add(id(child))
-        has_forward = not isinstance(child, _WITHOUT_FORWARD)
+        has_forward = _has_forward(child)
         is_member = isinstance(module, _LISTS)
         is_named = type(child).__name__ in unsplittable
         is_whole = depth <= 1 and has_forward and (is_member or is_named)
@@ -107,6 +107,13 @@ def _layers_in(
             yield from _layers_in(child, path, inner, unsplittable, seen)
         elif is_whole or is_weighty(child):
             yield path, child
+
+
+def _has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called, or holds tensors; else it is a place for modules alone."""
+    if isinstance(module, _WITHOUT_FORWARD):
+        return False
+    return type(module).forward is not nn.Module.forward or bool(_own_tensors(module))
 
 
 def is_weighty(module: nn.Module) -> bool:

@@ -78,6 +78,7 @@ class Batches:
         whole: Names of values that every microbatch gets whole.
         labels: Names of the inputs that are the target, too.
         rows_of: As `Stage.rows_of`.
+        samples_along: As `Stage.samples_along`.
 
     Attributes:
         rows: Samples of the batch that was cut last; None if nothing was cut.
@@ -96,6 +97,7 @@ class Batches:
         whole: Collection[str],
         labels: Sequence[str] = (),
         rows_of: Callable[[Mapping[str, object]], Mapping[str, Counts]] = lambda _: {},
+        samples_along: Callable[[Mapping[str, object]], Mapping[str, int | None]] = lambda _: {},
     ) -> None:
         # An input takes everything that no stage names: [Note: the rest].
         self._rest = next((name for name in wiring.external if name.startswith(REST)), None)
@@ -110,6 +112,7 @@ class Batches:
         self._has_loss = has_loss
         self._whole = whole
         self._rows_of = rows_of
+        self._samples_along = samples_along
         self._repeated = Repeated()
         self.rows: int | None = None
         self.report: dict[str, str] = {}
@@ -296,11 +299,13 @@ class Batches:
     ) -> _Parts:
         """Returns the microbatches of a batch."""
         values = self._taken_here(passed, needs_target=needs_target)
-        whole = [name for name in values if name in self._whole]
+        along = self._samples_along(values)
+        no_samples = {name for name, dim in along.items() if dim is None}
+        whole = [name for name in values if name in self._whole or name in no_samples]
         leaves = leaves_of({name: x for name, x in values.items() if name not in whole})
         for path, leaf in leaves.items():
             check_kind(path, leaf)
-        rows = {path: leaf.shape[0] for path, leaf in leaves.items() if is_cut(leaf)}
+        rows = {p: leaf.shape[along.get(p) or 0] for p, leaf in leaves.items() if is_cut(leaf)}
         if counts := self._counts_of(values, leaves, given):
             rows = {path: length for path, length in rows.items() if path not in counts}
         if self._rest is not None and max(rows.values(), default=1) > 1:
@@ -342,7 +347,9 @@ class Batches:
                 f"microbatches of {min(lengths)} to {max(lengths)}"
             )
         parts = {
-            name: self._parts(name, value, range(number), whole=name in whole, sizes=uneven)
+            name: value.tensor_split(number, dim)
+            if (dim := along.get(name)) and name not in whole and isinstance(value, Tensor)
+            else self._parts(name, value, range(number), whole=name in whole, sizes=uneven)
             for name, value in values.items()
         }
         return self._folded(parts, number)

@@ -87,6 +87,14 @@ class Stage:
         """
         return {}
 
+    def samples_along(self, given: Mapping[str, object]) -> Mapping[str, int | None]:
+        """Returns along which dimension samples are, where it is not the first; None: along none.
+
+        Args:
+            given: As of `rows_of`.
+        """
+        return {}
+
     @cached_property
     def layers(self) -> Mapping[str, float]:
         """Its layers by name, with what part of its time each takes; empty if it is no chain."""

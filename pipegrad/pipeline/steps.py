@@ -129,6 +129,7 @@ class Steps:
             whole=whole,
             labels=pipeline.labels,
             rows_of=next(stage.rows_of for stage in pipeline.stages),
+            samples_along=next(stage.samples_along for stage in pipeline.stages),
         )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, sync)

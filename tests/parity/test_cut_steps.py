@@ -100,9 +100,9 @@ def other_lengths() -> Twins:
     return twins
 
 
-def embedded() -> Twins:
+def embedded(*, has_example: bool) -> Twins:
     values = torch.randn(ROWS, TOKENS, 16, dtype=torch.float64)
-    example = {"inputs_embeds": values[:2]}
+    example = {"inputs_embeds": values[:2]} if has_example else None
     twins = Twins(LLAMA.build, cut={"example": example})
     batch = LLAMA.batch(1)
     del batch["input_ids"]
@@ -255,6 +255,23 @@ def checkpointed(when: str) -> Twins:
     return twins
 
 
+def prompted() -> Twins:
+    """Peft puts the forward of the model inside in the place of its own."""
+    peft = pytest.importorskip("peft")
+
+    def build() -> nn.Module:
+        config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+        model: nn.Module = peft.get_peft_model(LLAMA.build(), config).to(LLAMA.dtype)
+        for name, parameter in model.named_parameters():
+            if "adaption_gate" in name:
+                nn.init.ones_(parameter)
+        return model
+
+    twins = Twins(build)
+    twins.step(LLAMA.batch(1))
+    return twins
+
+
 def compiled() -> Twins:
     twins = Twins(LLAMA.build)
     for stage in twins.own:
@@ -312,7 +329,8 @@ CASES: dict[str, Run] = {
     "a BatchEncoding alone": partial(alone, encoding),
     "ready microbatches": ready,
     "other lengths in other steps": other_lengths,
-    "embeddings in the place of tokens": embedded,
+    "embeddings in the place of tokens": partial(embedded, has_example=True),
+    "embeddings, cut by tokens": partial(embedded, has_example=False),
     "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
     "routers of Qwen3-MoE": partial(routed, "Qwen3-MoE", "aux_loss", schedule="zb-h1", first=1),
@@ -327,6 +345,7 @@ CASES: dict[str, Run] = {
     "LoRA, Llama, zb-h1": partial(adapted, "Llama 3.2", "zb-h1", target_modules="all-linear"),
     "LoRA, GPT-2": partial(adapted, "GPT-2", target_modules=["c_attn"], fan_in_fan_out=True),
     "LoRA, T5": partial(adapted, "T5", target_modules=["q", "v"]),
+    "prompts inside of attention": prompted,
     "LoRA and the embedding's rows": partial(
         adapted, "Llama 3.2", target_modules=["q_proj", "embed_tokens"]
     ),

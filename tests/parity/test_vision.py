@@ -53,3 +53,19 @@ def test_losses_and_gradients_of_uneven_images_are_those_of_one_process(case: Ca
         true = twins.true.eval()(**batch).loss
     assert difference(found, true) / abs(true.item()) <= MOST
     assert max(twins.close()) <= MOST
+
+
+@pytest.mark.ranks(2, seconds=SECONDS)
+@pytest.mark.parametrize("axes", [3, 4])  # the first of four is of the text alone
+def test_positions_on_as_many_axes_as_there_are_rows_are_cut_by_samples(axes: int) -> None:
+    """The first dimension was cut, whose size was that of the samples by chance."""
+    family = VISION["Qwen2.5-VL"]
+    options = {"num_microbatches": 2, "cut": {"example": example(family)}}
+    twins = Twins(family.build, 2, **options)  # type: ignore[arg-type]
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(1, 50, (axes, 9), generator=generator)
+    for rows in (axes, 1):  # positions of one row are those of all
+        positions = torch.randint(9, (axes, rows, 9), generator=generator).sort().values
+        batch = {"input_ids": tokens, "labels": tokens, "position_ids": positions}
+        twins.step(batch | {"use_cache": False})  # as in a pipeline: a mask depends on it
+    assert max(twins.close()) <= MOST

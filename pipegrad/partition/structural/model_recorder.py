@@ -56,9 +56,9 @@ Changes = Sequence[tuple[Change, list[Any]]]  # with the new values
 class RecordedLayer(nn.Module):
     """A layer whose calls are recorded."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        recorder = vars(self)["_recorder"]
-        return recorder.call(vars(self)["_layer_name"], self, super().__call__, args, kwargs)
+    def _pipegrad_call(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the layer, and records it."""
+        return vars(self)["_recorder"].call(vars(self)["_layer_name"], self, call, args, kwargs)
 
 
 @dataclass

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cache
+from functools import cache, partial, wraps
+from types import MethodType
 from typing import Any
 
 import torch
@@ -40,7 +41,8 @@ def shallow(
         return copies[id(module)]
     if not any(id(part) in replaced or _holds(part, replaced) for part in module.modules()):
         return module
-    if "forward" in vars(module) or hasattr(module, "_orig_mod"):
+    forward = vars(module).get("forward")  # peft may hand on to the model inside
+    if (forward and _module_of(forward) is None) or hasattr(module, "_orig_mod"):
         raise TopologyError(
             f"the forward of a {type(module).__name__} was exchanged, as torch.compile and "
             f"accelerate do: cut the model first, and compile or wrap its stages"
@@ -85,6 +87,8 @@ def _held(value: Any, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Mo
     """Returns an attribute in which modules may be listed, with what stands in their place."""
     if isinstance(value, nn.Module):
         return shallow(value, replaced, copies)
+    if (holder := _module_of(value)) is not None:
+        return MethodType(value.__func__, shallow(holder, replaced, copies))
     if type(value) not in (list, tuple, dict):
         return value
     items = list(value.values() if isinstance(value, dict) else value)
@@ -92,6 +96,12 @@ def _held(value: Any, replaced: Mapping[int, nn.Module], copies: dict[int, nn.Mo
     if all(x is y for x, y in zip(mapped, items, strict=True)):
         return value
     return dict(zip(value, mapped, strict=True)) if isinstance(value, dict) else type(value)(mapped)
+
+
+def _module_of(method: Any) -> nn.Module | None:  # noqa: ANN401
+    """Returns the module of a method; None of any other value."""
+    module = method.__self__ if isinstance(method, MethodType) else None
+    return module if isinstance(module, nn.Module) else None
 
 
 def twin(module: nn.Module) -> nn.Module:
@@ -173,7 +183,8 @@ def as_kind(
 
     Args:
         module: The module.
-        kind: The class whose methods count first.
+        kind: The class whose methods count first. Its `_pipegrad_call`, if it has one, is given
+            every call of the module, or of its forward: the function, and its arguments.
         other: The other class; that of the module if None.
     """
     both: Any = _both  # mypy: modules' classes have no hash
@@ -185,4 +196,15 @@ def as_kind(
 def _both(kind: Any, other: Any) -> Any:  # noqa: ANN401
     # It looks like the module's own class, to those who print it or ask for its name.
     names = {"__module__": other.__module__, "__qualname__": other.__qualname__}
+    if hasattr(kind, "_pipegrad_call"):  # code may call the forward alone, past hooks
+        calls = ("__call__", "forward")
+        names |= {name: _through(kind._pipegrad_call, getattr(other, name)) for name in calls}
     return type(other.__name__, (kind, other), names)
+
+
+def _through(around: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def through(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        return around(module, partial(function, module), args, kwargs)
+
+    return through

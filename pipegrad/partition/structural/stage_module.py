@@ -400,14 +400,15 @@ class Run:
 class OwnLayer(nn.Module):
     """A layer of the stage."""
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def _pipegrad_call(self, call: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the layer, or returns what an earlier stage has computed by it."""
         run, layer, described = vars(self)["_pipegrad_run"]
         number = run.enter(layer)
         if number is None:
-            return super().__call__(*args, **kwargs)
+            return call(*args, **kwargs)
         if number < run.first:  # a layer of several stages
             return run.other(number, self, described, args, kwargs)
-        return run.run(number, self, super().__call__, args, kwargs)
+        return run.run(number, self, call, args, kwargs)
 
 
 class StageModule(nn.Module):

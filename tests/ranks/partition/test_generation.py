@@ -36,7 +36,9 @@ WITH_LOGITS: dict[str, Any] = {
 WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "beams": {"num_beams": 3},
-    "sampled": {"do_sample": True, "top_k": 0, "num_return_sequences": 2},
+    # Whisper samples at a temperature alone.
+    "sampled": {"do_sample": True, "temperature": 1.0, "top_k": 0, "num_return_sequences": 2},
+    "sampled beams": {"do_sample": True, "num_beams": 3, "num_return_sequences": 2},
     "without a cache": {"use_cache": False},
 }
 
@@ -71,7 +73,7 @@ def prompt_of(family: Family, rows: int = 3) -> dict[str, Any]:
     return {name: x[:rows] for name, x in batch.items() if name != "labels"}
 
 
-@pytest.mark.parametrize("name", ["GPT-2", "Llama 3.2", "Qwen3", "Gemma3", "T5"])
+@pytest.mark.parametrize("name", ["GPT-2", "Llama 3.2", "Qwen3", "Gemma3", "T5", "Whisper"])
 def test_text_in_the_middle_of_a_run_is_that_of_one_process(name: str) -> None:
     family = (GPT2 if name == "GPT-2" else FAMILIES[name]).with_layers(2)
     prompt, texts = prompt_of(family), dict[str, torch.Tensor]()

@@ -122,6 +122,32 @@ class Asking(Chain):
         return x * scale
 
 
+class Helper(nn.Module):
+    """It has no forward, but methods that use what is inside, as Funnel's attention has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = linear(), nn.LayerNorm(WIDTH, dtype=torch.float64)
+
+    def projected(self, x: Tensor) -> Tensor:
+        projected: Tensor = self.norm(self.linear(x))
+        return projected + x.mean()
+
+
+class Aside(Chain):
+    """The forward of a layer is called, and not the layer, as in SqueezeBERT."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = Helper()
+
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        x = self.helper.projected(x)
+        for layer in self.layers:
+            x = F.gelu(layer.forward(x))
+        return self.helper.projected(x) * scale
+
+
 class Noisy(Chain):
     def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
         noise = torch.rand(WIDTH, dtype=torch.float64)
@@ -250,7 +276,7 @@ def backward(loss: Tensor, edges: list[tuple[Tensor, Tensor]]) -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", [Chain, Skipping, Twice, Gated, Tables, Asking, Choosing, Reaching, Normed]
+    "kind", [Chain, Skipping, Twice, Gated, Tables, Asking, Aside, Choosing, Reaching, Normed]
 )
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_compute_what_the_model_computes_for_any_shape(
