@@ -32,14 +32,14 @@ class Transport:
     Attributes:
         sends: With "rendezvous" a send ends when its receive has begun. With "eager" it ends at
             once.
-        communicators: With "one" all transfers of a rank begin one after the other. With "edge"
-            those to each rank do, and those from each rank.
+        communicators: With "one" all transfers of a rank begin one after the other. With "pair"
+            those with each other rank do, and with "edge" those to it, and those from it.
         batched: Whether transfers between which a rank neither computes nor waits begin together,
             as in one group of NCCL. They also end together.
     """
 
     sends: Literal["rendezvous", "eager"] = "rendezvous"
-    communicators: Literal["one", "edge"] = "edge"
+    communicators: Literal["one", "pair", "edge"] = "edge"
     batched: bool = False
 
 
@@ -76,7 +76,6 @@ class Waits:
     def __init__(self, program: Program, transport: Transport) -> None:
         self._items = program.items
         self._is_eager = transport.sends == "eager"
-        self._is_by_edge = transport.communicators == "edge"
         # An end is a number. A part is what begins and ends together: an end, or those of a batch
         # on one communicator. A queue is a communicator of one rank: its parts, in order.
         self._rank_of, self._position, self._part_of = array("q"), array("q"), array("q")
@@ -100,12 +99,17 @@ class Waits:
 
     def _number_ends(self, program: Program, transport: Transport) -> None:
         edges = [(channel.source, channel.target) for channel in program.channels]
+        # For each channel its communicator.
+        communicators: list[tuple[int, ...]] = [
+            {"one": (), "pair": (min(edge), max(edge)), "edge": edge}[transport.communicators]
+            for edge in edges
+        ]
         # Receives, then sends, of each edge.
         ends_of: dict[tuple[int, int], tuple[list[int], list[int]]] = {e: ([], []) for e in edges}
         for rank, items in enumerate(self._items):
             ends: dict[int, int] = {}
             self._next_end.append(len(self._rank_of))
-            queues: dict[tuple[int, int] | None, int] = {}  # of this rank, by communicator
+            queues: dict[tuple[int, ...], int] = {}  # of this rank, by communicator
             batch: dict[int, int] = {}  # queue -> its part that is open
             for position, code in enumerate(items):
                 op = code & OP_MASK
@@ -115,10 +119,10 @@ class Waits:
                         batch.clear()
                     continue
                 end = len(self._rank_of)
-                edge = edges[code >> OP_BITS + MICROBATCH_BITS]
-                queue = queues.get(edge if self._is_by_edge else None, -1)
+                channel = code >> OP_BITS + MICROBATCH_BITS
+                queue = queues.get(communicators[channel], -1)
                 if queue < 0:
-                    queue = queues[edge if self._is_by_edge else None] = len(self._queues)
+                    queue = queues[communicators[channel]] = len(self._queues)
                     self._queues.append([])
                 part = batch.get(queue, -1)
                 if part < 0:
@@ -134,7 +138,7 @@ class Waits:
                 self._part_of.append(part)
                 self._is_send.append(is_send)
                 ends[code >> OP_BITS << 1 | is_send] = end
-                ends_of[edge][is_send].append(end)
+                ends_of[edges[channel]][is_send].append(end)
             self._ends.append(ends)
         self._other = array("q", [-1]) * len(self._rank_of)
         for receives, sends in ends_of.values():
