@@ -24,8 +24,9 @@ h1 { font-size: 18px; margin: 0 0 6px; } p, ol, ul { margin: 6px 0; max-width: 1
 .grid { overflow: auto; border: 1px solid #d9dee4; max-height: 80vh; }
 table { border-collapse: collapse; font: 12px/1.3 ui-monospace, monospace; }
 th { position: sticky; left: 0; background: #f6f7f9; text-align: left; font-weight: 600; }
+th, td div { white-space: nowrap; }
 th, td { padding: 2px 5px; vertical-align: top; border-bottom: 1px solid #d9dee4; }
-td div { white-space: nowrap; padding: 0 3px; border-radius: 3px; color: #5b6470; }
+td div { padding: 0 3px; margin-bottom: 2px; border-radius: 3px; color: #5b6470; }
 $colours
 td div.marked { outline: 2px solid #b3261e; color: #b3261e; font-weight: 700; background: #fff; }
 td div b { background: #b3261e; color: #fff; border-radius: 8px; padding: 0 5px; }

@@ -124,7 +124,7 @@ def _flat(value: object) -> Iterator[str]:
 
 
 def _of_cells(name: str, rows: list[list[str]]) -> Orders:
-    steps = [list(_steps(name, rank, row)) for rank, row in enumerate(rows)]
+    steps = [list(_steps(name, rank, row, len(rows))) for rank, row in enumerate(rows)]
     computes = [[step for step in of_rank if step.done in KINDS_OF] for of_rank in steps]
     if not steps:
         raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
@@ -165,17 +165,18 @@ def _of_cells(name: str, rows: list[list[str]]) -> Orders:
 
 def _of_program(program: Program) -> Orders:
     """Returns orders of pipegrad's own: each item is a cell."""
-    cells, cell_of = list[tuple[str, ...]](), list[array[int]]()
-    for rank in range(len(program.items)):
-        cells.append(tuple(" ".join(program.words(i).split()) for i in program.decoded(rank)))
-        cell_of.append(array("q", range(len(cells[-1]))))
-    return Orders(program.schedule.name, tuple(cells), program, tuple(cell_of), is_own=True)
+    cells = tuple(
+        tuple(" ".join(program.words(item).split()) for item in program.decoded(rank))
+        for rank in range(len(program.items))
+    )
+    cell_of = tuple(array("q", range(len(of_rank))) for of_rank in cells)
+    return Orders(program.schedule.name, cells, program, cell_of, is_own=True)
 
 
 # What cells say.
 
 
-def _steps(name: str, rank: int, row: Sequence[str]) -> Iterator[Step]:
+def _steps(name: str, rank: int, row: Sequence[str], num_ranks: int) -> Iterator[Step]:
     named = _Named(rank)
     for number, cell in enumerate(row):
         where = f"{name}, line {rank + 1}, cell {number + 1}"
@@ -184,7 +185,9 @@ def _steps(name: str, rank: int, row: Sequence[str]) -> Iterator[Step]:
             for stage, done, microbatch in parts(cell, where):
                 yield Step(number, done, stage, microbatch)
             continue
-        meaning = _NAMED[call[1]]
+        # Megatron calls its functions on the first and the last rank, too, and they do nothing.
+        idle = _IDLE_FIRST * (rank == 0) + _IDLE_LAST * (rank == num_ranks - 1)
+        meaning = [m for m in _NAMED[call[1]] if call[1][0].isupper() or m not in idle]
         for done in meaning:
             microbatch = named.microbatch_of(done, call[2], where) if done in _COUNTED else -1
             yield Step(number, done, rank, microbatch)
@@ -192,6 +195,7 @@ def _steps(name: str, rank: int, row: Sequence[str]) -> Iterator[Step]:
             yield Step(number, "WAIT", -1, -1)
 
 
+_IDLE_FIRST, _IDLE_LAST = ("RECV_F", "SEND_B"), ("SEND_F", "RECV_B")
 _COUNTED = (*KINDS_OF, *TRANSFERS)
 _CALL = re.compile(r"([A-Za-z_]{1,60})(?:\((?:buffer_id=(\d{1,9}))?\))?", re.ASCII)
 # What is called -> what it does. Several transfers are in the fixed order of Megatron.

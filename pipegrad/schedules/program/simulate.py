@@ -90,15 +90,15 @@ class SimulatedRank:
             self.position = position
             op, rest = code & OP_MASK, code >> OP_BITS
             if position == stuck_at:
-                return self._check_started(op, rest)
+                return
             if op in transfers:
                 transfers[op](rest)
             else:
                 methods[op](rest >> MICROBATCH_BITS, rest & MICROBATCH_MASK)
-        return self._check_end()
+        self._check_end()
 
     def refuse(self, why: str) -> NoReturn:
-        """Raises a ItemError that shows the grid, with the cell of the current item marked."""
+        """Raises an ItemError that shows the grid, with the cell of the current item marked."""
         raise ItemError(self._program, self.rank, self.position, why)
 
     # Transfers.
@@ -112,16 +112,10 @@ class SimulatedRank:
         self.most_buffers = max(self.most_buffers, self._buffers)
         self.most_in_flight = max(self.most_in_flight, self._flying)
 
-    def _check_started(self, op: int, transfer: int) -> None:
-        key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
-        if op == Op.WAIT_RECEIVE and key not in self._posted:
-            self.refuse("waits for a receive that is not posted")
-        if op == Op.RELEASE and key not in self._unreleased:
-            self.refuse("releases what is not being sent")
-
     def _wait(self, transfer: int) -> None:
-        self._check_started(Op.WAIT_RECEIVE, transfer)
         key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
+        if key not in self._posted:
+            self.refuse("waits for a receive that is not posted")
         if key in self._waited:
             self.refuse("waits twice for one receive")
         self._waited.add(key)
@@ -151,8 +145,10 @@ class SimulatedRank:
         self._unreleased.add(key)
 
     def _release(self, transfer: int) -> None:
-        self._check_started(Op.RELEASE, transfer)
-        self._unreleased.remove((transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK))
+        key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
+        if key not in self._unreleased:
+            self.refuse("releases what is not being sent")
+        self._unreleased.remove(key)
 
     # Compute.
 
@@ -253,9 +249,9 @@ class SimulatedRank:
         for microbatch in range(self._num_microbatches):
             kinds = (_FULL, _WEIGHT)
             if not any((stage * 4 + kind, microbatch) in self._done for kind in kinds):
-                self.refuse(f"stage {stage} has backwards left")
+                self.refuse(f"the gradients of stage {stage} are not final: it has backwards left")
         if stage in self._final:
-            self.refuse(f"stage {stage} is final already")
+            self.refuse(f"the gradients of stage {stage} are final already")
         if stage not in self._announced and stage not in self._inputs_are_final:
             self.refuse(f"the last backward of stage {stage} was not announced")
         self._final.add(stage)

@@ -170,12 +170,13 @@ class Waits:
                 self._next_end[rank] += 1
             elif op in _WAITS:
                 end = ends.get(code >> OP_BITS << 1 | _WAITS[op], -1)
-                # A wait for what this rank never starts is one of the `defects`.
-                part = self._part_of[end] if end >= 0 else -1
-                if part >= 0 and self._left[part]:
-                    self._at[rank], self._clock[rank] = position, clock
-                    return part
-                clock = max(clock, self._end_time[part]) if part >= 0 else clock
+                # A wait for what this rank has not started is wrong by itself: it is passed over.
+                if end >= 0 and self._posted[end]:
+                    part = self._part_of[end]
+                    if self._left[part]:
+                        self._at[rank], self._clock[rank] = position, clock
+                        return part
+                    clock = max(clock, self._end_time[part])
             ticks.append(clock)
         self._at[rank], self._clock[rank] = len(items), clock
         return -1
