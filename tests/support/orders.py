@@ -100,9 +100,9 @@ def just_in_time(computes: Sequence[str]) -> Cells:
         int(cell.partition("F")[0]) for row in computes for cell in row.split() if "F" in cell
     )
     result = Cells()
-    for row in cells_of:
+    for row in computes:
         cells = list[str]()
-        for cell in row:
+        for cell in row.split():
             kind = "F" if "F" in cell else "B"
             stage, _, microbatch = cell.partition(kind)
             ends = (0, last) if kind == "F" else (last, 0)
