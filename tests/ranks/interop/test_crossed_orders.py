@@ -25,7 +25,7 @@ def worst_error(**options: Any) -> tuple[bool, float]:
     batch, target = torch.randn(2, 2 * NUM_MICROBATCHES, 8)
     rank = dist.get_rank()
     own = [rank, NUM_STAGES - 1 - rank]
-    stages = [PipelineStage(layers[s], s, NUM_STAGES, torch.device("cpu")) for s in own]
+    stages: list[Any] = [PipelineStage(layers[s], s, NUM_STAGES, torch.device("cpu")) for s in own]
     loss_fn = nn.functional.mse_loss
     schedule = schedules.ScheduleZBVZeroBubble(stages, NUM_MICROBATCHES, loss_fn=loss_fn, **options)
     if rank == 0:
