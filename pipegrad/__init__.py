@@ -26,6 +26,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.model.ties import find_tied as find_tied
     from pipegrad.observe.measured_costs import measure_costs as measure_costs
     from pipegrad.observe.recording import record as record
+    from pipegrad.orders.verification import verify as verify
     from pipegrad.partition.cut import cut as cut
     from pipegrad.partition.cut_model import Cut as Cut
     from pipegrad.partition.hf_trainer import PipelineTrainer as PipelineTrainer
@@ -61,6 +62,7 @@ _HOMES = {
     "model.ties": "find_tied",
     "observe.measured_costs": "measure_costs",
     "observe.recording": "record",
+    "orders.verification": "verify",
     "partition.cut": "cut",
     "partition.cut_model": "Cut",
     "partition.hf_trainer": "PipelineTrainer",

@@ -11,6 +11,7 @@ from pipegrad.commands.command_options import add_traceback
 from pipegrad.commands.inspect_commands import LISTS, doctor, export, trace
 from pipegrad.commands.plan_commands import plan, schedule, simulate
 from pipegrad.commands.run_commands import launch, train
+from pipegrad.commands.verify_command import verify
 
 
 class _Commands(click.Group):
@@ -30,7 +31,7 @@ def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
 
 
-for command in (train, launch, plan, schedule, simulate, trace, doctor, export, audit):
+for command in (train, launch, plan, schedule, simulate, trace, doctor, export, audit, verify):
     main.add_command(add_traceback(command))
 for command in LISTS:
     main.add_command(command)

@@ -13,7 +13,7 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 _COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 _SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
-_TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
 # At most nine digits, so that a huge number in a file cannot fill the memory.
 _CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -49,8 +49,8 @@ def read_csv(
     if not actions:
         raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
     microbatches = {action.microbatch for of_rank in actions for action in of_rank}
-    _check_numbers(name, "stage", set(rank_of))
-    _check_numbers(name, "microbatch", microbatches)
+    check_numbers(name, "stage", set(rank_of))
+    check_numbers(name, "microbatch", microbatches)
     stage_to_rank = tuple(rank_of[stage] for stage in range(len(rank_of)))
     schedule = Schedule(name, len(microbatches), stage_to_rank, actions, feeds=feeds)
     _ = schedule.ticks  # raises if it can never be run
@@ -110,30 +110,41 @@ def _line_actions(
 
 
 def _actions(cell: str, where: str) -> Iterator[Action]:
+    for stage, done, microbatch in parts(cell, where):
+        # Transfers of a file are refused, not skipped. Their order was made for torch's runtime,
+        # and pipegrad proves only the order that it has made itself.
+        if done in TRANSFERS:
+            raise ScheduleError(
+                f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers "
+                f"transfers by itself"
+            )
+        if done in _COMPUTE:
+            yield Action(stage, _COMPUTE[done], microbatch)
+
+
+def parts(cell: str, where: str) -> Iterator[tuple[int, str, int]]:
+    """Yields what a cell says: stage, what it does, and microbatch; -1 if it has none.
+
+    Raises:
+        ScheduleError: If it is not understood. The message begins with `where`.
+    """
     if cell == "":
         return
     if overlapped := _OVERLAP.fullmatch(cell):
         for part in overlapped[1].split(";"):
-            yield from _actions(part.strip(), where)
+            yield from parts(part.strip(), where)
         return
-    stage, kind, microbatch = match.groups() if (match := _CELL.fullmatch(cell)) else ("", "", "")
-    # Transfers of a file are refused, not skipped. Their order was made for torch's runtime, and
-    # pipegrad proves only the order that it has made itself.
-    if kind in _TRANSFERS:
-        raise ScheduleError(
-            f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers transfers "
-            f"by itself"
-        )
-    if kind in _COMPUTE and microbatch:
-        yield Action(int(stage), _COMPUTE[kind], int(microbatch))
-    elif kind not in _SKIPPED:
+    stage, done, microbatch = match.groups() if (match := _CELL.fullmatch(cell)) else ("", "", "")
+    if done not in _SKIPPED and not (microbatch and (done in _COMPUTE or done in TRANSFERS)):
         raise ScheduleError(
             f"{where}: {shortened(cell)!r} is not understood; expected stage, kind (F, B, I or "
             f"W) and microbatch, such as 2F0"
         )
+    yield int(stage), done, int(microbatch or -1)
 
 
-def _check_numbers(name: str, kind: str, numbers: set[int]) -> None:
+def check_numbers(name: str, kind: str, numbers: set[int]) -> None:
+    """Refuses numbers of stages or microbatches that leave one out."""
     if missing := sorted(set(range(len(numbers))) - numbers):
         raise ScheduleError(
             f"{name} has a {kind} {max(numbers)} but no {kind} {missing[0]}; expected all from 0 on"

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad.comm import plain
 from pipegrad.errors import PipegradError, ScheduleError
+from pipegrad.orders import verify
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
 from pipegrad.picture import write_html
 from pipegrad.pipeline.edges import WORDS, Spec, header, read_header
@@ -131,6 +132,15 @@ def metrics(content: bytes, folder: Path) -> None:
     path = written(content, folder, METRICS)
     cut_rows(path, 2)
     assert set(path.read_bytes().splitlines()) <= set(content.splitlines())
+
+
+def orders(content: bytes, folder: Path) -> None:
+    path = folder / "orders.csv"
+    path.write_bytes(content)
+    verdict = verify(path, batched=True)
+    assert str(verdict)
+    verdict.as_json()
+    verdict.write_html(folder / "page.html")
 
 
 def csv(content: bytes, _folder: Path) -> None:
@@ -325,6 +335,17 @@ READERS: dict[str, Reader] = {
         (b"0F0,0B0\n", b"0F0,,0B0\n1F0,1B0\n"),
         (b"999999999F0\n", b"(" * 5000, b"0F999999999,0B0\n", b'"' + b"a" * 200_000, b"\0"),
         lines=True,  # it shows the grid
+    ),
+    "orders": Reader(
+        orders,
+        (
+            b"0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+            b"0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            b"0UNSHARD,0F0,(0I0;0F1)OVERLAP_F_B,0W0,0B1,0REDUCE_GRAD\n",
+            b"ForwardPass(buffer_id=0),SendActivation(buffer_id=0)\nRecvActivation(),ForwardPass()\n",
+            b"forward_step,send_forward,recv_backward\nrecv_forward,forward_step,backward_step\n",
+        ),
+        (b"999999999F0\n", b"(" * 5000, b"0F999999999,0B0\n", b'"' + b"a" * 200_000, b"\0"),
     ),
     "source of a plug-in": Reader(
         summary,

@@ -60,15 +60,16 @@ def may_import() -> dict[str, set[str]]:
     # Tools without torch: they know schedules, and no run.
     table["simulation"] = {*table["schedules"], "simulation"}
     table["picture"] = {*table["simulation"], "picture"}
+    table["orders"] = {*table["picture"], "orders"}
     table["pipeline"] |= table["schedules"]
     for part in TOOLS:
-        table[part] |= table["picture"]
+        table[part] |= table["orders"]
     # An audit runs in ranks of its own, and under the order checker.
     table["audit"] |= {"testing"}
     # What is public is the core's: authors of handlers and codecs test with it.
     table["testing"] = {*CORE, "schedules", "testing", "__init__"}
     # The package itself stands above them all: PIPEGRAD_CHECK_ORDER=1 is read where it is imported.
-    return table | {"__init__": {*order, *table["picture"], "testing"}}
+    return table | {"__init__": {*order, *table["orders"], "testing"}}
 
 
 def sources(*folders: Path) -> list[Path]:

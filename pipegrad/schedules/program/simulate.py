@@ -1,4 +1,4 @@
-"""The run that `verify` simulates: one rank of a Program, which refuses a wrong item."""
+"""One rank of a Program in a run that `verify` simulates: it refuses a wrong item."""
 
 from __future__ import annotations
 
@@ -31,24 +31,6 @@ _BEHIND = {  # ops that belong to the action before them
 }
 
 
-class State:
-    """What has happened on all ranks so far: transfers that are sent and posted.
-
-    Transfers are integers, as in items. `sleepers` has the ranks that wait for an event. `woken`
-    has the ranks that can go on.
-    """
-
-    def __init__(self) -> None:
-        self.sent = set[int]()
-        self.posted = set[int]()
-        self.sleepers: dict[tuple[str, int], list[int]] = {}
-        self.woken: list[int] = []
-
-    def wake(self, event: tuple[str, int]) -> None:
-        if event in self.sleepers:
-            self.woken += self.sleepers.pop(event)
-
-
 class SimulatedRank:
     """One rank of the simulated run."""
 
@@ -60,7 +42,6 @@ class SimulatedRank:
         self._rank_of = program.schedule.stage_to_rank
         self._done = set[tuple[int, int]]()  # (stage and kind, microbatch)
         self._due = {(action_index(a), a.microbatch) for a in program.schedule.actions[rank]}
-        self._newest: dict[int, int] = {}  # stage -> microbatch of its newest forward
         self._posted = set[Key]()
         self._waited = set[Key]()
         self._unreleased = set[Key]()
@@ -92,41 +73,33 @@ class SimulatedRank:
             int(Op.INPUTS_FINAL): self._become_final_but_weights,
             int(Op.SHARED_WEIGHTS): self._compute_shared,
         }
+        self._transfers: dict[int, Callable[[int], None]] = {
+            int(Op.WAIT_RECEIVE): self._wait,
+            int(Op.SEND): self._send,
+            int(Op.RELEASE): self._release,
+        }
 
-    def run(self, state: State) -> tuple[str, int] | None:
-        """Goes on as far as possible; returns the event that it waits for, None at the end."""
-        items, methods = self.items, self._methods
-        # Only waits and releases depend on other ranks. Under rendezvous a release, like the end of
-        # a send, waits until the receive is posted. A real backend may wait less, never more.
-        while self.position < len(items):
-            code = items[self.position]
-            op, transfer = code & OP_MASK, code >> OP_BITS
-            if op == Op.WAIT_RECEIVE:
-                if transfer not in state.sent:
-                    self._check_posted(transfer)
-                    return "sent", transfer
-                self._wait(transfer)
-            elif op == Op.RELEASE:
-                if transfer not in state.posted:
-                    self._check_sent(transfer)
-                    return "posted", transfer
-                self._release(transfer)
-            elif op == Op.SEND:
-                self._send(transfer)
-                state.sent.add(transfer)
-                state.wake(("sent", transfer))
+    def run(self, stuck_at: int | None = None) -> None:
+        """Does all items, or those before the one that the rank is stuck at.
+
+        Raises:
+            ItemError: If one of them is wrong.
+        """
+        methods, transfers = self._methods, self._transfers
+        for position, code in enumerate(self.items):
+            self.position = position
+            op, rest = code & OP_MASK, code >> OP_BITS
+            if position == stuck_at:
+                return
+            if op in transfers:
+                transfers[op](rest)
             else:
-                methods[op](transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK)
-                if op == Op.POST_RECEIVE:
-                    state.posted.add(transfer)
-                    state.wake(("posted", transfer))
-            self.position += 1
+                methods[op](rest >> MICROBATCH_BITS, rest & MICROBATCH_MASK)
         self._check_end()
-        return None
 
     def refuse(self, why: str) -> NoReturn:
-        """Raises a ScheduleError that shows the grid, with the cell of the current item marked."""
-        refuse(self._program, self.rank, min(self.position, len(self.items) - 1), why)
+        """Raises an ItemError that shows the grid, with the cell of the current item marked."""
+        raise ItemError(self._program, self.rank, self.position, why)
 
     # Transfers.
 
@@ -139,17 +112,10 @@ class SimulatedRank:
         self.most_buffers = max(self.most_buffers, self._buffers)
         self.most_in_flight = max(self.most_in_flight, self._flying)
 
-    def _check_posted(self, transfer: int) -> None:
-        if (transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK) not in self._posted:
-            self.refuse("waits for a receive that is not posted")
-
-    def _check_sent(self, transfer: int) -> None:
-        if (transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK) not in self._unreleased:
-            self.refuse("releases what is not being sent")
-
     def _wait(self, transfer: int) -> None:
         key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
-        self._check_posted(transfer)
+        if key not in self._posted:
+            self.refuse("waits for a receive that is not posted")
         if key in self._waited:
             self.refuse("waits twice for one receive")
         self._waited.add(key)
@@ -176,14 +142,13 @@ class SimulatedRank:
                 else self._input_gradient(stage, microbatch)
             ):
                 self.refuse(f"sent before stage {stage} has computed it")
-            # The executor sends what the stage computed last. It keeps no older outputs.
-            if kind == "F" and self._newest[stage] != microbatch:
-                self.refuse(f"sent after stage {stage} has computed another one")
         self._unreleased.add(key)
 
     def _release(self, transfer: int) -> None:
-        self._check_sent(transfer)
-        self._unreleased.discard((transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK))
+        key = transfer >> MICROBATCH_BITS, transfer & MICROBATCH_MASK
+        if key not in self._unreleased:
+            self.refuse("releases what is not being sent")
+        self._unreleased.remove(key)
 
     # Compute.
 
@@ -202,7 +167,6 @@ class SimulatedRank:
                     else (source * 4 + _FORWARD, microbatch) in self._done
                 ):
                     self._missing(link)
-            self._newest[stage] = microbatch
             self._live += not self._program.forward_only
             self._graphs += not self._program.forward_only
             self.most_live = max(self.most_live, self._live)
@@ -285,9 +249,9 @@ class SimulatedRank:
         for microbatch in range(self._num_microbatches):
             kinds = (_FULL, _WEIGHT)
             if not any((stage * 4 + kind, microbatch) in self._done for kind in kinds):
-                self.refuse(f"stage {stage} has backwards left")
+                self.refuse(f"the gradients of stage {stage} are not final: it has backwards left")
         if stage in self._final:
-            self.refuse(f"stage {stage} is final already")
+            self.refuse(f"the gradients of stage {stage} are final already")
         if stage not in self._announced and stage not in self._inputs_are_final:
             self.refuse(f"the last backward of stage {stage} was not announced")
         self._final.add(stage)
@@ -336,14 +300,23 @@ class SimulatedRank:
             self.refuse(f"stages {sorted(local - self._final)} never become final")
 
 
-def refuse(program: Program, rank: int, position: int, why: str) -> NoReturn:
-    """Raises a ScheduleError that shows the grid, with the cell of an item marked."""
-    cell = cell_of(program, rank, position)
-    item = decode(program.items[rank][position])
-    raise ScheduleError(
-        f"schedule {program.schedule.name!r}, rank {rank}, {cell}: {program.words(item)}: {why}\n"
-        f"{program.schedule.marked([cell])}"
-    )
+class ItemError(ScheduleError):
+    """An item is wrong. The message shows the grid, with the cell of the item marked.
+
+    Attributes:
+        rank: Its rank.
+        position: Its position among the items of the rank.
+        why: What is wrong.
+    """
+
+    def __init__(self, program: Program, rank: int, position: int, why: str) -> None:
+        cell = cell_of(program, rank, position)
+        item = decode(program.items[rank][position])
+        super().__init__(
+            f"schedule {program.schedule.name!r}, rank {rank}, {cell}: {program.words(item)}: "
+            f"{why}\n{program.schedule.marked([cell])}"
+        )
+        self.rank, self.position, self.why = rank, position, why
 
 
 def cell_of(program: Program, rank: int, position: int) -> Action:

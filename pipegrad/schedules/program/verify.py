@@ -3,14 +3,25 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.program.program import OP_BITS, OP_MASK, Op, Program, decode
-from pipegrad.schedules.program.simulate import SimulatedRank, State, cell_of, refuse
+from pipegrad.schedules.program.program import (
+    KIND_BITS,
+    KIND_MASK,
+    KINDS,
+    MICROBATCH_BITS,
+    MICROBATCH_MASK,
+    OP_BITS,
+    OP_MASK,
+    Op,
+    Program,
+    decode,
+)
+from pipegrad.schedules.program.simulate import ItemError, SimulatedRank, cell_of
+from pipegrad.schedules.program.waits import Transport, Waits
 from pipegrad.schedules.schedule import Action
 
 Key = tuple[int, int]  # an edge, or a rank and its comm stream
@@ -58,12 +69,24 @@ def verify(program: Program) -> Proof:
         ScheduleError: If the proof fails. The message shows the grid, with the wrong cell marked.
     """
     # The simulation relies on the earlier checks: known ranks, and edges whose two ends agree.
-    _check_actions(program)
+    check_actions(program)
     _check_collective_ranks(program)
-    _check_edges(program)
+    for wrong in wrong_transfers(program):
+        other = f": {_item_words(program, *wrong.other)}" if wrong.other else ""
+        raise ItemError(program, wrong.rank, wrong.position, f"{wrong.why}{other}")
     ranks = [SimulatedRank(program, rank) for rank in range(len(program.items))]
-    _simulate(program, ranks)
+    stuck = Waits(program, Transport()).stuck
+    for rank in ranks:
+        rank.run(stuck.get(rank.rank))
+    if stuck:
+        _refuse_cycle(program, stuck)
+    _check_newest(program)
     _check_collectives(program, ranks)
+    return needs(ranks)
+
+
+def needs(ranks: Sequence[SimulatedRank]) -> Proof:
+    """Returns what ranks that have run to their end have needed."""
     return Proof(
         tuple(rank.most_live for rank in ranks),
         tuple(rank.most_graphs for rank in ranks),
@@ -72,8 +95,12 @@ def verify(program: Program) -> Proof:
     )
 
 
-def _check_actions(program: Program) -> None:
-    """Refuses a schedule with missing or doubled actions."""
+def check_actions(program: Program) -> None:
+    """Refuses a schedule with missing or doubled actions.
+
+    Raises:
+        ScheduleError: If there are some. The message shows the grid, with them marked.
+    """
     schedule = program.schedule
     if not program.forward_only:
         schedule.check_complete()
@@ -105,60 +132,86 @@ def _check_collective_ranks(program: Program) -> None:
             )
 
 
-def _check_edges(program: Program) -> None:
-    """Refuses edges that are not first in, first out.
+class WrongTransfer(NamedTuple):
+    """A send or a receive that has no end on the other rank, or another one.
+
+    Attributes:
+        rank: Its rank.
+        position: Its position among the items of the rank.
+        why: What is wrong.
+        other: Rank and position of another item that `why` speaks of.
+    """
+
+    rank: int
+    position: int
+    why: str
+    other: tuple[int, int] | None = None
+
+
+def wrong_transfers(program: Program) -> Iterator[WrongTransfer]:
+    """Yields what breaks the order of an edge, first in, first out.
 
     A message carries no name, so the receiver takes the next message of the edge. Both ends must
     therefore list the same transfers in the same order.
     """
     sent = defaultdict[Key, list[tuple[int, int]]](list)
     posted = defaultdict[Key, list[tuple[int, int]]](list)
-    kinds = {int(Op.SEND): sent, int(Op.POST_RECEIVE): posted}
+    tables = {int(Op.SEND): sent, int(Op.POST_RECEIVE): posted}
     for rank, items in enumerate(program.items):
         for position, code in enumerate(items):
-            table = kinds.get(code & OP_MASK)
+            table = tables.get(code & OP_MASK)
             if table is not None:
-                channel = program.channels[decode(code).which]
+                channel = program.channels[code >> OP_BITS + MICROBATCH_BITS]
                 if rank != (channel.source if table is sent else channel.target):
-                    refuse(program, rank, position, f"a transfer of another rank: {channel}")
-                table[channel.source, channel.target].append((code >> OP_BITS, position))
-    for edge in sorted({*sent, *posted}):
-        for (sending, sent_at), (posting, posted_at) in zip_longest(
-            sent[edge], posted[edge], fillvalue=(-1, -1)
-        ):
-            if sending != posting:
-                source, target = edge
-                crossed = (
-                    "nothing"
-                    if posting < 0
-                    else program.words(decode(posting << OP_BITS | Op.POST_RECEIVE))
-                )
-                if sending < 0:
-                    refuse(program, target, posted_at, f"rank {source} never sends this")
-                refuse(
-                    program,
-                    source,
-                    sent_at,
-                    f"rank {target} expects another transfer of the edge here: {crossed}",
-                )
+                    yield WrongTransfer(rank, position, f"a transfer of another rank: {channel}")
+                else:
+                    table[channel.source, channel.target].append((code >> OP_BITS, position))
+    for source, target in sorted({*sent, *posted}):
+        yield from _unmatched(source, target, sent[source, target], posted[source, target])
 
 
-def _simulate(program: Program, ranks: Sequence[SimulatedRank]) -> None:
-    """Runs all ranks until they end; a rank sleeps until the event that it waits for."""
-    state = State()
-    ready = list(range(len(ranks)))
-    # A rank runs as far as it can, and is run again only when its event has happened. So the work
-    # grows with the number of items, not with the number of ranks times items.
-    while ready:
-        rank = ready.pop()
-        blocked = ranks[rank].run(state)
-        if blocked is not None:
-            state.sleepers.setdefault(blocked, []).append(rank)
-        ready += state.woken
-        state.woken.clear()
-    stuck = [rank for rank in ranks if rank.position < len(rank.items)]
-    if stuck:
-        _refuse_cycle(program, stuck)
+def _unmatched(
+    source: int, target: int, sent: list[tuple[int, int]], posted: list[tuple[int, int]]
+) -> Iterator[WrongTransfer]:
+    """Yields what the two ends of an edge do not have in common; they list (transfer, position)."""
+    ends = [(source, sent, "sent twice"), (target, posted, "received twice")]
+    for rank, listed, twice in ends:
+        seen = set[int]()
+        for transfer, position in listed:
+            if transfer in seen:
+                yield WrongTransfer(rank, position, twice)
+            seen.add(transfer)
+    sends, receives = ({transfer for transfer, _ in listed} for listed in (sent, posted))
+    for transfer, position in sent:
+        if transfer not in receives:
+            yield WrongTransfer(source, position, f"rank {target} never receives this")
+    for transfer, position in posted:
+        if transfer not in sends:
+            yield WrongTransfer(target, position, f"rank {source} never sends this")
+    both = sends & receives
+    in_order = (
+        [end for end in dict(listed).items() if end[0] in both] for listed in (sent, posted)
+    )
+    for (sending, sent_at), (posting, posted_at) in zip(*in_order, strict=True):
+        if sending != posting:
+            why = f"rank {target} expects another transfer of the edge here"
+            yield WrongTransfer(source, sent_at, why, (target, posted_at))
+            return
+
+
+def _check_newest(program: Program) -> None:
+    """Refuses a value that is sent late: the executor keeps only what a stage computed last."""
+    for rank, items in enumerate(program.items):
+        newest: dict[int, int] = {}  # stage -> microbatch
+        for position, code in enumerate(items):
+            op, which = code & OP_MASK, code >> OP_BITS + MICROBATCH_BITS
+            if op == Op.COMPUTE and which & KIND_MASK == KINDS.index("F"):
+                newest[which >> KIND_BITS] = code >> OP_BITS & MICROBATCH_MASK
+            elif op == Op.SEND and program.channels[which].kind == "F":
+                stage = program.links[program.channels[which].link].producer
+                if newest[stage] != code >> OP_BITS & MICROBATCH_MASK:
+                    why = f"sent after stage {stage} has computed another one"
+                    raise ItemError(program, rank, position, why)
 
 
 def _check_collectives(program: Program, ranks: Sequence[SimulatedRank]) -> None:
@@ -202,14 +255,18 @@ def _check_collectives(program: Program, ranks: Sequence[SimulatedRank]) -> None
         raise ScheduleError(f"collectives wait for each other, in the orders they launch:\n{lines}")
 
 
-def _refuse_cycle(program: Program, stuck: Sequence[SimulatedRank]) -> NoReturn:
+def _refuse_cycle(program: Program, stuck: Mapping[int, int]) -> NoReturn:
     # Every stuck rank waits for another stuck rank, so the message shows them all.
-    cells = [cell_of(program, rank.rank, rank.position) for rank in stuck]
+    cells = [cell_of(program, rank, position) for rank, position in stuck.items()]
     lines = "\n".join(
-        f"  rank {rank.rank}: {program.words(decode(rank.items[rank.position]))}, for {cell}"
-        for rank, cell in zip(stuck, cells, strict=True)
+        f"  rank {rank}: {_item_words(program, rank, position)}, for {cell}"
+        for (rank, position), cell in zip(stuck.items(), cells, strict=True)
     )
     raise ScheduleError(
         f"schedule {program.schedule.name!r} cannot go on: ranks wait for each other:\n{lines}\n"
         f"{program.schedule.marked(cells)}"
     )
+
+
+def _item_words(program: Program, rank: int, position: int) -> str:
+    return program.words(decode(program.items[rank][position]))

@@ -1,0 +1,288 @@
+"""Steps: parts of cells, the transfers between them, and the Program that they are."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain as joined
+from itertools import groupby, pairwise
+from typing import NamedTuple
+
+from pipegrad.schedules.program.lower import chain
+from pipegrad.schedules.program.program import (
+    MICROBATCH_BITS,
+    OP_BITS,
+    Channel,
+    Op,
+    Program,
+    action_index,
+    encode,
+)
+from pipegrad.schedules.schedule import Action, Kind, Schedule
+from pipegrad.schedules.torch_csv import TRANSFERS
+
+KINDS_OF: Mapping[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
+END = -1  # the cell of what a rank does at the end of the step
+
+
+class Step(NamedTuple):
+    """One part of a cell.
+
+    Attributes:
+        cell: Position of its cell among those of the rank.
+        done: As torch names it, or "WAIT": the transfers of this cell end before the next one.
+        stage: The stage; -1 for "WAIT".
+        microbatch: -1 if it has none.
+    """
+
+    cell: int
+    done: str
+    stage: int
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.done}{self.microbatch if self.microbatch >= 0 else ''}"
+
+
+class Defect(NamedTuple):
+    """Something wrong.
+
+    Attributes:
+        rank: The rank; -1 if it is wrong on no rank alone.
+        cell: Position of the cell among those of the rank, or `END`.
+        text: What is wrong.
+    """
+
+    rank: int
+    cell: int
+    text: str
+
+
+# Where torch's runtime puts transfers.
+
+
+def placed(
+    steps: Sequence[Sequence[Step]], rank_of: Sequence[int]
+) -> tuple[list[list[Step]], bool]:
+    """Returns the steps of computes with transfers; and whether all inputs come in time.
+
+    Ranks take turns, a cell each. A value is sent behind the cell that computes it, and at the same
+    moment its receive starts: behind what the other rank has done by then. If ranks wait for each
+    other, all receives that are left start there.
+
+    Source: ``_add_send_recv`` in torch/distributed/pipelining/schedules.py.
+    """
+    groups = [[list(g) for _, g in groupby(of_rank, lambda s: s.cell)] for of_rank in steps]
+    heads = [0] * len(groups)
+    result: list[list[Step]] = [[] for _ in groups]
+    there: set[_Value] = set()
+    is_moving = True
+    while is_moving:
+        is_moving = False
+        for rank, of_rank in enumerate(groups):
+            group = of_rank[heads[rank]] if heads[rank] < len(of_rank) else None
+            if group is not None and _inputs(group, len(rank_of)) <= there:
+                heads[rank] += 1
+                is_moving = True
+                result[rank] += group
+                there.update(_outputs(group))
+                for send, receive in _transfers(group, rank_of):
+                    result[rank].append(send)
+                    result[rank_of[receive.stage]].append(receive)
+    left = [of_rank[head:] for of_rank, head in zip(groups, heads, strict=True)]
+    for of_rank in left:
+        for _, receive in _transfers(joined(*of_rank), rank_of):
+            result[rank_of[receive.stage]].append(receive)
+    for rank, of_rank in enumerate(left):
+        for group in of_rank:
+            result[rank] += [*group, *(send for send, _ in _transfers(group, rank_of))]
+    return result, not any(left)
+
+
+_Value = tuple[str, int, int]  # "F" or, for a gradient, "B"; the stage that made it; microbatch
+
+
+def _inputs(group: Iterable[Step], num_stages: int) -> set[_Value]:
+    """Returns what other stages must have computed before a cell."""
+    values = set[_Value]()
+    for _, done, stage, microbatch in group:
+        if done == "F" and stage > 0:
+            values.add(("F", stage - 1, microbatch))
+        if done in ("B", "I") and stage < num_stages - 1:
+            values.add(("B", stage + 1, microbatch))
+    return values
+
+
+def _outputs(group: Iterable[Step]) -> Iterator[_Value]:
+    for _, done, stage, microbatch in group:
+        if done in ("F", "B", "I"):
+            yield ("F" if done == "F" else "B"), stage, microbatch
+
+
+def _transfers(group: Iterable[Step], rank_of: Sequence[int]) -> Iterator[tuple[Step, Step]]:
+    """Yields the sends of what a cell computes for other ranks, and their receives."""
+    for kind, stage, microbatch in _outputs(group):
+        other = stage + 1 if kind == "F" else stage - 1
+        if 0 <= other < len(rank_of) and rank_of[other] != rank_of[stage]:
+            send = Step(END, f"SEND_{kind}", stage, microbatch)
+            yield send, Step(END, f"RECV_{kind}", other, microbatch)
+
+
+# A Program of steps.
+
+
+class Building:
+    """Turns steps into a Program, and collects those that mean nothing.
+
+    Attributes:
+        cell_of: For each rank and item its cell.
+        defects: Steps that the Program does not have, and why.
+    """
+
+    def __init__(self, schedule: Schedule, steps: Sequence[Sequence[Step]]) -> None:
+        self.schedule, self._steps = schedule, steps
+        self.cell_of: list[array[int]] = []
+        self.defects: list[Defect] = []
+        self.reduced = {s.stage for of_rank in steps for s in of_rank if s.done == "REDUCE_GRAD"}
+        self._links = chain(len(schedule.stage_to_rank))
+        self._channels = [
+            channel
+            for stage, (source, target) in enumerate(pairwise(schedule.stage_to_rank))
+            if source != target
+            for channel in (
+                Channel(stage, "F", source, target),
+                Channel(stage, "B", target, source),
+            )
+        ]
+        self.channel_of: dict[tuple[int, str], int] = {
+            (channel.link, channel.kind): n for n, channel in enumerate(self._channels)
+        }
+
+    def program(self) -> Program:
+        """Returns the Program."""
+        computed = {s.done for of_rank in self._steps for s in of_rank if s.done in KINDS_OF}
+        rank_of = self.schedule.stage_to_rank
+        items = []
+        for rank, steps in enumerate(self._steps):
+            of_rank = _RankItems(self, rank, steps)
+            items.append(of_rank.items)
+            self.cell_of.append(of_rank.cells)
+        never = set(range(len(rank_of))) - self.reduced if self.reduced else ()
+        for stage in sorted(never):
+            text = f"the gradients of stage {stage} are never reduced, those of others are"
+            self.defects.append(Defect(rank_of[stage], END, text))
+        return Program(
+            self.schedule,
+            self._links,
+            tuple(self._channels),
+            (),
+            tuple(items),
+            forward_only=computed == {"F"},
+        )
+
+    def channel(self, step: Step) -> int | str:
+        """Returns the channel of a transfer, or why there is none."""
+        _, done, stage, microbatch = step
+        is_downwards = done in ("SEND_F", "RECV_B")  # between the stage and the next one
+        link = stage if is_downwards else stage - 1
+        if not 0 <= stage <= len(self._links):
+            return f"there is no stage {stage}"
+        if microbatch >= self.schedule.num_microbatches:
+            return f"no stage computes microbatch {microbatch}"
+        if not 0 <= link < len(self._links):
+            return f"stage {stage} is the {'last' if is_downwards else 'first'} one"
+        channel = self.channel_of.get((link, done[-1]))
+        return f"stages {link} and {link + 1} are on one rank" if channel is None else channel
+
+
+class _RankItems:
+    """Makes the items of one rank.
+
+    Attributes:
+        items: The items.
+        cells: For each item its cell.
+    """
+
+    def __init__(self, building: Building, rank: int, steps: Sequence[Step]) -> None:
+        self.items, self.cells = array("q"), array("q")
+        self._building, self._rank = building, rank
+        self._last = {s.stage: n for n, s in enumerate(steps) if s.done in {"B", "W"}}
+        self._last_inputs = {s.stage: n for n, s in enumerate(steps) if s.done in {"B", "I"}}
+        self._waited = set[int]()
+        self._open: dict[int, Op] = {}  # transfers that are under way -> the wait for each
+        self._whole = set[int]()  # stages that are unsharded
+        self._is_sharded = any(step.done == "UNSHARD" for step in steps)
+        do: dict[str, Callable[[int, Step], None]] = {
+            **dict.fromkeys(KINDS_OF, self._compute),
+            **dict.fromkeys(TRANSFERS, self._transfer),
+            "WAIT": self._wait_for_all,
+            "REDUCE_GRAD": self._reduce,
+            "UNSHARD": self._unshard,
+            "RESHARD": self._reshard,
+        }
+        for number, step in enumerate(steps):
+            do[step.done](number, step)
+        for transfer, op in self._open.items():
+            if op is Op.RELEASE:  # torch waits for sends at the end of the step
+                self._add(END, transfer << OP_BITS | op)
+
+    def _add(self, cell: int, item: int) -> None:
+        self.items.append(item)
+        self.cells.append(cell)
+
+    def _refuse(self, step: Step, why: str) -> None:
+        self._building.defects.append(Defect(self._rank, step.cell, f"{step}: {why}"))
+
+    def _transfer(self, _number: int, step: Step) -> None:
+        channel = self._building.channel(step)
+        if isinstance(channel, str):
+            self._refuse(step, channel)
+            return
+        is_send = step.done.startswith("SEND")
+        op = Op.SEND if is_send else Op.POST_RECEIVE
+        self._add(step.cell, encode(op, channel, step.microbatch))
+        transfer = channel << MICROBATCH_BITS | step.microbatch
+        self._open[transfer] = Op.RELEASE if is_send else Op.WAIT_RECEIVE
+
+    def _wait_for_all(self, _number: int, step: Step) -> None:
+        for transfer, op in self._open.items():
+            self._waited.add(transfer)
+            self._add(step.cell, transfer << OP_BITS | op)
+        self._open.clear()
+
+    def _compute(self, number: int, step: Step) -> None:
+        cell, done, stage, microbatch = step
+        if self._is_sharded and stage not in self._whole:
+            self._refuse(step, f"stage {stage} is not unsharded")
+        needed = {"F": (stage - 1, "F"), "B": (stage, "B"), "I": (stage, "B")}.get(done)
+        channel = self._building.channel_of.get(needed, -1) if needed else -1
+        transfer = channel << MICROBATCH_BITS | microbatch
+        if channel >= 0 and transfer not in self._waited:
+            self._waited.add(transfer)
+            self._open.pop(transfer, None)
+            self._add(cell, transfer << OP_BITS | Op.WAIT_RECEIVE)
+        is_last = self._last.get(stage) == number
+        if done == "B" and is_last:
+            self._add(cell, encode(Op.LAST_BACKWARD, stage))
+        index = action_index(Action(stage, KINDS_OF[done], microbatch))
+        self._add(cell, encode(Op.COMPUTE, index, microbatch))
+        if self._last_inputs.get(stage) == number < self._last.get(stage, -1):
+            self._add(cell, encode(Op.INPUTS_FINAL, stage))
+        if is_last and stage not in self._building.reduced:
+            self._add(cell, encode(Op.FINAL, stage))
+
+    def _reduce(self, _number: int, step: Step) -> None:
+        if step.stage in self._last:
+            self._add(step.cell, encode(Op.FINAL, step.stage))
+        else:
+            self._refuse(step, f"rank {self._rank} has no backward of stage {step.stage}")
+
+    def _unshard(self, _number: int, step: Step) -> None:
+        if step.stage in self._whole:
+            self._refuse(step, "it is unsharded already")
+        self._whole.add(step.stage)
+
+    def _reshard(self, _number: int, step: Step) -> None:
+        if step.stage not in self._whole:
+            self._refuse(step, f"stage {step.stage} is not unsharded")
+        self._whole.discard(step.stage)

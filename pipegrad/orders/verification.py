@@ -1,0 +1,344 @@
+"""verify: proves orders of anybody, or shows who waits for whom, and what else is wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from pipegrad import run_files
+from pipegrad.errors import ScheduleError
+from pipegrad.orders.building import END, Defect
+from pipegrad.orders.reading import Orders, read_orders
+from pipegrad.schedules.program import verify as proof
+from pipegrad.schedules.program.program import (
+    MICROBATCH_BITS,
+    MICROBATCH_MASK,
+    OP_BITS,
+    OP_MASK,
+    Op,
+)
+from pipegrad.schedules.program.simulate import ItemError, SimulatedRank
+from pipegrad.schedules.program.waits import Transport, Wait, Waits
+
+Sends = Literal["rendezvous", "eager"]
+Communicators = Literal["one", "pair", "edge"]
+_MOST_SHOWN = 10  # defects, and ranks of a circle
+_BESIDE = 3  # cells that are shown before and behind a marked one
+_COMMUNICATORS = {
+    "one": "one communicator for all ranks",
+    "pair": "a communicator for each pair of ranks",
+    "edge": "a communicator for each rank and each other rank that it sends to",
+}
+_SENDS = {
+    "rendezvous": "a send ends when its receive has started",
+    "eager": "a send ends at once",
+}
+
+
+@dataclass(frozen=True, eq=False)
+class Verdict:
+    """What `verify` has found. `str` of it is the report of the command line.
+
+    Attributes:
+        orders: What was read.
+        transport: How transfers travel.
+        defects: What is wrong in single cells, and what is never sent, received or computed.
+        circle: Why ranks do not go on: each wait leads to the next one, and the last to the first.
+            Empty if all ranks end.
+        stuck: Rank -> the cell that it never ends, if ranks wait for each other.
+        needs: What each rank needs while it runs; None if something is wrong.
+    """
+
+    orders: Orders
+    transport: Transport
+    defects: tuple[Defect, ...]
+    circle: tuple[Wait, ...]
+    stuck: Mapping[int, int]
+    needs: proof.Proof | None
+    waits: Waits | None
+
+    @property
+    def is_right(self) -> bool:
+        """Whether all ranks end, and nothing is wrong."""
+        return not self.defects and not self.circle
+
+    @property
+    def sentences(self) -> tuple[str, ...]:
+        """One sentence for each wait of the circle."""
+        return tuple(map(self._sentence, self.circle))
+
+    @property
+    def marked(self) -> Mapping[int, frozenset[int]]:
+        """Rank -> its cells that `sentences` speak of."""
+        places = [(w.rank, w.position) for w in self.circle]
+        places += [(w.other_rank, at) for w in self.circle for at in (w.other_position, w.behind)]
+        ranks = {rank for rank, at in places if at >= 0}
+        return {
+            rank: frozenset(
+                self.orders.cell_of[rank][at] for r, at in places if r == rank and at >= 0
+            )
+            for rank in sorted(ranks)
+        }
+
+    def __str__(self) -> str:
+        return "\n".join(self._lines())
+
+    def as_json(self) -> str:
+        """Returns everything as JSON: ranks and cells are counted from 0."""
+        needs = self.needs
+        table: dict[str, Any] = {
+            "name": self.orders.name,
+            "is_right": self.is_right,
+            "ranks": len(self.orders.cells),
+            "stages": len(self.orders.program.schedule.stage_to_rank),
+            "microbatches": self.orders.program.schedule.num_microbatches,
+            "sends": self.transport.sends,
+            "communicators": self.transport.communicators,
+            "batched": self.transport.batched,
+            "circle": [
+                {"rank": w.rank, "cell": self._cell(w.rank, w.position), "sentence": sentence}
+                for w, sentence in zip(self.circle, self.sentences, strict=True)
+            ],
+            "stuck": {str(rank): cell for rank, cell in self.stuck.items()},
+            "defects": [defect._asdict() for defect in self.defects],
+            "live_activations": needs and needs.live_activations,
+            "receive_buffers": needs and needs.receive_buffers,
+            "in_flight": needs and needs.in_flight,
+        }
+        return json.dumps(table, indent=2)
+
+    def write_html(self, path: Path | str) -> None:
+        """Writes a page with the grid, in which the circle is marked.
+
+        Raises:
+            OSError: If the file cannot be written.
+        """
+        from pipegrad.orders.grid_page import as_html
+
+        run_files.replace(Path(path), as_html(self).encode())
+
+    def _lines(self) -> Iterator[str]:
+        orders, schedule = self.orders, self.orders.program.schedule
+        sizes = (
+            _many(schedule.num_ranks, "rank"),
+            _many(len(schedule.stage_to_rank), "stage"),
+            _many(schedule.num_microbatches, "microbatch"),
+        )
+        yield f"{orders.name}: {', '.join(sizes)}"
+        yield self.assumed
+        if self.is_right:
+            yield "right: every rank ends, and every value arrives where it is read"
+        for defect in self.defects[:_MOST_SHOWN]:
+            yield f"wrong: {self.in_words(defect)}"
+        if len(self.defects) > _MOST_SHOWN:
+            yield f"wrong: {len(self.defects) - _MOST_SHOWN} more"
+        if self.circle:
+            yield f"wrong: {self.summary_of_circle}"
+            yield from (f"  {sentence}" for sentence in self.sentences[:_MOST_SHOWN])
+            if len(self.circle) > _MOST_SHOWN:
+                yield f"  and {len(self.circle) - _MOST_SHOWN} more waits"
+            yield from self._around()
+        if self.needs:
+            yield from _table(self.needs)
+
+    @property
+    def assumed(self) -> str:
+        """How transfers travel, in words."""
+        transport = self.transport
+        batched = "transfers side by side start together" if transport.batched else "one by one"
+        text = (
+            f"assumed: {_SENDS[transport.sends]}; {_COMMUNICATORS[transport.communicators]}; "
+            f"{batched}"
+        )
+        if self.orders.transfers == "placed":
+            text += "; transfers were added where torch's runtime puts them"
+        return text
+
+    @property
+    def summary_of_circle(self) -> str:
+        """The circle in one line."""
+        if self.circle[-1].other_rank < 0:
+            return "ranks wait for something that never comes:"
+        ranks = list(dict.fromkeys(w.rank for w in self.circle))
+        return f"ranks {_listed(ranks)} wait for each other in a circle:"
+
+    def in_words(self, defect: Defect) -> str:
+        """Returns a defect with its place."""
+        if defect.rank < 0:
+            return defect.text
+        if defect.cell == END:
+            return f"rank {defect.rank}: {defect.text}"
+        return f"rank {defect.rank}, cell {defect.cell + 1}: {defect.text}"
+
+    def _sentence(self, wait: Wait) -> str:
+        rank, position, other_rank, other_position, behind = wait
+        own = f"rank {rank}: {self._transfer(rank, position)}"
+        if other_rank < 0:
+            is_send = self._op(rank, position) == Op.SEND
+            return f"{own} waits for {'a receive' if is_send else 'a send'} that no rank has"
+        text = f"{own} waits for {self._transfer(other_rank, other_position)} of rank {other_rank}"
+        if self._op(other_rank, behind) in (Op.SEND, Op.POST_RECEIVE):
+            return (
+                f"{text}, which is behind {self._transfer(other_rank, behind)} on the communicator"
+            )
+        cell = self._cell(other_rank, behind)
+        if cell == END:
+            return f"{text}, which comes only after the end of the step"
+        return f"{text}, which comes only after {self.orders.cells[other_rank][cell]}"
+
+    def _transfer(self, rank: int, position: int) -> str:
+        """Returns a transfer as torch names it, and the cell if that has another name."""
+        program, code = self.orders.program, self.orders.program.items[rank][position]
+        name = transfer_name(self.orders, rank, code)
+        cell = self._cell(rank, position)
+        text = self.orders.cells[rank][cell] if cell != END else ""
+        is_other = name not in text and not self.orders.is_own and program is not None
+        return f"{name} ({text})" if is_other and text else name
+
+    def _op(self, rank: int, position: int) -> int:
+        return int(self.orders.program.items[rank][position] & OP_MASK)
+
+    def _cell(self, rank: int, position: int) -> int:
+        return self.orders.cell_of[rank][position]
+
+    def _around(self) -> Iterator[str]:
+        """Yields for each rank of the circle its cells around the marked ones."""
+        marked = self.marked
+        for rank in list(marked)[:_MOST_SHOWN]:
+            cells = [
+                (number, cell)
+                for number, cell in enumerate(self.orders.cells[rank])
+                if cell or number in marked[rank]
+            ]
+            places = [n for n, (number, _) in enumerate(cells) if number in marked[rank]]
+            if not places:
+                continue
+            begin, end = max(0, places[0] - _BESIDE), places[-1] + 1 + _BESIDE
+            text = [f">{cell}<" if n in marked[rank] else cell for n, cell in cells[begin:end]]
+            before, behind = "... " * (begin > 0), " ..." * (end < len(cells))
+            yield f"rank {rank}  {before}{' '.join(text)}{behind}"
+
+
+def verify(
+    source: object,
+    *,
+    sends: Sends = "rendezvous",
+    communicators: Communicators | None = None,
+    batched: bool = False,
+) -> Verdict:
+    """Proves that orders end and that each value arrives, or says what is wrong. Starts no ranks.
+
+    Nothing that a rank does depends on time. So if one run ends, all runs end.
+
+    Args:
+        source: A path of a CSV file with a line for each rank; a list, or a table by rank, of the
+            actions of each rank; a ``_PipelineScheduleRuntime`` of torch; or a schedule or Program
+            of pipegrad. Actions are torch's, with transfers or without; ``PipeInstruction`` of
+            DeepSpeed; or names of the functions of Megatron's schedule without interleaving.
+        sends: "rendezvous": a send ends when its receive has started, as large messages do.
+            "eager": a send ends at once.
+        communicators: "one" for all transfers, "pair": one for each two ranks, or "edge": one for
+            each direction between two ranks. On a communicator the transfers of a rank start one
+            after the other. By default "one", and "edge" for pipegrad's own.
+        batched: True if transfers between which a rank neither computes nor waits start together,
+            as in ``batch_isend_irecv``.
+
+    Raises:
+        ScheduleError: If the orders cannot be read, or an argument is none of these.
+    """
+    _check_choice("sends", sends, get_args(Sends))
+    if communicators is not None:
+        _check_choice("communicators", communicators, get_args(Communicators))
+    orders = read_orders(source)
+    default: Communicators = "edge" if orders.is_own else "one"
+    transport = Transport(sends, communicators or default, batched)
+    # Where inputs never come, ranks wait for each other whatever the transport is.
+    real = Transport("eager", "edge") if orders.transfers == "impossible" else transport
+    program = orders.program
+    defects = list(orders.defects)
+    defects += _wrong_transfers(orders)
+    waits: Waits | None = None
+    ranks: list[SimulatedRank] = []
+    try:
+        proof.check_actions(program)
+    except ScheduleError as error:
+        defects.insert(
+            0, Defect(-1, END, str(error).split("\n")[0].partition(" is not complete: ")[2])
+        )
+    else:
+        waits = Waits(program, real)
+        ranks = [SimulatedRank(program, rank) for rank in range(len(program.items))]
+        known = {(defect.rank, defect.cell) for defect in defects}
+        defects += [d for d in _wrong_items(orders, ranks, waits) if d[:2] not in known]
+    circle = waits.circle() if waits else ()
+    needs = proof.needs(ranks) if not defects and not circle else None
+    stuck = {r: orders.cell_of[r][at] for r, at in waits.stuck.items()} if waits else {}
+    return Verdict(orders, transport, tuple(defects), circle, stuck, needs, waits)
+
+
+def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ScheduleError(f"{name} is {value!r}, expected one of {', '.join(choices)}")
+
+
+def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
+    program = orders.program
+    for rank, position, why, other in proof.wrong_transfers(program):
+        name = transfer_name(orders, rank, program.items[rank][position])
+        if other:
+            taken = transfer_name(orders, other[0], program.items[other[0]][other[1]])
+            text = f"rank {other[0]} takes it for {taken}: a message carries no name"
+        else:
+            text = why
+        yield Defect(rank, orders.cell_of[rank][position], f"{name}: {text}")
+
+
+def _wrong_items(orders: Orders, ranks: Iterable[SimulatedRank], waits: Waits) -> Iterator[Defect]:
+    """Yields the first wrong item of each rank."""
+    for rank in ranks:
+        try:
+            rank.run(waits.stuck.get(rank.rank))
+        except ItemError as error:
+            cell = orders.cell_of[rank.rank][error.position]
+            text = orders.cells[rank.rank][cell] if cell != END else "the end of the step"
+            yield Defect(rank.rank, cell, f"{text}: {error.why}")
+
+
+def transfer_name(orders: Orders, rank: int, code: int) -> str:
+    """Returns a send or receive as torch names it, by the stage on its own rank: ``1RECV_F0``."""
+    program = orders.program
+    link, kind, _, _ = program.channels[code >> OP_BITS + MICROBATCH_BITS]
+    is_send = code & OP_MASK == Op.SEND
+    _, producer, consumers, _ = program.links[link]
+    at_producer = is_send == (kind == "F")
+    of_rank = [s for s in consumers if program.schedule.stage_to_rank[s] == rank]
+    stage = producer if at_producer else min(of_rank, default=min(consumers))
+    microbatch = code >> OP_BITS & MICROBATCH_MASK
+    return f"{stage}{'SEND' if is_send else 'RECV'}_{kind}{microbatch}"
+
+
+def _table(needs: proof.Proof) -> Iterator[str]:
+    """Yields what each rank needs; ranks in a row that need the same are one line."""
+    yield "most at a time: live activations, receive buffers, receives under way"
+    rows = list(zip(needs.live_activations, needs.receive_buffers, needs.in_flight, strict=True))
+    first = 0
+    for rank, row in enumerate(rows):
+        if rank + 1 == len(rows) or rows[rank + 1] != row:
+            name = f"rank {rank}" if rank == first else f"ranks {first} to {rank}"
+            yield f"  {name:<14}{row[0]:>6}{row[1]:>6}{row[2]:>6}"
+            first = rank + 1
+
+
+def _many(number: int, noun: str) -> str:
+    ending = "es" if noun.endswith("ch") else "s"
+    return f"{number:,} {noun}{'' if number == 1 else ending}"
+
+
+def _listed(ranks: list[int]) -> str:
+    shown = [str(rank) for rank in ranks[:_MOST_SHOWN]]
+    if len(ranks) > _MOST_SHOWN:
+        shown.append("others")
+    return f"{', '.join(shown[:-1])} and {shown[-1]}" if len(shown) > 1 else shown[0]

@@ -1,0 +1,414 @@
+"""verify passes torch's schedules, finds hangs that were reported, and says what is wrong."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import time
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from torch.distributed.pipelining import schedules as torch_schedules
+
+import pipegrad
+from pipegrad import limits, schedules
+from pipegrad.errors import ScheduleError
+from pipegrad.orders import Verdict
+from pipegrad.orders.building import Step, placed
+from pipegrad.orders.verification import Communicators
+from pipegrad.schedules import lower
+from tests.support.orders import MULTI, SINGLE, deepspeed, just_in_time, megatron, multi, single
+
+GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
+
+
+def verified(text: str, folder: Path, **options: object) -> Verdict:
+    path = folder / "orders.csv"
+    path.write_bytes(text.encode())
+    return pipegrad.verify(path, **options)  # type: ignore[arg-type]
+
+
+# Torch's schedules.
+
+
+SIZES = [2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 17))]
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("name", MULTI)
+def test_what_torch_lowers_is_right_on_all_communicators(name: str, num_ranks: int) -> None:
+    schedule = multi(name, num_ranks, 2 * num_ranks)
+    for communicators in get_args(Communicators):
+        verdict = pipegrad.verify(schedule, communicators=communicators)
+        assert verdict.is_right, str(verdict)
+
+
+@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("name", SINGLE)
+def test_what_torch_does_with_one_stage_a_rank_is_right(name: str, num_ranks: int) -> None:
+    orders = single(name, num_ranks, 2 * num_ranks)
+    verdict = pipegrad.verify(orders, batched=True)
+    assert verdict.is_right, str(verdict)
+    assert verdict.needs is not None
+    most = [2 * num_ranks] * num_ranks if name == "ScheduleGPipe" else range(num_ranks, 0, -1)
+    assert verdict.needs.live_activations == tuple(most)
+    # torch's 1F1B starts the send and the receive of a step together, and must.
+    assert pipegrad.verify(orders).is_right == (name == "ScheduleGPipe")
+
+
+@pytest.mark.parametrize("name", MULTI)
+def test_transfers_are_added_where_torch_adds_them(name: str) -> None:
+    schedule = multi(name, 4, 8)
+    order = {r: [a for a in of_rank if a] for r, of_rank in schedule.pipeline_order.items()}
+    steps = [
+        [
+            Step(n, part.computation_type.value, part.stage_index, part.microbatch_index)
+            for n, action in enumerate(of_rank)
+            for part in action.sub_actions or [action]
+        ]
+        for of_rank in order.values()
+    ]
+    rank_of = schedule.stage_index_to_group_rank
+    theirs = torch_schedules._add_send_recv(order, rank_of.__getitem__, len(rank_of))
+    flat = [
+        [str(part) for action in theirs[rank] for part in action.sub_actions or [action]]
+        for rank in range(4)
+    ]
+    mine, is_possible = placed(steps, [rank_of[stage] for stage in range(len(rank_of))])
+    assert is_possible
+    assert [[str(step) for step in of_rank] for of_rank in mine] == flat
+
+
+@pytest.mark.skipif(
+    not hasattr(torch_schedules, "_defer_recv_ops"), reason="needs defer_pp_recv of torch 2.13"
+)
+def test_torchs_deferred_receives_take_gradients_for_activations() -> None:
+    """tests/ranks/interop/test_crossed_orders.py has what that does to gradients."""
+    verdict = pipegrad.verify(multi("ScheduleZBVZeroBubble", 2, 4, defer_pp_recv=True))
+    assert "rank 0, cell 9: 0SEND_F2: rank 1 takes it for 2RECV_B0: a message carries no name" in (
+        str(verdict)
+    )
+
+
+# Hangs that were reported.
+
+INTERLEAVED = (
+    "0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 2F2 0B0 2F3 0B1 2B2 2B3 0B2 0B3",
+    "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3",
+)
+
+
+def test_pytorch_172668_both_ranks_send_first() -> None:
+    orders = just_in_time(INTERLEAVED)
+    verdict = pipegrad.verify(orders)
+    assert verdict.sentences == (
+        (
+            "rank 0: 0SEND_F1 waits for 1RECV_F1 of rank 1, which is behind 1SEND_F0 on the "
+            "communicator"
+        ),
+        (
+            "rank 1: 1SEND_F0 waits for 2RECV_F0 of rank 0, which is behind 0SEND_F1 on the "
+            "communicator"
+        ),
+    )
+    assert str(verdict).splitlines()[-2:] == [
+        "rank 0  0F0 0SEND_F0 0F1 >0SEND_F1< >2RECV_F0< 2F0 2SEND_F0 2RECV_F1 ...",
+        "rank 1  1RECV_F0 1F0 >1SEND_F0< >1RECV_F1< 1F1 1SEND_F1 3RECV_F0 ...",
+    ]
+    assert not pipegrad.verify(orders, communicators="pair").is_right
+    assert pipegrad.verify(orders, communicators="edge").is_right
+    assert pipegrad.verify(orders, sends="eager").is_right
+
+
+def test_pytorch_172668_with_the_receive_first_on_odd_ranks() -> None:
+    first, second = just_in_time(INTERLEAVED)
+    for at, (one, other) in enumerate(itertools.pairwise(second)):
+        if "SEND" in one and "RECV" in other:
+            second[at : at + 2] = other, one
+    assert pipegrad.verify([first, second]).sentences == (
+        (
+            "rank 0: 0SEND_F2 waits for 1RECV_F2 of rank 1, which is behind 3SEND_B0 on the "
+            "communicator"
+        ),
+        (
+            "rank 1: 3SEND_B0 waits for 2RECV_B0 of rank 0, which is behind 0SEND_F2 on the "
+            "communicator"
+        ),
+    )
+
+
+def loop(num_microbatches: int) -> list[list[str]]:
+    """Returns the orders of eight stages in two loops over four ranks, as in pytorch#195760."""
+    many = range(num_microbatches)
+    return just_in_time(
+        [
+            " ".join(
+                [f"{stage}F{m}" for stage in (rank, rank + 4) for m in many]
+                + [f"{stage}B{m}" for stage in (rank + 4, rank) for m in many]
+            )
+            for rank in range(4)
+        ]
+    )
+
+
+def test_pytorch_195760_four_ranks_wait_round_the_loop() -> None:
+    verdict = pipegrad.verify(loop(8))
+    assert [(wait.rank, wait.other_rank) for wait in verdict.circle] == [
+        *((0, 1), (1, 2), (2, 3), (3, 0))
+    ]
+    assert verdict.sentences[-1] == (
+        "rank 3: 3SEND_F0 waits for 4RECV_F0 of rank 0, which is behind 0SEND_F3 on the "
+        "communicator"
+    )
+    assert pipegrad.verify(loop(8), communicators="edge").is_right  # what the pull request does
+    assert pipegrad.verify(loop(2)).is_right  # its example waits, and ends
+
+
+@pytest.mark.parametrize("num_ranks", [4, 8])
+def test_megatron_5100_sends_before_it_receives(num_ranks: int) -> None:
+    orders = megatron(num_ranks, 2 * num_ranks)
+    verdict = pipegrad.verify(orders)
+    before, last = num_ranks - 2, num_ranks - 1
+    assert verdict.summary_of_circle == (
+        f"ranks {before} and {last} wait for each other in a circle:"
+    )
+    assert verdict.sentences[0] == (
+        f"rank {before}: {before}SEND_F1 (send_forward_recv_backward) waits for {last}RECV_F1 "
+        f"(send_backward_recv_forward) of rank {last}, which is behind {last}SEND_B0 "
+        f"(send_backward_recv_forward) on the communicator"
+    )
+    # In one group of NCCL their order does not matter: the report's hang is not from there.
+    assert pipegrad.verify(orders, batched=True).is_right
+
+
+def test_megatron_5100_crosses_messages_between_two_ranks() -> None:
+    """Megatron-LM#5271: both neighbours are one rank, so two sends in one order go to one rank."""
+    first, second = just_in_time(
+        ["0F0 2F0 0F1 2B0 2F1 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1"]
+    )
+    assert pipegrad.verify([first, second], communicators="edge").is_right
+    # One exchange of each rank, in the fixed order: first the rank before, then the rank behind.
+    first.remove("0SEND_F1")
+    first.insert(first.index("2SEND_B0") + 1, "0SEND_F1")
+    second.remove("1RECV_B0")
+    second.insert(second.index("1RECV_F1") + 1, "1RECV_B0")
+    for batched in (False, True):
+        verdict = pipegrad.verify([first, second], communicators="edge", batched=batched)
+        (defect,) = verdict.defects
+        assert defect.text == "2SEND_B0: rank 1 takes it for 1RECV_F1: a message carries no name"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 7])
+def test_instructions_of_deepspeed_are_read(num_ranks: int) -> None:
+    verdict = pipegrad.verify(deepspeed(num_ranks, 8))
+    assert verdict.is_right, str(verdict)
+    assert verdict.needs is not None
+    assert verdict.needs.live_activations == tuple(range(num_ranks, 0, -1))
+
+
+# What is wrong in single cells.
+
+WRONG = {
+    "never sent": ("0SEND_F0,", "", "rank 1, cell 1: 1RECV_F0: rank 0 never sends this"),
+    "never received": ("1RECV_F0,", "", "rank 0, cell 2: 0SEND_F0: rank 1 never receives this"),
+    "received twice": (
+        *("1RECV_F0", "1RECV_F0,1RECV_F0"),
+        "rank 1, cell 2: 1RECV_F0: received twice",
+    ),
+    "sent twice": ("0SEND_F0", "0SEND_F0,0SEND_F0", "rank 0, cell 3: 0SEND_F0: sent twice"),
+    "received late": (
+        *("1RECV_F0,1F0", "1F0,1RECV_F0"),
+        "rank 1, cell 1: 1F0: waits for a receive that is not posted",
+    ),
+    "sent early": (
+        *("0F0,0SEND_F0", "0SEND_F0,0F0"),
+        "rank 0, cell 1: 0SEND_F0: sent before stage 0 has computed it",
+    ),
+    "reduced early": (
+        *("0B0", "0REDUCE_GRAD,0B0"),
+        "0REDUCE_GRAD: the gradients of stage 0 are not final: it has backwards left",
+    ),
+    "reduced twice": (
+        *("0B0", "0B0,0REDUCE_GRAD,0REDUCE_GRAD"),
+        "cell 6: 0REDUCE_GRAD: the gradients of stage 0 are final already",
+    ),
+    "never reduced": (
+        *("0B0", "0B0,0REDUCE_GRAD"),
+        "rank 1: the gradients of stage 1 are never reduced, those of others are",
+    ),
+    "of no rank": ("0B0", "0B0,1REDUCE_GRAD", "rank 0 has no backward of stage 1"),
+    "no stage": ("1SEND_B0", "5SEND_B0", "rank 1, cell 4: 5SEND_B0: there is no stage 5"),
+    "no microbatch": ("1SEND_B0", "1SEND_B7", "1SEND_B7: no stage computes microbatch 7"),
+    "no next stage": ("1F0", "1F0,1SEND_F0", "cell 3: 1SEND_F0: stage 1 is the last one"),
+    "another rank's": ("0B0", "0B0,1SEND_B0", "cell 5: 1SEND_B0: a transfer of another rank"),
+    "doubled": ("0B0", "0B0,0B0", "on the stage's rank; found 0B0 2 times"),
+    "missing": ("0B0", "", "on the stage's rank; found stage 0 microbatch 0 has ['F']"),
+    "backward first": ("1F0,1B0", "1B0,1F0", "1B0: its forward comes first"),
+    "sharded": ("0F0", "0UNSHARD,0RESHARD,0F0", "0F0: stage 0 is not unsharded"),
+    "unsharded twice": ("0F0", "0UNSHARD,0UNSHARD,0F0", "0UNSHARD: it is unsharded already"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_wrong_cells_are_named(wrong: str, tmp_path: Path) -> None:
+    old, new, says = WRONG[wrong]
+    text = GOOD.replace(old, new)
+    assert text != GOOD
+    verdict = verified(text, tmp_path)
+    assert not verdict.is_right
+    assert says in str(verdict)
+    assert verdict.needs is None
+
+
+def test_ranks_that_wait_for_what_never_comes_are_shown_with_what_it_is(tmp_path: Path) -> None:
+    lines = str(verified(GOOD.replace("0SEND_F0,", ""), tmp_path)).splitlines()
+    assert lines[3:] == [
+        "wrong: ranks wait for something that never comes:",
+        "  rank 0: 0RECV_B0 waits for 1SEND_B0 of rank 1, which comes only after 1F0",
+        "  rank 1: 1RECV_F0 waits for a send that no rank has",
+        "rank 0  0F0 >0RECV_B0< 0B0",
+        "rank 1  >1RECV_F0< >1F0< 1B0 >1SEND_B0<",
+    ]
+
+
+@pytest.mark.parametrize("sends", ["rendezvous", "eager"])
+def test_computes_that_wait_for_each_other_hang_on_every_transport(
+    sends: str, tmp_path: Path
+) -> None:
+    verdict = verified("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n", tmp_path, sends=sends)
+    assert verdict.sentences == (
+        "rank 0: 0RECV_B0 waits for 1SEND_B0 of rank 1, which comes only after 1F1",
+        "rank 1: 1RECV_F1 waits for 0SEND_F1 of rank 0, which comes only after 0B0",
+    )
+
+
+def test_what_a_rank_receives_early_is_counted(tmp_path: Path) -> None:
+    text = (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1RECV_F1,1F0,1B0,1SEND_B0,1F1,1B1,1SEND_B1\n"
+    )
+    verdict = verified(text, tmp_path)
+    assert verdict.needs == schedules.Proof((2, 1), (2, 1), (1, 2), (1, 2))
+
+
+# Other sources and forms.
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1", "eager-1f1b"])
+def test_our_schedules_are_proven_on_their_own_edges(name: str) -> None:
+    made = schedules.build(name, num_ranks=4, num_microbatches=8)
+    verdict = pipegrad.verify(made)
+    assert verdict.is_right
+    assert verdict.transport.communicators == "edge"
+    assert verdict.needs == schedules.verify(lower(made))
+    assert pipegrad.verify(made.grid).is_right  # computes alone, with blanks
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        GOOD.replace("\n", "\r\n"),
+        "\ufeff" + GOOD,
+        GOOD.replace(",", " , "),
+        GOOD.replace("0SEND_F0", ",0SEND_F0,,") + ",,\n\n",
+        "0F0,0B0\n1F0,1B0\n",
+        "0F0,0SEND_F0\n1RECV_F0,1F0\n",
+    ],
+)
+def test_lines_and_blanks_do_not_matter(text: str, tmp_path: Path) -> None:
+    assert verified(text, tmp_path).is_right
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "has no cells; expected a line for each rank"),
+        (" \n,\n", "has no cells"),
+        ("0F0,0B0\n\n2F0,2B0\n", "line 2 computes nothing; each rank has a stage"),
+        ("0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1"),
+        ("0F0,0B7\n", "has a microbatch 7 but no microbatch 1"),
+        (GOOD.replace("1B0", "1Q0"), "line 2, cell 3: '1Q0' is not understood"),
+        (GOOD.replace(",", ";"), "line 1, cell 1: '0F0;0SEND_F0;0RECV_B0;0B0' is not understood"),
+        ("rank,actions\n" + GOOD, "line 1, cell 1: 'rank' is not understood"),
+        ("0F99999999999\n", "line 1, cell 1: '0F99999999999' is not understood"),
+        ("0F0,\x1b[2J\n", r"line 1, cell 2: '\x1b[2J' is not understood"),
+        ("0" * 200_000, "is not a CSV file: field larger than"),
+        ("".join(f"{n}F0," for n in range(5000)), "5,000 stages: expected at most 4,096"),
+        ("ForwardPass(buffer_id=0),SendGrad(buffer_id=1)", "nothing was computed in buffer 1"),
+        ("__import__('os').abort()", "is not understood"),
+    ],
+)
+def test_what_is_no_order_is_refused_in_one_sentence(text: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(says)) as refused:
+        verified(text, tmp_path)
+    assert "\n" not in str(refused.value)
+
+
+def test_files_that_cannot_be_read_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "orders.csv"
+    with pytest.raises(ScheduleError, match=r"orders\.csv: No such file"):
+        pipegrad.verify(path)
+    path.write_bytes(bytes(range(256)))
+    with pytest.raises(ScheduleError, match=r"orders\.csv: byte 128 is no UTF-8 text"):
+        pipegrad.verify(path)
+    assert limits.MOST_ORDERS_BYTES == 2**26
+    monkeypatch.setattr("pipegrad.orders.reading.MOST_ORDERS_BYTES", 10)
+    with pytest.raises(ScheduleError, match="more than 10 bytes"):
+        pipegrad.verify(path)
+
+
+@pytest.mark.parametrize("source", [5, None, b"0F0"])
+def test_other_sources_are_refused(source: object) -> None:
+    with pytest.raises(ScheduleError, match="expected a file, a list of the actions"):
+        pipegrad.verify(source)
+    with pytest.raises(ScheduleError, match="expected all from 0 on"):
+        pipegrad.verify({1: ["0F0"]})
+    with pytest.raises(ScheduleError, match="sends is 'fast', expected one of rendezvous, eager"):
+        pipegrad.verify([["0F0"]], sends="fast")  # type: ignore[arg-type]
+
+
+# What is shown.
+
+
+def test_the_page_has_the_circle_in_its_grid(tmp_path: Path) -> None:
+    path = tmp_path / "page.html"
+    pipegrad.verify(loop(8)).write_html(path)
+    page = path.read_text()
+    for number, cell in enumerate(("0SEND_F3", "1SEND_F2", "2SEND_F1", "3SEND_F0"), start=1):
+        assert f"<b>{number}</b> {cell}</div>" in page
+    assert "which is behind 1SEND_F2 on the communicator" in page
+    assert page.count("<tr>") == 4
+    assert "http" not in page
+    verified(GOOD, tmp_path).write_html(path)
+    assert "marked" not in path.read_text().split("</style>")[1]
+    verified("0F0,0F0,0B0", tmp_path).write_html(path)
+    assert "0F0 2 times" in path.read_text()
+
+
+def test_names_of_files_are_text_in_the_page(tmp_path: Path) -> None:
+    odd = tmp_path / "<script>.csv"
+    odd.write_text(GOOD)
+    page = tmp_path / "page.html"
+    pipegrad.verify(odd).write_html(page)
+    assert "<script>" not in page.read_text()
+
+
+def test_json_has_the_same(tmp_path: Path) -> None:
+    table = json.loads(pipegrad.verify(loop(8)).as_json())
+    assert (table["is_right"], table["ranks"], table["stages"]) == (False, 4, 8)
+    assert [wait["rank"] for wait in table["circle"]] == [0, 1, 2, 3]
+    table = json.loads(verified(GOOD, tmp_path).as_json())
+    assert (table["is_right"], table["circle"], table["live_activations"]) == (True, [], [1, 1])
+
+
+@pytest.mark.slow
+def test_64_ranks_and_256_microbatches_are_verified_in_seconds(tmp_path: Path) -> None:
+    path = tmp_path / "large.csv"
+    multi("ScheduleInterleaved1F1B", 64, 256)._dump_csv(str(path))
+    began = time.process_time()  # other processes may have the machine meanwhile
+    assert pipegrad.verify(path).is_right
+    assert time.process_time() - began < 10  # 2.5 s here
