@@ -125,11 +125,12 @@ class OneProcess:
 
     def __init__(self, options: Options, model: nn.Module) -> None:
         trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
-        matrices = [p for p in trained.values() if options.muon and p.ndim == 2]
+        by_muon = [n for n, p in trained.items() if options.muon and p.ndim == 2 and "layers" in n]
+        matrices = [trained[name] for name in by_muon]
         others = [
             {"params": [p], **group_of(options, name, p)}
             for name, p in trained.items()
-            if not options.muon or p.ndim != 2
+            if name not in by_muon
         ]
         self.parameters, self.max_norm = list(trained.values()), options.clip_norm
         self.optimizers: list[torch.optim.Optimizer] = [torch.optim.SGD(others, **SGD)]
@@ -162,9 +163,11 @@ def audit(options: Options, *, loses: bool) -> pipegrad.Audit:
     topology = pipegrad.Topology.create(pipeline=STAGES)
     example = {name: value[:2] for name, value in batches(own)[0][0].items()}
     cut = pipegrad.cut(Gpt(own), num_stages=STAGES, example=example)
+    stages = cut.stages(topology.local_stages, recompute=own.recompute)
     scheduler = pipegrad.Scheduler(
-        cut.stages(topology.local_stages, recompute=own.recompute),
+        stages,
         topology,
+        schedule="1f1b",
         num_microbatches=MICROBATCHES,
         loss_fn=partial(summed, own),
         loss_reduction="token_mean",
@@ -190,7 +193,7 @@ def audit(options: Options, *, loses: bool) -> pipegrad.Audit:
 
     return pipegrad.Audit(
         step=step,
-        modules=[stage.module for stage in scheduler.stages],
+        modules=[stage.module for stage in stages],
         model=model,
         loss_fn=partial(mean, options),
         batches=batches(options),

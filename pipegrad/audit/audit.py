@@ -206,6 +206,7 @@ class _Run:
         modules = [part for module in audit.held for part in module.modules()]
         self._dropout = dropout.Without(modules)
         self._dropout_of_one = dropout.Without()
+        self._num_sound = len(self._batches)  # steps that follow upon each other
         self._first = self._saved() if audit.variants else []
 
     def report(self) -> Report:
@@ -233,6 +234,7 @@ class _Run:
                 # Other steps may show other causes. They begin with equal copies again. The state
                 # of optimizers is not restored.
                 self._restore(saved)
+                self._num_sound = min(self._num_sound, number)
             if any(finding.cause == OTHER_VALUES.words for finding in new):
                 break  # the causes of later steps would say nothing
         every = agree("dropout", lambda: (self._dropout_of_one.dropped, self._dropout.dropped))
@@ -248,7 +250,8 @@ class _Run:
 
     def measured(self) -> Measured:
         """Returns what both sides had, on rank 0."""
-        return Measured(self._judge.gradients, self._judge.updates, self._drops)
+        updates = self._judge.updates[: self._num_sound]
+        return Measured(self._judge.gradients, updates, self._drops)
 
     def begin_again(self) -> None:
         """Gives parameters the values with which the audit began."""

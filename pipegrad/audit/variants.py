@@ -45,7 +45,8 @@ class Measured:
 
     Attributes:
         gradients: Of the first step. In later steps parameters of a variant have other values.
-        updates: Of all steps, each from the values that the pipeline had before it.
+        updates: Of all steps up to the first with a finding, each from the values that the pipeline
+            had before it.
         dropped: Probabilities of dropout in one process, and in the pipeline.
     """
 
