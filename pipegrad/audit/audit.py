@@ -396,7 +396,9 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
         except _REFUSALS as error:
             return None, in_words(error)
         if not isinstance(other, Audit):
-            raise PlanError(f"it returned {type(other).__name__}, expected a pipegrad.Audit")
+            raise PlanError(
+                f"the variant {name!r} returned {type(other).__name__}, expected a pipegrad.Audit"
+            )
         return other, ""
 
     other, refusals = agree_keeping(f"the variant {name!r}", make, timeout_seconds=PATIENCE_SECONDS)
