@@ -364,7 +364,10 @@ def _varied(
             variants.append(Variant(name, "not compared"))
             found.append(Finding(f"{name}: {words}", "look at what the pipeline makes of it"))
             continue
-        findings, *_ = with_option.compared()
+        try:
+            findings, *_ = with_option.compared()
+        except Exception as error:
+            raise PlanError(f"the variant {name!r} fails in a step: {in_words(error)}") from error
 
         def compare(
             name: str = name, with_option: _Run = with_option, findings: list[Finding] = findings

@@ -191,9 +191,9 @@ def _change(what: str, usual: Sequence[Sides], changed: Sequence[Sides]) -> _Cha
                     squares[at][1] += apart.norm**2
     if not is_changed:
         return None
-    one, own, of_lost = (math.sqrt(a / b) if b else 0.0 for a, b in squares)
-    keys = list(dict.fromkeys(lost)), list(dict.fromkeys(added))
-    return _Change(what, one if is_known else None, own, (keys[0], of_lost), keys[1])
+    sizes = [math.sqrt(a / b) if b else 0.0 for a, b in squares]
+    once = list(dict.fromkeys(lost)), list(dict.fromkeys(added))
+    return _Change(what, sizes[0] if is_known else None, sizes[1], (once[0], sizes[2]), once[1])
 
 
 @dataclass(frozen=True)
