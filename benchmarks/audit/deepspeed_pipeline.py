@@ -136,7 +136,7 @@ class _OneProcess:
                 ]
             )
         self._rate = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: (1 + 3 * step / 4) / 4 if warm_up > 1 else 1.0
+            self._optimizer, lambda step: (1 + 3 * max(0, step - 1) / 4) / 4 if warm_up > 1 else 1.0
         )
 
     def step(self) -> None:

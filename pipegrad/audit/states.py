@@ -256,7 +256,8 @@ class Stepped:
             if name in before:
                 parameter.data.copy_(before[name])
             gradient = gradients.get(name)
-            parameter.grad = None if gradient is None else gradient.to(parameter.dtype)
+            # A copy, because some optimizers change gradients.
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
         self._optimizer.step()
         return {
             name: parameter.detach().double() - before[name].double()

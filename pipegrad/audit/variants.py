@@ -15,11 +15,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from pipegrad.audit.causes import OTHER_VALUES
 from pipegrad.audit.report import Finding, Variant, without_numbers
 from pipegrad.audit.states import Key
 
 GRADIENT, UPDATE, DROPOUT = "gradient", "update", "dropout"
 _SURE = 4.0  # times what is allowed: so much one side must change, if the other does not
+_ALIKE = 1e-2  # of a change: sides that are right differ by less
 _SMALL = 1e-3  # changes are measured by at least this share of the whole
 _ADVICE = "give the option to all stages, and to what reduces and updates; or refuse it"
 
@@ -64,18 +66,18 @@ class _Change:
         one: By how much in one process, relative; None if that is not known.
         pipeline: In the pipeline.
         lost: Parameters and ranks that change in one process alone, and by how much there.
-        added: Parameters and ranks that change in the pipeline alone.
+        added: Parameters and ranks that change in the pipeline alone, and by how much.
     """
 
     what: str
     one: float | None
     pipeline: float
     lost: tuple[Sequence[Key], float] = ((), 0.0)
-    added: Sequence[Key] = ()
+    added: tuple[Sequence[Key], float] = ((), 0.0)
 
     @property
     def is_one_sided(self) -> bool:
-        return bool(self.lost[0] or self.added)
+        return bool(self.lost[0] or self.added[0])
 
 
 def compared(
@@ -103,15 +105,21 @@ def compared(
     result, explained = list[Finding](), set[str]()
     for change in changes:
         result += _one_sided(name, change)
-        explained |= {key[0] for key in (*change.lost[0], *change.added)}
+        explained |= {key[0] for key in (*change.lost[0], *change.added[0])}
     # What is lost makes other gradients and norms wrong, too.
     is_lost = any(change.is_one_sided for change in changes)
-    rest = [f for f in new if not (is_lost and explained.issuperset(f.names))]
+    rest = [
+        f
+        for f in new
+        if not is_lost or not (f.cause == OTHER_VALUES.words or explained.issuperset(f.names))
+    ]
     amount = _amounts(first)
     result += [replace(f, cause=f"{name}: {f.cause}", details=(*f.details, amount)) for f in rest]
     words = "alike" if not result else "otherwise in the pipeline"
+    if not result and abs(first.pipeline - (first.one or 0.0)) > _ALIKE * first.pipeline:
+        words = "wrong as without the option"
     if first.is_one_sided:
-        words = "lost in the pipeline" if first.lost[0] or first.one else "in the pipeline alone"
+        words = "lost in the pipeline" if first.lost[0] else "in the pipeline alone"
     elif first.one is None:
         words = "not compared: give the audit `optimizer`"
     return Variant(name, words, first.what, first.one, first.pipeline), result
@@ -124,16 +132,16 @@ def _amounts(change: _Change) -> str:
 
 def _one_sided(name: str, change: _Change) -> Iterator[Finding]:
     """Yields what changes in one process alone, or in the pipeline alone."""
-    here = "" if change.pipeline < _SMALL * (change.one or 0.0) else " on these ranks"
+    is_all = change.pipeline < _SMALL * (change.one or 0.0)
     lost = (
         f"changes one process's {change.what} by {change.lost[1]:.2g}, and the pipeline's not at "
-        f"all{here}"
+        f"all{'' if is_all else ' on these ranks'}"
     )
     added = (
-        f"changes the pipeline's {change.what} by {change.pipeline:.2g}, and one process's not at "
-        f"all"
+        f"changes the pipeline's {change.what} by {change.added[1]:.2g}, and one process's not at "
+        f"all{' in these parameters' if change.one else ''}"
     )
-    for keys, words in ((change.lost[0], lost), (change.added, added)):
+    for keys, words in ((change.lost[0], lost), (change.added[0], added)):
         if keys:
             names = tuple(dict.fromkeys(key[0] for key in keys if key[0]))
             ranks = tuple(sorted({rank for key in keys for rank in key[1]}))
@@ -157,7 +165,7 @@ def _changes(usual: Measured, changed: Measured) -> Iterator[_Change]:
     if one and not pipeline:
         yield _Change(DROPOUT, one, 0.0, ([("", ())], one))
     elif pipeline and not one:
-        yield _Change(DROPOUT, 0.0, pipeline, added=[("", ())])
+        yield _Change(DROPOUT, 0.0, pipeline, added=([("", ())], pipeline))
     elif one:
         yield _Change(DROPOUT, one, pipeline)
 
@@ -165,7 +173,8 @@ def _changes(usual: Measured, changed: Measured) -> Iterator[_Change]:
 def _change(what: str, usual: Sequence[Sides], changed: Sequence[Sides]) -> _Change | None:
     """Returns how tensors change; None if nothing does on any side."""
     lost, added = list[Key](), list[Key]()
-    squares = [[0.0, 0.0], [0.0, 0.0], [0.0, 0.0]]  # one process, pipeline, what is lost
+    # Of one process, of the pipeline, of what is lost, and of what is added.
+    squares = [[0.0, 0.0] for _ in range(4)]
     is_known, is_changed = True, False
     for before, after in zip(usual, changed, strict=False):
         has_one = before.one is not None and after.one is not None
@@ -181,19 +190,22 @@ def _change(what: str, usual: Sequence[Sides], changed: Sequence[Sides]) -> _Cha
             )
             is_changed |= own.share > allowed or (has_one and there.share > allowed)
             is_lost = has_one and there.share > _SURE * allowed and own.share <= allowed
+            is_added = has_one and own.share > _SURE * allowed and there.share <= allowed
             if is_lost:
                 lost.append(key)
-            elif has_one and own.share > _SURE * allowed and there.share <= allowed:
+            if is_added:
                 added.append(key)
-            for at, apart in ((0, there), (1, own), (2, there)):
-                if at < 2 or is_lost:
-                    squares[at][0] += apart.difference**2
-                    squares[at][1] += apart.norm**2
+            counted = (True, there), (True, own), (is_lost, there), (is_added, own)
+            for total, (is_counted, apart) in zip(squares, counted, strict=True):
+                if is_counted:
+                    total[0] += apart.difference**2
+                    total[1] += apart.norm**2
     if not is_changed:
         return None
     sizes = [math.sqrt(a / b) if b else 0.0 for a, b in squares]
     once = list(dict.fromkeys(lost)), list(dict.fromkeys(added))
-    return _Change(what, sizes[0] if is_known else None, sizes[1], (once[0], sizes[2]), once[1])
+    one = sizes[0] if is_known else None
+    return _Change(what, one, sizes[1], (once[0], sizes[2]), (once[1], sizes[3]))
 
 
 @dataclass(frozen=True)
