@@ -193,6 +193,8 @@ def _audit(
     )
     optimizer = get_megatron_optimizer(options, [wrapped])
     config.grad_scale_func = optimizer.scale_loss
+    for group in optimizer.param_groups:  # as Megatron's OptimizerParamScheduler does
+        group["weight_decay"] = weight_decay * group["wd_mult"]
     num_replicas = parallel_state.get_data_parallel_world_size()
     audit = of_megatron(
         get_forward_backward_func(),

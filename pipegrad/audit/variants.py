@@ -116,7 +116,7 @@ def compared(
     amount = _amounts(first)
     result += [replace(f, cause=f"{name}: {f.cause}", details=(*f.details, amount)) for f in rest]
     words = "alike" if not result else "otherwise in the pipeline"
-    if not result and abs(first.pipeline - (first.one or 0.0)) > _ALIKE * first.pipeline:
+    if known and not result and abs(first.pipeline - (first.one or 0.0)) > _ALIKE * first.pipeline:
         words = "wrong as without the option"
     if first.is_one_sided:
         words = "lost in the pipeline" if first.lost[0] else "in the pipeline alone"

@@ -73,8 +73,10 @@ def test_nothing_is_dropped_until_it_has_ended(name: str) -> None:
     assert dropout.dropped
     assert not torch.equal(CALLS[name](X), expected)
     with dropout.running():
-        functional.dropout(X, 0.5, training=False)
-    assert dropout.dropped  # later runs remember it
+        functional.dropout(X, 0.375, training=False)
+        functional.dropout(X, 0.625)
+    assert 0.625 in dropout.dropped  # and earlier runs are remembered
+    assert len(dropout.dropped) == 2
 
 
 @pytest.mark.parametrize("name", PASSIVE)
