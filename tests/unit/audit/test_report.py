@@ -49,7 +49,7 @@ def test_the_text_numbers_findings_with_where_they_are() -> None:
 
 VARIANTS = (
     Variant("packing", "lost in the pipeline", "gradient", 0.33, 0.0),
-    Variant("Muon", "not compared: give the audit `optimizer`", "update", None, 0.5),
+    Variant("Muon", "not compared", "update", None, 0.5),
     Variant("<b>", "without effect in both"),
 )
 
@@ -58,8 +58,7 @@ def test_variants_are_lines_under_the_findings_and_a_table_of_the_page() -> None
     report = replace(RIGHT, variants=VARIANTS)
     assert str(report).splitlines()[1:-1] == [
         "packing  lost in the pipeline: gradient 0.33 in one process, 0 in the pipeline",
-        "Muon     not compared: give the audit `optimizer`: update ? in one process, 0.5 in the "
-        "pipeline",
+        "Muon     not compared: update ? in one process, 0.5 in the pipeline",
         "<b>      without effect in both",
     ]
     page = as_html(report)
