@@ -215,7 +215,8 @@ class _Run:
         if not findings:
             findings += self._repeated(self._batches[-1])
         notes = [*self._notes, *self._judge.notes.values()]
-        if self._drops[1]:
+        recurrent = agree("recurrent modules", lambda: bool(self._dropout.of_recurrent))
+        if self._drops[1] or any(recurrent):
             notes.append("dropout was 0 while numbers were compared")
         own = merged(findings), tuple(notes), tuple(gradients)
         of_rank_0 = agree("the report", lambda: own, timeout_seconds=PATIENCE_SECONDS)[0]

@@ -42,11 +42,13 @@ class Without:
             traced graphs, it is set to 0, too.
 
     Attributes:
-        dropped: Probabilities with which something would have been dropped.
+        dropped: Probabilities with which functions and graphs would have dropped something.
+        of_recurrent: Those of modules such as nn.LSTM, which `modes` compares.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
         self.dropped = set[float]()
+        self.of_recurrent = set[float]()
         every = list(modules)
         self._recurrent = [module for module in every if isinstance(module, nn.RNNBase)]
         # Stages of torch's tracer call operators, not functions that can be replaced.
@@ -70,7 +72,7 @@ class Without:
                 module.recompile()
             for recurrent in self._recurrent:
                 if recurrent.training and recurrent.dropout > 0:
-                    self.dropped.add(recurrent.dropout)
+                    self.of_recurrent.add(recurrent.dropout)
                 stack.enter_context(mock.patch.object(recurrent, "dropout", 0.0))
             yield
 
