@@ -8,6 +8,8 @@ are tied. megatron-core needs no GPU here: what asks for a CUDA device gets the 
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ from shared import (
     loss_fn,
 )
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from uncut_megatron import HEADS, UncutGpt
 
 from pipegrad.audit import Audit, of_megatron
@@ -48,6 +50,39 @@ def padding() -> Audit:
 def padding_per_token() -> Audit:
     """The same with ``calculate_per_token_loss``."""
     return _audit(has_padding=True, is_per_token=True)
+
+
+def options() -> Audit:
+    """Options of the configuration and of the optimizer, each beside one process."""
+    variants: dict[str, Callable[[], Audit]] = {
+        "clipping": partial(_audit, clip_grad=1.0),
+        "padding": partial(_audit, has_padding=True),
+        "padding per token": partial(_audit, has_padding=True, is_per_token=True),
+        "dropout": partial(_audit, hidden_dropout=0.1),
+        "momentum": partial(_audit, momentum=0.9),
+        "weight decay": partial(_audit, weight_decay=0.1),
+        "no bias of linear layers": partial(_audit, add_bias_linear=False),
+    }
+    return replace(_audit(), variants=variants)
+
+
+class _Updates:
+    """What updates the uncut model: weight decay is of matrices alone, as Megatron says."""
+
+    def __init__(
+        self, clip_grad: float, momentum: float, weight_decay: float, model: nn.Module
+    ) -> None:
+        self._parameters, self._clip_grad = list(model.parameters()), clip_grad or 1e9
+        groups = [
+            {"params": [p], "weight_decay": weight_decay if p.ndim > 1 else 0.0}
+            for p in self._parameters
+        ]
+        self._optimizer = torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=momentum)
+
+    def step(self) -> None:
+        """Updates the model."""
+        nn.utils.clip_grad_norm_(self._parameters, self._clip_grad)
+        self._optimizer.step()
 
 
 class _OnCpu(TorchFunctionMode):
@@ -92,10 +127,14 @@ def _audit(
     num_stages: int | None = None,
     has_padding: bool = False,
     is_per_token: bool = False,
+    momentum: float = 0.0,
+    weight_decay: float = 0.0,
+    **more: Any,  # noqa: ANN401 - of TransformerConfig
 ) -> Audit:
     torch.cuda.current_device = lambda: "cpu"
     torch.cuda.synchronize = lambda *_, **__: None
-    _OnCpu().__enter__()
+    if not any(isinstance(mode, _OnCpu) for mode in _get_current_function_mode_stack()):
+        _OnCpu().__enter__()
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.distributed import DistributedDataParallel as Ddp
     from megatron.core.distributed import DistributedDataParallelConfig, finalize_model_grads
@@ -108,26 +147,29 @@ def _audit(
     tracker = tensor_parallel.get_cuda_rng_tracker()  # for dropout, which is 0
     type(tracker).fork = lambda *_, **__: contextlib.nullcontext()
     num_stages = num_stages or dist.get_world_size()
+    if parallel_state.model_parallel_is_initialized():
+        parallel_state.destroy_model_parallel()
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=num_stages)
     torch.manual_seed(0)
-    config = TransformerConfig(
-        num_layers=LAYERS,
-        hidden_size=WIDTH,
-        num_attention_heads=HEADS,
-        use_cpu_initialization=True,
-        pipeline_model_parallel_size=num_stages,
-        pipeline_dtype=torch.float32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        gradient_accumulation_fusion=False,
-        masked_softmax_fusion=False,
-        bias_dropout_fusion=False,
-        bias_activation_fusion=False,
-        init_method_std=0.3,
-        persist_layer_norm=False,
-        apply_rope_fusion=False,
-        calculate_per_token_loss=is_per_token,
-    )
+    settings: dict[str, Any] = {
+        "num_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "use_cpu_initialization": True,
+        "pipeline_model_parallel_size": num_stages,
+        "pipeline_dtype": torch.float32,
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
+        "gradient_accumulation_fusion": False,
+        "masked_softmax_fusion": False,
+        "bias_dropout_fusion": False,
+        "bias_activation_fusion": False,
+        "init_method_std": 0.3,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "calculate_per_token_loss": is_per_token,
+    }
+    config = TransformerConfig(**settings | more)
     stage = GPTModel(
         config,
         get_gpt_layer_local_spec(),
@@ -144,22 +186,25 @@ def _audit(
     options = OptimizerConfig(
         optimizer="sgd",
         lr=LEARNING_RATE,
-        sgd_momentum=0.0,
-        weight_decay=0.0,
+        sgd_momentum=momentum,
+        weight_decay=weight_decay,
         clip_grad=clip_grad,
         use_distributed_optimizer=False,
     )
     optimizer = get_megatron_optimizer(options, [wrapped])
     config.grad_scale_func = optimizer.scale_loss
+    for group in optimizer.param_groups:  # as Megatron's OptimizerParamScheduler does
+        group["weight_decay"] = weight_decay * group["wd_mult"]
     num_replicas = parallel_state.get_data_parallel_world_size()
-    return of_megatron(
+    audit = of_megatron(
         get_forward_backward_func(),
         _forward_step,
         [wrapped],
         optimizer,
-        model=UncutGpt(),
+        model=UncutGpt(more.get("hidden_dropout", 0.0), more.get("add_bias_linear", True)),
         loss_fn=loss_fn,
         batches=batches(num_replicas=num_replicas, has_padding=has_padding),
         microbatches=MICROBATCHES,
         options={"seq_length": LENGTH, "micro_batch_size": ROWS},
     )
+    return replace(audit, optimizer=partial(_Updates, clip_grad, momentum, weight_decay))

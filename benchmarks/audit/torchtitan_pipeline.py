@@ -7,7 +7,9 @@ attributes that train_step reads. torch must say that the device of this machine
 torchtitan asks when it is imported.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,9 +39,42 @@ def tied_qwen3() -> Audit:
     return _audit("qwen3", max_norm=1e9)
 
 
-def _model(kind: str) -> tuple[nn.Module, Any, Any]:
+def options() -> Audit:
+    """Options of the job and of its batches, each beside one process."""
+    none = partial(_audit, "llama3", max_norm=1e9)
+    variants: dict[str, Callable[[], Audit]] = {
+        "clipping": partial(_audit, "llama3", max_norm=1.0),
+        "padding": partial(none, has_padding=True),
+        "positions": partial(none, has_positions=True),
+        "recompute": partial(none, recompute=True),
+        "rope theta": partial(none, rope_theta=100.0),
+        "no weight decay of vectors": partial(none, decays_vectors=False),
+    }
+    return replace(none(), variants=variants)
+
+
+def _updates(model: nn.Module, *, max_norm: float, decays_vectors: bool) -> SimpleNamespace:
+    """Returns what updates a model in one process."""
+    optimizer = torch.optim.SGD(_groups(model.parameters(), decays_vectors), lr=LEARNING_RATE)
+
+    def step() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+
+    return SimpleNamespace(step=step)
+
+
+def _groups(parameters: Iterable[nn.Parameter], decays_vectors: bool) -> list[dict[str, Any]]:
+    return [
+        {"params": [p], "weight_decay": 0.1 if decays_vectors or p.ndim > 1 else 0.0}
+        for p in parameters
+    ]
+
+
+def _model(kind: str, **more: float) -> tuple[nn.Module, Any, Any]:
     """Returns a model, its arguments and torchtitan's function that parallelizes it."""
     size = {"dim": 32, "n_layers": 4, "n_heads": 4, "vocab_size": VOCABULARY, "max_seq_len": LENGTH}
+    size |= more
     if kind == "llama3":
         from torchtitan.models.llama3.infra.parallelize import parallelize_llama as parallelize
         from torchtitan.models.llama3.model.args import TransformerModelArgs as Args
@@ -60,7 +95,16 @@ def _model(kind: str) -> tuple[nn.Module, Any, Any]:
     return model, args, parallelize
 
 
-def _audit(kind: str, *, max_norm: float) -> Audit:
+def _audit(
+    kind: str,
+    *,
+    max_norm: float,
+    has_padding: bool = False,
+    has_positions: bool = False,
+    recompute: bool = False,
+    decays_vectors: bool = True,
+    **more: float,
+) -> Audit:
     from torchtitan.components.loss import cross_entropy_loss
     from torchtitan.config import JobConfig
     from torchtitan.distributed import ParallelDims, utils
@@ -76,11 +120,11 @@ def _audit(kind: str, *, max_norm: float) -> Audit:
     config.training.seq_len = LENGTH
     config.training.mixed_precision_param = "float32"
     config.training.max_norm = max_norm
-    config.activation_checkpoint.mode = "none"
+    config.activation_checkpoint.mode = "full" if recompute else "none"
     ones = dict.fromkeys(("dp_replicate", "dp_shard", "cp", "tp", "ep", "etp"), 1)
     dims = ParallelDims(**ones, pp=world, world_size=world)
     dims.build_mesh()
-    model, args, parallelize = _model(kind)
+    model, args, parallelize = _model(kind, **more)
     pipeline, parts, is_first, is_last = pipeline_llm(
         model,
         parallel_dims=dims,
@@ -90,7 +134,7 @@ def _audit(kind: str, *, max_norm: float) -> Audit:
         parallelize_fn=parallelize,
         loss_fn=cross_entropy_loss,
     )
-    parameters = [parameter for part in parts for parameter in part.parameters()]
+    parameters = _groups((p for part in parts for p in part.parameters()), decays_vectors)
     logged: dict[str, float] = {}
 
     def log(_: int, loss: float, __: float, norm: float, **___: object) -> None:
@@ -120,15 +164,27 @@ def _audit(kind: str, *, max_norm: float) -> Audit:
         metrics_processor=SimpleNamespace(should_log=lambda step: True, log=log),
     )
 
-    def step(inputs: Tensor, target: Tensor) -> Mapping[str, float | None]:
-        trainer.train_step(iter([({"input": inputs}, target)]))
+    def step(inputs: Any, target: Tensor) -> Mapping[str, float | None]:  # noqa: ANN401
+        names = {"tokens": "input"}  # as the data loader calls them
+        by_name = inputs if isinstance(inputs, Mapping) else {"input": inputs}
+        trainer.train_step(iter([({names.get(n, n): x for n, x in by_name.items()}, target)]))
         return {"loss": logged["loss"] if is_last else None, "grad_norm": logged["grad_norm"]}
 
     return Audit(
         step=step,
         modules=parts,
-        model=_model(kind)[0],
+        model=_model(kind, **more)[0],
         loss_fn=loss_fn,
-        batches=batches(),
+        batches=_packed(batches()) if has_positions else batches(has_padding=has_padding),
+        optimizer=partial(_updates, max_norm=max_norm, decays_vectors=decays_vectors),
         microbatches=MICROBATCHES,
     )
+
+
+def _packed(every: Sequence[tuple[Tensor, Tensor]]) -> list[tuple[dict[str, Tensor], Tensor]]:
+    """Returns batches whose rows are two texts: the positions of the second begin at 0 again."""
+    result = []
+    for tokens, target in every:
+        positions = torch.arange(LENGTH) % (LENGTH // 2)
+        result.append(({"tokens": tokens, "positions": positions.expand_as(tokens)}, target))
+    return result

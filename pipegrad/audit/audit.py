@@ -13,7 +13,7 @@ import functools
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,11 +25,13 @@ from pipegrad.audit.causes import OTHER_VALUES, STALE
 from pipegrad.audit.checks import Names, Reply, check_ranks, checked, copied, digest_of, match
 from pipegrad.audit.judge import Judge, Verdict
 from pipegrad.audit.loss_parts import Batch, Data, LossFn
-from pipegrad.audit.report import Finding, Gradient, Report, merged
+from pipegrad.audit.report import Finding, Gradient, Report, Variant, merged
 from pipegrad.audit.seen import PATIENCE_SECONDS, Gradients, Placed, Seen, watched
+from pipegrad.audit.states import Stepper
 from pipegrad.audit.truth import leaves_cut
+from pipegrad.audit.variants import Measured, compared
 from pipegrad.comm.agreement import agree, agree_keeping
-from pipegrad.errors import PlanError
+from pipegrad.errors import AgreementError, PipegradError, PlanError, in_words
 from pipegrad.testing.ordering.checker import OrderChecker
 from pipegrad.testing.ordering.clocks import Violation
 
@@ -77,6 +79,14 @@ class Audit:
         by_microbatch: Whether the right gradient is that of a model which computes each microbatch
             by itself, also where samples of a batch depend on each other, as in BatchNorm. By
             default it is that of the whole batch.
+        optimizer: ``optimizer(model)`` returns what updates the uncut model in one process: an
+            optimizer of the same options as the pipeline's, or an object whose ``step()`` also
+            clips, or changes the learning rate. It gets the gradients that the pipeline's
+            optimizers have had. By default updates are not compared.
+        variants: Name -> a function that returns this rank's audit with one option changed, for
+            both sides. It makes modules anew, from the same seed. After its own steps an audit
+            compares each variant with one process, and what the option changes in the pipeline with
+            what it changes in one process. A function that raises has refused the option.
     """
 
     step: Callable[[Any, Any], object]
@@ -92,6 +102,8 @@ class Audit:
     clip_norm: float | None = None
     autocast: torch.dtype | None = None
     by_microbatch: bool = False
+    optimizer: Stepper | None = None
+    variants: Mapping[str, Callable[[], Audit]] = field(default_factory=dict)
 
     def run(self, *, steps: int | None = None, tolerance: float | None = None) -> Report:
         """Runs steps and compares them with one process. All ranks must call it.
@@ -113,7 +125,9 @@ class Audit:
         """
         if not dist.is_initialized():
             raise PlanError(_NO_GROUP)
-        return _Run(self, steps, tolerance).report()
+        run = _Run(self, steps, tolerance)
+        report = run.report()
+        return _varied(self, run, report, steps, tolerance) if self.variants else report
 
     def order(self, *, steps: int | None = None) -> Report:
         """Runs steps under the `OrderChecker`: finds accesses to memory that nothing orders.
@@ -183,14 +197,36 @@ class _Run:
         )
         self._notes = check_ranks(audit, every)
         self._judge = Judge(
-            self._model, clip_norm=audit.clip_norm, tolerance=tolerance, autocast=audit.autocast
+            self._model,
+            clip_norm=audit.clip_norm,
+            tolerance=tolerance,
+            autocast=audit.autocast,
+            optimizer=audit.optimizer,
         )
         modules = [part for module in audit.held for part in module.modules()]
         self._dropout = dropout.Without(modules)
+        self._dropout_of_one = dropout.Without()
+        self._num_sound = len(self._batches)  # steps that follow upon each other
+        self._first = self._saved() if audit.variants else []
 
     def report(self) -> Report:
-        """Runs all steps; returns what was found."""
-        findings, steps, gradients = self._modes(), 0, list[Gradient]()
+        """Runs all steps, and a right one again; returns what was found."""
+        findings, steps, gradients = self.compared()
+        if not findings:
+            findings += self._repeated(self._batches[-1])
+        notes = [*self._notes, *self._judge.notes.values()]
+        recurrent = agree("recurrent modules", lambda: bool(self._dropout.of_recurrent))
+        if self._drops[1] or any(recurrent):
+            notes.append("dropout was 0 while numbers were compared")
+        own = merged(findings), tuple(notes), tuple(gradients)
+        of_rank_0 = agree("the report", lambda: own, timeout_seconds=PATIENCE_SECONDS)[0]
+        seconds = time.monotonic() - self._begin
+        return Report(*of_rank_0, steps, dist.get_world_size(), seconds)
+
+    def compared(self) -> tuple[list[Finding], int, list[Gradient]]:
+        """Runs all steps; returns what was found, how many were run, and the last gradients."""
+        modes, steps, gradients = self._modes(), 0, list[Gradient]()
+        findings = list(modes)
         for number, batch in enumerate(self._batches, 1):
             saved, steps = self._saved(), number
             new, gradients = self._judged(batch, number)
@@ -199,17 +235,28 @@ class _Run:
                 # Other steps may show other causes. They begin with equal copies again. The state
                 # of optimizers is not restored.
                 self._restore(saved)
+                self._num_sound = min(self._num_sound, number)
             if any(finding.cause == OTHER_VALUES.words for finding in new):
                 break  # the causes of later steps would say nothing
-        if not findings:
-            findings += self._repeated(self._batches[-1])
-        notes = [*self._notes, *self._judge.notes.values()]
-        if any(agree("dropout", lambda: self._dropout.was_active)):
-            notes.append("dropout was 0 while numbers were compared")
-        own = merged(findings), tuple(notes), tuple(gradients)
-        of_rank_0 = agree("the report", lambda: own, timeout_seconds=PATIENCE_SECONDS)[0]
-        seconds = time.monotonic() - self._begin
-        return Report(*of_rank_0, steps, dist.get_world_size(), seconds)
+        every = agree("dropout", lambda: (self._dropout_of_one.dropped, self._dropout.dropped))
+        one, pipeline = self._drops = every[0][0], set[float]().union(*(own for _, own in every))
+        if one != pipeline and not modes:
+            findings.append(
+                Finding(
+                    f"the pipeline drops {_listed(pipeline)}, and one process {_listed(one)}",
+                    "give both the same probabilities of dropout, and the same mode",
+                )
+            )
+        return findings, steps, gradients
+
+    def measured(self) -> Measured:
+        """Returns what both sides had, on rank 0."""
+        updates = self._judge.updates[: self._num_sound]
+        return Measured(self._judge.gradients, updates, self._drops)
+
+    def begin_again(self) -> None:
+        """Gives parameters the values with which the audit began."""
+        self._restore(self._first)
 
     def _modes(self) -> list[Finding]:
         """Returns modules that drop out, or normalise, otherwise than in the uncut model."""
@@ -245,7 +292,7 @@ class _Run:
                 return None
             shares = leaves_cut(batch, audit.num_replicas)
             cut = [leaves_cut(share, audit.microbatches) for share in shares]
-            with self._dropout.running():
+            with self._dropout_of_one.running():
                 data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
                 return self._judge.judge(every, data, number)
 
@@ -295,6 +342,82 @@ class _Run:
 
     def _tensors(self) -> list[Tensor]:
         return [*self._names.parameters.values(), *self._names.buffers.values()]
+
+
+def _varied(
+    audit: Audit, run: _Run, report: Report, steps: int | None, tolerance: float | None
+) -> Report:
+    """Returns the report of an audit that has run, with its variants."""
+    names = agree("the variants", lambda: list(audit.variants))
+    if any(own != names[0] for own in names):
+        raise PlanError(f"ranks have different variants: {names}; give all ranks the same")
+    found, variants, begin = list(report.findings), list[Variant](), time.monotonic()
+    for name, change in audit.variants.items():
+        run.begin_again()
+        other, refusal = _made(name, change)
+        if other is None:
+            variants.append(Variant(name, f"refused: {refusal}"))
+            continue
+        try:
+            with_option = _Run(other, steps, tolerance)
+        except (PlanError, AgreementError) as error:  # the same on all ranks
+            words = f"it cannot be compared with one process: {error}"
+            variants.append(Variant(name, "not compared"))
+            found.append(Finding(f"{name}: {words}", "look at what the pipeline makes of it"))
+            continue
+        try:
+            findings, *_ = with_option.compared()
+        except Exception as error:
+            raise PlanError(f"the variant {name!r} fails in a step: {in_words(error)}") from error
+
+        def compare(
+            name: str = name, with_option: _Run = with_option, findings: list[Finding] = findings
+        ) -> tuple[Variant, tuple[Finding, ...]] | None:
+            if dist.get_rank():
+                return None
+            both = report.findings, merged(findings)
+            variant, new = compared(name, run.measured(), with_option.measured(), both)
+            return variant, merged(new)
+
+        of_rank_0 = agree("a variant", compare, timeout_seconds=PATIENCE_SECONDS)[0]
+        assert of_rank_0 is not None
+        variants.append(of_rank_0[0])
+        found += of_rank_0[1]
+    seconds = report.seconds + time.monotonic() - begin
+    return replace(report, findings=tuple(found), variants=tuple(variants), seconds=seconds)
+
+
+def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
+    """Returns the audit of a variant; None and why, if all ranks refuse the option.
+
+    Raises:
+        AgreementError: If some ranks fail, or the function has an error of its own.
+    """
+
+    def make() -> tuple[Audit | None, str]:
+        try:
+            other = change()
+        except _REFUSALS as error:
+            return None, in_words(error)
+        if not isinstance(other, Audit):
+            raise PlanError(
+                f"the variant {name!r} returned {type(other).__name__}, expected a pipegrad.Audit"
+            )
+        return other, ""
+
+    other, refusals = agree_keeping(f"the variant {name!r}", make, timeout_seconds=PATIENCE_SECONDS)
+    if any(refusals) and not all(refusals):
+        by_rank = {rank: words for rank, words in enumerate(refusals) if words}
+        raise AgreementError(f"the variant {name!r}: only some ranks refuse it: {by_rank}")
+    return other, next(filter(None, refusals), "")
+
+
+# What code raises to refuse an option. Other errors, as of names, are mistakes.
+_REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError
+
+
+def _listed(probabilities: set[float]) -> str:
+    return ", ".join(f"{p:g}" for p in sorted(probabilities)) or "nothing"
 
 
 def _gathered(own: Seen) -> list[Seen] | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -42,11 +42,13 @@ class Without:
             traced graphs, it is set to 0, too.
 
     Attributes:
-        was_active: Whether anything was dropped.
+        dropped: Probabilities with which functions and graphs would have dropped something.
+        of_recurrent: Those of modules such as nn.LSTM, which `modes` compares.
     """
 
     def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
-        self.was_active = False
+        self.dropped = set[float]()
+        self.of_recurrent = set[float]()
         every = list(modules)
         self._recurrent = [module for module in every if isinstance(module, nn.RNNBase)]
         # Stages of torch's tracer call operators, not functions that can be replaced.
@@ -69,7 +71,8 @@ class Without:
             for module in self._graphs:
                 module.recompile()
             for recurrent in self._recurrent:
-                self.was_active |= recurrent.training and recurrent.dropout > 0
+                if recurrent.training and recurrent.dropout > 0:
+                    self.of_recurrent.add(recurrent.dropout)
                 stack.enter_context(mock.patch.object(recurrent, "dropout", 0.0))
             yield
 
@@ -79,7 +82,8 @@ class Without:
         args, position = node.args, _OPERATORS[node.target]
         if len(args) > position and args[position]:
             trains = args[2] if position == 1 and len(args) > 2 else True
-            self.was_active |= bool(trains)
+            if trains:
+                self.dropped.add(cast("float", args[position]))
             node.args = (*args[:position], 0.0, *args[position + 1 :])
         try:
             yield
@@ -98,7 +102,8 @@ class Without:
             if probability == 0 or (probability is None and not takes_training):
                 return function(*args, **options)
             named = options.get("training", options.get("train", is_on))
-            self.was_active |= bool(args[2] if len(args) > 2 and takes_training else named)
+            if args[2] if len(args) > 2 and takes_training else named:
+                self.dropped.add(0.5 if probability is None else float(probability))
             if len(args) > position:
                 return function(*args[:position], 0.0, *args[position + 1 :], **options)
             return function(*args, **{**options, argument: 0.0})

@@ -26,8 +26,9 @@ from pipegrad.audit.causes import (
 from pipegrad.audit.loss_parts import Data, Fit, fits
 from pipegrad.audit.report import Finding, Gradient, shown
 from pipegrad.audit.seen import Seen
-from pipegrad.audit.states import Entry, entries_of
+from pipegrad.audit.states import Entry, Key, Stepped, Stepper, entries_of
 from pipegrad.audit.truth import Truth, computed, names_by_use, sampled
+from pipegrad.audit.variants import Sides
 from pipegrad.errors import PlanError
 
 _ROUNDING = 32.0  # factor of the rounding of a gradient
@@ -65,7 +66,6 @@ class Wrong(NamedTuple):
 
 
 Verdict = tuple[list[Finding], list[Gradient]]
-_Key = tuple[str, tuple[int, ...]]  # name and ranks of an entry
 
 
 @dataclass
@@ -77,19 +77,25 @@ class Judge:
         clip_norm: The norm to which the step clips; None to take it from torch's functions.
         tolerance: Relative, of each gradient; None to derive it.
         autocast: In which the pipeline computes, if that is another dtype than its parameters'.
+        optimizer: Makes that of one process; None if updates are not compared.
         notes: What was not compared, and why.
+        gradients: Those of the first step, on both sides.
+        updates: Those of all steps.
     """
 
     model: nn.Module
     clip_norm: float | None = None
     tolerance: float | None = None
     autocast: torch.dtype | None = None
+    optimizer: Stepper | None = None
     notes: dict[str, str] = field(default_factory=dict)
+    gradients: list[Sides] = field(default_factory=list)
+    updates: list[Sides] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         uses = names_by_use(self.model)
         self._first = {name: first for first, names in uses.items() for name in names}
-        self._before: dict[_Key, Tensor] = {}
+        self._before: dict[Key, Tensor] = {}
 
     def judge(self, seen: Sequence[Seen], data: Data, number: int) -> Verdict:
         """Returns what is wrong in a step, by its number from 1, and how far gradients are off."""
@@ -104,6 +110,8 @@ class Judge:
         }
         if number == 1:
             self._describe(seen)
+            if self.optimizer is not None:
+                self._stepped = Stepped(self.model, self.optimizer, dtypes)
         truth = computed(self._with_values(seen), data, dtypes, self.autocast)
         if truth.is_coupled:
             self.notes["coupled"] = (
@@ -127,6 +135,10 @@ class Judge:
         ]
         places = _places(entries, truth, data, len(seen), after)
         wrong, gradients = self._gradients(entries, truth, dtypes, places, sum(data.targets))
+        if number == 1:
+            own = {(e.name, e.ranks): e.gradient for e in entries if e.gradient is not None}
+            allowed = {(one.name, one.ranks): one.allowed for one in gradients}
+            self.gradients.append(Sides(truth.gradients, own, allowed))
         # A loss scale that is removed behind clipping is one cause, and is said there.
         is_late = any(finding.advice == LATE.advice for finding in wrong)
         is_clipped = any(of_rank.norm is not None for of_rank in seen)
@@ -145,6 +157,7 @@ class Judge:
         explained = {name for finding in findings for name in finding.names}
         explained |= set(self._first.values()) if norms or (wrong and is_clipped) else set()
         findings += states.updates(seen, self._first, explained)
+        findings += self._updates(seen, explained)
         findings += states.copies(states.held(seen, "after", self._first), _DRIFT, explained)
         findings += states.buffers(seen, truth)
         self._before = {
@@ -190,7 +203,7 @@ class Judge:
         entries: Sequence[Entry],
         truth: Truth,
         dtypes: Mapping[str, torch.dtype],
-        places: Mapping[_Key, Place],
+        places: Mapping[Key, Place],
         num_targets: int,
     ) -> Verdict:
         """Returns what is wrong with gradients, and how far each is from the right one."""
@@ -226,12 +239,35 @@ class Judge:
             )
         return why, gradients
 
+    def _updates(self, seen: Sequence[Seen], explained: set[str]) -> list[Finding]:
+        """Returns updates that are wrong, if one process has an optimizer, and remembers all."""
+        actual = states.updated(seen, self._first)
+        right = self._stepped.updates(seen, self._first) if self.optimizer is not None else None
+        allowed = dict[Key, float]()
+        for name, rank, value in states.held(seen, "before", self._first):
+            rounding = _NOISE * torch.finfo(value.dtype).eps * float(value.double().norm())
+            norm = max(float(actual[name, (rank,)].norm()), _TINY)
+            allowed[name, (rank,)] = _UPDATE + rounding / norm
+            if (
+                allowed[name, (rank,)] > _MOST_ALLOWED
+                and right is not None
+                and bool(actual[name, (rank,)].any())
+            ):
+                self.notes["updates"] = (
+                    "some updates are as small as the rounding of their parameters, so that wrong "
+                    "ones are not seen: raise the learning rate for the audit"
+                )
+        self.updates.append(Sides(right, actual, allowed))
+        if right is None:
+            return []
+        return list(states.other_updates(actual, right, allowed, explained))
+
     def _why(
         self,
         wrong: Sequence[Wrong],
         entries: Sequence[Entry],
         truth: Truth,
-        places: Mapping[_Key, Place],
+        places: Mapping[Key, Place],
     ) -> list[Finding]:
         """Returns the causes of wrong gradients."""
         findings = list[Finding]()
@@ -239,7 +275,7 @@ class Judge:
         wrong = sorted(wrong, key=lambda one: -truth.gradients[one.entry.name].numel())
         names = list(dict.fromkeys(one.entry.name for one in wrong))
         parts = truth.parts(names) if names else {}
-        result, chosen = list[tuple[Wrong, list[Fit]]](), dict[_Key, Fit]()
+        result, chosen = list[tuple[Wrong, list[Fit]]](), dict[Key, Fit]()
         known: dict[tuple[int, ...], list[Fit]] = {}
         for one in wrong:
             entry = one.entry
@@ -293,6 +329,7 @@ class Judge:
         return fits(actual, parts, one.allowed * one.scale * size * share, before, known)
 
 
+_UPDATE = 1e-3  # relative error of an update by the same optimizer on the same gradient
 _LOW = 0.1  # error of gradients that were computed in half precision
 _MOST_ALLOWED = 0.25  # else a missing gradient would pass
 _SHARE = 1e-2  # of a gradient, below which it has no data of a replica
@@ -326,10 +363,10 @@ def _check_seen(seen: Sequence[Seen]) -> None:
 
 def _places(
     entries: Sequence[Entry], truth: Truth, data: Data, num_ranks: int, after: Mapping[int, float]
-) -> dict[_Key, Place]:
+) -> dict[Key, Place]:
     """Returns what is known of each gradient before any is explained."""
     counts, targets = _counts(data, num_ranks), data.targets
-    holders: dict[_Key, set[tuple[int, ...]]] = {}
+    holders: dict[Key, set[tuple[int, ...]]] = {}
     for entry in entries:
         holders.setdefault((entry.name, entry.replicas), set()).add(entry.ranks)
     return {
@@ -350,7 +387,7 @@ def _places(
 
 
 def _usual(
-    chosen: Mapping[_Key, Fit], entries: Sequence[Entry], truth: Truth, wrong: Sequence[Wrong]
+    chosen: Mapping[Key, Fit], entries: Sequence[Entry], truth: Truth, wrong: Sequence[Wrong]
 ) -> dict[tuple[int, ...], float | None]:
     """Returns by which factor parameters that are not tied are too large, by their ranks."""
     is_wrong = {(one.entry.name, one.entry.ranks) for one in wrong}
@@ -370,7 +407,7 @@ def _usual(
     return {entry.ranks: result.get(entry.ranks, every) for entry in entries}
 
 
-def _apart(chosen: Mapping[_Key, Fit], entries: Sequence[Entry]) -> set[str]:
+def _apart(chosen: Mapping[Key, Fit], entries: Sequence[Entry]) -> set[str]:
     """Returns parameters of which all ranks have the data of their own replica alone."""
     result = set[str]()
     for name in {entry.name for entry in entries}:

@@ -66,6 +66,33 @@ class Gradient:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What one option changes; see `Audit.variants`.
+
+    Attributes:
+        name: Of the variant.
+        words: What was found: ``"alike"``, ``"without effect in both"``, ``"lost in the
+            pipeline"``, ``"refused: ..."`` and so on.
+        what: That changes: ``"gradient"`` of the first step, ``"update"`` of parameters in all
+            steps, or ``"dropout"``; "" if nothing does.
+        one: By how much in one process, relative to what it is without the option, and of dropout
+            the probability; None if that is not known.
+        pipeline: In the pipeline.
+    """
+
+    name: str
+    words: str
+    what: str = ""
+    one: float | None = 0.0
+    pipeline: float = 0.0
+
+    def __str__(self) -> str:
+        one = "?" if self.one is None else f"{self.one:.2g}"
+        sides = f": {self.what} {one} in one process, {self.pipeline:.2g} in the pipeline"
+        return f"{printable_lines(self.words)}{sides if self.what else ''}"
+
+
+@dataclass(frozen=True)
 class Report:
     """What an audit has found. The same on all ranks.
 
@@ -76,6 +103,7 @@ class Report:
         num_steps: That were compared.
         num_ranks: Of the job.
         seconds: How long it took.
+        variants: What each option changes.
     """
 
     findings: tuple[Finding, ...]
@@ -84,6 +112,7 @@ class Report:
     num_steps: int
     num_ranks: int
     seconds: float
+    variants: tuple[Variant, ...] = ()
 
     @property
     def is_right(self) -> bool:
@@ -113,9 +142,10 @@ class Report:
             f"{number}. step {finding.step}: " + str(finding).replace("\n", "\n   ")
             for number, finding in enumerate(self.findings, 1)
         ]
-        return "\n".join(
-            [self.summary, *numbered, *(f"note: {printable_lines(note)}" for note in self.notes)]
-        )
+        width = max((len(printable(one.name)) for one in self.variants), default=0)
+        varied = [f"{printable(one.name):{width}}  {one}" for one in self.variants]
+        notes = [f"note: {printable_lines(note)}" for note in self.notes]
+        return "\n".join([self.summary, *numbered, *varied, *notes])
 
     def as_json(self) -> str:
         """Returns it as JSON."""
@@ -130,7 +160,7 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     first: dict[str, tuple[int, set[str]]] = {}  # step and names of causes without their numbers
     for finding in findings:
         # Numbers differ from step to step, and the cause is the same.
-        step, names = first.setdefault(_NUMBERS.sub("", finding.cause), (finding.step, set()))
+        step, names = first.setdefault(without_numbers(finding.cause), (finding.step, set()))
         if step != finding.step and names >= set(finding.names):
             continue
         names.update(finding.names)
@@ -142,6 +172,11 @@ def merged(findings: Sequence[Finding]) -> tuple[Finding, ...]:
             details=tuple(dict.fromkeys([*known.details, *finding.details])),
         )
     return tuple(by_cause.values())
+
+
+def without_numbers(cause: str) -> str:
+    """Returns what two causes have in common that differ in their numbers alone."""
+    return _NUMBERS.sub("", cause)
 
 
 def shown(texts: Sequence[str], separator: str = ", ", last: str = "") -> str:
@@ -181,6 +216,7 @@ tr.wrong { color: var(--wrong); }
 <body>
 <h1>pipegrad audit: <span class="$verdict">$title</span></h1>
 $findings
+$variants
 $notes
 $gradients
 </body>
@@ -199,6 +235,7 @@ def as_html(report: Report) -> str:
         title=_text(report.summary),
         verdict="right" if report.is_right else "wrong",
         findings="\n".join(map(_finding, report.findings)),
+        variants=_options(report.variants) if report.variants else "",
         notes=f"<h2>Notes</h2><ul>{notes}</ul>" if notes else "",
         gradients=_table(report.gradients) if report.gradients else "",
     )
@@ -214,6 +251,11 @@ def _finding(finding: Finding) -> str:
     }
     listing = "".join(f"<dt>{name}</dt><dd>{_text(x)}</dd>" for name, x in rows.items() if x)
     return f"<section><strong>{_text(finding.cause)}</strong><dl>{listing}</dl></section>"
+
+
+def _options(variants: Sequence[Variant]) -> str:
+    rows = "".join(f"<tr><td>{_text(v.name)}</td><td>{_text(str(v))}</td></tr>" for v in variants)
+    return f"<h2>Variants</h2><table><tbody>{rows}</tbody></table>"
 
 
 def _table(gradients: Sequence[Gradient]) -> str:

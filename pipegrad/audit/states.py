@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -32,6 +34,17 @@ _CLOSE = 1e-4  # of a loss or a buffer in float32
 
 
 First = Mapping[str, str]  # name of a parameter -> the first of its names
+Key = tuple[str, tuple[int, ...]]  # first name of a parameter, and ranks
+
+
+class Steps(Protocol):
+    """What updates parameters: an optimizer, or what clips before it."""
+
+    def step(self) -> object:
+        """Updates them."""
+
+
+Stepper = Callable[[nn.Module], Steps]
 
 
 @dataclass(frozen=True)
@@ -210,6 +223,80 @@ def several(seen: Sequence[Seen]) -> Iterator[Finding]:
                 "clip them once, after the last microbatch and all reductions",
                 ranks=(of_rank.rank,),
             )
+
+
+class Stepped:
+    """The optimizer of one process. It gets the gradients that the pipeline's optimizers have had.
+
+    So rounding of gradients, which Adam would magnify, makes no difference.
+
+    Args:
+        model: The uncut model. It is not changed.
+        make: Makes the optimizer.
+        dtypes: First name of a parameter -> its dtype in the pipeline.
+    """
+
+    def __init__(self, model: nn.Module, make: Stepper, dtypes: Mapping[str, torch.dtype]) -> None:
+        own = copy.deepcopy(model).cpu()
+        self._parameters = dict(own.named_parameters())
+        for name, parameter in self._parameters.items():
+            parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
+        self._optimizer = make(own)
+
+    def updates(self, seen: Sequence[Seen], first: First) -> dict[str, Tensor]:
+        """Steps from the values that the ranks had before; returns updates by first names."""
+        before: dict[str, Tensor] = {}
+        for name, _, value in held(seen, "before", first):
+            before.setdefault(name, value)
+        gradients = {
+            entry.name: entry.gradient
+            for entry in reversed(entries_of(seen, [s.gradients for s in seen], first))
+        }
+        for name, parameter in self._parameters.items():
+            if name in before:
+                parameter.data.copy_(before[name])
+            gradient = gradients.get(name)
+            # A copy, because some optimizers change gradients.
+            parameter.grad = None if gradient is None else gradient.to(parameter.dtype, copy=True)
+        self._optimizer.step()
+        return {
+            name: parameter.detach().double() - before[name].double()
+            for name, parameter in self._parameters.items()
+            if name in before
+        }
+
+
+def updated(seen: Sequence[Seen], first: First) -> dict[Key, Tensor]:
+    """Returns how the pipeline has changed its parameters, by first name and rank."""
+    before = {(name, rank): value for name, rank, value in held(seen, "before", first)}
+    return {
+        (name, (rank,)): value.double() - before[name, rank].double()
+        for name, rank, value in held(seen, "after", first)
+    }
+
+
+def other_updates(
+    actual: Mapping[Key, Tensor],
+    right: Mapping[str, Tensor],
+    allowed: Mapping[Key, float],
+    explained: set[str],
+) -> Iterator[Finding]:
+    """Yields updates that are not those of one process's optimizer on the same gradients."""
+    for (name, ranks), update in actual.items():
+        norm = max(float(right[name].norm()), float(update.norm()))
+        error = float((update - right[name]).norm())
+        if name in explained or not error > allowed[name, ranks] * norm:
+            continue
+        ratio = float((update * right[name]).sum() / right[name].square().sum())
+        is_scaled = float((update - ratio * right[name]).norm()) <= allowed[name, ranks] * norm
+        words = f"is {ratio:.3g} times as large" if is_scaled else f"differs by {error / norm:.2g}"
+        yield Finding(
+            "the update is not that of one process's optimizer on the same gradient",
+            "give both the same optimizer, options, groups of parameters and learning rate",
+            (name,),
+            ranks,
+            details=(f"that of {name} {words}",),
+        )
 
 
 def why_not_updated(seen: Sequence[Seen]) -> str:

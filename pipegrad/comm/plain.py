@@ -32,7 +32,7 @@ _MOST_DIMENSIONS = 64  # torch's own limit
 _VERSION = 1
 # Everything else that may cross, by module. A reader makes no other class.
 _RECORDS = {
-    "audit.report": ("Finding", "Gradient"),
+    "audit.report": ("Finding", "Gradient", "Variant"),
     "comm.activity": ("Failure", "Record"),
     "comm.agreement": ("_Failure",),
     "model.dtensor": ("Layout", "Shard"),

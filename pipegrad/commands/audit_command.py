@@ -43,6 +43,13 @@ _CANNOT_RUN = 2
     "--order", "checks_order", is_flag=True, help="Check the order of accesses to memory instead."
 )
 @click.option(
+    "--variant",
+    "variants",
+    multiple=True,
+    metavar="NAME",
+    help="Compare this one of the audit's variants; repeat for several. By default all.",
+)
+@click.option(
     "--timeout",
     "timeout_seconds",
     type=Number(min=1.0),
@@ -59,6 +66,7 @@ def audit(
     steps: int | None,
     tolerance: float | None,
     checks_order: bool,
+    variants: tuple[str, ...],
     timeout_seconds: float,
     json_file: Path | None,
     html_file: Path | None,
@@ -72,7 +80,7 @@ def audit(
     """
     from pipegrad.audit.script import Run
 
-    run = Run(target, steps, tolerance, checks_order)
+    run = Run(target, steps, tolerance, checks_order, variants)
     files = {"--json": json_file, "--html": html_file}
     try:
         if {"RANK", "WORLD_SIZE"} <= os.environ.keys():

@@ -70,11 +70,13 @@ def test_nothing_is_dropped_until_it_has_ended(name: str) -> None:
     dropout, expected = Without(), RIGHT[name](X) if name in RIGHT else X
     with dropout.running():
         assert torch.equal(CALLS[name](X), expected)
-    assert dropout.was_active
+    assert dropout.dropped
     assert not torch.equal(CALLS[name](X), expected)
     with dropout.running():
-        functional.dropout(X, 0.5, training=False)
-    assert dropout.was_active  # later runs remember it
+        functional.dropout(X, 0.375, training=False)
+        functional.dropout(X, 0.625)
+    assert 0.625 in dropout.dropped  # and earlier runs are remembered
+    assert len(dropout.dropped) == 2
 
 
 @pytest.mark.parametrize("name", PASSIVE)
@@ -82,7 +84,7 @@ def test_what_drops_nothing_is_not_active(name: str) -> None:
     dropout, expected = Without(), PASSIVE[name](X)
     with dropout.running():
         assert torch.equal(PASSIVE[name](X), expected)
-    assert not dropout.was_active
+    assert not dropout.dropped
 
 
 def test_functions_are_restored_after_an_error() -> None:
@@ -126,5 +128,5 @@ def test_a_traced_module_drops_again_afterwards() -> None:
     without = Without(traced.modules())
     with without.running():
         assert torch.equal(traced(x), model[0](x))
-    assert without.was_active
+    assert without.dropped
     assert not torch.equal(traced(x), traced(x))

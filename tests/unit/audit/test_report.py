@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from pipegrad.audit.report import Finding, Gradient, Report, as_html, listed, merged
+from pipegrad.audit.report import Finding, Gradient, Report, Variant, as_html, listed, merged
 
 FINDING = Finding("the gradient is stale", "call zero_grad", ("0.weight",), (0, 1), step=2)
 GRADIENTS = (
@@ -47,6 +47,27 @@ def test_the_text_numbers_findings_with_where_they_are() -> None:
     assert str(Finding("", names=names[:4])).endswith("2.weight, 3.weight")
 
 
+VARIANTS = (
+    Variant("packing", "lost in the pipeline", "gradient", 0.33, 0.0),
+    Variant("Muon", "not compared", "update", None, 0.5),
+    Variant("<b>", "without effect in both"),
+)
+
+
+def test_variants_are_lines_under_the_findings_and_a_table_of_the_page() -> None:
+    report = replace(RIGHT, variants=VARIANTS)
+    assert str(report).splitlines()[1:-1] == [
+        "packing  lost in the pipeline: gradient 0.33 in one process, 0 in the pipeline",
+        "Muon     not compared: update ? in one process, 0.5 in the pipeline",
+        "<b>      without effect in both",
+    ]
+    page = as_html(report)
+    assert "<h2>Variants</h2>" in page
+    assert "<td>&lt;b&gt;</td><td>without effect in both</td>" in page
+    assert "Variants" not in as_html(RIGHT)
+    assert json.loads(report.as_json())["variants"][0]["one"] == 0.33
+
+
 def test_json_has_all_that_the_report_has() -> None:
     data = json.loads(WRONG.as_json())
     assert data.pop("is_right") is False
@@ -55,6 +76,7 @@ def test_json_has_all_that_the_report_has() -> None:
         for f in data.pop("findings")
     )
     gradients = tuple(Gradient(**{**g, "ranks": tuple(g["ranks"])}) for g in data.pop("gradients"))
+    assert data.pop("variants") == []
     assert Report(findings, tuple(data.pop("notes")), gradients, **data) == WRONG
     assert json.loads(RIGHT.as_json())["is_right"] is True
 

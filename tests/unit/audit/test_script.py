@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ class Recorded(Audit):
     """Remembers how it was run."""
 
     def run(self, *, steps: int | None = None, tolerance: float | None = None) -> Report:
-        CALLS.append(("run", steps, tolerance))
+        CALLS.append(("run", steps, tolerance, *self.variants))
         return REPORT
 
     def order(self, *, steps: int | None = None) -> Report:
@@ -55,6 +55,10 @@ def recorded() -> Audit:
     return Recorded(
         step=print, modules=layer, model=layer, loss_fn=print, batches=[], microbatches=1
     )
+
+
+def with_variants() -> Audit:
+    return replace(recorded(), variants={"packing": recorded, "Muon": recorded})
 
 
 @pytest.fixture
@@ -184,6 +188,8 @@ def test_a_function_that_other_processes_do_not_find_starts_no_ranks(
     [
         (Run(recorded), ("run", None, None)),
         (Run(recorded, steps=2, tolerance=0.5), ("run", 2, 0.5)),
+        (Run(with_variants), ("run", None, None, "packing", "Muon")),
+        (Run(with_variants, variants=("Muon",)), ("run", None, None, "Muon")),
         (Run(recorded, steps=2, checks_order=True), ("order", 2)),
     ],
 )
@@ -191,3 +197,8 @@ def test_a_rank_runs_what_it_is_asked_for(run: Run, call: tuple[object, ...]) ->
     CALLS.clear()
     assert run.here() is REPORT
     assert [call] == CALLS
+
+
+def test_a_variant_that_the_audit_has_not_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"has no variant 'muon'; it has \['packing', 'Muon'\]$"):
+        Run(with_variants, variants=("muon",)).here()
