@@ -253,6 +253,13 @@ def _names_there(
             unknown = [known[name] for name in wrong[:3]]
             has = f"the uncut model has no {unknown}, but " if wrong else "the uncut model has "
             raise PlanError(f"{what}: `names` is wrong: {lacks}{has}{list(shapes)[:3]} and so on")
+        for name, tensor in trained:
+            if tensor.shape != shapes[known[name]]:
+                raise PlanError(
+                    f"{what}: {name} is {tuple(tensor.shape)}, and {known[name]} of the uncut "
+                    f"model is {tuple(shapes[known[name]])}: an audit puts shards together if they "
+                    f"are DTensors"
+                )
         return {name: known[name] for name, _ in own if name in known}
     tensors = dict(whole)
     bare = {name: _bare(name) for name, _ in own}

@@ -240,7 +240,8 @@ def _split(
             rest = right - columns.sum((0, 1, 2))
             if float(rest.norm()) <= _COUPLED * float(right.norm()):
                 return split, False
-            if all(outputs.dims[leaf] is not None for leaf in terms):
+            # By microbatches means are even, also where other weights make the whole.
+            if data.by_microbatch or all(outputs.dims[leaf] is not None for leaf in terms):
                 break
             split = _Split(model, data, outputs.weighed(terms, columns, rest))
     assert first is not None

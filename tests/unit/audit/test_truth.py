@@ -208,6 +208,24 @@ def test_terms_of_different_denominators_have_parts_of_their_own(counts_few: boo
     assert_parts_make_the_whole(truth)
 
 
+class Squared(Tied):
+    """Has a loss beside its logits whose gradient of the batch is a weighed mean, by chance."""
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        hidden = torch.tanh(self.layer(self.embedding(tokens)))
+        return self.head(self.again(hidden)), hidden.mean().square()
+
+
+@pytest.mark.parametrize("is_whole", [False, True])
+def test_microbatches_by_themselves_weigh_alike_where_other_weights_make_the_batch(
+    is_whole: bool,
+) -> None:
+    model, batch = seeded(Squared()), tokens()
+    truth = truth_of(model, batch, balanced, by_microbatch=not is_whole)
+    cells = [one for row in cut(batch) for one in row]
+    assert_equal(truth.gradients, by_autograd(model, [batch] if is_whole else cells, balanced))
+
+
 class Loss(nn.Module):
     """A model that returns its loss, in an object that cannot be taken apart."""
 
