@@ -64,7 +64,7 @@ class Block(NamedTuple):
     def runs(self) -> bool:
         """Whether something is done with it."""
         if self.language in ("text", "diff"):
-            return self.marker == "output"
+            return self.marker in ("output", "file")
         return self.marker != "skip"
 
 
