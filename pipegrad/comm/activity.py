@@ -7,6 +7,7 @@ to know of it when the job fails. A `Tape` is for who records what a rank does.
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import get_ident
+from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -45,6 +47,7 @@ _PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.s
 # pydevd, which VS Code and PyCharm use.
 _PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
 _stacks: dict[int, list[Activity]] = {}  # by thread, outermost first
+_walking = threading.Lock()  # or a thread would let garbage be collected while another one walks
 _verb_thread = _num_left = 0  # and how many outermost activities have ended
 
 
@@ -175,15 +178,30 @@ def verb_thread() -> int:
     return _verb_thread if _verb_thread in alive else threading.main_thread().ident or 0
 
 
+def frames_of(thread: int) -> list[FrameType]:
+    """Returns the frames of a thread, innermost first; none if it has ended."""
+    frames = list[FrameType]()
+    with _walking:
+        # Python 3.11 may collect garbage while it makes the object of a frame. A finalizer may let
+        # the other thread go on, which leaves that frame, and its memory is used again: processes
+        # ended by SIGSEGV.
+        was_enabled = gc.isenabled()
+        gc.disable()
+        try:
+            frame = sys._current_frames().get(thread)
+            while frame is not None:
+                frames.append(frame)
+                frame = frame.f_back
+        finally:
+            if was_enabled:
+                gc.enable()
+    return frames
+
+
 def in_debugger() -> bool:
     """Whether the thread that runs verbs is at the prompt of a debugger."""
-    frame = sys._current_frames().get(verb_thread())
-    while frame is not None:
-        file = _PROMPTS.get(frame.f_code.co_name)
-        if file is not None and file in frame.f_code.co_filename:
-            return True
-        frame = frame.f_back
-    return False
+    codes = [frame.f_code for frame in frames_of(verb_thread())]
+    return any(_PROMPTS.get(code.co_name, "\0") in code.co_filename for code in codes)
 
 
 class Stand(NamedTuple):
@@ -205,18 +223,15 @@ class Stand(NamedTuple):
 def stand(awaited: Callable[[], tuple[int, ...]]) -> Stand | None:
     """Returns where a wait for ranks or code outside of pipegrad is; None in anything else."""
     thread = verb_thread()
-    stack, frame = activities().get(thread, []), sys._current_frames().get(thread)
-    if stack:
+    if stack := activities().get(thread):
         last = stack[-1]
         is_for_threads = not last.what and last.details is None
         ranks = _awaited_by_others(thread) if is_for_threads else awaited()
         since = last.since + (last.position() if last.position is not None else 0)
         return Stand(stack[0].what, _line_of(thread)[0], ranks, since) if ranks else None
     # What has no activity, such as a cut that loads weights, is not outside either.
-    while frame is not None:
-        if frame.f_code.co_filename.startswith(_PIPEGRAD):
-            return None
-        frame = frame.f_back
+    if any(frame.f_code.co_filename.startswith(_PIPEGRAD) for frame in frames_of(thread)):
+        return None
     return Stand("", _line_of(thread)[0], (), _num_left)
 
 
@@ -445,15 +460,15 @@ class Account:
 
 def _line_of(thread: int) -> tuple[str, bool, bool]:
     """Returns the user's innermost line, if it runs itself, and if torch communicates below it."""
-    frame, runs, is_in_torch = sys._current_frames().get(thread), True, False
-    while frame is not None and not is_of_user(frame.f_code.co_filename):
+    runs, is_in_torch = True, False
+    for frame in frames_of(thread):
+        file = frame.f_code.co_filename
+        if is_of_user(file):
+            line = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
+            return line, runs, is_in_torch
         runs = False
-        is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in frame.f_code.co_filename
-        frame = frame.f_back
-    if frame is None:
-        return "", False, is_in_torch
-    name = Path(frame.f_code.co_filename).name
-    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}", runs, is_in_torch
+        is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in file
+    return "", False, is_in_torch
 
 
 # What a part notes. The words are those of a timeline.
