@@ -217,7 +217,7 @@ def test_alone_on_a_terminal_it_shows_a_bar(folder: Path, monkeypatch: pytest.Mo
     assert not dist.is_initialized()
     assert "12/12" in shown.getvalue()
     assert "tokens/s" in shown.getvalue()
-    assert "step     1" not in shown.getvalue()
+    assert "step     1 " not in shown.getvalue()
     assert len((folder / "bar" / "metrics.jsonl").read_text().splitlines()) == 12
 
 
