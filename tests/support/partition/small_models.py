@@ -648,12 +648,13 @@ class Truth:
 
 
 @functools.lru_cache(1)
-def truth(kind: str) -> Truth:
+def truth(kind: str, dtype: torch.dtype) -> Truth:
     """Runs one process."""
     model: Any = make(kind)
     model.eval()  # nothing is random in a look at images
     batch = batch_of(model, 1)
-    model.train()
+    batch = {name: x.to(dtype) if x.is_floating_point() else x for name, x in batch.items()}
+    model.to(dtype).train()
     losses, gradients = [], []
     rows = [part_of(batch, a) for a in range(0, ROWS, MICROBATCH)]
     weights = [counted(model, part) for part in rows]
@@ -701,7 +702,9 @@ def counted(model: Any, part: dict[str, Tensor]) -> float:
     return float((labels[:, 1:] if shifts else labels).ne(IGNORED).sum())
 
 
-def compare(kind: str, num_stages: int, schedule: str) -> dict[str, Any]:
+def compare(
+    kind: str, num_stages: int, schedule: str, dtype: torch.dtype = torch.float32
+) -> dict[str, Any]:
     """Cuts a family, takes a step, and compares it with one process; called on four ranks.
 
     Ranks that the pipeline does not need are replicas.
@@ -712,12 +715,12 @@ def compare(kind: str, num_stages: int, schedule: str) -> dict[str, Any]:
         no such model, ``refused`` if pipegrad refuses it, and otherwise ``died``.
     """
     try:
-        true = truth(kind)
+        true = truth(kind, dtype)
     except Exception as error:  # noqa: BLE001 - of transformers
         return {"made": sentence(error)}
     row: dict[str, Any] = {"where": "cut"}
     try:
-        parts = _cut(kind, num_stages, true, row)
+        parts = _cut(kind, num_stages, true, row, dtype)
         row["where"] = "step"
         at = topology(num_stages)
         number = ROWS // MICROBATCH // at.size("dp")
@@ -739,11 +742,12 @@ def compare(kind: str, num_stages: int, schedule: str) -> dict[str, Any]:
     return row
 
 
-def _cut(kind: str, num_stages: int, true: Truth, row: dict[str, Any]) -> Any:
+def _cut(kind: str, num_stages: int, true: Truth, row: dict[str, Any], dtype: torch.dtype) -> Any:
     """Cuts a family; with an example, if it is not for texts or has to be."""
     plain = all(x.dim() < 3 and not x.is_floating_point() for x in true.batch.values())
     is_text = plain and types()[kind][1] in TEXTS and "example" not in row
-    model, example = make(kind), None if is_text else part_of(true.batch, 0)
+    model = make(kind).to(dtype)
+    example = None if is_text else part_of(true.batch, 0)
     row |= {} if is_text else {"example": 1}
     Path("/proc/self/clear_refs").write_text("5")  # forgets the peak of memory
     before, began = _kib("VmRSS"), time.process_time()
@@ -752,7 +756,7 @@ def _cut(kind: str, num_stages: int, true: Truth, row: dict[str, Any]) -> Any:
     except PipegradError as error:
         if is_text and "example={" in str(error):
             row["example"] = 1
-            return _cut(kind, num_stages, true, row)
+            return _cut(kind, num_stages, true, row, dtype)
         raise
     row |= {"seconds": time.process_time() - began, "MiB": (_kib("VmHWM") - before) / 1024}
     return parts
