@@ -50,6 +50,7 @@ class Verdict:
             Empty if all ranks end.
         stuck: Rank -> the cell that it never ends, if ranks wait for each other.
         needs: What each rank needs while it runs; None if something is wrong.
+        waits: The run; None if computes are missing, doubled or on two ranks.
     """
 
     orders: Orders
@@ -195,7 +196,7 @@ class Verdict:
         name = transfer_name(self.orders, rank, code)
         cell = self._cell(rank, position)
         text = self.orders.cells[rank][cell] if cell != END else ""
-        is_other = name not in text and not self.orders.is_own and program is not None
+        is_other = name not in text and not self.orders.is_own
         return f"{name} ({text})" if is_other and text else name
 
     def _op(self, rank: int, position: int) -> int:
@@ -265,9 +266,8 @@ def verify(
     try:
         proof.check_actions(program)
     except ScheduleError as error:
-        defects.insert(
-            0, Defect(-1, END, str(error).split("\n")[0].partition(" is not complete: ")[2])
-        )
+        text = str(error).split("\n")[0].removeprefix(f"schedule {program.schedule.name!r} ")
+        defects.insert(0, Defect(-1, END, text.removeprefix("is not complete: ")))
     else:
         waits = Waits(program, real)
         ranks = [SimulatedRank(program, rank) for rank in range(len(program.items))]

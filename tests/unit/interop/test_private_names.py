@@ -1,4 +1,4 @@
-"""Which private names of torch pipegrad uses: a new version of torch may move them."""
+"""Which private names of torch pipegrad uses. A version of torch that has one nowhere is found."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def used(file: Path) -> Iterator[tuple[str, str]]:
                 yield node.attr, f"{file.name}:{node.lineno}"
 
 
-def test_torch_has_each_private_name_that_is_used() -> None:
+def test_torch_still_has_each_private_name_somewhere() -> None:
     places = dict[str, list[str]]()
     for file in sorted(INTEROP.glob("*.py")):
         for name, place in used(file) if file.name not in OTHERS else ():
@@ -35,5 +35,5 @@ def test_torch_has_each_private_name_that_is_used() -> None:
     known = set[str]()
     for source in Path(torch.__file__).parent.rglob("*.py"):
         known |= places.keys() & set(re.findall(r"\b_\w+", source.read_text(errors="replace")))
-    moved = {name: where for name, where in places.items() if name not in known}
-    assert moved == {}, f"torch {torch.__version__} has them no more: {moved}"
+    gone = {name: where for name, where in places.items() if name not in known}
+    assert gone == {}, f"torch {torch.__version__} has them no more: {gone}"
