@@ -9,9 +9,8 @@ import click
 from pipegrad.commands.audit_command import audit
 from pipegrad.commands.command_options import add_traceback
 from pipegrad.commands.inspect_commands import LISTS, doctor, export, trace
-from pipegrad.commands.plan_commands import plan, schedule, simulate
+from pipegrad.commands.plan_commands import plan, schedule, simulate, verify
 from pipegrad.commands.run_commands import launch, train
-from pipegrad.commands.verify_command import verify
 
 
 class _Commands(click.Group):

@@ -192,7 +192,7 @@ class Verdict:
 
     def _transfer(self, rank: int, position: int) -> str:
         """Returns a transfer as torch names it, and the cell if that has another name."""
-        program, code = self.orders.program, self.orders.program.items[rank][position]
+        code = self.orders.program.items[rank][position]
         name = transfer_name(self.orders, rank, code)
         cell = self._cell(rank, position)
         text = self.orders.cells[rank][cell] if cell != END else ""

@@ -6,6 +6,7 @@ import itertools
 import json
 import re
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -28,6 +29,14 @@ def verified(text: str, folder: Path, **options: object) -> Verdict:
     path = folder / "orders.csv"
     path.write_bytes(text.encode())
     return pipegrad.verify(path, **options)  # type: ignore[arg-type]
+
+
+def test_an_evaluation_that_lacks_a_forward_says_which() -> None:
+    program = lower(schedules.build("gpipe", num_ranks=2, num_microbatches=2), forward_only=True)
+    first, last = program.schedule.actions
+    schedule = replace(program.schedule, actions=(first[:-1], last))
+    verdict = pipegrad.verify(replace(program, schedule=schedule))
+    assert verdict.defects[0].text == "does not have 0F1 once"
 
 
 # Torch's schedules.
