@@ -71,6 +71,7 @@ class Compute:
         self._sync = sync
         self._loss_fn = loss_fn
         self._last = len(program.schedule.stage_to_rank) - 1
+        self._carried = values.carried
         self._weights = weights
         self._splits = sync is not None and program.schedule.splits_backward
         self._sharded = sharded
@@ -159,6 +160,9 @@ class Compute:
             outputs = self._recomputes[stage].first(microbatch, values, forward)
         else:
             outputs = self._stages[stage].forward(values)
+        if stage in self._carried.stages:
+            is_kept = self._sync is not None and stage not in self._recomputes
+            outputs = self._carried.take(stage, microbatch, outputs, has_backward=is_kept)
         if stage in self._with_losses:
             outputs = self._part_losses(stage, microbatch, outputs)
         if stage != self._last or self._keeps_outputs or self._is_over_batch:
@@ -325,6 +329,8 @@ class Compute:
             what = f"stage {stage}, microbatch {microbatch}"
             differs = self._recomputes[stage].compare(microbatch, outputs, what)
             self.num_different = self.num_different + differs
+            if stage in self._carried.stages:
+                outputs = self._carried.take(stage, microbatch, outputs, hands_over=False)
             if stage in self._with_losses:
                 outputs = self._part_losses(stage, microbatch, outputs, again=True)
         if stage != self._last or self._is_over_batch:
@@ -357,6 +363,8 @@ class Compute:
             if loss.requires_grad:
                 roots += (loss,)
                 gradients += (self._loss_gradient(loss, share),)
+        if stage in self._carried.stages:
+            self._carried.begin_backward(stage, microbatch, roots, gradients)
         if self._loose.is_looking:
             self._loose.look(stage, roots, self._values.leaves_of(stage, microbatch))
         return roots, gradients

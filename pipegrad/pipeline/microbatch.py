@@ -15,6 +15,11 @@ are cut where samples are. Stages that run a model's own code know some of these
 pipeline runs a backward for each microbatch, and the caller's graph can be run only once. So such a
 value is cut off its graph. The gradients of all microbatches go into the graph together, when the
 step ends.
+
+[Note: chunks of time] With ``chunks`` each microbatch is cut once more, along the dimension of
+time, and each chunk counts as a microbatch: chunk c of microbatch m is number m * chunks + c. A
+tensor that has as many dimensions is cut. All of them have the same length there, or `time_dim`
+names them. What has no time, such as a number for each row, goes whole to every chunk.
 """
 
 from __future__ import annotations
@@ -23,9 +28,9 @@ import copy
 import warnings
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import accumulate
-from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor
@@ -39,12 +44,16 @@ _T = TypeVar("_T", Tensor, Sequence[int])
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
 Counts = Sequence[int] | Tensor  # for each sample, how many rows of a tensor it has
+InTime = tuple[Mapping[str, object], Mapping[str, int | None]]  # as `Stage.in_time` returns
 
 
 class Batch(NamedTuple):
     """What a step is given: the arguments of `Scheduler.step` and of `Scheduler.evaluate`.
 
     Attributes:
+        chunks: Into how many chunks of time, or their lengths; None if the Scheduler's own number
+            is right.
+        time_dim: The dimension of time, or for each name its own, None if it has no time.
         error: Why this rank cannot take the step; None if it can.
     """
 
@@ -56,6 +65,8 @@ class Batch(NamedTuple):
     num_microbatches: int | None
     keeps_outputs: bool
     rows_of: Mapping[str, Counts] | None = None
+    chunks: int | Sequence[int] | None = None
+    time_dim: int | Mapping[str, int | None] = 1
     error: BaseException | None = None
 
     @property
@@ -79,9 +90,12 @@ class Batches:
         labels: Names of the inputs that are the target, too.
         rows_of: As `Stage.rows_of`.
         samples_along: As `Stage.samples_along`.
+        in_time: As `Stage.in_time`.
 
     Attributes:
         rows: Samples of the batch that was cut last; None if nothing was cut.
+        length: Its length in time, if that was cut into chunks alike for all rows; else None.
+        sizes: How much of the batch each microbatch has, if that is known; else empty.
         report: What was done last with each value, by name and path, in words.
         passed: A number of each tensor that was given last: see [Note: what was passed].
         outer: Those values of the last batch that have a graph of the caller's.
@@ -98,6 +112,7 @@ class Batches:
         labels: Sequence[str] = (),
         rows_of: Callable[[Mapping[str, object]], Mapping[str, Counts]] = lambda _: {},
         samples_along: Callable[[Mapping[str, object]], Mapping[str, int | None]] = lambda _: {},
+        in_time: Callable[[Mapping[str, object]], InTime] = lambda given: (given, {}),
     ) -> None:
         # An input takes everything that no stage names: [Note: the rest].
         self._rest = next((name for name in wiring.external if name.startswith(REST)), None)
@@ -113,8 +128,11 @@ class Batches:
         self._whole = whole
         self._rows_of = rows_of
         self._samples_along = samples_along
+        self._in_time = in_time
         self._repeated = Repeated()
         self.rows: int | None = None
+        self.length: int | None = None
+        self.sizes: Sequence[float] = ()
         self.report: dict[str, str] = {}
         self.passed: Numbers = {}
         self.outer = OuterGraphs()
@@ -126,13 +144,14 @@ class Batches:
         return other
 
     def cut(
-        self, batch: Batch, number: int, *, needs_target: bool
+        self, batch: Batch, number: int, chunks: int = 1, *, needs_target: bool
     ) -> tuple[_Parts, Sequence[object] | None]:
         """Returns the microbatches of each external input that this rank needs, and of the target.
 
         Args:
             batch: What the step is given.
-            number: How many microbatches there are.
+            number: How many microbatches rows are cut into.
+            chunks: How many chunks of time each of them is cut into, and each is a microbatch.
             needs_target: Whether the rank of the last stage must have a target.
 
         Raises:
@@ -140,7 +159,7 @@ class Batches:
             BaseException: The error of the batch.
         """
         self.outer.forget()  # a failed step may have left something
-        self.rows, self.report, self.passed = None, {}, {}
+        self.rows, self.sizes, self.length, self.report, self.passed = None, (), None, {}, {}
         if batch.error is not None:
             raise batch.error
         if batch.microbatches is None:
@@ -148,9 +167,14 @@ class Batches:
             given = self._given_counts(batch.rows_of)
             counts = {path: torch.tensor(numbers) for path, numbers in given.items()}
             self._number_passed({**passed, "rows_of": counts} if given else passed)
-            parts = self._cut(passed, given, number=number, needs_target=needs_target)
+            values = self._taken_here(passed, needs_target=needs_target)
+            values, time_dims = self._with_time(values, batch, chunks)
+            parts = self._cut(passed, values, given, number=number)
         else:
-            parts = self._ready(batch, needs_target=needs_target)
+            parts, time_dims = self._ready(batch, chunks, needs_target=needs_target)
+        if chunks > 1:
+            parts = self._in_chunks(parts, batch.chunks or chunks, time_dims, number)
+        parts = self._folded(self.outer.cut_off(parts), number * chunks)
         return parts, parts.pop("target", None)
 
     # Names.
@@ -292,13 +316,12 @@ class Batches:
     def _cut(
         self,
         passed: _Values,
+        values: _Values,
         given: Mapping[str, Sequence[int]],
         *,
-        needs_target: bool,
         number: int,
     ) -> _Parts:
-        """Returns the microbatches of a batch."""
-        values = self._taken_here(passed, needs_target=needs_target)
+        """Returns the microbatches of a batch, of what this rank takes of it."""
         along = self._samples_along(values)
         no_samples = {name for name, dim in along.items() if dim is None}
         whole = [name for name in values if name in self._whole or name in no_samples]
@@ -327,7 +350,9 @@ class Batches:
                 f"together: give all the same number of rows, at least {number}, or give another "
                 f"num_microbatches= on all ranks{last if few else other}"
             )
-        self.rows = min(samples.values(), default=None)
+        if rows_in_all := min(samples.values(), default=0):
+            least, more = divmod(rows_in_all, number)
+            self.rows, self.sizes = rows_in_all, [least + (m < more) for m in range(number)]
         for path, numbers in counts.items():
             if len(numbers) != self.rows:
                 raise StepError(
@@ -346,13 +371,12 @@ class Batches:
                 f"{sum(lengths)} rows of {self.rows} samples, cut with these into {number} "
                 f"microbatches of {min(lengths)} to {max(lengths)}"
             )
-        parts = {
+        return {
             name: value.tensor_split(number, dim)
             if (dim := along.get(name)) and name not in whole and isinstance(value, Tensor)
-            else self._parts(name, value, range(number), whole=name in whole, sizes=uneven)
+            else _parts(name, value, number, whole=name in whole, sizes=uneven)
             for name, value in values.items()
         }
-        return self._folded(parts, number)
 
     def _counts_of(
         self,
@@ -377,8 +401,10 @@ class Batches:
             counts[path] = numbers
         return counts
 
-    def _ready(self, batch: Batch, *, needs_target: bool) -> _Parts:
-        """Returns microbatches that are given ready, as they are."""
+    def _ready(
+        self, batch: Batch, chunks: int, *, needs_target: bool
+    ) -> tuple[_Parts, dict[str, int | None]]:
+        """Returns microbatches that are given ready, as they are, and where time is."""
         ready = batch.microbatches
         if not isinstance(ready, tuple | list):
             raise StepError(
@@ -397,12 +423,14 @@ class Batches:
                 f"{beside or 'inputs'} beside microbatches=: put into each microbatch what is for "
                 f"it. What is for all of them may stand beside, if whole= of the Scheduler names it"
             )
-        taken, every = list[_Values](), list[_Values]()
+        taken, every, time_dims = list[_Values](), list[_Values](), dict[str, int | None]()
         for number, one in enumerate(ready):
             try:
                 inputs = () if one is None else (one,)
                 passed = self._by_name(inputs, batch.named, batch.target)
-                taken.append(self._taken_here(passed, needs_target=needs_target))
+                values = self._taken_here(passed, needs_target=needs_target)
+                values, time_dims = self._with_time(values, batch, chunks)
+                taken.append(values)
                 every.append(passed)
                 if taken[-1].keys() != taken[0].keys():
                     raise StepError("all microbatches have the same inputs, and a target or none")
@@ -411,14 +439,7 @@ class Batches:
         names = dict.fromkeys(name for passed in every for name in passed)
         self._number_passed({name: [passed.get(name) for passed in every] for name in names})
         self.report = dict.fromkeys(taken[0], f"as given in each of {len(taken)} microbatches")
-        parts: _Parts = {
-            name: [
-                self._parts(name, values[name], [number], whole=True)[0]
-                for number, values in enumerate(taken)
-            ]
-            for name in taken[0]
-        }
-        return self._folded(parts, len(taken))
+        return {name: [values[name] for values in taken] for name in taken[0]}, time_dims
 
     def _labels_of(self, one: object) -> str:
         """Returns where the labels of a ready microbatch belong, if it may have them elsewhere."""
@@ -428,48 +449,162 @@ class Batches:
             return ""
         return ". The labels of a ready microbatch are its 'target', whatever a loader calls them"
 
-    def _parts(
-        self,
-        name: str,
-        value: object,
-        microbatches: Sequence[int],
-        *,
-        whole: bool,
-        sizes: Mapping[str, Sequence[int]] = MappingProxyType({}),
-    ) -> Sequence[object]:
-        """Returns a value for each of these microbatches; see [Note: trees].
+    # Chunks of time.
 
-        Args:
-            name: Of the value.
-            value: What the step is given.
-            microbatches: Their numbers.
-            whole: Whether each of them gets all of it.
-            sizes: By path, how many rows each of them gets of a tensor that is not cut evenly.
+    def _with_time(
+        self, values: _Values, batch: Batch, chunks: int
+    ) -> tuple[_Values, dict[str, int | None]]:
+        """Returns values that may be cut into chunks of time, and by name where time is.
+
+        The entry ``""`` is for names without one of their own.
         """
-        leaves, rebuilt = flattened(value)
-        if not any(has_graph(leaf) or (is_cut(leaf) and not whole) for _, leaf in leaves):
-            return [value] * len(microbatches)
-        columns = [
-            self.outer.microbatches(
-                name,
-                leaf,
-                microbatches,
-                whole=whole or not leaf.dim(),
-                sizes=sizes.get(f"{name}{path}"),
+        if chunks == 1:
+            return values, {}
+        own = batch.time_dim if isinstance(batch.time_dim, Mapping) else {"": batch.time_dim}
+        for name, dim in own.items():
+            known = not name or name == "target" or self._is_taken(name.partition("[")[0])
+            least = 0 if name in self._whole else 1
+            if not known or not (dim is None or (type(dim) is int and dim >= least)):
+                raise StepError(
+                    f"time_dim is {batch.time_dim!r}, expected a dimension from 1, since rows are "
+                    f"the first one, or a mapping from names of inputs, out of {self._taken}, to "
+                    f"dimensions, or to None for those without time"
+                )
+        in_time, dims = self._in_time(values)
+        return dict(in_time), {"": 1, **dict.fromkeys(self._whole), **dims, **own}
+
+    def _in_chunks(
+        self,
+        parts: _Parts,
+        chunks: int | Sequence[int],
+        time_dims: Mapping[str, int | None],
+        number: int,
+    ) -> _Parts:
+        """Returns the chunks of microbatches; see [Note: chunks of time]."""
+        columns: dict[str, Any] = {name: [] for name in parts}
+        sizes, every = list[float](), set[int]()
+        rows = self.sizes or [1] * number
+        for m in range(number):
+            values = {name: column[m] for name, column in parts.items()}
+            leaves = leaves_of(values)
+            dims = {
+                path: dim
+                for path, leaf in leaves.items()
+                for dim in [_dim_of(path, time_dims)]
+                if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim
+            }
+            found = {
+                p: x.shape[dims[p]]
+                for p, x in leaves.items()
+                if isinstance(x, Tensor) and p in dims
+            }
+            lengths = _lengths(found, chunks)
+            if "target" in values and not any(path.startswith("target") for path in found):
+                raise StepError(
+                    "the target has no dimension of time, and each chunk has a loss of its own: "
+                    "give a target for each position, ignored where there is none, or chunks=1"
+                )
+            every.add(sum(lengths))
+            sizes += [rows[m] * length / (sum(lengths) or 1) for length in lengths]
+            for name, value in values.items():
+                columns[name] += _chunks_of(name, value, dims, lengths)
+            for path in found if m == 0 else ():
+                words = self.report.get(path, self.report.get(path.partition("[")[0]))
+                self.report[path] = f"{words}, each cut into chunks of {_in_words(lengths)}"
+        self.sizes = sizes
+        self.length = every.pop() if len(every) == 1 else None
+        return columns
+
+
+def _lengths(found: Mapping[str, int], chunks: int | Sequence[int]) -> list[int]:
+    """Returns the lengths of the chunks of a microbatch.
+
+    Args:
+        found: By path, how long tensors are.
+        chunks: How many there are, or how long.
+
+    Raises:
+        StepError: If tensors differ, or cannot be cut like that.
+    """
+    number = chunks if isinstance(chunks, int) else len(chunks)
+    length = next(iter(found.values()), 0)
+    if len(set(found.values())) > 1 or (found and length < number):
+        raise StepError(
+            f"tensors of lengths {dict(found)} cannot be cut into {number} chunks of time that "
+            f"belong together: give all the same length, at least {number}; or name what has no "
+            f"time, or has it elsewhere, as in time_dim={{{next(iter(found))!r}: None}}"
+        )
+    if not isinstance(chunks, int):
+        if found and sum(chunks) != length:
+            raise StepError(
+                f"chunks {list(chunks)} add up to {sum(chunks)}, and tensors are {length} long"
             )
-            if isinstance(leaf, Tensor)
-            else [leaf] * len(microbatches)
-            for path, leaf in leaves
-        ]
-        return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
+        return list(chunks)
+    least, more = divmod(length, number)
+    return [least + (c < more) for c in range(number)]
+
+
+def _dim_of(path: str, time_dims: Mapping[str, int | None]) -> int | None:
+    """Returns the dimension of time of a leaf, by its path or the name before it."""
+    return time_dims.get(path, time_dims.get(path.partition("[")[0], time_dims[""]))
+
+
+def _chunks_of(
+    name: str, value: object, dims: Mapping[str, int], lengths: Sequence[int]
+) -> Sequence[object]:
+    """Returns a value for each chunk: those of its tensors that have time are cut there."""
+    leaves, rebuilt = flattened(value)
+    if not any(f"{name}{path}" in dims for path, _ in leaves):
+        return [value] * len(lengths)
+    columns = [
+        leaf.split(lengths, dims[f"{name}{path}"])
+        if f"{name}{path}" in dims and isinstance(leaf, Tensor)
+        else [leaf] * len(lengths)
+        for path, leaf in leaves
+    ]
+    return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
+
+
+def _in_words(lengths: Sequence[int]) -> str:
+    few, many = min(lengths), max(lengths)
+    return f"{few}" if few == many else f"{few} to {many}"
+
+
+def _parts(
+    name: str,
+    value: object,
+    number: int,
+    *,
+    whole: bool,
+    sizes: Mapping[str, Sequence[int]],
+) -> Sequence[object]:
+    """Returns a value for each of so many microbatches; see [Note: trees].
+
+    Args:
+        name: Of the value.
+        value: What the step is given.
+        number: How many microbatches there are.
+        whole: Whether each of them gets all of it.
+        sizes: By path, how many rows each of them gets of a tensor that is not cut evenly.
+    """
+    leaves, rebuilt = flattened(value)
+    if whole or not any(is_cut(leaf) for _, leaf in leaves):
+        return [value] * number
+    columns = [
+        _split(leaf, number, sizes.get(f"{name}{path}")) if is_cut(leaf) else [leaf] * number
+        for path, leaf in leaves
+    ]
+    return [rebuilt(list(row)) for row in zip(*columns, strict=True)]
 
 
 def _split(value: _T, number: int, sizes: Sequence[int] | None = None) -> Sequence[_T]:
     """Returns pieces of a tensor or a list, of these sizes, or as even as can be."""
-    if sizes is None and isinstance(value, Tensor):
-        return value.tensor_split(number)
     least, rest = divmod(len(value), number)
     sizes = sizes or [least + (m < rest) for m in range(number)]
+    if isinstance(value, Tensor):
+        # One node of a graph for all pieces, whose backward joins their gradients.
+        pieces: Sequence[_T] = value.split(list(sizes))
+        return pieces
     return [value[end - size : end] for size, end in zip(sizes, accumulate(sizes), strict=True)]
 
 
@@ -488,12 +623,19 @@ def _counts(path: str, counts: object) -> list[int]:
     )
 
 
-def joined(outputs: Sequence[tuple[Tensor, ...]]) -> tuple[Any, ...]:
+def joined(outputs: Sequence[tuple[Tensor, ...]], chunks: int = 1) -> tuple[Any, ...]:
     """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
 
     The second is what there is of microbatches whose outputs differ beyond the first dimension.
+    Those of the chunks of a sequence are joined along dimension 1.
     """
-    return tuple(map(_joined, zip(*outputs, strict=True)))
+    columns: Any = zip(*outputs, strict=True)
+    if chunks > 1:
+        columns = [
+            [_joined(column[i : i + chunks], 1) for i in range(0, len(column), chunks)]
+            for column in columns
+        ]
+    return tuple(_joined(tuple(column)) for column in columns)
 
 
 def joined_tree(parts: Sequence[object]) -> object:
@@ -513,13 +655,21 @@ def joined_tree(parts: Sequence[object]) -> object:
     return trees[0][1](columns)
 
 
-def _joined(parts: tuple[Tensor, ...]) -> Tensor | tuple[Tensor, ...]:
-    if len({(part.dim(), part.shape[1:], part.dtype) for part in parts}) > 1:
+def _joined(parts: tuple[Any, ...], dim: int = 0) -> Any:  # noqa: ANN401 - a tensor, or parts
+    if (
+        any(isinstance(part, tuple) for part in parts)
+        or len(set(map(partial(_form, dim), parts))) > 1
+    ):
         return parts
-    return torch.cat(parts) if parts[0].dim() else torch.stack(parts)
+    return torch.cat(parts, dim) if parts[0].dim() > dim else torch.stack(parts)
 
 
-def has_graph(leaf: object) -> bool:
+def _form(dim: int, part: Tensor) -> tuple[object, ...]:
+    """Returns what tensors have in common that are joined along a dimension."""
+    return part.dim(), part.shape[:dim], part.shape[dim + 1 :], part.dtype
+
+
+def has_graph(leaf: object) -> TypeGuard[Tensor]:
     """Returns whether a leaf is a tensor that is to get a gradient."""
     return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
 
@@ -533,39 +683,32 @@ class OuterGraphs:
 
     def __init__(self) -> None:
         self.leaves: dict[str, dict[int, list[Tensor]]] = {}
-        self._cut_off: list[tuple[Tensor, Sequence[Tensor]]] = []
+        self._cut_off: list[tuple[Tensor, Tensor]] = []  # a piece with its graph, and its leaf
 
-    def microbatches(
-        self,
-        name: str,
-        value: Tensor,
-        microbatches: Sequence[int],
-        *,
-        whole: bool,
-        sizes: Sequence[int] | None,
-    ) -> Sequence[Tensor]:
-        """Returns a tensor for each microbatch; they are leaves if `value` requires a gradient.
+    def cut_off(self, parts: _Parts) -> _Parts:
+        """Returns the values of all microbatches, with leaves in place of pieces with a graph."""
+        return {name: self._of_name(name, column) for name, column in parts.items()}
 
-        Args:
-            name: The input whose tensor it is, or "target".
-            value: What the step is given.
-            microbatches: Their numbers.
-            whole: Whether each of them gets all of the value.
-            sizes: How many rows each of them gets; None if all get alike.
-        """
-        number = len(microbatches)
-        if not has_graph(value):
-            return [value] * number if whole else _split(value, number, sizes)
-        detached = value.detach()
-        leaves = [detached] if whole else list(_split(detached, number, sizes))
-        for leaf in leaves:
-            leaf.requires_grad_()
-        self._cut_off.append((value, leaves))
-        parts = leaves * number if whole else leaves
-        by_microbatch = self.leaves.setdefault(name, {})
-        for microbatch, part in zip(microbatches, parts, strict=True):
-            by_microbatch.setdefault(microbatch, []).append(part)
-        return parts
+    def _of_name(self, name: str, column: Sequence[object]) -> Sequence[object]:
+        trees = [flattened(value) for value in column]
+        if not any(has_graph(leaf) for leaves, _ in trees for _, leaf in leaves):
+            return column
+        # What is whole in several microbatches is one tensor, and one leaf.
+        leaf_of = dict[int, Tensor]()
+        values = list[object]()
+        for microbatch, (leaves, rebuilt) in enumerate(trees):
+            row = list[object]()
+            for _, piece in leaves:
+                if has_graph(piece):
+                    if id(piece) not in leaf_of:
+                        leaf_of[id(piece)] = piece.detach().requires_grad_()
+                        self._cut_off.append((piece, leaf_of[id(piece)]))
+                    piece = leaf_of[id(piece)]  # noqa: PLW2901 - the graph ends here
+                    self.leaves.setdefault(name, {}).setdefault(microbatch, []).append(piece)
+                row.append(piece)
+            values.append(rebuilt(row))
+        is_whole = all(value is column[0] for value in column)
+        return values[:1] * len(values) if is_whole else values
 
     @property
     def is_empty(self) -> bool:
@@ -580,21 +723,10 @@ class OuterGraphs:
 
         Sync: on the current stream.
         """
-        values, gradients = list[Tensor](), list[Tensor]()
-        for value, leaves in self._cut_off:
-            leaf_gradients = [leaf.grad for leaf in leaves]
-            if any(gradient is not None for gradient in leaf_gradients):
-                # No microbatch may be missing: `value` has one gradient, of its own shape.
-                parts = [
-                    torch.zeros_like(leaf) if gradient is None else gradient
-                    for leaf, gradient in zip(leaves, leaf_gradients, strict=True)
-                ]
-                values.append(value)
-                gradient = parts[0] if parts[0].shape == value.shape else torch.cat(parts)
-                gradients.append(gradient / divisor)
+        reached = [(x, leaf.grad / divisor) for x, leaf in self._cut_off if leaf.grad is not None]
         self.forget()
-        if values:
-            torch.autograd.backward(values, gradients)
+        if reached:
+            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
 
     def forget(self) -> None:
         """Lets go of everything of a step."""

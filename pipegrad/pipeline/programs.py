@@ -49,6 +49,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from numbers import Integral
+from typing import Any
 
 import torch
 
@@ -116,7 +117,8 @@ class Programs:
             resolved = registry.resolve(spec)
             if isinstance(resolved.plugin, MeasuredGenerator):
                 self.spec = self._generator = resolved.plugin
-        self._others: dict[int, Schedule] = {}  # by number; the same numbers on all ranks
+        # By number and chunks; the same ones on all ranks.
+        self._others: dict[tuple[int, int], Schedule] = {}
         self.first = self._lowered(self.schedule, pipeline.wiring.links, depth)
 
     def proven(
@@ -213,25 +215,31 @@ class Programs:
 
     # Other numbers of microbatches.
 
-    def of_number(self, number: object, step: int) -> Schedule:
-        """Returns the schedule of a step of another number, after an agreement of all ranks.
+    def of_number(self, number: object, chunks: object, step: int) -> Schedule:
+        """Returns the schedule of a step of other numbers, after an agreement of all ranks.
 
         Args:
-            number: How many microbatches this rank has.
+            number: How many microbatches this rank has; None if the Scheduler's own.
+            chunks: Into how many chunks of time it cuts each, or their lengths; None likewise.
             step: Which step it is, counted alike on all ranks.
 
         Raises:
             PipegradError: If there is no schedule of this number. Or if another rank has another
                 number, or does not come; then on all ranks that take part.
         """
+        number = self.schedule.num_sequences if number is None else number
         if isinstance(number, bool) or not isinstance(number, Integral):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
-        number = int(number)  # also numpy's
-        schedule = self._others.get(number) or self._generated(number)
-        what = "num_microbatches of a step, which every rank is given alike, with or without inputs"
+        key = int(number), _num_chunks(chunks, self.schedule.chunks)  # also numpy's
+        schedule = self._others.get(key) or self._generated(*key)
+        what = (
+            "num_microbatches and chunks of a step, which every rank is given alike, with or "
+            "without inputs"
+        )
+        words = f"{key[0]} microbatches, chunks {chunks}" if chunks else f"{key[0]}"
         replies = agree(
             what,
-            lambda: (str(number), "" if number in self._others else str(schedule)),
+            lambda: (words, "" if key in self._others else str(schedule)),
             ranks=self._ranks,
             timeout_seconds=self._timeout_seconds,
             # Ranks that stay away from this agreement come to later ones.
@@ -242,11 +250,30 @@ class Programs:
         same("the schedule", {rank: grid for rank, (_, grid) in by_rank.items()})
         # Behind the agreement: if it fails on any rank, all of them compare the schedule again the
         # next time.
-        self._others[number] = schedule
+        self._others[key] = schedule
         return schedule
 
-    def _generated(self, number: int) -> Schedule:
-        return self._pipeline.fitted(schedule_of(self.spec, self._pipeline.topology, number))
+    def _generated(self, number: int, chunks: int) -> Schedule:
+        topology = self._pipeline.topology
+        return self._pipeline.fitted(schedule_of(self.spec, topology, number, chunks))
+
+
+def _num_chunks(chunks: object, own: int) -> int:
+    """Returns how many chunks a step wants.
+
+    Raises:
+        StepError: If it is given something else than a number or lengths.
+    """
+    if chunks is None:
+        return own
+    numbers: list[Any] = list(chunks) if isinstance(chunks, tuple | list) else [chunks]
+    if not numbers or any(isinstance(n, bool) or not isinstance(n, Integral) for n in numbers):
+        numbers = [0]
+    if min(map(int, numbers)) < 1:
+        raise StepError(
+            f"chunks is {chunks!r}, expected how many there are, or a list of their lengths"
+        )
+    return len(numbers) if isinstance(chunks, tuple | list) else int(numbers[0])
 
 
 class StepTimes:

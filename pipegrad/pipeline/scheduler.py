@@ -233,6 +233,8 @@ class Scheduler:
         microbatches: Sequence[object] | None = None,
         num_microbatches: int | None = None,
         rows_of: Mapping[str, Counts] | None = None,
+        chunks: int | Sequence[int] | None = None,
+        time_dim: int | Mapping[str, int | None] = 1,
         outputs: bool = False,
         **named: object,
     ) -> StepResult:
@@ -277,6 +279,14 @@ class Scheduler:
                 integers from 0. These rows are cut where samples are. It may have tensors that
                 this rank does not need. A `Cut` of transformers finds out itself what grids or the
                 tokens of images tell.
+            chunks: Into how many chunks of time each microbatch is cut, or their lengths: for
+                stages that carry a state from chunk to chunk, with its gradient, and a schedule
+                such as ``"chunked-1f1b"``. Each chunk is a microbatch of the schedule. The loss is
+                that of whole sequences: the mean of a chunk counts by its length. A target has an
+                entry for each position. All ranks must give it, as `num_microbatches`.
+            time_dim: Which dimension is time. Every tensor that has it is cut there, and all of
+                them have the same length. A mapping has it by name, None for an input without
+                time; others have theirs along dimension 1.
             outputs: Whether the result has the outputs of the last stage. They are kept until the
                 step ends. Only the ranks of the last stage need to ask.
             **named: External inputs by name.
@@ -295,7 +305,7 @@ class Scheduler:
                 Scheduler's own number raise a StepError.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
-        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of)
+        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
         batch = Batch(inputs, named, target, *options)
         self._look_once()
         return self._steps.run(batch, forward_only=False)
@@ -309,6 +319,8 @@ class Scheduler:
         microbatches: Sequence[object] | None = None,
         num_microbatches: int | None = None,
         rows_of: Mapping[str, Counts] | None = None,
+        chunks: int | Sequence[int] | None = None,
+        time_dim: int | Mapping[str, int | None] = 1,
         outputs: bool = True,
         **named: object,
     ) -> StepResult:
@@ -316,7 +328,7 @@ class Scheduler:
 
         Everything is as in `step`. Without a target the loss and its metrics are nan.
         """
-        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of)
+        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
         batch = Batch(inputs, named, target, *options)
         modules = [stage.module for stage in self._stages.values()]
         with evaluating(modules), torch.no_grad():

@@ -70,7 +70,12 @@ class MeansOfMicrobatches:
         self._has_looked = False  # at labels, and has nothing more to say
 
     def shares(
-        self, targets: Sequence[object], rows: int | None, *, warns: bool
+        self,
+        targets: Sequence[object],
+        rows: int | None,
+        sizes: Sequence[float] = (),
+        *,
+        warns: bool,
     ) -> tuple[Shares | None, Number]:
         """Returns how much each microbatch counts, None if all count alike; and the whole batch.
 
@@ -79,6 +84,7 @@ class MeansOfMicrobatches:
         Args:
             targets: For each microbatch.
             rows: How many were cut into microbatches; None if the caller has cut them.
+            sizes: How much of the batch each microbatch has; empty if they count alike.
             warns: Whether it may.
 
         Sync: to warn on a device the host waits, in the first step alone.
@@ -93,10 +99,9 @@ class MeansOfMicrobatches:
                 return _by_divisors(divisors), divisors.sum()
             if warns and mean.reduction == "mean" and not self._has_looked:
                 self._has_looked = _warns_of(labels, mean) or not self._is_cpu
-        if rows is None or rows % number == 0:
+        if len(set(sizes)) < 2:
             return None, rows or number
-        least, more = divmod(rows, number)
-        return [(least + (m < more)) * number / rows for m in range(number)], rows
+        return [size * number / sum(sizes) for size in sizes], rows or number
 
 
 def _by_divisors(divisors: Tensor) -> Shares | None:

@@ -54,6 +54,12 @@ class Stage:
             ``loss_divisor``. With ``loss_reduction="token_mean"`` they are divided by the sum of
             all weights, so the module returns sums over its tokens. Several stages may have a loss
             of one name. A stage with losses need not have outputs, unless it is the last one.
+        carry: Names of what the stage hands from one chunk of time to the next, on its rank, with
+            the gradient flowing back: see ``chunks`` of `Scheduler.step`. They are the last
+            parameters of ``module.forward``, which are None in the first chunk of a sequence, and
+            the last values that it returns, or are found by name as outputs are. Each is a tree:
+            dicts, lists and tuples of tensors. Anything else in it is handed on as it is. A tensor
+            that has a gradient may not be changed in place later.
     """
 
     # Of a stage that takes everything that no stage names: which names, in the order of inputs
@@ -69,6 +75,7 @@ class Stage:
         *,
         recompute: bool = False,
         losses: Sequence[str] = (),
+        carry: Sequence[str] = (),
     ) -> None:
         self.module = module
         self.recompute = recompute
@@ -76,7 +83,8 @@ class Stage:
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
         self.losses = tuple(losses)
-        self._returned = (*self.outputs, *self.losses)
+        self.carry = tuple(carry)
+        self._returned = (*self.outputs, *self.losses, *self.carry)
         self._returns_one = len(self._returned) == 1
 
     def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
@@ -95,6 +103,21 @@ class Stage:
         """
         return {}
 
+    def in_time(
+        self, given: Mapping[str, object]
+    ) -> tuple[Mapping[str, object], Mapping[str, int | None]]:
+        """Returns what may be cut into chunks of time, in place of what a step is given.
+
+        A label that belongs to the token before it, for example, must not move to the next chunk.
+
+        Args:
+            given: As of `rows_of`.
+
+        Returns:
+            The values, and along which dimension time is where it is not `time_dim` of the step.
+        """
+        return given, {}
+
     @cached_property
     def layers(self) -> Mapping[str, float]:
         """Its layers by name, with what part of its time each takes; empty if it is no chain."""
@@ -110,13 +133,13 @@ class Stage:
         Raises:
             ScheduleError: If the names of inputs do not fit those that forward has.
         """
-        return bind(self.module, self.inputs, f"stage {self.index}")
+        return bind(self.module, (*self.inputs, *self.carry), f"stage {self.index}")
 
-    def forward(self, values: Sequence[object]) -> tuple[torch.Tensor, ...]:
-        """Returns the outputs, in the order of their names, and behind them the losses.
+    def forward(self, values: Sequence[object]) -> tuple[Any, ...]:
+        """Returns the outputs, in the order of their names, then the losses, then what it carries.
 
         Args:
-            values: The inputs, in the order of their names.
+            values: The inputs, in the order of their names, and what it carries.
 
         Raises:
             StepError: If the module returns something else.
@@ -126,7 +149,7 @@ class Stage:
             return (out,)
         return self._outputs_of(out)
 
-    def _outputs_of(self, out: object) -> tuple[torch.Tensor, ...]:
+    def _outputs_of(self, out: object) -> tuple[Any, ...]:
         named = fields_of(out)
         if named is not None and (not isinstance(out, tuple) or set(self._returned) <= set(named)):
             kinds: object = {name: type(value).__name__ for name, value in named.items()}
@@ -135,17 +158,22 @@ class Stage:
             values = list(out) if isinstance(out, tuple | list) else [out]
             kinds = [type(value).__name__ for value in values]
             returned, others = values[: len(self._returned)], values[len(self._returned) :]
-        tensors = tuple(value for value in returned if isinstance(value, torch.Tensor))
+        number = len(self._returned) - len(self.carry)
+        carried = tuple(returned[number:])
+        tensors = tuple(value for value in returned[:number] if isinstance(value, torch.Tensor))
         # A tensor without a name is refused in a tuple: nobody can say that the names before it
         # belong to the tensors before it.
         is_unclear = any(isinstance(value, torch.Tensor) for value in others)
-        if len(tensors) != len(self._returned) or is_unclear:
+        lacks = named is not None and not others and not set(self.carry) <= set(named)
+        is_complete = len(tensors) == number and len(carried) == len(self.carry) and not lacks
+        if not is_complete or is_unclear:
             losses = f" and its losses {list(self.losses)}" if self.losses else ""
+            behind = f", and behind them what it carries, {list(self.carry)}" if self.carry else ""
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
-                f"{list(self.outputs)}{losses}"
+                f"{list(self.outputs)}{losses}{behind}"
             )
-        return tensors
+        return (*tensors, *carried)
 
 
 class StageSource(Protocol):

@@ -130,6 +130,7 @@ class Steps:
             labels=pipeline.labels,
             rows_of=next(stage.rows_of for stage in pipeline.stages),
             samples_along=next(stage.samples_along for stage in pipeline.stages),
+            in_time=next(stage.in_time for stage in pipeline.stages),
         )
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, sync)
@@ -153,9 +154,9 @@ class Steps:
         # The errors of encoded gradients; None if everything crosses as it is.
         self._feedback = None if pipeline.codecs.is_none else self.codings.feedback
         self._notice = FailureNotice(f"step {name}")  # it counts the steps of all kinds
-        # By forward_only, and number of microbatches. There is none before the first step of any
-        # number has ended on all ranks.
-        self._kinds: dict[tuple[bool, int], StepKind] = {}
+        # By forward_only, number of microbatches, and chunks. There is none before the first step
+        # of any number has ended on all ranks.
+        self._kinds: dict[tuple[bool, int, int], StepKind] = {}
         # Returns the numbers by which the step before was measured, and what reads them.
         self._measured: tuple[Callable[[], list[float] | None], StepTimes] | None = None
         self._closed = False
@@ -164,7 +165,8 @@ class Steps:
     def proven(self) -> tuple[Program, Proof]:
         """The Program of a training step of the Scheduler's own number, and its proof."""
         # The first step shows which values have a gradient. Others have no channel back.
-        kind = self._kinds.get((False, self._programs.schedule.num_microbatches))
+        schedule = self._programs.schedule
+        kind = self._kinds.get((False, schedule.num_microbatches, schedule.chunks))
         return self._programs.first if kind is None else (kind.program, kind.proof)
 
     def close(self) -> None:
@@ -200,8 +202,9 @@ class Steps:
                 if not forward_only and self._measured is not None:
                     self._adapt(*self._measured)
                 schedule = programs.schedule
-                if batch.number not in (None, schedule.num_microbatches):
-                    schedule = programs.of_number(batch.number, notice.step)
+                is_own = batch.number in (None, schedule.num_sequences)
+                if not is_own or batch.chunks not in (None, schedule.chunks):
+                    schedule = programs.of_number(batch.number, batch.chunks, notice.step)
             except BaseException as error:  # noqa: BLE001 - raised in the step
                 # Other ranks may run a step of the Scheduler's own number: [Note: other numbers].
                 # After an interrupt they may also run one of this number, and wait for other
@@ -209,7 +212,7 @@ class Steps:
                 if not isinstance(error, Exception):
                     self._leave(error)
                 schedule, batch = programs.schedule, batch._replace(error=error)
-            key = forward_only, schedule.num_microbatches
+            key = forward_only, schedule.num_microbatches, schedule.chunks
             if key not in self._kinds:
                 kind = self._like_known(schedule, forward_only=forward_only)
                 if kind is None:
@@ -237,12 +240,13 @@ class Steps:
             assert kind is not None  # a step of this kind was measured
             # Evaluations have the forwards of any schedule.
             evaluations = {key: kind for key, kind in self._kinds.items() if key[0]}
-            self._kinds = evaluations | {(False, schedule.num_microbatches): kind}
+            key = False, schedule.num_microbatches, schedule.chunks
+            self._kinds = evaluations | {key: kind}
             self._programs.take(schedule)
 
     def _like_known(self, schedule: Schedule, *, forward_only: bool) -> StepKind | None:
         """Returns a new kind, whose values a kind alike has learned; None if none has."""
-        for (is_forward, _), known in self._kinds.items():
+        for (is_forward, *_), known in self._kinds.items():
             if is_forward is forward_only:
                 try:
                     return self._new_kind(
@@ -348,7 +352,7 @@ class Steps:
                     self._loose.begin()
                 begun = True
                 outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
-                whole_outputs = joined(outputs)
+                whole_outputs = joined(outputs, kind.program.schedule.chunks)
                 self._finish(kind, terms, divisor)
             except BaseException as error:
                 self._fail(kind, error, begun=begun)
@@ -386,21 +390,23 @@ class Steps:
     def _accepted(self, kind: StepKind, batch: Batch) -> _Accepted:
         """Returns what a step needs of a batch; refuses one that does not fit."""
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
-        number = kind.program.schedule.num_microbatches
+        schedule = kind.program.schedule
         if not training:
             # All ranks must take part, also one that refuses its batch below.
             sync.publish_if_due()
         losses.refuse_earlier()
         if self._feedback is not None:
             self._feedback.decide()
-        divisor, shared_divisor = self._divisors(batch, number)
+        divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
         is_last = self._has_last_stage
         terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
-        inputs, targets = self.batches.cut(batch, number, needs_target=training)
+        inputs, targets = self.batches.cut(
+            batch, schedule.num_sequences, schedule.chunks, needs_target=training
+        )
         is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
         if is_mean and targets is not None and not losses.is_weighted:
-            rows = self.batches.rows
-            terms.shares, terms.count = self._means.shares(targets, rows, warns=training)
+            rows, sizes = self.batches.rows, self.batches.sizes
+            terms.shares, terms.count = self._means.shares(targets, rows, sizes, warns=training)
         self._refuse_graphs()
         # With a GradScaler backward begins with a gradient that is divided already.
         return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)
@@ -566,7 +572,7 @@ class Steps:
         # Each rank has seen the values that it made or received. All ranks of a pipeline together
         # have seen all of them, and a rank needs them all to lower the programs of the others.
         by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
-        self._kinds[forward_only, schedule.num_microbatches] = self._new_kind(
+        self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = self._new_kind(
             schedule,
             [
                 link._replace(differentiable=by_link[number].differentiable)

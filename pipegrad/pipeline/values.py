@@ -43,6 +43,7 @@ from pipegrad.errors import StepError
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_arriving, is_wrapper
 from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.pipeline.carried import Carried
 from pipegrad.pipeline.edges import Spec, Specs
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
@@ -104,6 +105,7 @@ class Values:
         self._transfers = transfers
         self._sharded = sharded
         self._outputs = {index: stage.outputs for index, stage in stages.items()}
+        self.carried = Carried(stages, program.schedule.chunks)
         self._specs = specs
         ranks, last = program.schedule.stage_to_rank, len(wiring.made) - 1
         # How many stages of this rank take each link.
@@ -170,6 +172,7 @@ class Values:
         for handed_on in self._handed_on.values():
             handed_on.clear()
         self._without_gradient.clear()
+        self.carried.forget()
 
     # Values.
 
@@ -199,13 +202,15 @@ class Values:
         self._held[link, microbatch] = _Value(tensor, num, is_received=True)
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
-        """Returns the inputs of a stage, in order: values, and external inputs."""
+        """Returns the inputs of a stage, in order, and behind them what it carries."""
         inputs: list[object] = []
         for link, name in self._inputs[stage]:
             if link is None:
                 inputs += (self._external[name][microbatch],)
             else:
                 inputs += (self._held[link, microbatch].tensor,)
+        if stage in self.carried.stages:
+            inputs += self.carried.taken(stage, microbatch)
         return inputs
 
     def shared_inputs(self, stage: int, inputs: Sequence[object]) -> list[object]:
@@ -294,6 +299,8 @@ class Values:
             value.num_readers -= 1
             if not value.num_readers:
                 del self._held[link, microbatch]
+        if stage in self.carried.stages:
+            self.carried.release(stage, microbatch)
 
     # Gradients.
 
@@ -333,6 +340,8 @@ class Values:
     def leaves_of(self, stage: int, microbatch: int) -> list[Tensor]:
         """Returns the inputs of a stage that may get a gradient."""
         leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
+        if stage in self.carried.stages:
+            leaves += self.carried.leaves(stage, microbatch)
         for name in self._names_taken[stage]:
             if name in self._outer:
                 leaves += self._outer[name].get(microbatch, ())
@@ -360,6 +369,8 @@ class Values:
                 # A module may keep its input. It must not keep the gradient with it, which has
                 # left.
                 value.tensor.grad = None
+        if stage in self.carried.stages:
+            self.carried.release(stage, microbatch)
 
     def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Remembers which parameters have no gradient, right before a stage's first backward.

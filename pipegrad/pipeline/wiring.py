@@ -73,6 +73,7 @@ class WiredPipeline:
         labels: Names of the inputs that are the target, too; empty if a step is given a target.
         codecs: Which codec carries what over which hop.
         mixed: Two ranks whose first values of the uncut model differ; None if none are known.
+        carries: Whether any stage carries something from chunk to chunk.
         first_norm: The lowest rank whose stages have BatchNorm; None without.
         is_over_batch: Whether there is one loss, of all microbatches.
     """
@@ -88,6 +89,7 @@ class WiredPipeline:
     mixed: tuple[int, int] | None
     first_norm: int | None
     is_over_batch: bool
+    carries: bool
 
     def fitted(self, schedule: Schedule) -> Schedule:
         """Returns another schedule for this wiring.
@@ -96,7 +98,7 @@ class WiredPipeline:
             ScheduleError: If it cannot be run on it, or with this loss.
         """
         refuse_moved(schedule, self.schedule)
-        return fitted(schedule, self.wiring, is_over_batch=self.is_over_batch)
+        return fitted(schedule, self.wiring, is_over_batch=self.is_over_batch, carries=self.carries)
 
 
 _Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
@@ -130,7 +132,9 @@ def agree_on_wiring(
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
     is_over_batch = loss_over == BATCH
 
-    def describe() -> tuple[_Described, tuple[str, tuple[str, str], str, bool, Begins, Ends]]:
+    def describe() -> tuple[
+        _Described, tuple[str, tuple[str, str], str, tuple[bool, bool], Begins, Ends]
+    ]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         _check_loss(reduction, loss_over, is_own=bool(labels))
         generated = schedule_of(schedule, topology, num_microbatches)
@@ -156,7 +160,8 @@ def agree_on_wiring(
         named = generated.name, str(generated)
         modules = [part for stage in local_stages for part in stage.module.modules()]
         norms = any(isinstance(part, BATCH_NORMS) for part in modules)
-        return described, (words, named, choice.identity, norms, begins, ends)
+        has = norms, any(stage.carry for stage in local_stages)
+        return described, (words, named, choice.identity, has, begins, ends)
 
     ranks = sorted(topology.ranks)
     described, replies = agree_keeping(
@@ -174,10 +179,12 @@ def agree_on_wiring(
     check_whole(whole, wiring)
     generated, staged, local_stages, bound, choice = described
     choice.check(hops_of(wiring, generated.stage_to_rank))
-    first = fitted(generated, wiring, is_over_batch=is_over_batch)  # raises on all ranks alike
+    carries = any(carries for (_, _, _, (_, carries), *_) in by_rank.values())
+    # Raises on all ranks alike.
+    first = fitted(generated, wiring, is_over_batch=is_over_batch, carries=carries)
     is_weighted = reduction == TOKEN_MEAN
     mixed = mixed_in(staged, {rank: begins for rank, (*_, begins, _) in by_rank.items()})
-    first_norm = next((rank for rank, (_, _, _, norms, *_) in by_rank.items() if norms), None)
+    first_norm = next((rank for rank, (_, _, _, (norms, _), *_) in by_rank.items() if norms), None)
     return WiredPipeline(
         first,
         staged,
@@ -188,6 +195,7 @@ def agree_on_wiring(
         labels,
         choice,
         is_over_batch=is_over_batch,
+        carries=carries,
         mixed=mixed,
         first_norm=first_norm,
     )
@@ -299,23 +307,35 @@ def hops_of(wiring: Wiring, stage_to_rank: Sequence[int]) -> tuple[Hop, ...]:
     return tuple(sorted({(min(pair), max(pair)) for pair in pairs if pair[0] != pair[1]}))
 
 
-def schedule_of(spec: ScheduleSpec, topology: Topology, num_microbatches: int | None) -> Schedule:
+def schedule_of(
+    spec: ScheduleSpec, topology: Topology, num_microbatches: int | None, chunks: int | None = None
+) -> Schedule:
     """Returns the schedule of this pipeline that `spec` stands for.
+
+    Args:
+        spec: What it is made of.
+        topology: As this rank sees it.
+        num_microbatches: Into how many rows are cut.
+        chunks: Into how many chunks of time each of them is; None if `spec` knows it.
 
     Raises:
         PipegradError: If there is none, or not of these numbers.
     """
     num_ranks = topology.size(topology.pipeline)
     if isinstance(spec, Schedule):
-        if num_microbatches not in (None, spec.num_microbatches) or spec.num_ranks != num_ranks:
+        is_alike = num_microbatches in (None, spec.num_sequences) and chunks in (None, spec.chunks)
+        if not is_alike or spec.num_ranks != num_ranks:
+            parts = f" of {spec.chunks} and {chunks or 1} chunks" if chunks != spec.chunks else ""
             raise ScheduleError(
-                f"schedule {spec.name!r} is of {spec.num_ranks} ranks and {spec.num_microbatches} "
-                f"microbatches, asked for are {num_ranks} and {num_microbatches}"
+                f"schedule {spec.name!r} is of {spec.num_ranks} ranks and {spec.num_sequences} "
+                f"microbatches, asked for are {num_ranks} and {num_microbatches}{parts}"
             )
         return spec
     if num_microbatches is None:
         raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
     generator = registry.resolve(spec)
+    if chunks is not None:
+        generator = replace(generator, plugin=generator.plugin.of_chunks(chunks))
     return generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
@@ -449,13 +469,28 @@ def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
     return replace(schedule, feeds=None if is_chain else feeds)
 
 
-def fitted(schedule: Schedule, wiring: Wiring, *, is_over_batch: bool) -> Schedule:
+def fitted(
+    schedule: Schedule, wiring: Wiring, *, is_over_batch: bool, carries: bool = False
+) -> Schedule:
     """Returns `schedule` for this wiring.
 
     Raises:
         ScheduleError: If it cannot be run on it. Or if its last stage begins a backward before all
-            of its forwards, and the loss needs the outputs of all of them.
+            of its forwards, and the loss needs the outputs of all of them. Or if it has chunks of
+            time, and no stage carries anything from one to the next.
     """
+    if schedule.chunks > 1 and (is_over_batch or not carries):
+        why = "loss_over is 'batch'" if is_over_batch else "no stage carries anything"
+        raise ScheduleError(
+            f"{schedule.chunks} chunks of time, and {why}: "
+            + (
+                "a loss of all rows at once needs whole sequences"
+                if is_over_batch
+                else "each chunk would be a sequence of its own. Stage(carry=...) names what a "
+                "module hands to the next chunk, and pipegrad.cut(model, carry='cache') does so "
+                "for transformers"
+            )
+        )
     schedule = fed(schedule, wiring)
     _ = schedule.ticks  # raises if it cannot be run on this wiring
     last = len(schedule.stage_to_rank) - 1

@@ -67,7 +67,7 @@ def generate(
     # names no plug-in.
     schedule = generator.plugin.generate(num_ranks=num_ranks, num_microbatches=num_microbatches)
     expected = (num_microbatches, num_ranks, set(range(num_ranks)))
-    if (schedule.num_microbatches, schedule.num_ranks, set(schedule.stage_to_rank)) != expected:
+    if (schedule.num_sequences, schedule.num_ranks, set(schedule.stage_to_rank)) != expected:
         raise ScheduleError(
             f"plug-in {generator} was asked for {num_ranks} ranks and {num_microbatches} "
             f"microbatches, and made a schedule of {schedule.num_ranks} ranks and "

@@ -43,6 +43,9 @@ class Schedule:
             This happens after the last I of a stage, for all microbatches.
         feeds: For each stage the earlier stages whose outputs it takes. None means a chain: each
             stage takes the output of the previous stage. `Scheduler` fills it in from its stages.
+        chunks: Into how many chunks of time each sequence is cut. Then a microbatch is a chunk:
+            microbatch m is chunk ``m % chunks`` of its sequence. On each stage the forward of a
+            chunk needs that of the chunk before, whose backward needs the chunk's.
 
     Raises:
         ScheduleError: If a value is not an action, a rank or a number. `ticks` and `verify` check
@@ -55,6 +58,7 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     head_w_first: bool = False
     feeds: tuple[tuple[int, ...], ...] | None = None
+    chunks: int = 1
 
     def __post_init__(self) -> None:
         if not isinstance(self.head_w_first, bool):
@@ -62,6 +66,11 @@ class Schedule:
         if not is_number(self.num_microbatches) or self.num_microbatches < 1:
             raise ScheduleError(
                 f"num_microbatches is {self.num_microbatches!r}, expected a whole number from 1"
+            )
+        if not is_number(self.chunks) or self.chunks < 1 or self.num_microbatches % self.chunks:
+            raise ScheduleError(
+                f"chunks is {self.chunks!r}, expected a whole number that divides the "
+                f"{self.num_microbatches} microbatches"
             )
         self._check_cells()
         self._check_stages()
@@ -96,6 +105,11 @@ class Schedule:
     def num_ranks(self) -> int:
         """Size of the pipeline."""
         return len(self.actions)
+
+    @property
+    def num_sequences(self) -> int:
+        """How many microbatches of whole sequences a step has: as many as rows are cut into."""
+        return self.num_microbatches // self.chunks
 
     @cached_property
     def ticks(self) -> dict[Action, int]:
@@ -226,6 +240,11 @@ class Schedule:
         stage, kind, microbatch = action
         # A forward needs the outputs of the stages that feed it. A backward needs its own forward,
         # and the input gradients of the stages that it feeds. W reads only what I has computed.
+        # What a stage carries from chunk to chunk goes forward in time, its gradient back.
+        if kind == "F" and microbatch % self.chunks:
+            yield Action(stage, "F", microbatch - 1)
+        if kind in ("B", "I") and (microbatch + 1) % self.chunks:
+            yield self._input_gradient(stage, microbatch + 1)
         if kind == "F":
             for source in self._sources[stage]:
                 yield Action(source, "F", microbatch)
@@ -304,3 +323,18 @@ class ScheduleGenerator(ABC):
             ScheduleError: If the schedule is not defined for these numbers. The message says for
                 which numbers it is.
         """
+
+    def of_chunks(self, chunks: int) -> ScheduleGenerator:
+        """Returns the generator of schedules whose sequences are cut into chunks of time.
+
+        Its schedules have ``num_microbatches * chunks`` microbatches, since each chunk is one.
+
+        Raises:
+            ScheduleError: If it makes none.
+        """
+        if chunks == 1:
+            return self
+        raise ScheduleError(
+            f"{type(self).__name__} makes no schedule of chunks of time: take 'chunked-1f1b' or "
+            f"'chunked-zb-h1'"
+        )

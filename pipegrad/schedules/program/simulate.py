@@ -61,6 +61,7 @@ class SimulatedRank:
         self._values_taken, self._values_produced = links.taken, links.produced
         self._num_readers, self._incoming = links.num_readers, links.incoming
         self._num_microbatches = program.schedule.num_microbatches
+        self._chunks = program.schedule.chunks
         self._methods: dict[int, Callable[[int, int], None]] = {
             int(Op.FIRST_USE): self._first_use,
             int(Op.POST_RECEIVE): self._post,
@@ -167,6 +168,9 @@ class SimulatedRank:
                     else (source * 4 + _FORWARD, microbatch) in self._done
                 ):
                     self._missing(link)
+            earlier = (stage * 4 + _FORWARD, microbatch - 1)
+            if microbatch % self._chunks and earlier not in self._done:
+                self.refuse("it needs what the chunk before carries to it")
             self._live += not self._program.forward_only
             self._graphs += not self._program.forward_only
             self.most_live = max(self.most_live, self._live)
@@ -190,6 +194,8 @@ class SimulatedRank:
             self.refuse("its forward comes first")
         if stage in self._final or stage in self._inputs_are_final:
             self.refuse(f"the gradients of stage {stage} are final already")
+        if (microbatch + 1) % self._chunks and not self._input_gradient(stage, microbatch + 1):
+            self.refuse("it needs the gradient of what it carries to the chunk behind it")
         for link, channels, local, joined in self._values_produced[stage]:
             for channel in channels:
                 if (channel, microbatch) not in self._waited:
