@@ -187,7 +187,7 @@ class _Profile:
                 "cannot run alone: record real steps with pipegrad.record()"
             )
         ready = self._batch.microbatches
-        number = self._batch.num_microbatches or self._scheduler.schedule.num_microbatches
+        number = self._batch.num_microbatches or self._scheduler.schedule.num_sequences
         number = number if ready is None else len(ready)
         with torch.no_grad():  # nothing is cut off a graph of the caller's
             batches = self._scheduler.steps.batches.apart()

@@ -170,7 +170,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _number(self, inputs: _Hf) -> int:
         """Returns the number of microbatches: the last batch may have few rows."""
         rows: int = find_batch_size(inputs)
-        return min(self.scheduler.schedule.num_microbatches, rows)
+        return min(self.scheduler.schedule.num_sequences, rows)
 
     # A checkpoint is a directory that transformers reads, with a file of each rank to resume from.
 

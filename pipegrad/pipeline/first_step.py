@@ -99,6 +99,7 @@ class Learned:
         divisor: Its loss_divisor; None if this rank has none.
         metrics: The names of loss_fn's metrics; None if this rank computed no loss.
         rows: Of the batch that it cut; None if it cut nothing.
+        length: Of that in time; None if it was not cut there.
         passed: Of the tensors that it was given: [Note: what was passed].
     """
 
@@ -106,6 +107,7 @@ class Learned:
     divisor: float | None
     metrics: tuple[str, ...] | None
     rows: int | None
+    length: int | None
     passed: dict[str, int]
 
 
@@ -185,6 +187,8 @@ def refuse_unlike(
     for pipeline in topology.pipelines:
         rows = {rank: learned[rank].rows for rank in pipeline}
         same("how many rows their tensors have", {r: str(n) for r, n in rows.items() if n})
+        lengths = {rank: learned[rank].length for rank in pipeline}
+        same("how long their tensors are in time", {r: str(n) for r, n in lengths.items() if n})
     passed = {rank: one.passed for rank, one in learned.items()}
     if (wrong := losses.passed.learn(passed, forward_only=forward_only)) is not None:
         raise AgreementError(wrong)

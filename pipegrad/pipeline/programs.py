@@ -232,10 +232,8 @@ class Programs:
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
         key = int(number), _num_chunks(chunks, self.schedule.chunks)  # also numpy's
         schedule = self._others.get(key) or self._generated(*key)
-        what = (
-            "num_microbatches and chunks of a step, which every rank is given alike, with or "
-            "without inputs"
-        )
+        numbers = "num_microbatches and chunks" if chunks else "num_microbatches"
+        what = f"{numbers} of a step, which every rank is given alike, with or without inputs"
         words = f"{key[0]} microbatches, chunks {chunks}" if chunks else f"{key[0]}"
         replies = agree(
             what,

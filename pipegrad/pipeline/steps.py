@@ -534,8 +534,15 @@ class Steps:
 
         def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
             result, accepted = self._run(kind, batch)
-            metrics, rows = accepted.terms.metrics, self.batches.rows
-            learned = Learned(specs.known, accepted.shared_divisor, metrics, rows, passed())
+            batches, metrics = self.batches, accepted.terms.metrics
+            learned = Learned(
+                specs.known,
+                accepted.shared_divisor,
+                metrics,
+                batches.rows,
+                batches.length,
+                passed(),
+            )
             return (result, accepted.terms), learned
 
         what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"

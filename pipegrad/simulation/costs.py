@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -105,6 +105,18 @@ class StageCosts(_Numbers):
             "I": self.backward_seconds - self.weight_seconds,
             "W": self.weight_seconds,
         }[kind]
+
+    def of_chunk(self, chunks: int) -> StageCosts:
+        """Returns the costs of one of so many chunks of a microbatch, which take alike."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds / chunks,
+            backward_seconds=self.backward_seconds / chunks,
+            weight_seconds=self.weight_seconds / chunks,
+            activation_bytes=self.activation_bytes // chunks,
+            factor_bytes=self.factor_bytes // chunks,
+            outputs={name: nbytes // chunks for name, nbytes in self.outputs.items()},
+        )
 
     @property
     def held_bytes(self) -> int:

@@ -109,7 +109,7 @@ class Evaluation:
         """Returns the token behind some others, the same on all ranks."""
         window = torch.tensor(context)
         # Each microbatch needs a row.
-        rows = window.expand(self._scheduler.schedule.num_microbatches, -1)
+        rows = window.expand(self._scheduler.schedule.num_sequences, -1)
         inputs = placed(named_inputs(self._config, rows), self._device)
         outputs = self._scheduler.evaluate(inputs if self._takes_inputs else None).outputs
         token = torch.zeros(1, dtype=torch.int64, device=self._device)

@@ -313,7 +313,7 @@ class Trainer:
             self._topology,
             # Some schedules change when steps were measured. Only their generator can do that.
             schedule=job.measured_generator or job.schedule,
-            num_microbatches=job.schedule.num_microbatches,
+            num_microbatches=job.schedule.num_sequences,
             loss_fn=job.loss,
             loss_reduction=job.config.train.loss_reduction,
             codecs=job.config.parallel.codecs,

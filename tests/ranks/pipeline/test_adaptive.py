@@ -123,7 +123,7 @@ def test_other_numbers_go_on_and_a_failure_ends_its_step_alone() -> None:
             for options in ({}, {"num_microbatches": 4}) * 2 + ({},):
                 assert pipeline.step(**options) == "True"
                 assert float(pipeline.scheduler.evaluate(x, target=x).loss) > 0
-        others = pipeline.scheduler.steps._kinds[False, 4].program.schedule
+        others = pipeline.scheduler.steps._kinds[False, 4, 1].program.schedule
         assert pipeline.warm_ups() == warm_ups_of(others) == LATER
     # A failure in the step of a change ends that step alone. A stage fails in the step of a change,
     # and in a step whose times are to be read.

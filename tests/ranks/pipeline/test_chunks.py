@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -12,9 +11,9 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad import Stage, Topology
+from pipegrad import Scheduler, Stage, Topology
 from pipegrad.errors import PipegradError
-from tests.support.gradients.cases import outcome, rank
+from tests.support.gradients.cases import rank
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.layers import one_stage_each
 from tests.support.pipeline.schedulers import error
@@ -146,4 +145,168 @@ def test_chunks_are_the_whole_sequence(kind: type[nn.Module], way: str, cut: str
         p.grad = None
     assert error(scheduler.step(**{**given, "chunks": 1}).loss, wanted.detach()) <= MOST
     del scaler
+    scheduler.close()
+
+
+class Embedding(nn.Module):
+    """The first stage of a model whose head has the same weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.inner = nn.Embedding(CLASSES, WIDTH), Recurrent()
+
+    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
+        return self.inner(self.embedding(tokens), state)
+
+
+HANDLERS: dict[str, list[Any]] = {
+    "replicas": ["pipeline-shared", "data-parallel"],
+    "sharded": ["pipeline-shared", "sharded"],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("handlers", HANDLERS)
+@pytest.mark.parametrize("schedule", ["chunked-1f1b", "chunked-zb-h1"])
+def test_replicas_and_a_tie_train_as_one_process(handlers: str, schedule: str) -> None:
+    """Each replica has half of the rows; after a step the tied weights have the same bits."""
+
+    def made() -> list[Any]:
+        torch.manual_seed(1)
+        stages = [Embedding(), Head(Attention)]
+        stages[1].head.weight = stages[0].embedding.weight
+        return stages
+
+    true, own = made(), made()
+    topology = Topology.create(pipeline=2)
+    here, replica = topology.coordinate("pp"), topology.coordinate("dp")
+    tokens, target = (batch()[1][:4], batch()[1].flip(1)[:4])
+    scheduler = Scheduler(
+        [Stage(own[here], here, ("tokens",) if here == 0 else ("x",), carry=("state",))],
+        topology,
+        schedule=schedule,
+        num_microbatches=2,
+        loss_fn=mean,
+        tied=[{0: "embedding.weight", 1: "head.weight"}],
+        handlers=HANDLERS[handlers],
+    )
+    ours = scheduler.optimizer(torch.optim.SGD, lr=0.5)
+    parameters = {id(p): p for stage in true for p in stage.parameters()}
+    theirs = torch.optim.SGD(parameters.values(), lr=0.5)
+    rows = slice(2 * replica, 2 * replica + 2)
+    for _ in range(2):
+        result = scheduler.step(tokens[rows], target=target[rows], chunks=[5, 4, 3])
+        loss = mean(true[1](true[0](tokens)[0])[0], target)
+        theirs.zero_grad()
+        loss.backward()
+        assert error(result.loss, loss.detach()) <= MOST
+        ours.step()
+        theirs.step()
+        ours.zero_grad()
+    # Sharded parameters come back for the next forwards.
+    loss = mean(true[1](true[0](tokens)[0])[0], target).detach()
+    assert error(scheduler.evaluate(tokens[rows], target=target[rows]).loss, loss) <= MOST
+    for (name, p), q in zip(own[here].named_parameters(), true[here].parameters(), strict=True):
+        assert error(p.detach(), q.detach()) <= MOST, name
+    scheduler.sync.check_replicas()
+    scheduler.close()
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "another schedule": ({"schedule": "1f1b"}, "makes no schedule of chunks of time"),
+    "no state": ({"carry": ()}, "no stage carries anything"),
+    "a loss of the batch": ({"num_microbatches": 1, "loss_over": "batch"}, "whole sequences"),
+    "too many": ({"chunks": 13}, "of lengths .* cannot be cut into 13 chunks"),
+    "other lengths": ({"chunks": [3, 3]}, "add up to 6, and tensors are 12 long"),
+    "none": ({"chunks": 0}, "chunks is 0, expected how many there are"),
+    "words": ({"chunks": "four"}, "chunks is 'four', expected"),
+    "a bool": ({"chunks": [True, 11]}, "expected how many there are"),
+    "rows as time": ({"time_dim": 0}, "time_dim is 0, expected a dimension from 1"),
+    "an unknown name": ({"time_dim": {"y": 1}}, "time_dim is .* out of"),
+    "a target of rows": ({"target": "rows"}, "the target has no dimension of time"),
+    "a target of another length": ({"target": "short"}, "how long their tensors are in time"),
+    "ranks that differ": ({"chunks_of_rank": True}, "chunks"),
+    "forgets its state": ({"forgets": True}, "behind them what it carries"),
+}
+
+
+class Forgetful(Recurrent):
+    def forward(self, x: Tensor, state: State = None) -> Any:
+        return super().forward(x, state)[0]
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_cut_is_refused_on_all_ranks(case: str) -> None:
+    options, words = dict(REFUSED[case][0]), REFUSED[case][1]
+    carry = {"carry": options.pop("carry", ("state",))}
+    kind = Forgetful if options.pop("forgets", False) else Recurrent
+    x, target = batch()
+    own: list[nn.Module] = [kind(), Head(Recurrent)]
+    step = {"chunks": options.pop("chunks", 4)}
+    if "time_dim" in options:
+        step["time_dim"] = options.pop("time_dim")
+    shape = options.pop("target", None)
+    target = {"rows": target[:, 0], "short": target[:, 1:], None: target}[shape]
+    if options.pop("chunks_of_rank", False):
+        step["chunks"] = 4 if rank() else 3
+    options = {
+        "schedule": "chunked-1f1b",
+        "loss_fn": lambda x, target: x.mean() + 0 * target.sum(),
+        "num_microbatches": MICROBATCHES,
+        **options,
+    }
+    scheduler = one_stage_each(*own, of_stage=[carry, carry], agree_seconds=5.0, **options)
+    with pytest.raises(PipegradError, match=words if case != "forgets its state" else ""):
+        scheduler.step(x, target=target, **step)
+    scheduler.close()
+
+
+def test_what_has_no_time_goes_whole_to_each_chunk() -> None:
+    """A scale for each row, a table of frequencies, and a mask whose time is elsewhere."""
+
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = Recurrent()
+
+        def forward(  # noqa: PLR0917 - by name
+            self, x: Tensor, scale: Tensor, style: Tensor, table: Tensor, mask: Tensor,
+            state: State = None,
+        ) -> tuple[Tensor, State]:  # fmt: skip
+            y, state = self.inner(x * scale[:, None, None] + style[:, None] + table.sum(), state)
+            return y * mask.mT, state
+
+    names = ("x", "scale", "style", "table", "mask")
+    torch.manual_seed(1)
+    true, own = [Mixed(), Head(Recurrent)], [Mixed(), Head(Recurrent)]
+    for a, b in zip(true, own, strict=True):
+        b.load_state_dict(a.state_dict())
+    x, target = batch()
+    drawn = torch.Generator().manual_seed(5)
+    given = {
+        "x": x.clone().requires_grad_(),
+        "scale": torch.rand(ROWS, generator=drawn),
+        "style": torch.rand(ROWS, WIDTH, generator=drawn),
+        "table": torch.rand(LENGTH, generator=drawn).expand(3, LENGTH),
+        "mask": torch.rand(ROWS, 1, LENGTH, generator=drawn),
+    }
+    scheduler = one_stage_each(
+        *own,
+        of_stage=[{"inputs": names, "carry": ("state",)}, {"carry": ("state",)}],
+        schedule="chunked-1f1b",
+        num_microbatches=MICROBATCHES,
+        loss_fn=mean,
+        whole=("table",),
+    )
+    twin = given["x"].detach().clone().requires_grad_()
+    mean(true[1](true[0](**{**given, "x": twin})[0])[0], target).backward()
+    here = given if rank() == 0 else {}
+    time_dim = {"style": None, "mask": 2} if rank() == 0 else 1
+    scheduler.step(**here, target=target, chunks=4, time_dim=time_dim)
+    if rank() == 0:
+        assert error(given["x"].grad, twin.grad) <= MOST
+        assert scheduler.inputs["x"].endswith("each cut into chunks of 3")
+        assert scheduler.inputs["style"].endswith("microbatches of 2")
+    for (name, p), q in zip(own[rank()].named_parameters(), true[rank()].parameters(), strict=True):
+        assert error(p.grad, q.grad) <= MOST, name
     scheduler.close()
