@@ -1,10 +1,10 @@
 """choose: which schedule takes least time within a memory limit, and why. Pure.
 
-[Note: candidates] The candidates are all registered schedules, plug-ins too. One that takes
-``stages_per_rank`` is tried with 1, 2, ... of them. hop-aware-1f1b and hop-aware-zb-h1 are given
-the hops and computes of the costs, with several thresholds. Then 1f1b is tried with more warm-up,
-as much at every hop. Each candidate is lowered, proven and simulated, in this order, and refused
-where one of these fails.
+[Note: candidates] The candidates are all registered schedules, plug-ins too, but those of chunks
+of time, which need stages that carry a state. One that takes ``stages_per_rank`` is tried with 1,
+2, ... of them. hop-aware-1f1b and hop-aware-zb-h1 are given the hops and computes of the costs,
+with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop. Each candidate
+is lowered, proven and simulated, in this order, and refused where one of these fails.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from pipegrad.simulation.simulator import simulate
 
 Spec = str | Mapping[str, Any]  # a name, or a table of name and options
 
-_FOLLOWERS = ("auto", "adaptive-1f1b")  # what chooses or changes schedules is none itself
+OF_CHUNKS = ("chunked-1f1b", "chunked-zb-h1")
+_NO_CANDIDATES = ("auto", "adaptive-1f1b", *OF_CHUNKS)  # the first choose or change schedules
 _THRESHOLDS = (0.0, 0.05, 0.2)  # of those that know hops
 _MOST_FORWARDS_A_HOP = 6
 _NUM_STEPS = 2  # the second begins while the first ends, as all that follow do
@@ -129,7 +130,7 @@ def _candidates(
     """Yields the name of each candidate with its schedule, or with the reason that it has none."""
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
     times = times_of(merged(costs, num_ranks))
-    names = [plugin.name for plugin in registry if plugin.name not in _FOLLOWERS]
+    names = [plugin.name for plugin in registry if plugin.name not in _NO_CANDIDATES]
     tables = [
         table
         for spec in (names if specs is None else specs)

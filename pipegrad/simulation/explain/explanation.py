@@ -22,7 +22,7 @@ from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.balance import balanced
-from pipegrad.simulation.choose import knowing, times_of
+from pipegrad.simulation.choose import OF_CHUNKS, knowing, times_of
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.explain.breakdown import Breakdown, break_down, typical_step
 from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
@@ -420,7 +420,10 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     splits = all(stage.weight_seconds > 0 for stage in costs.stages)
     # Schedules that know hops have one stage on each rank; others would need another cut.
     times = times_of(costs) if now.stage_to_rank == tuple(range(now.num_ranks)) else None
-    for plugin in registry:
+    # A chunk needs the one before it, so no other schedule takes it for a microbatch, nor can chunks
+    # be had of another one.
+    plugins = () if now.name in OF_CHUNKS else registry
+    for plugin in (plugin for plugin in plugins if plugin.name not in OF_CHUNKS):
         schedule = _generated(plugin, now, times)
         if schedule is None or schedule.stage_to_rank != now.stage_to_rank:
             continue
