@@ -420,8 +420,7 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     splits = all(stage.weight_seconds > 0 for stage in costs.stages)
     # Schedules that know hops have one stage on each rank; others would need another cut.
     times = times_of(costs) if now.stage_to_rank == tuple(range(now.num_ranks)) else None
-    # A chunk needs the one before it, so no other schedule takes it for a microbatch, nor can chunks
-    # be had of another one.
+    # A chunk needs the one before it, so no other schedule takes it for a microbatch.
     plugins = () if now.name in OF_CHUNKS else registry
     for plugin in (plugin for plugin in plugins if plugin.name not in OF_CHUNKS):
         schedule = _generated(plugin, now, times)
