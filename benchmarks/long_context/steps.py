@@ -11,26 +11,39 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from datetime import timedelta
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
-from stages import hop_seconds, ratios  # noqa: E402 - of the benchmark beside this one
+from stages import hop_seconds, ratios
 
-import pipegrad  # noqa: E402
-from pipegrad.schedules import lower  # noqa: E402
-from pipegrad.simulation.costs import Costs, Network, StageCosts  # noqa: E402
-from pipegrad.simulation.simulator import simulate  # noqa: E402
+import pipegrad
+from pipegrad.schedules import lower
+from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.simulation.simulator import simulate
 
 RANKS, MICROBATCHES, LENGTH = 4, 4, 1024
 FORWARD, BACKWARD, WEIGHT = 0.040, 0.080, 0.040  # of a whole sequence on a stage, in seconds
+
+
+class Way(NamedTuple):
+    """A schedule, and into how many chunks it cuts a sequence, of these lengths or even."""
+
+    schedule: str
+    chunks: int
+    lengths: tuple[int, ...] = ()
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        """Its table."""
+        return {"name": self.schedule} | ({"chunks": self.chunks} if self.chunks > 1 else {})
 
 
 def cost(end: float, attention: float) -> float:
@@ -38,14 +51,14 @@ def cost(end: float, attention: float) -> float:
     return (1 - attention) * end + attention * end**2
 
 
-def balanced(number: int, attention: float) -> list[int]:
+def balanced(number: int, attention: float) -> tuple[int, ...]:
     """Returns lengths of chunks that cost alike."""
     ends = [0]
     for i in range(1, number + 1):
         a, b, c = attention, 1 - attention, i / number
         end = c / b if a == 0 else (math.sqrt(b * b + 4 * a * c) - b) / (2 * a)
         ends.append(round(LENGTH * end))
-    return [end - begin for begin, end in zip(ends, ends[1:], strict=False)]
+    return tuple(end - begin for begin, end in pairwise(ends))
 
 
 class _Sleep(torch.autograd.Function):
@@ -139,6 +152,63 @@ def loss(x: Tensor, target: Tensor) -> Tensor:
     return (x[:, :, 0] - target).square().mean()
 
 
+def ways_of(attention: float) -> dict[str, Way]:
+    """Returns what is compared, by name."""
+    ways: dict[str, Way] = {"1f1b": Way("1f1b", 1)}
+    ways |= {f"chunked-1f1b, {k} chunks": Way("chunked-1f1b", k) for k in (2, 4, 8, 16)}
+    if attention:
+        lengths = balanced(8, attention)
+        ways["chunked-1f1b, 8 chunks that cost alike"] = Way("chunked-1f1b", 8, lengths)
+    return ways | {"zb-h1": Way("zb-h1", 1), "chunked-zb-h1, 8 chunks": Way("chunked-zb-h1", 8)}
+
+
+def measured(ways: dict[str, Way], attention: float, width: int, rounds: int) -> list[list[float]]:
+    """Returns the seconds of each way on the slowest rank, one a round; gradients are checked."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(MICROBATCHES, LENGTH, width, generator=generator)
+    target = torch.randn(MICROBATCHES, LENGTH, generator=generator)
+    # All weights are 0, and each adds 1 for each token up to the present one.
+    counts = torch.arange(1, LENGTH + 1)
+    expected = (2 * (x[:, :, 0] - target) * counts).mean().reshape(1, 1)
+    topology = pipegrad.Topology.create(pipeline=RANKS)
+    modules = [Sleeper(attention) for _ in ways]
+    schedulers = [
+        pipegrad.Scheduler(
+            [pipegrad.Stage(module, dist.get_rank(), carry=("state",))],
+            topology,
+            schedule=way.spec,
+            num_microbatches=MICROBATCHES,
+            loss_fn=loss,
+            handlers=["noop"],
+        )
+        for module, way in zip(modules, ways.values(), strict=True)
+    ]
+    times: list[list[float]] = [[] for _ in ways]
+    for repeat in range(rounds + 1):
+        for number, way in enumerate(ways.values()):
+            dist.barrier()
+            begin = time.perf_counter()
+            schedulers[number].step(x, target=target, chunks=way.lengths or way.chunks)
+            seconds = time.perf_counter() - begin
+            gradient = modules[number].weight.grad
+            torch.testing.assert_close(gradient, expected, rtol=1e-4, atol=1e-3)
+            modules[number].weight.grad = None
+            if repeat > 0:
+                times[number].append(seconds)
+    slowest = torch.tensor(times, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX)
+    found: list[list[float]] = slowest.tolist()
+    return found
+
+
+def predicted(way: Way, stage: StageCosts, network: Network) -> float:
+    """Returns the seconds that the simulator says."""
+    sizes = {"num_ranks": RANKS, "num_microbatches": MICROBATCHES}
+    made = pipegrad.schedules.build(**{**way.spec, **sizes})
+    costs = Costs((stage,) * (RANKS - 1) + (replace(stage, outputs={}),), network)
+    return simulate(lower(made), costs, num_steps=2).step_seconds[-1]
+
+
 def main() -> None:
     """Prints a table of the README, on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -147,69 +217,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=10)
     given = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(0)
-    width = int(given.mib * 2**20 / 4 / LENGTH)
-    x = torch.randn(MICROBATCHES, LENGTH, width, generator=generator)
-    target = torch.randn(MICROBATCHES, LENGTH, generator=generator)
-    topology = pipegrad.Topology.create(pipeline=RANKS)
-    ways: dict[str, tuple[str, int, Sequence[int] | int]] = {"1f1b": ("1f1b", 1, 1)}
-    ways |= {f"chunked-1f1b, {k} chunks": ("chunked-1f1b", k, k) for k in (2, 4, 8, 16)}
-    if given.attention:
-        lengths = balanced(8, given.attention)
-        ways["chunked-1f1b, 8 chunks that cost alike"] = ("chunked-1f1b", 8, lengths)
-    ways |= {"zb-h1": ("zb-h1", 1, 1), "chunked-zb-h1, 8 chunks": ("chunked-zb-h1", 8, 8)}
-    modules, schedulers = {}, {}
-    for name, (schedule, chunks, _) in ways.items():
-        modules[name] = Sleeper(given.attention)
-        schedulers[name] = pipegrad.Scheduler(
-            [pipegrad.Stage(modules[name], rank, carry=("state",))],
-            topology,
-            schedule={"name": schedule, "chunks": chunks} if chunks > 1 else schedule,
-            num_microbatches=MICROBATCHES,
-            loss_fn=loss,
-            handlers=["noop"],
-        )
-    # All weights are 0, and each adds 1 for each token up to the present one.
-    counts = torch.arange(1, LENGTH + 1)
-    expected = (2 * (x[:, :, 0] - target) * counts).mean().reshape(1, 1)
-    times: dict[str, list[float]] = {name: [] for name in ways}
-    for repeat in range(given.rounds + 1):
-        for name, (_, _, chunks) in ways.items():
-            dist.barrier()
-            begin = time.perf_counter()
-            schedulers[name].step(x, target=target, chunks=chunks)
-            seconds = time.perf_counter() - begin
-            torch.testing.assert_close(modules[name].weight.grad, expected, rtol=1e-4, atol=1e-3)
-            modules[name].weight.grad = None
-            if repeat > 0:
-                times[name].append(seconds)
-    slowest = torch.tensor([*times.values()], dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    times = dict(zip(times, slowest.tolist(), strict=True))
+    width, ways = int(given.mib * 2**20 / 4 / LENGTH), ways_of(given.attention)
+    times = measured(ways, given.attention, width, given.rounds)
+    stages = {k: alone(k, given.attention, width) for k in (1, 2, 4, 8, 16)}
     # Two sizes say what a message takes and what its bytes take.
     small, large = (statistics.mean(hop_seconds(kib)) for kib in (64, 1024))
     rate = (1024 - 64) * 2**10 / (large - small)
     network = Network(rate, max(0.0, small - 64 * 2**10 / rate))
-    stages = {k: alone(k, given.attention, width) for k in {k for _, k, _ in ways.values()}}
-    if rank == 0:
-        print(f"\n{given.mib:g} MiB a sequence, attention {given.attention:g} of the time. ", end="")
+    if dist.get_rank() == 0:
+        print(
+            f"\n{given.mib:g} MiB a sequence, attention {given.attention:g} of the time, ", end=""
+        )
         print(f"{rate / 1e6:.0f} MB/s, {1e6 * network.latency_seconds:.0f} us a message.\n")
         print("| | time | ms | simulated | off |\n|---|---|---|---|---|")
-        for name, (schedule, chunks, lengths) in ways.items():
-            options = {"chunks": chunks} if chunks > 1 else {}
-            sizes = {"num_ranks": RANKS, "num_microbatches": MICROBATCHES}
-            made = pipegrad.schedules.build(schedule, **sizes, **options)
-            median = statistics.median(times[name])
+        for (name, way), taken in zip(ways.items(), times, strict=True):
+            cells, median = ["", ""], statistics.median(taken)
             # Chunks are simulated as taking alike.
-            alike = given.attention == 0 or chunks == 1 or not isinstance(lengths, int)
-            cells = ["", ""]
-            if alike:
-                last = replace(stages[chunks], outputs={})
-                costs = Costs((stages[chunks],) * (RANKS - 1) + (last,), network)
-                expected_seconds = simulate(lower(made), costs, num_steps=2).step_seconds[-1]
-                cells = [f"{1e3 * expected_seconds:.0f}", f"{median / expected_seconds - 1:+.1%}"]
-            row = [name, ratios(times[name], times["1f1b"]), f"{1e3 * median:.0f}", *cells]
+            if given.attention == 0 or way.chunks == 1 or way.lengths:
+                seconds = predicted(way, stages[way.chunks], network)
+                cells = [f"{1e3 * seconds:.0f}", f"{median / seconds - 1:+.1%}"]
+            row = [name, ratios(taken, times[0]), f"{1e3 * median:.0f}", *cells]
             print("|", " | ".join(row), "|")
     dist.destroy_process_group()
 
