@@ -30,8 +30,8 @@ class Step(NamedTuple):
 
     Attributes:
         cell: Position of its cell among those of the rank.
-        done: As torch names it, or "WAIT": the transfers of this cell end before the next one.
-        stage: The stage; -1 for "WAIT".
+        done: As torch names it, or ``WAIT_SEND_F``, for example: that transfer ends here.
+        stage: The stage.
         microbatch: -1 if it has none.
     """
 
@@ -215,7 +215,7 @@ class _RankItems:
         do: dict[str, Callable[[int, Step], None]] = {
             **dict.fromkeys(KINDS_OF, self._compute),
             **dict.fromkeys(TRANSFERS, self._transfer),
-            "WAIT": self._wait_for_all,
+            **dict.fromkeys((f"WAIT_{transfer}" for transfer in TRANSFERS), self._wait),
             "REDUCE_GRAD": self._reduce,
             "UNSHARD": self._unshard,
             "RESHARD": self._reshard,
@@ -244,11 +244,12 @@ class _RankItems:
         transfer = channel << MICROBATCH_BITS | step.microbatch
         self._open[transfer] = Op.RELEASE if is_send else Op.WAIT_RECEIVE
 
-    def _wait_for_all(self, _number: int, step: Step) -> None:
-        for transfer, op in self._open.items():
+    def _wait(self, _number: int, step: Step) -> None:
+        channel = self._building.channel(step._replace(done=step.done.removeprefix("WAIT_")))
+        transfer = -1 if isinstance(channel, str) else channel << MICROBATCH_BITS | step.microbatch
+        if transfer in self._open:
             self._waited.add(transfer)
-            self._add(step.cell, transfer << OP_BITS | op)
-        self._open.clear()
+            self._add(step.cell, transfer << OP_BITS | self._open.pop(transfer))
 
     def _compute(self, number: int, step: Step) -> None:
         cell, done, stage, microbatch = step

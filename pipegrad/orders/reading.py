@@ -6,9 +6,11 @@ Nothing of a file is run. A cell is one of these:
   ends before the compute that reads it, a send before the end of the step.
 - An instruction of DeepSpeed, as its ``repr`` prints it: ``RecvActivation(buffer_id=1)``. A
   transfer ends before the next instruction. A stage is a rank.
-- A function of Megatron's schedule without interleaving, by its name:
-  ``send_forward_recv_backward``. The transfers of one call start in Megatron's fixed order, and
-  end before the next call. A stage is a rank, and computes are counted.
+- A function of Megatron's schedules, by its name: ``send_forward_recv_backward``. The transfers of
+  one call start in Megatron's order, and end before the next call. A stage is a rank, or, with
+  interleaving, ``forward_step(vp_stage=1)``. Computes are counted, and a transfer is of the next
+  value that its rank computes or needs. ``recv_prev=False`` and ``output_tensor=None``, for
+  example, are calls without that transfer.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain as joined
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple, TypeGuard
 
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError, reason
 from pipegrad.limits import MOST_ORDERS_BYTES, check_size
 from pipegrad.orders.building import KINDS_OF, Building, Defect, Step, placed
-from pipegrad.printable import printable, shortened
+from pipegrad.printable import shortened
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
@@ -73,19 +75,37 @@ def read_orders(source: object) -> Orders:
     if isinstance(source, Program):
         return _of_program(source)
     if isinstance(source, (str, Path)):
-        name = printable(str(source))
-        return _of_cells(name, _rows_of_file(Path(source), name))
+        name = shortened(str(source), 300)
+        return _of_cells(name, *_rows_of_file(Path(source), name))
+    if hasattr(source, "pipeline_order") and hasattr(source, "_stage"):
+        raise ScheduleError(
+            f"orders are a {type(source).__name__}: with one stage a rank torch runs code, and not "
+            f"its table pipeline_order; expected a list of the actions of each rank"
+        )
+    if hasattr(source, "micro_batches") and hasattr(source, "stage_id"):
+        raise ScheduleError(
+            f"orders are a {type(source).__name__} of stage {source.stage_id}: expected a list "
+            f"with the one of each rank"
+        )
     name = type(source).__name__ if hasattr(source, "pipeline_order_with_comms") else "orders"
     # An older torch, or a schedule that computes only, has no transfers.
     for attribute in ("pipeline_order_with_comms", "pipeline_order"):
         source = getattr(source, attribute, None) or source
-    return _of_cells(name, _rows_of_lists(source))
+    rows = _rows_of_lists(source)
+    return _of_cells(name, rows, [f"rank {rank}" for rank in range(len(rows))])
 
 
-def _rows_of_file(path: Path, name: str) -> list[list[str]]:
+def _rows_of_file(path: Path, name: str) -> tuple[list[list[str]], list[str]]:
+    """Returns the cells of each rank, and where they are; empty lines and comments are no ranks."""
+    rows, places = list[list[str]](), list[str]()
     try:
         text = run_files.read(path, MOST_ORDERS_BYTES).decode("utf-8-sig")
-        rows = [[cell.strip() for cell in row] for row in csv.reader(io.StringIO(text, newline=""))]
+        lines = csv.reader(io.StringIO(text, newline=""))
+        for line in lines:
+            row = [cell.strip() for cell in line]
+            if row and row != [""] and not row[0].startswith("#"):
+                rows.append(row)
+                places.append(f"line {lines.line_num}")
     except UnicodeDecodeError as error:
         raise ScheduleError(f"{name}: byte {error.start} is no UTF-8 text") from error
     except (OSError, ValueError) as error:  # a path may be none
@@ -94,7 +114,7 @@ def _rows_of_file(path: Path, name: str) -> list[list[str]]:
         raise ScheduleError(f"{name} is not a CSV file: {error}") from error
     while rows and not any(rows[-1]):
         rows.pop()
-    return rows
+    return rows, places
 
 
 def _rows_of_lists(source: object) -> list[list[str]]:
@@ -110,27 +130,38 @@ def _rows_of_lists(source: object) -> list[list[str]]:
             f"orders are {shortened(repr(source))}: expected a file, a list of the actions of each "
             f"rank, a schedule of torch with its actions, or a schedule of pipegrad"
         )
-    return [list(_flat(of_rank)) for of_rank in source]
+    ranks = list(source)
+    for rank, of_rank in enumerate(ranks):
+        if not _is_list(of_rank):
+            raise ScheduleError(
+                f"orders of rank {rank} are {shortened(repr(of_rank))}: expected a list of its "
+                f"actions"
+            )
+    return [list(_flat(of_rank)) for of_rank in ranks]
+
+
+def _is_list(value: object) -> TypeGuard[Iterable[object]]:
+    is_action = isinstance(value, tuple) and hasattr(value, "_fields")  # torch's are tuples
+    return isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and not is_action
 
 
 def _flat(value: object) -> Iterator[str]:
     """Yields the cells of a rank; DeepSpeed has a list of them for each step."""
-    is_action = isinstance(value, tuple) and hasattr(value, "_fields")  # torch's are tuples
-    if isinstance(value, Iterable) and not isinstance(value, (str, bytes)) and not is_action:
+    if _is_list(value):
         for item in value:
             yield from _flat(item)
     else:
         yield "" if value is None else str(value).strip()
 
 
-def _of_cells(name: str, rows: list[list[str]]) -> Orders:
-    steps = [list(_steps(name, rank, row, len(rows))) for rank, row in enumerate(rows)]
+def _of_cells(name: str, rows: list[list[str]], places: list[str]) -> Orders:
+    steps = _steps(rows, [f"{name}, {place}" for place in places])
     computes = [[step for step in of_rank if step.done in KINDS_OF] for of_rank in steps]
     if not steps:
         raise ScheduleError(f"{name} has no cells; expected a line for each rank, such as 0F0,0B0")
-    for rank, of_rank in enumerate(computes):
+    for place, of_rank in zip(places, computes, strict=False):
         if not of_rank:
-            raise ScheduleError(f"{name}, line {rank + 1} computes nothing; each rank has a stage")
+            raise ScheduleError(f"{name}, {place} computes nothing; each rank has a stage")
     rank_of: dict[int, int] = {}
     for rank, of_rank in enumerate(computes):
         for step in of_rank:
@@ -176,29 +207,86 @@ def _of_program(program: Program) -> Orders:
 # What cells say.
 
 
-def _steps(name: str, rank: int, row: Sequence[str], num_ranks: int) -> Iterator[Step]:
-    named = _Named(rank)
-    for number, cell in enumerate(row):
-        where = f"{name}, line {rank + 1}, cell {number + 1}"
-        call = _CALL.fullmatch(cell)
-        if call is None or call[1] not in _NAMED:
+class _Call(NamedTuple):
+    """A call of a function of Megatron's, or an instruction of DeepSpeed."""
+
+    name: str
+    arguments: Mapping[str, str]
+
+
+def _steps(rows: Sequence[Sequence[str]], places: Sequence[str]) -> list[list[Step]]:
+    calls = [list(map(_call, row)) for row in rows]
+    said = [call.arguments for of_rank in calls for call in of_rank if call]
+    # With overlap_p2p_comm Megatron starts the transfers of all calls in another order.
+    is_overlapped = any(arguments.get("overlap_p2p_comm") == "True" for arguments in said)
+    num_chunks = 1 + max((int(arguments.get("vp_stage", 0)) for arguments in said), default=0)
+    return [
+        list(_steps_of(row, of_rank, place, _Named(rank, len(rows), num_chunks, of_rank), order))
+        for rank, (row, of_rank, place) in enumerate(zip(rows, calls, places, strict=False))
+        for order in [_OVERLAPPED[rank % 2] if is_overlapped else _FIXED]
+    ]
+
+
+def _steps_of(
+    row: Sequence[str],
+    calls: Sequence[_Call | None],
+    place: str,
+    named: _Named,
+    order: Sequence[str],
+) -> Iterator[Step]:
+    last_sent: dict[str, Step] = {}
+    for number, (cell, call) in enumerate(zip(row, calls, strict=True)):
+        where = f"{place}, cell {number + 1}"
+        if call is None:
+            if cell[:1].isalpha():
+                raise ScheduleError(
+                    f"{where}: {shortened(cell)!r} is not understood; expected actions of torch "
+                    f"such as 2F0, of DeepSpeed such as ForwardPass(buffer_id=0), or of Megatron "
+                    f"such as send_forward, with a comma between"
+                )
             for stage, done, microbatch in parts(cell, where):
                 yield Step(number, done, stage, microbatch)
             continue
-        # Megatron calls its functions on the first and the last rank, too, and they do nothing.
-        idle = _IDLE_FIRST * (rank == 0) + _IDLE_LAST * (rank == num_ranks - 1)
-        meaning = [m for m in _NAMED[call[1]] if call[1][0].isupper() or m not in idle]
-        for done in meaning:
-            microbatch = named.microbatch_of(done, call[2], where) if done in _COUNTED else -1
-            yield Step(number, done, rank, microbatch)
-        if any(done in TRANSFERS for done in meaning):
-            yield Step(number, "WAIT", -1, -1)
+        does = _NAMED[call.name]
+        meaning = [done for done in order if done in does] or does
+        steps = [
+            Step(number, done, *named.next(done, call, where))
+            for done in meaning
+            if not named.is_idle(done, call)
+        ]
+        yield from steps
+        waited = [step for step in steps if step.done in TRANSFERS]
+        if call.arguments.get("overlap_p2p_comm") == "True":
+            # Receives end before the compute that reads them. A send ends behind the next one.
+            sends = {step.done: step for step in waited if step.done.startswith("SEND")}
+            waited = [
+                last_sent.pop(done)
+                for done in does
+                if done in last_sent and call.arguments.get(_FLAGS[done]) != "None"
+            ]
+            last_sent |= sends
+        for step in waited:
+            yield step._replace(cell=number, done=f"WAIT_{step.done}")
 
 
-_IDLE_FIRST, _IDLE_LAST = ("RECV_F", "SEND_B"), ("SEND_F", "RECV_B")
-_COUNTED = (*KINDS_OF, *TRANSFERS)
-_CALL = re.compile(r"([A-Za-z_]{1,60})(?:\((?:buffer_id=(\d{1,9}))?\))?", re.ASCII)
-# What is called -> what it does. Several transfers are in the fixed order of Megatron.
+_FIXED = ("SEND_B", "RECV_F", "SEND_F", "RECV_B")
+_OVERLAPPED = (  # on even ranks and on odd ones
+    ("SEND_F", "RECV_F", "SEND_B", "RECV_B"),
+    ("RECV_F", "SEND_F", "RECV_B", "SEND_B"),
+)
+_FLAGS = {  # what says that a call is without the transfer
+    "SEND_F": "output_tensor",
+    "SEND_B": "input_tensor_grad",
+    "RECV_F": "recv_prev",
+    "RECV_B": "recv_next",
+}
+_CALL = re.compile(r"(?:\w{1,60}\.){0,3}([A-Za-z_]{1,60})(?:\(([^()]{0,200})\))?", re.ASCII)
+_ARGUMENT = re.compile(
+    r"((?:buffer_id|vp_stage)=\d{1,9}|(?:output_tensor|input_tensor_grad)=None"
+    r"|(?:recv_prev|recv_next|overlap_p2p_comm)=(?:True|False))",
+    re.ASCII,
+)
+# What is called -> what it does.
 _NAMED: Mapping[str, tuple[str, ...]] = {
     # DeepSpeed. What it reduces over all ranks of a stage, or of tied ones, it does at the end.
     **dict.fromkeys(("LoadMicroBatch", "OptimizerStep", "ReduceTiedGrads"), ()),
@@ -218,23 +306,80 @@ _NAMED: Mapping[str, tuple[str, ...]] = {
     "send_backward": ("SEND_B",),
     "send_forward_recv_backward": ("SEND_F", "RECV_B"),
     "send_backward_recv_forward": ("SEND_B", "RECV_F"),
-    "send_forward_recv_forward": ("RECV_F", "SEND_F"),
+    "send_forward_recv_forward": ("SEND_F", "RECV_F"),
     "send_backward_recv_backward": ("SEND_B", "RECV_B"),
+    "send_forward_backward_recv_forward_backward": _FIXED,
 }
 
 
-class _Named:
-    """Which microbatch an instruction is of: those of DeepSpeed name a buffer, others are counted.
+def _call(cell: str) -> _Call | None:
+    call = _CALL.fullmatch(cell)
+    if call is None or call[1] not in _NAMED:
+        return None
+    said = [argument for argument in re.split(r"[,;\s]+", call[2] or "") if argument]
+    if not all(map(_ARGUMENT.fullmatch, said)):
+        return None
+    return _Call(call[1], dict(argument.split("=") for argument in said))
 
-    A buffer has the microbatch of the last forward that was computed in it.
+
+class _Named:
+    """Which stage and microbatch the calls of a rank are of.
+
+    Instructions of DeepSpeed name a buffer, which has the microbatch of the last forward that was
+    computed in it. Others are counted.
     """
 
-    def __init__(self, rank: int) -> None:
-        self._rank = rank
+    def __init__(
+        self, rank: int, num_ranks: int, num_chunks: int, calls: Iterable[_Call | None]
+    ) -> None:
+        self._rank, self._last = rank, num_ranks * num_chunks - 1
+        self._last_rank, self._is_plain = num_ranks - 1, num_chunks == 1
         self._counts = Counter[str]()
         self._in_buffer: dict[str, int] = {}
+        self._newest: dict[str, int] = {}  # F or B -> the stage that was computed last
+        computed: dict[str, list[tuple[int, int]]] = {"F": [], "B": []}
+        counts = Counter[tuple[str, int]]()
+        for call in calls:
+            if call and call.name in ("forward_step", "backward_step"):
+                (kind,) = _NAMED[call.name]
+                stage = int(call.arguments.get("vp_stage", 0)) * num_ranks + rank
+                computed[kind].append((stage, counts[kind, stage]))
+                counts[kind, stage] += 1
+        self._of = {
+            done: [value for value in computed[done[-1]] if value[0] != self._end(done)]
+            for done in TRANSFERS
+        } | computed
 
-    def microbatch_of(self, done: str, buffer: str | None, where: str) -> int:
+    def _end(self, done: str) -> int:
+        """Returns the stage that has no such transfer."""
+        return {"RECV_F": 0, "SEND_B": 0, "SEND_F": self._last, "RECV_B": self._last}[done]
+
+    def is_idle(self, done: str, call: _Call) -> bool:
+        """Whether a call of Megatron does not do that; a first and a last rank call all, too."""
+        if done not in TRANSFERS or call.name[0].isupper():
+            return False
+        if call.arguments.get(_FLAGS[done]) in ("None", "False"):
+            return True
+        if done.startswith("SEND"):
+            return self._newest.get(done[-1], self._rank) == self._end(done)
+        is_end = self._rank == (0 if done == "RECV_F" else self._last_rank)
+        return is_end and (self._is_plain or call.name in ("recv_forward", "recv_backward"))
+
+    def next(self, done: str, call: _Call, where: str) -> tuple[int, int]:
+        """Returns stage and microbatch."""
+        if call.name[0].isupper():
+            buffer = call.arguments.get("buffer_id")
+            counted = done in KINDS_OF or done in TRANSFERS
+            return self._rank, self._microbatch_of(done, buffer, where) if counted else -1
+        number = self._counts[done]
+        self._counts[done] += 1
+        values = self._of[done]
+        value = values[number] if number < len(values) else (self._rank, number)
+        if done in KINDS_OF:
+            self._newest[done] = value[0]
+        return value
+
+    def _microbatch_of(self, done: str, buffer: str | None, where: str) -> int:
         if buffer is not None and done not in ("F", "RECV_F"):
             if buffer not in self._in_buffer:
                 raise ScheduleError(f"{where}: nothing was computed in buffer {buffer} before")

@@ -238,7 +238,7 @@ def verify(
         source: A path of a CSV file with a line for each rank; a list, or a table by rank, of the
             actions of each rank; a ``_PipelineScheduleRuntime`` of torch; or a schedule or Program
             of pipegrad. Actions are torch's, with transfers or without; ``PipeInstruction`` of
-            DeepSpeed; or names of the functions of Megatron's schedule without interleaving.
+            DeepSpeed; or names of the functions of Megatron's schedules.
         sends: "rendezvous": a send ends when its receive has started, as large messages do.
             "eager": a send ends at once.
         communicators: "one" for all transfers, "pair": one for each two ranks, or "edge": one for

@@ -131,6 +131,91 @@ def megatron(num_ranks: int, num_microbatches: int) -> Cells:
     return result
 
 
+def _call(name: str, **arguments: object) -> str:
+    return f"{name}({', '.join(f'{key}={value}' for key, value in arguments.items())})"
+
+
+def megatron_interleaved(
+    num_ranks: int, num_microbatches: int, num_chunks: int = 2, *, overlap: bool = False
+) -> Cells:
+    """Returns what Megatron's schedule with interleaving calls, on each rank.
+
+    These are the calls of megatron-core 0.16.1, as recorded in six sizes, each with overlap or not.
+
+    Source: ``forward_backward_pipelining_with_interleaving`` in
+    megatron/core/pipeline_parallel/schedules.py.
+    """
+    chunks = [  # of the forwards of a rank; backwards have them in reverse
+        chunk
+        for first in range(0, num_microbatches, num_ranks)
+        for chunk in range(num_chunks)
+        for _ in range(first, min(first + num_ranks, num_microbatches))
+    ]
+    ranks = [_Interleaved(rank, num_ranks, chunks, num_chunks) for rank in range(num_ranks)]
+    return [rank.calls(overlap=overlap) for rank in ranks]
+
+
+class _Interleaved:
+    """Writes down what Megatron's schedule with interleaving calls on one rank."""
+
+    def __init__(self, rank: int, num_ranks: int, chunks: Sequence[int], num_chunks: int) -> None:
+        self._is_first, self._is_last = rank == 0, rank == num_ranks - 1
+        self._behind, self._chunks, self._last_chunk = num_ranks - 1, chunks, num_chunks - 1
+        self._warm = min((num_ranks - rank - 1) * 2 + self._last_chunk * num_ranks, len(chunks))
+        self._cells: list[str] = []
+
+    def _comes(self, k: int, *, is_end: bool) -> bool:
+        """Whether something arrives behind the k-th forward, or the k-th backward."""
+        if k == len(self._chunks) - 1:
+            return False
+        meanwhile = k - self._behind  # what the other end of the loop computes
+        return not is_end or (meanwhile >= 0 and self._chunks[meanwhile] != self._last_chunk)
+
+    def _forward(self, k: int) -> dict[str, object]:
+        """Writes a forward; returns the arguments of the exchange behind it."""
+        chunk = self._chunks[k]
+        self._cells.append(_call("forward_step", vp_stage=chunk))
+        is_unsent = self._is_last and chunk == self._last_chunk
+        sent: dict[str, object] = {"output_tensor": None} if is_unsent else {}
+        return {**sent, "recv_prev": self._comes(k, is_end=self._is_first)}
+
+    def _backward(self, k: int) -> dict[str, object]:
+        """Writes a backward; returns the arguments of the exchange behind it."""
+        chunk = self._last_chunk - self._chunks[k]
+        self._cells.append(_call("backward_step", vp_stage=chunk))
+        is_unsent = self._is_first and chunk == 0
+        sent: dict[str, object] = {"input_tensor_grad": None} if is_unsent else {}
+        return {**sent, "recv_next": self._comes(k, is_end=self._is_last)}
+
+    def calls(self, *, overlap: bool) -> list[str]:
+        cells, warm, total = self._cells, self._warm, len(self._chunks)
+        of_forward, of_backward = "send_forward_recv_forward", "send_backward_recv_backward"
+        of_both = "send_forward_backward_recv_forward_backward"
+        cells.append("recv_forward")
+        gradient: dict[str, object] = {"input_tensor_grad": None, "recv_next": not self._is_last}
+        asynchronous = {"overlap_p2p_comm": True}
+        for k in range(warm):
+            forward = self._forward(k)
+            is_end = k == warm - 1 and warm < total  # where the first gradient is received, too
+            if is_end and not overlap:
+                cells.append(_call(of_both, **forward, **gradient))
+            else:
+                cells.append(_call(of_forward, **forward))
+        if warm < total and overlap:
+            cells.append(_call(of_backward, **gradient, **asynchronous))
+        for k in range(total - warm):
+            forward = self._forward(k + warm)
+            if overlap:
+                cells.append(_call(of_forward, **forward, **asynchronous))
+                cells.append(_call(of_backward, **self._backward(k), **asynchronous))
+            else:
+                cells.append(_call(of_both, **forward, **self._backward(k)))
+        cells += ["recv_backward"] * (warm == total)
+        for k in range(total - warm, total):
+            cells.append(_call(of_backward, **self._backward(k)))
+        return cells
+
+
 class PipeInstruction:
     """Prints as DeepSpeed's instructions do."""
 

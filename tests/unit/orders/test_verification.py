@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import json
 import re
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import get_args
 
 import pytest
@@ -17,10 +19,20 @@ import pipegrad
 from pipegrad import limits, schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.orders import Verdict
-from pipegrad.orders.building import Step, placed
+from pipegrad.orders.building import END, Step, placed
 from pipegrad.orders.verification import Communicators
 from pipegrad.schedules import lower
-from tests.support.orders import MULTI, SINGLE, deepspeed, just_in_time, megatron, multi, single
+from pipegrad.schedules.program.program import OP_MASK, Op
+from tests.support.orders import (
+    MULTI,
+    SINGLE,
+    deepspeed,
+    just_in_time,
+    megatron,
+    megatron_interleaved,
+    multi,
+    single,
+)
 
 GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
 
@@ -209,6 +221,79 @@ def test_megatron_5100_crosses_messages_between_two_ranks() -> None:
         assert defect.text == "2SEND_B0: rank 1 takes it for 1RECV_F1: a message carries no name"
 
 
+INTERLEAVED_SIZES = [(2, 4, 2), (3, 6, 2), (4, 4, 2), (4, 8, 2), (4, 16, 3), (8, 16, 2)]
+
+
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "num_chunks"), INTERLEAVED_SIZES)
+def test_megatron_5100_with_interleaving(
+    num_ranks: int, num_microbatches: int, num_chunks: int
+) -> None:
+    """Megatron-LM#5100: with the fixed order one by one, all ranks receive before they send."""
+    orders = megatron_interleaved(num_ranks, num_microbatches, num_chunks)
+    verdict = pipegrad.verify(orders)
+    assert {wait.rank for wait in verdict.circle} == set(range(num_ranks))
+    if num_ranks == 2:  # where they take messages for others, too
+        return
+    call = "send_forward_recv_forward(recv_prev=True)"
+    assert verdict.sentences[0] == (
+        f"rank 0: {num_ranks}RECV_F0 ({call}) waits for {num_ranks - 1}SEND_F0 ({call}) of rank "
+        f"{num_ranks - 1}, which is behind {num_ranks - 1}RECV_F1 ({call}) on the communicator"
+    )
+    assert not pipegrad.verify(orders, communicators="pair").is_right
+    assert pipegrad.verify(orders, batched=True).is_right
+
+
+def test_megatron_5271_crosses_the_messages_of_interleaved_calls_between_two_ranks() -> None:
+    verdict = pipegrad.verify(megatron_interleaved(2, 4), batched=True)
+    assert [defect.text for defect in verdict.defects] == [
+        "2SEND_B0: rank 1 takes it for 1RECV_F2: a message carries no name",
+        "1SEND_B0: rank 0 takes it for 2RECV_F2: a message carries no name",
+    ]
+
+
+@pytest.mark.parametrize("communicators", get_args(Communicators))
+@pytest.mark.parametrize(("num_ranks", "num_microbatches", "num_chunks"), INTERLEAVED_SIZES)
+def test_megatron_alternates_sends_and_receives_where_they_overlap(
+    num_ranks: int, num_microbatches: int, num_chunks: int, communicators: Communicators
+) -> None:
+    orders = megatron_interleaved(num_ranks, num_microbatches, num_chunks, overlap=True)
+    verdict = pipegrad.verify(orders, communicators=communicators)
+    assert verdict.is_right, str(verdict)
+    warm = 2 * (num_ranks - 1) + (num_chunks - 1) * num_ranks
+    assert verdict.needs is not None
+    total = num_microbatches * num_chunks
+    assert verdict.needs.live_activations[0] == min(warm + 1, total)
+
+
+def test_a_send_that_overlaps_ends_behind_the_next_one() -> None:
+    send = "p2p.send_forward_recv_forward(recv_prev=False, overlap_p2p_comm=True)"
+    prefetch = send.replace("recv_prev", "output_tensor=None, recv_prev")
+    first = ["forward_step", send, prefetch, "forward_step", send]
+    second = ["recv_forward", "forward_step", "recv_forward", "forward_step"]
+    orders = pipegrad.verify([first, second]).orders
+    releases = [
+        cell
+        for item, cell in zip(orders.program.items[0], orders.cell_of[0], strict=True)
+        if item & OP_MASK == Op.RELEASE
+    ]
+    assert releases == [4, END]
+
+
+def test_a_receive_without_a_compute_and_a_send_too_many_are_wrong(tmp_path: Path) -> None:
+    orders = megatron_interleaved(4, 8)
+    assert "no stage computes microbatch" in str(
+        pipegrad.verify([[*orders[0], "send_forward_recv_forward(recv_prev=True)"], *orders[1:]])
+    )
+    # A CSV quotes cells with commas.
+    path = tmp_path / "orders.csv"
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows(orders)
+    assert pipegrad.verify(path, batched=True).is_right
+    path.write_text(path.read_text().replace("recv_prev=True", "recv_prev=1"))
+    with pytest.raises(ScheduleError, match="is not understood"):
+        pipegrad.verify(path)
+
+
 @pytest.mark.parametrize("num_ranks", [2, 4, 7])
 def test_instructions_of_deepspeed_are_read(num_ranks: int) -> None:
     verdict = pipegrad.verify(deepspeed(num_ranks, 8))
@@ -322,6 +407,7 @@ def test_our_schedules_are_proven_on_their_own_edges(name: str) -> None:
         "\ufeff" + GOOD,
         GOOD.replace(",", " , "),
         GOOD.replace("0SEND_F0", ",0SEND_F0,,") + ",,\n\n",
+        "# by hand\n" + GOOD.replace("\n", "\n\n# the next rank\n"),
         "0F0,0B0\n1F0,1B0\n",
         "0F0,0SEND_F0\n1RECV_F0,1F0\n",
     ],
@@ -335,12 +421,14 @@ def test_lines_and_blanks_do_not_matter(text: str, tmp_path: Path) -> None:
     [
         ("", "has no cells; expected a line for each rank"),
         (" \n,\n", "has no cells"),
-        ("0F0,0B0\n\n2F0,2B0\n", "line 2 computes nothing; each rank has a stage"),
+        ("0F0,0B0\n,,\n2F0,2B0\n", "line 2 computes nothing; each rank has a stage"),
         ("0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1"),
         ("0F0,0B7\n", "has a microbatch 7 but no microbatch 1"),
         (GOOD.replace("1B0", "1Q0"), "line 2, cell 3: '1Q0' is not understood"),
         (GOOD.replace(",", ";"), "line 1, cell 1: '0F0;0SEND_F0;0RECV_B0;0B0' is not understood"),
-        ("rank,actions\n" + GOOD, "line 1, cell 1: 'rank' is not understood"),
+        ("# torch\n\n" + GOOD.replace("1B0", "1Q0"), "line 4, cell 3: '1Q0' is not understood"),
+        ("rank,actions\n" + GOOD, "line 1, cell 1: 'rank' is not understood; expected actions of"),
+        ("ForwardPass(buffer_id=0, phase=1)\n", "understood; expected actions of torch such as"),
         ("0F99999999999\n", "line 1, cell 1: '0F99999999999' is not understood"),
         ("0F0,\x1b[2J\n", r"line 1, cell 2: '\x1b[2J' is not understood"),
         ("0" * 200_000, "is not a CSV file: field larger than"),
@@ -378,6 +466,38 @@ def test_other_sources_are_refused(source: object) -> None:
         pipegrad.verify({1: ["0F0"]})
     with pytest.raises(ScheduleError, match="sends is 'fast', expected one of rendezvous, eager"):
         pipegrad.verify([["0F0"]], sends="fast")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        (["0F0", "0B0"], "orders of rank 0 are '0F0': expected a list of its actions"),
+        ([["0F0"], None], "orders of rank 1 are None: expected a list of its actions"),
+        ([["0F0", "0X0"]], "orders, rank 0, cell 2: '0X0' is not understood"),
+        (GOOD * 100, "0F0,0SEND_F0,0RECV_B0,0B0"),
+    ],
+)
+def test_what_lists_no_ranks_is_refused(source: object, says: str) -> None:
+    with pytest.raises(ScheduleError, match=re.escape(says)) as refused:
+        pipegrad.verify(source)
+    assert len(str(refused.value)) < 400
+
+
+@pytest.mark.parametrize("name", SINGLE)
+def test_a_table_that_torch_does_not_run_is_refused(name: str) -> None:
+    """The table of torch 2.13's Schedule1F1B counts the forwards of the last rank from 1."""
+    stage = SimpleNamespace(num_stages=2, group_size=2, stage_index=0, has_backward=True)
+    schedule = getattr(torch_schedules, name)(stage, 4)
+    with pytest.raises(ScheduleError, match=f"{name}: with one stage a rank torch runs code"):
+        pipegrad.verify(schedule)
+
+
+def test_one_schedule_of_deepspeed_is_one_rank() -> None:
+    class TrainSchedule(list[object]):
+        micro_batches, stages, stage_id = 8, 4, 1
+
+    with pytest.raises(ScheduleError, match="a TrainSchedule of stage 1: expected a list with"):
+        pipegrad.verify(TrainSchedule())
 
 
 # What is shown.
