@@ -135,8 +135,9 @@ class _OneProcess:
                     {"params": others, "use_muon": False, **options},
                 ]
             )
-        self._rate = torch.optim.lr_scheduler.LambdaLR(
-            self._optimizer, lambda step: (1 + 3 * max(0, step - 1) / 4) / 4 if warm_up > 1 else 1.0
+        # "From min lr to max lr over warmup_num_steps steps", says DeepSpeed's WarmupLR.
+        self._rate = torch.optim.lr_scheduler.LinearLR(
+            self._optimizer, start_factor=1 / warm_up, total_iters=warm_up
         )
 
     def step(self) -> None:

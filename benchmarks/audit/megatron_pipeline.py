@@ -61,13 +61,18 @@ def options() -> Audit:
         "dropout": partial(_audit, hidden_dropout=0.1),
         "momentum": partial(_audit, momentum=0.9),
         "weight decay": partial(_audit, weight_decay=0.1),
+        "weight decay, no scheduler": partial(_audit, weight_decay=0.1, has_scheduler=False),
         "no bias of linear layers": partial(_audit, add_bias_linear=False),
     }
     return replace(_audit(), variants=variants)
 
 
 class _Updates:
-    """What updates the uncut model: weight decay is of matrices alone, as Megatron says."""
+    """What updates the uncut model.
+
+    Weight decay is of matrices alone: "the classic megatron approach of skipping all len 1 and bias
+    parameters", says get_standard_config_overrides.
+    """
 
     def __init__(
         self, clip_grad: float, momentum: float, weight_decay: float, model: nn.Module
@@ -129,6 +134,7 @@ def _audit(
     is_per_token: bool = False,
     momentum: float = 0.0,
     weight_decay: float = 0.0,
+    has_scheduler: bool = True,
     **more: Any,  # noqa: ANN401 - of TransformerConfig
 ) -> Audit:
     torch.cuda.current_device = lambda: "cpu"
@@ -141,6 +147,7 @@ def _audit(
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+    from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
     from megatron.core.pipeline_parallel import get_forward_backward_func
     from megatron.core.transformer import TransformerConfig
 
@@ -193,8 +200,20 @@ def _audit(
     )
     optimizer = get_megatron_optimizer(options, [wrapped])
     config.grad_scale_func = optimizer.scale_loss
-    for group in optimizer.param_groups:  # as Megatron's OptimizerParamScheduler does
-        group["weight_decay"] = weight_decay * group["wd_mult"]
+    if has_scheduler:  # as Megatron-LM's training loop; it sets the weight decay of each group
+        OptimizerParamScheduler(
+            optimizer,
+            init_lr=LEARNING_RATE,
+            max_lr=LEARNING_RATE,
+            min_lr=LEARNING_RATE,
+            lr_warmup_steps=0,
+            lr_decay_steps=1,
+            lr_decay_style="constant",
+            start_wd=weight_decay,
+            end_wd=weight_decay,
+            wd_incr_steps=0,
+            wd_incr_style="constant",
+        )
     num_replicas = parallel_state.get_data_parallel_world_size()
     audit = of_megatron(
         get_forward_backward_func(),

@@ -15,10 +15,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from pipegrad.audit import dropout
 from pipegrad.audit.causes import OTHER_VALUES, STALE
@@ -40,6 +43,12 @@ _NO_GROUP = (
     "this in ranks of torchrun, after torch.distributed.init_process_group"
 )
 _ROUNDING = 64.0  # factor of the rounding of two runs
+_MAKER = "a function of the uncut model that makes one"
+_VARIANT = "a function that returns an audit, under a name"
+_USED = (
+    "its optimizer has stepped in this audit before, and goes on with its state: make modules, "
+    "optimizer and schedule anew in the function"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +95,8 @@ class Audit:
         variants: Name -> a function that returns this rank's audit with one option changed, for
             both sides. It makes modules anew, from the same seed. After its own steps an audit
             compares each variant with one process, and what the option changes in the pipeline with
-            what it changes in one process. A function that raises has refused the option.
+            what it changes in one process. A function that raises a ValueError, ImportError,
+            NotImplementedError, AssertionError or PipegradError has refused the option.
     """
 
     step: Callable[[Any, Any], object]
@@ -164,8 +174,21 @@ class Audit:
                 ("model", self.model, "a module", isinstance(self.model, nn.Module)),
                 ("modules", held, "modules", all(isinstance(m, nn.Module) for m in held)),
                 ("microbatches", self.microbatches, "int", isinstance(self.microbatches, int)),
+                ("optimizer", self.optimizer, _MAKER, callable(self.optimizer or _Run)),
+                (
+                    "variants",
+                    self.variants,
+                    "a table of name -> function",
+                    isinstance(self.variants, Mapping),
+                ),
             )
             if not is_right
+        ]
+        variants: object = self.variants
+        wrong += [
+            f"the variant {name!r} is {type(change).__name__}, expected {_VARIANT}"
+            for name, change in (variants.items() if isinstance(variants, Mapping) else ())
+            if not (isinstance(name, str) and callable(change))
         ]
         if wrong:
             raise PlanError("; ".join(wrong))
@@ -177,11 +200,26 @@ class Audit:
         return (modules,) if isinstance(modules, nn.Module) else tuple(modules)
 
 
-class _Run:
-    """One run of an audit."""
+class NotComparedError(AgreementError):
+    """One process cannot compute what the pipeline has computed. The same on all ranks."""
 
-    def __init__(self, audit: Audit, steps: int | None, tolerance: float | None) -> None:
+
+class _Run:
+    """One run of an audit.
+
+    Attributes:
+        optimizers: That have stepped in it, and in audits before.
+    """
+
+    def __init__(
+        self,
+        audit: Audit,
+        steps: int | None,
+        tolerance: float | None,
+        earlier: Iterable[Optimizer] = (),
+    ) -> None:
         self._audit = audit
+        self._earlier, self.optimizers = WeakSet(earlier), WeakSet(earlier)
         self._begin = time.monotonic()
         self._last: Seen
 
@@ -249,6 +287,11 @@ class _Run:
             )
         return findings, steps, gradients
 
+    @property
+    def notes(self) -> list[tuple[str, str]]:
+        """What was not compared, by kind, and why, on rank 0."""
+        return list(self._judge.notes.items())
+
     def measured(self) -> Measured:
         """Returns what both sides had, on rank 0."""
         updates = self._judge.updates[: self._num_sound]
@@ -296,14 +339,28 @@ class _Run:
                 data = Data(audit.loss_fn, cut, batch, audit.by_microbatch)
                 return self._judge.judge(every, data, number)
 
-        first = agree("compare with one process", compare, timeout_seconds=PATIENCE_SECONDS)[0]
-        return first or ([], [])
+        try:
+            every_verdict = agree(
+                "compare with one process", compare, timeout_seconds=PATIENCE_SECONDS
+            )
+        except AgreementError as error:
+            if error.absent or error.follows:
+                raise
+            raise NotComparedError(str(error)) from error
+        return every_verdict[0] or ([], [])
 
     def _seen(self, batch: Batch) -> Seen:
         """Runs a step; returns what this rank had in it."""
         audit = self._audit
         share = leaves_cut(batch, audit.num_replicas)[audit.replica]
-        return watched(lambda: audit.step(*share), self._names, audit.replica, audit.gradients)
+
+        def note(optimizer: Optimizer, *_: object) -> None:
+            if optimizer in self._earlier:
+                raise PlanError(_USED)
+            self.optimizers.add(optimizer)
+
+        with register_optimizer_step_pre_hook(note):
+            return watched(lambda: audit.step(*share), self._names, audit.replica, audit.gradients)
 
     def _repeated(self, batch: Batch) -> list[Finding]:
         """Runs a right step again from one state; returns what differs."""
@@ -351,7 +408,8 @@ def _varied(
     names = agree("the variants", lambda: list(audit.variants))
     if any(own != names[0] for own in names):
         raise PlanError(f"ranks have different variants: {names}; give all ranks the same")
-    found, variants, begin = list(report.findings), list[Variant](), time.monotonic()
+    found, variants, notes = list(report.findings), list[Variant](), list(report.notes)
+    optimizers, begin = run.optimizers, time.monotonic()
     for name, change in audit.variants.items():
         run.begin_again()
         other, refusal = _made(name, change)
@@ -359,32 +417,64 @@ def _varied(
             variants.append(Variant(name, f"refused: {refusal}"))
             continue
         try:
-            with_option = _Run(other, steps, tolerance)
-        except (PlanError, AgreementError) as error:  # the same on all ranks
+            with_option, findings = _ran(name, other, steps, tolerance, optimizers)
+        except NotComparedError as error:
             words = f"it cannot be compared with one process: {error}"
             variants.append(Variant(name, "not compared"))
             found.append(Finding(f"{name}: {words}", "look at what the pipeline makes of it"))
             continue
-        try:
-            findings, *_ = with_option.compared()
-        except Exception as error:
-            raise PlanError(f"the variant {name!r} fails in a step: {in_words(error)}") from error
+        optimizers = with_option.optimizers
 
         def compare(
             name: str = name, with_option: _Run = with_option, findings: list[Finding] = findings
-        ) -> tuple[Variant, tuple[Finding, ...]] | None:
+        ) -> tuple[Variant, tuple[Finding, ...], list[str]] | None:
             if dist.get_rank():
                 return None
             both = report.findings, merged(findings)
             variant, new = compared(name, run.measured(), with_option.measured(), both)
-            return variant, merged(new)
+            noted = [
+                f"{name}: {note}" for key, note in with_option.notes if key not in dict(run.notes)
+            ]
+            return variant, merged(new), noted
 
         of_rank_0 = agree("a variant", compare, timeout_seconds=PATIENCE_SECONDS)[0]
         assert of_rank_0 is not None
         variants.append(of_rank_0[0])
         found += of_rank_0[1]
+        notes += of_rank_0[2]
     seconds = report.seconds + time.monotonic() - begin
-    return replace(report, findings=tuple(found), variants=tuple(variants), seconds=seconds)
+    return replace(
+        report,
+        findings=tuple(found),
+        notes=tuple(notes),
+        variants=tuple(variants),
+        seconds=seconds,
+    )
+
+
+def _ran(
+    name: str,
+    audit: Audit,
+    steps: int | None,
+    tolerance: float | None,
+    earlier: Iterable[Optimizer],
+) -> tuple[_Run, list[Finding]]:
+    """Runs the steps of a variant; returns what was found, too.
+
+    Raises:
+        NotComparedError: If one process cannot be compared with it. All ranks raise it.
+        PlanError: If a step fails.
+    """
+    try:
+        run = _Run(audit, steps, tolerance, earlier)
+    except (PlanError, AgreementError) as error:  # the same on all ranks
+        raise NotComparedError(str(error)) from error
+    try:
+        return run, run.compared()[0]
+    except NotComparedError:
+        raise
+    except Exception as error:
+        raise PlanError(f"the variant {name!r} fails in a step: {in_words(error)}") from error
 
 
 def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
@@ -399,6 +489,8 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
             other = change()
         except _REFUSALS as error:
             return None, in_words(error)
+        except Exception as error:
+            raise PlanError(f"the variant {name!r} fails: {in_words(error)}") from error
         if not isinstance(other, Audit):
             raise PlanError(
                 f"the variant {name!r} returned {type(other).__name__}, expected a pipegrad.Audit"
@@ -413,7 +505,7 @@ def _made(name: str, change: Callable[[], Audit]) -> tuple[Audit | None, str]:
 
 
 # What code raises to refuse an option. Other errors, as of names, are mistakes.
-_REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError
+_REFUSALS = PipegradError, ValueError, NotImplementedError, AssertionError, ImportError
 
 
 def _listed(probabilities: set[float]) -> str:

@@ -103,6 +103,10 @@ OTHER_VALUES = Cause(
     "order of layers, activations and gradients that arrive changed or rounded, losses that are "
     "not in loss_fn",
 )
+NOT_SUMMED = Cause(
+    "the gradient is not summed over the ranks that hold the parameter: the sum of theirs is right",
+    "all-reduce it over these ranks, after the last backward and before the norm",
+)
 COUPLED = Cause(
     "each microbatch is computed by itself, and that is not the gradient of the batch: its samples "
     "depend on each other, as in BatchNorm or in a loss that is no mean over samples",

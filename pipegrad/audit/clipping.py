@@ -75,7 +75,9 @@ def _candidates(rank: int, entries: Sequence[Entry]) -> Mapping[str, float]:
     every = _norm(_once(of_replica))
     result = {
         _OF_THIS_RANK: _norm(own),
-        "the gradient norm counts each copy of a tied parameter": _norm(of_replica),
+        "the gradient norm counts each copy of a parameter that several ranks hold": _norm(
+            of_replica
+        ),
         "the gradient norm counts each replica": every * math.sqrt(number),
         "the gradient norm counts each copy and each replica": _norm(entries),
     }

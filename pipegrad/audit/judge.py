@@ -16,6 +16,7 @@ from pipegrad.audit import clipping, states
 from pipegrad.audit.causes import (
     GRADIENT,
     LATE,
+    NOT_SUMMED,
     OTHER_VALUES,
     Cause,
     Explanation,
@@ -304,9 +305,15 @@ class Judge:
                 is_apart=entry.name in apart,
             )
             said.append((entry, explained(fitting, place, one.allowed)))
+        apart_on = _not_summed([one for one, _ in result], truth)
         # Numbers that nothing explains follow from other values beside them.
-        others = {entry.ranks for entry, why in said if why.fit is None}
+        others = {
+            entry.ranks for entry, why in said if why.fit is None and entry.name not in apart_on
+        }
         for entry, why in said:
+            if entry.name in apart_on and not why.is_known:
+                findings.append(Finding(*NOT_SUMMED, (entry.name,), entry.ranks))
+                continue
             is_other = entry.ranks in others and not why.is_known
             causes = [OTHER_VALUES] if is_other else why.causes
             findings += [Finding(*cause, (entry.name,), entry.ranks) for cause in causes]
@@ -359,6 +366,28 @@ def _check_seen(seen: Sequence[Seen]) -> None:
             "after the step. Call pipegrad.audit.before_clipping() in the step when gradients are "
             "reduced, or give `gradients`"
         )
+
+
+def _not_summed(wrong: Sequence[Wrong], truth: Truth) -> set[str]:
+    """Returns parameters whose ranks have parts of one gradient, and the sum is right."""
+    held: dict[str, dict[tuple[int, ...], list[Wrong]]] = {}
+    for one in wrong:
+        held.setdefault(one.entry.name, {}).setdefault(one.entry.replicas, []).append(one)
+    return {
+        name
+        for name, of_replicas in held.items()
+        if all(_sum_is(group, truth.gradients[name]) for group in of_replicas.values())
+    }
+
+
+def _sum_is(group: Sequence[Wrong], right: Tensor) -> bool:
+    """Returns whether several ranks have parts of a gradient, and their sum is right."""
+    parts = [one.entry.gradient for one in group]
+    there = [part.double() for part in parts if part is not None]
+    if len(there) < 2:
+        return False
+    error = float((torch.stack(there).sum(0) - right).norm()) / group[0].scale
+    return error <= sum(one.allowed for one in group)
 
 
 def _places(

@@ -7,7 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,7 @@ from pipegrad.audit.causes import Cause
 from pipegrad.audit.report import Finding
 from pipegrad.audit.seen import Seen
 from pipegrad.audit.truth import Truth
+from pipegrad.errors import PlanError, in_words
 
 _STARTS = Cause(
     "copies of the parameter start with different values",
@@ -29,6 +30,7 @@ _TRAINS = Cause(
     "the parameter is trained, and in the uncut model it is frozen",
     "call requires_grad_(False) for it in the stage, before the optimizer is made",
 )
+_ONE_PROCESS = "`optimizer` is to make an optimizer of the uncut model, which it gets"
 _FORWARD = "look at the forward first: inputs, targets, loss function, order of layers"
 _CLOSE = 1e-4  # of a loss or a buffer in float32
 
@@ -241,7 +243,12 @@ class Stepped:
         self._parameters = dict(own.named_parameters())
         for name, parameter in self._parameters.items():
             parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype))
-        self._optimizer = make(own)
+        try:
+            self._optimizer = make(own)
+        except Exception as error:
+            raise PlanError(f"{_ONE_PROCESS}: {in_words(error)}") from error
+        if not callable(getattr(self._optimizer, "step", None)):
+            raise PlanError(f"{_ONE_PROCESS}: it returned {type(self._optimizer).__name__}")
 
     def updates(self, seen: Sequence[Seen], first: First) -> dict[str, Tensor]:
         """Steps from the values that the ranks had before; returns updates by first names."""
@@ -282,6 +289,14 @@ def other_updates(
     explained: set[str],
 ) -> Iterator[Finding]:
     """Yields updates that are not those of one process's optimizer on the same gradients."""
+    if _change(actual) and not _change(right):
+        yield Finding(
+            "one process's optimizer changes no parameter of the uncut model, and the pipeline's "
+            "do",
+            "make it of the parameters of the model that `optimizer` gets, with the same learning "
+            "rate",
+        )
+        return
     for (name, ranks), update in actual.items():
         norm = max(float(right[name].norm()), float(update.norm()))
         error = float((update - right[name]).norm())
@@ -297,6 +312,10 @@ def other_updates(
             ranks,
             details=(f"that of {name} {words}",),
         )
+
+
+def _change(updates: Mapping[Any, Tensor]) -> bool:
+    return any(bool(update.any()) for update in updates.values())
 
 
 def why_not_updated(seen: Sequence[Seen]) -> str:

@@ -80,6 +80,8 @@ def audit(
     """
     from pipegrad.audit.script import Run
 
+    if checks_order and variants:
+        raise click.UsageError("--order checks no variants: give --order or --variant")
     run = Run(target, steps, tolerance, checks_order, variants)
     files = {"--json": json_file, "--html": html_file}
     try:

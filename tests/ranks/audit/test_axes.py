@@ -37,7 +37,7 @@ FOUND: Sequence[tuple[str, type[Beside], int, Sequence[str]]] = [
         1,
         [LOSS, "the part of the loss that comes from output[1] is multiplied by 2"],
     ),
-    ("7452.11", TensorParallel, 1, [OTHER]),
+    ("7452.11", TensorParallel, 1, ["the gradient is not summed over the ranks that hold the"]),
     ("7452.13", SequenceParallel, 2, [LOSS, OTHER]),
     (
         "7452.B",
@@ -45,7 +45,12 @@ FOUND: Sequence[tuple[str, type[Beside], int, Sequence[str]]] = [
         1,
         ["the tie is reduced twice: the gradient is 2 times too large", "the gradient is 2 times"],
     ),
-    ("715", TensorParallel, 1, ["the gradient norm counts each copy of a tied parameter"]),
+    (
+        "715",
+        TensorParallel,
+        1,
+        ["the gradient norm counts each copy of a parameter that several ranks hold"],
+    ),
 ]
 
 

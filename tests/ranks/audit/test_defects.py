@@ -19,7 +19,7 @@ DEFECTS = {
     "last microbatch": "only the last microbatch is in the gradient, of 3",
     "tie apart": "the tie is not reduced",
     "tie twice": "the tie is reduced twice",
-    "copies in norm": "the gradient norm counts each copy of a tied parameter",
+    "copies in norm": "the gradient norm counts each copy of a parameter that several ranks hold",
     "local norm": "the gradient norm is that of this rank's parameters alone",
     "missing": "the gradient is missing",
     "stale": "the gradient is stale",

@@ -37,6 +37,8 @@ class Options:
     rate: float = 0.1
     momentum: float = 0.0
     recompute: bool = False
+    seed: int = 1
+    fails: bool = False
 
 
 class Layer(nn.Module):
@@ -48,13 +50,15 @@ class Layer(nn.Module):
         self.options = options
 
     def forward(self, x: Tensor) -> Tensor:
+        if self.options.fails:
+            raise NotImplementedError("this needs a GPU")
         gain = self.options.gain
         weight = gain * self.weight - (gain - 1) * self.weight.detach()
         return functional.dropout(torch.tanh(functional.linear(x, weight)), self.options.dropout)
 
 
 def uncut(options: Options) -> nn.Sequential:
-    torch.manual_seed(1)
+    torch.manual_seed(options.seed)
     return nn.Sequential(*(Layer(options) for _ in range(options.layers)))
 
 
@@ -63,11 +67,16 @@ def batches() -> list[tuple[Tensor, Tensor]]:
     return [(torch.randn(8, WIDTH), torch.randn(8, WIDTH)) for _ in range(2)]
 
 
-def made(one: Options, *pipeline: Options, has_optimizer: bool = False) -> Audit:
+def made(
+    one: Options,
+    *pipeline: Options,
+    has_optimizer: bool = False,
+    module: nn.Module | None = None,
+) -> Audit:
     """Returns the audit of one process, and of a pipeline whose stages may have other options."""
     rank = dist.get_rank()
     own = (pipeline or (one,))[rank % max(1, len(pipeline))]
-    module = uncut(replace(own, layers=4))[2 * rank : 2 * rank + 2]
+    module = module or uncut(replace(own, layers=4))[2 * rank : 2 * rank + 2]
     stage = PipelineStage(module, rank, 2, torch.device("cpu"))
     optimizer = torch.optim.SGD(module.parameters(), lr=own.rate, momentum=own.momentum)
     audit = of_torch(
@@ -212,11 +221,12 @@ def refusing(error: type[Exception], rank: int | None = None) -> Audit:
     return made(USUAL)
 
 
-def test_a_function_that_all_ranks_refuse_is_no_finding() -> None:
-    report = replace(made(USUAL), variants={"option": partial(refusing, ValueError)}).run()
+@pytest.mark.parametrize("error", [ValueError, ImportError])
+def test_a_function_that_all_ranks_refuse_is_no_finding(error: type[Exception]) -> None:
+    report = replace(made(USUAL), variants={"option": partial(refusing, error)}).run()
     assert report.is_right
     assert str(report.variants[0]).startswith(
-        "refused: ValueError('no pipeline has that') (test_variants.py:"
+        f"refused: {error.__name__}('no pipeline has that') (test_variants.py:"
     )
 
 
@@ -224,13 +234,16 @@ def test_a_function_that_all_ranks_refuse_is_no_finding() -> None:
     ("change", "words"),
     [
         (partial(refusing, ValueError, 1), "the variant 'option': only some ranks refuse it: {1:"),
-        (partial(refusing, KeyError), "no pipeline has that"),
+        (
+            partial(refusing, KeyError),
+            "the variant 'option' fails: KeyError('no pipeline has that'",
+        ),
         (lambda: 3, "the variant 'option' returned int, expected a pipegrad.Audit"),
     ],
     ids=["on one rank", "a mistake", "no audit"],
 )
 def test_other_errors_end_the_audit_on_all_ranks(change: Callable[[], Audit], words: str) -> None:
-    with pytest.raises((AgreementError, KeyError, PlanError)) as caught:
+    with pytest.raises((AgreementError, PlanError)) as caught:
         replace(made(USUAL), variants={"option": change}).run()
     assert words in str(caught.value)
 
@@ -245,6 +258,36 @@ def test_parameters_that_no_rank_has_with_the_option_are_a_finding_and_others_go
     assert "no rank holds 4.weight of the uncut model" in finding.cause
 
 
+def test_a_variant_that_one_process_cannot_compute_is_a_finding_and_others_go_on() -> None:
+    variants = {"kernel": partial(made, Options(fails=True), USUAL), "gain": partial(made, LARGE)}
+    report = replace(made(USUAL), variants=variants).run()
+    assert [variant.words for variant in report.variants] == ["not compared", "alike"]
+    [finding] = report.findings
+    assert finding.cause.startswith("kernel: it cannot be compared with one process: rank 0: ")
+    assert "NotImplementedError('this needs a GPU')" in finding.cause
+
+
+@pytest.mark.parametrize(
+    ("variants", "words"),
+    [
+        ([("gain", made)], "variants is list, expected a table of name -> function"),
+        ({"gain": "made"}, "the variant 'gain' is str, expected a function that returns an audit"),
+        ({"gain": LARGE}, "the variant 'gain' is Options, expected a function that returns an au"),
+        ({3: made}, "the variant 3 is function, expected a function that returns an audit, under"),
+    ],
+)
+def test_variants_that_are_no_functions_under_names_are_refused(variants: Any, words: str) -> None:
+    with pytest.raises(PlanError, match=words):
+        replace(made(USUAL), variants=variants)
+
+
+def test_what_a_variant_could_not_compare_has_its_name() -> None:
+    assert not made(USUAL).run().notes
+    report = varied(Options(seed=5), USUAL)
+    [note] = report.notes
+    assert note.startswith("option: stages start with other values than the uncut model, in 0.wei")
+
+
 def test_ranks_with_different_variants_are_refused() -> None:
     variants = {f"of rank {dist.get_rank()}": partial(made, USUAL)}
     with pytest.raises(PlanError, match="ranks have different variants"):
@@ -253,14 +296,23 @@ def test_ranks_with_different_variants_are_refused() -> None:
 
 def test_a_variant_of_the_same_modules_begins_with_their_first_values() -> None:
     audit = made(USUAL)
+    same = partial(made, USUAL, module=audit.held[0])
     other = [(inputs, torch.zeros_like(target)) for inputs, target in audit.batches]
-    variants = {
-        "nothing": lambda: audit,
-        "targets": lambda: replace(audit, batches=other),
-    }
+    variants = {"nothing": same, "targets": lambda: replace(same(), batches=other)}
     report = replace(audit, variants=variants).run()
     assert report.is_right
     assert [variant.words for variant in report.variants] == ["without effect in both", "alike"]
+
+
+@pytest.mark.parametrize("position", [0, 1])
+def test_a_variant_that_goes_on_with_an_optimizer_that_has_stepped_is_refused(
+    position: int,
+) -> None:
+    """Its moments would change the pipeline's updates alone, and the option would be accused."""
+    audit, gain = made(USUAL), made(LARGE)
+    variants = {"gain": lambda: gain, "again": lambda: (audit, gain)[position]}
+    with pytest.raises(PlanError, match="the variant 'again' fails in a step: its optimizer has s"):
+        replace(audit, variants=variants).run()
 
 
 def test_an_update_that_is_not_that_of_one_process_is_found_without_variants() -> None:
@@ -269,6 +321,32 @@ def test_an_update_that_is_not_that_of_one_process_is_found_without_variants() -
     assert finding.cause.startswith("the update is not that of one process's optimizer")
     assert (finding.names, finding.ranks) == (ALL, (0, 1))
     assert finding.details[0] == "that of 0.weight is 2 times as large"
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "words"),
+    [
+        (torch.optim.SGD, "TypeError('optimizer can only optimize Tensors, but one of the params"),
+        (lambda _: None, "it returned NoneType"),
+    ],
+)
+def test_an_optimizer_of_one_process_that_is_none_is_refused(optimizer: Any, words: str) -> None:
+    with pytest.raises(
+        AgreementError, match="`optimizer` is to make an optimizer of the"
+    ) as caught:
+        replace(made(USUAL), optimizer=optimizer).run()
+    assert words in str(caught.value)
+    with pytest.raises(PlanError, match="optimizer is str, expected a function of the uncut model"):
+        replace(made(USUAL), optimizer="SGD")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_an_optimizer_of_another_model_than_that_of_one_process_is_one_finding(device: str) -> None:
+    def other(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(copy.deepcopy(model).to(device).parameters(), lr=0.1)
+
+    [finding] = replace(made(USUAL), optimizer=other).run().findings
+    assert finding.cause.startswith("one process's optimizer changes no parameter of the uncut mo")
 
 
 def test_moments_that_are_lost_between_steps_are_found_in_the_second() -> None:

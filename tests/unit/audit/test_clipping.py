@@ -117,7 +117,7 @@ def test_the_right_norm_counts_each_parameter_of_the_own_replica_once() -> None:
 @pytest.mark.parametrize(
     ("norm", "rank", "says"),
     [
-        (COPIES, 0, "counts each copy of a tied parameter"),
+        (COPIES, 0, "counts each copy of a parameter that several ranks hold"),
         (RIGHT * math.sqrt(2), 0, "counts each replica"),
         (COPIES * math.sqrt(2), 0, "counts each copy and each replica"),
         (FIRST_STAGE, 0, "is that of this rank's parameters alone"),
@@ -145,7 +145,10 @@ def test_a_norm_may_be_rounded() -> None:
 
 
 NOT_CLIPPED = dict.fromkeys(range(4), "gradients are not clipped")
-LOCALLY, COPIED = "is that of this rank's parameters alone", "counts each copy of a tied parameter"
+LOCALLY, COPIED = (
+    "is that of this rank's parameters alone",
+    "counts each copy of a parameter that several ranks hold",
+)
 UNMARKED = watched_by(same(RIGHT), clip_norm=100.0)
 UNMARKED[3] = replace(UNMARKED[3], unclipped={})
 # What ranks saw, with which clip norm, and what is wrong.

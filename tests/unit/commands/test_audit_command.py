@@ -172,3 +172,9 @@ def test_in_torchrun_the_first_rank_prints_and_others_print_nothing(
         in_torchrun.result = ConfigError("there is no file")
         result = run()
         assert (result.exit_code, result.stderr) == (2, "Error: there is no file\n")
+
+
+def test_variants_of_the_order_are_refused(ranks: Ranks) -> None:
+    result = run("--order", "--variant", "packing")
+    assert (result.exit_code, ranks.started) == (2, [])
+    assert "--order checks no variants: give --order or --variant" in result.output
