@@ -13,13 +13,19 @@ backward begins there.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from numbers import Number
 from typing import Any, TypeGuard
 
+import torch
 from torch import Tensor
 
+from pipegrad.comm.agreement import warn_once
+from pipegrad.errors import StepError
+from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import flattened
 
+_FEW = 32  # tokens that tell whether chunks see each other
 _Key = tuple[int, int]  # a stage and a microbatch, which is a chunk
 
 
@@ -75,6 +81,8 @@ class Carried:
         number = len(returned) - self.stages[stage]
         if (microbatch + 1) % self._chunks:  # nobody takes what the last chunk returns
             trees = [flattened(value) for value in returned[number:]]
+            for leaves, _ in trees:
+                _refuse_hidden(stage, leaves)
             if has_backward:
                 every = [leaf for leaves, _ in trees for _, leaf in leaves]
                 self._roots[stage, microbatch] = list(filter(_has_gradient, every))
@@ -116,6 +124,84 @@ class Carried:
     def release(self, stage: int, microbatch: int) -> None:
         """Lets go of what a chunk took; the gradients in it wait for the chunk before."""
         self._taken.pop((stage, microbatch), None)
+
+
+def _refuse_hidden(stage: int, leaves: Sequence[tuple[str, object]]) -> None:
+    """Refuses an object that holds tensors with a gradient: they would keep the graph."""
+    for _, leaf in leaves:
+        if isinstance(leaf, Tensor | Number | str | None):
+            continue
+        held = [
+            x for value in getattr(leaf, "__dict__", {}).values() for _, x in flattened(value)[0]
+        ]
+        if any(_has_gradient(x) for x in held):
+            raise StepError(
+                f"stage {stage} carries a {type(leaf).__name__}, which holds tensors with a "
+                f"gradient: carry these in dicts, lists or tuples, or make its class known by "
+                f"torch.utils._pytree.register_pytree_node"
+            )
+
+
+def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
+    """Warns once of a stage whose chunks do not see each other, as a whole sequence does.
+
+    A few tokens run in evaluation mode, at once and in two chunks, and outputs are compared. So a
+    layer is found that looks at other positions and carries too little of them.
+
+    Args:
+        stage: Whose module takes inputs of one chunk, and carries something or nothing.
+        values: The inputs of the first chunk of a sequence, time along dimension 1, and what it
+            carries: None.
+        key: As of `warn_once`.
+    """
+    lengths = {x.shape[1] for x in values if _has_time(x)}
+    is_plain = all(isinstance(x, Tensor | Number | str | None) for x in values)
+    few = min(_FEW, *lengths, _FEW)
+    if len(lengths) != 1 or few < 2 or not is_plain or fsdp_modules({0: stage.module})[0]:
+        return
+    module = stage.module
+    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    modes = [(part, part.training) for part in module.modules()]
+    try:
+        with torch.no_grad(), torch.random.fork_rng():
+            module.eval()
+            whole, again = (_few(stage, values, [(0, few)]) for _ in range(2))
+            cut = _few(stage, values, [(0, few // 2), (few // 2, few)])
+    except Exception:  # noqa: BLE001 - the step itself says what is wrong
+        return
+    finally:
+        for part, training in modes:
+            part.training = training
+        for name, buffer in module.named_buffers():
+            buffer.data.copy_(buffers[name])
+    if cut.shape != whole.shape or not whole.is_floating_point() or not torch.equal(whole, again):
+        return
+    finfo = torch.finfo(whole.dtype)
+    off = float((cut - whole).abs().max()) / max(float(whole.abs().max()), finfo.tiny)
+    if off > finfo.eps**0.5:
+        warn_once(
+            f"stage {stage.index}: a sequence in two chunks of time gives other outputs than at "
+            f"once, by {off:.1g} of the largest. What looks at other positions, or counts them, "
+            f"must carry what it needs: Stage(carry=...)",
+            key,
+        )
+
+
+def _few(stage: Stage, values: Sequence[object], spans: Sequence[tuple[int, int]]) -> Tensor:
+    """Returns the outputs of a few tokens that go through a stage in parts."""
+    number = len(values) - len(stage.carry)
+    state, outputs = list(values[number:]), list[Tensor]()
+    for begin, end in spans:
+        part = [x[:, begin:end] if _has_time(x) else x for x in values[:number]]
+        returned = stage.forward([*part, *state])
+        state = list(returned[len(returned) - len(stage.carry) :]) if stage.carry else []
+        outputs.append(returned[0])
+    return torch.cat(outputs, 1)
+
+
+def _has_time(value: object) -> TypeGuard[Tensor]:
+    # Tokens, or a vector for each position: of two dimensions the second may be anything.
+    return isinstance(value, Tensor) and value.dim() > 1 + value.is_floating_point()
 
 
 def _has_gradient(leaf: object) -> TypeGuard[Tensor]:

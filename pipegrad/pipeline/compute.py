@@ -15,6 +15,7 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.autocast import Autocast
+from pipegrad.pipeline.carried import warn_of_blind
 from pipegrad.pipeline.losses import LossTerms, loss_parts
 from pipegrad.pipeline.microbatch import joined, joined_tree
 from pipegrad.pipeline.shares import Number, counted
@@ -43,6 +44,7 @@ class Compute:
         autocast: That of the caller, for forwards and losses.
         loss_fn: Takes the last stage's outputs and a microbatch's target.
         is_over_batch: Whether it takes those of all microbatches: see [Note: loss over a batch].
+        unseen: Stages whose chunks of time were not compared with a whole sequence, and a key.
 
     Attributes:
         outputs: What the last stage made, by microbatch, if the step keeps it.
@@ -63,9 +65,11 @@ class Compute:
         autocast: Autocast,
         loss_fn: Loss | None,
         is_over_batch: bool,
+        unseen: dict[int, str],
     ) -> None:
         self._num_microbatches = program.schedule.num_microbatches
         self._is_over_batch = is_over_batch
+        self._has_chunks, self._unseen = program.schedule.chunks > 1, unseen
         self._stages = stages
         self._values = values
         self._sync = sync
@@ -155,6 +159,8 @@ class Compute:
         is_first = stage not in self._ran_forward
         shared = self._values.shared_inputs(stage, values) if is_first else []
         versions = versions_of(shared) if shared else []
+        if self._has_chunks and microbatch == 0 and stage in self._unseen:
+            warn_of_blind(self._stages[stage], values, self._unseen.pop(stage))
         if stage in self._recomputes:
             forward = partial(self._stages[stage].forward, values)
             outputs = self._recomputes[stage].first(microbatch, values, forward)

@@ -173,7 +173,8 @@ class Batches:
         else:
             parts, time_dims = self._ready(batch, chunks, needs_target=needs_target)
         if chunks > 1:
-            parts = self._in_chunks(parts, batch.chunks or chunks, time_dims, number)
+            lengths = list(map(int, batch.chunks)) if isinstance(batch.chunks, tuple | list) else ()
+            parts = self._in_chunks(parts, lengths or chunks, time_dims, number)
         parts = self._folded(self.outer.cut_off(parts), number * chunks)
         return parts, parts.pop("target", None)
 

@@ -30,6 +30,7 @@ from pipegrad.pipeline.losses import Losses, LossTerms
 from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import MeansOfMicrobatches
+from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
@@ -146,6 +147,12 @@ class Steps:
             auxiliary=pipeline.wiring.losses,
             tape=sync.tape,
         )
+        # A cut's stages carry what it has found out itself.
+        self._unseen = {
+            index: f"chunks of stage {index} of {name}"
+            for index, stage in self._stages.items()
+            if type(stage) is Stage
+        }
         self._means = MeansOfMicrobatches(pipeline.loss_fn, device)
         # Of what the stages hold and hand on, and of where they are.
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
@@ -309,6 +316,7 @@ class Steps:
             autocast=self._autocast,
             loss_fn=self.pipeline.loss_fn,
             is_over_batch=self.pipeline.is_over_batch,
+            unseen=self._unseen,
         )
         executor = Executor(
             program,
@@ -408,6 +416,8 @@ class Steps:
             rows, sizes = self.batches.rows, self.batches.sizes
             terms.shares, terms.count = self._means.shares(targets, rows, sizes, warns=training)
         self._refuse_graphs()
+        if batch.time_dim != 1:
+            self._unseen.clear()  # nobody knows where time is in what stages hand on
         # With a GradScaler backward begins with a gradient that is divided already.
         return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)
 

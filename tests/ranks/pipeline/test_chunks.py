@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -309,4 +310,81 @@ def test_what_has_no_time_goes_whole_to_each_chunk() -> None:
         assert scheduler.inputs["style"].endswith("microbatches of 2")
     for (name, p), q in zip(own[rank()].named_parameters(), true[rank()].parameters(), strict=True):
         assert error(p.grad, q.grad) <= MOST, name
+    scheduler.close()
+
+
+class Blind(Recurrent):
+    """An LSTM whose state goes nowhere."""
+
+    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+        return self.lstm(x)[0]
+
+
+class PerToken(nn.Sequential):
+    """Looks at each position alone; draws random numbers, and counts in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self[2](self[1](self[0](x)).mT).mT
+
+
+@pytest.mark.parametrize("kind", [Blind, PerToken])
+def test_a_stage_whose_chunks_do_not_see_each_other_is_warned_of(kind: type[nn.Module]) -> None:
+    """The loss of such a stage is another one, without an error."""
+    torch.manual_seed(1)
+    first = kind()
+    before = {name: buffer.clone() for name, buffer in first.named_buffers()}
+    of_stage: list[dict[str, Any]] = [{}, {"carry": ("state",)}]
+    scheduler = one_stage_each(
+        first,
+        Head(Recurrent),
+        of_stage=of_stage,
+        schedule="chunked-1f1b",
+        num_microbatches=MICROBATCHES,
+        loss_fn=mean,
+    )
+    x, target = batch()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        random = torch.get_rng_state()
+        scheduler.evaluate(x, target=target, chunks=3)
+        assert torch.equal(random, torch.get_rng_state())
+        for name, buffer in first.named_buffers():
+            assert torch.equal(buffer, before[name]), name
+        assert first.training
+        scheduler.step(x, target=target, chunks=3)
+    found = [str(w.message) for w in seen if "in two chunks of time" in str(w.message)]
+    is_blind = kind is Blind and rank() == 0
+    assert len(found) == is_blind
+    if is_blind:
+        assert "stage 0: a sequence in two chunks of time gives other outputs" in found[0]
+    scheduler.close()
+
+
+@dataclass
+class Held:
+    state: State
+
+
+class Hidden(Recurrent):
+    def forward(self, x: Tensor, state: State = None) -> Any:
+        y, state = super().forward(x, state.state if state else None)
+        return y, Held(state)
+
+
+def test_a_state_that_nobody_sees_into_is_refused() -> None:
+    """It would keep the graph of the chunk before, which is freed in that chunk's backward."""
+    scheduler = one_stage_each(
+        Hidden(),
+        Head(Recurrent),
+        of_stage=[{"carry": ("state",)}] * 2,
+        schedule="chunked-1f1b",
+        num_microbatches=MICROBATCHES,
+        loss_fn=mean,
+    )
+    x, target = batch()
+    with pytest.raises(PipegradError, match="stage 0 carries a Held, which holds tensors with a"):
+        scheduler.step(x, target=target, chunks=3)
     scheduler.close()
