@@ -398,9 +398,10 @@ def _show(
     from pipegrad.simulation.timeline import in_time
     from pipegrad.train.rendering import make_console, rendered_explanation
 
+    chunks = f" of {schedule.chunks} chunks" if schedule.chunks > 1 else ""
     numbers = (
         f"{schedule.num_ranks} ranks, {len(schedule.stage_to_rank)} stages, "
-        f"{schedule.num_microbatches} microbatches"
+        f"{schedule.num_sequences} microbatches{chunks}"
     )
     parts: list[RenderableType] = [f"{schedule.name}: {numbers}, simulated", f"costs: {basis}"]
     parts += doubts
