@@ -90,7 +90,7 @@ def test_costs_of_more_stages_than_ranks_are_merged_and_virtual_stages_tried() -
     choice = chosen(halves, num_stages=8)
     assert choice.best.name == "interleaved-1f1b, stages_per_rank 2"
     whole = named(chosen(replace(STAGE, parameter_bytes=32 * MIB)))["1f1b"]
-    assert named(choice)["1f1b"] == whole
+    assert named(choice)["1f1b"] == replace(whole, boundaries=(2, 4, 6))
 
 
 def test_a_merged_stage_is_the_sum_of_its_parts_and_hands_on_what_the_last_does() -> None:
@@ -124,7 +124,7 @@ def test_every_candidate_that_is_refused_says_why() -> None:
             ["zb-h1", "hop-aware-zb-h1, threshold 0.0"],
             "it splits backwards: weight_seconds of the costs are 0",
         ),
-        "zbv": "it has 8 stages, and costs are of 4: give costs of a multiple",
+        "zbv": "it has 8 stages, and costs are of 4: give costs of as many, or of more",
     }
 
 
