@@ -51,8 +51,8 @@ def fastest_cut(
 ) -> Begins:
     """Returns the cut with the shortest simulated steps; see [Note: floor].
 
-    If no cut is within the limit, it is one that holds little more. Cuts whose steps differ by less
-    than 0.5 % count as equally fast: the one that moves the fewest layers is taken.
+    If no cut is within the limit, it is the one that holds least. Of cuts that were simulated, and
+    differ by less than 0.5 %, the one that moves the fewest layers is taken.
 
     Args:
         program: What every rank does, however the model is cut.
