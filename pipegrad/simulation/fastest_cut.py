@@ -5,6 +5,7 @@ those before them on their link alone, and of no reductions. It takes a fraction
 time. Cuts are simulated in the order of their floors; one whose floor is above the best step cannot
 be better. If all cuts are few, all are candidates, so the result is the best. Otherwise cuts of low
 floors are changed, again and again: some stages in a row begin a layer earlier, or later.
+Both end after a number of simulations, which is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -32,12 +33,10 @@ Weight = tuple[float, float]  # bytes beyond the limit, and seconds of the steps
 
 _ALL_TRIED = 2_000  # cuts; of more, neighbours are tried
 _MOST_ITEMS = 400_000  # of all simulations together, which then take some seconds
-_MOST_FLOORS = 500_000  # likewise: cuts times stages
+_MOST_FLOORS = 1_000_000  # likewise: cuts times stages, and items
 _BEAM = 8  # cuts that are changed at once
 _ROUNDING = 1e-9
-_COMPUTE, _SEND, _RECEIVE, _RELEASE = (
-    int(op) for op in (Op.COMPUTE, Op.SEND, Op.WAIT_RECEIVE, Op.RELEASE)
-)
+_COMPUTE, _SEND, _RECEIVE = int(Op.COMPUTE), int(Op.SEND), int(Op.WAIT_RECEIVE)
 
 
 def fastest_cut(
@@ -52,7 +51,8 @@ def fastest_cut(
     """Returns the cut with the shortest simulated steps; see [Note: floor].
 
     If no cut is within the limit, it is the one that holds least. Of cuts that were simulated, and
-    differ by less than 0.5 %, the one that moves the fewest layers is taken.
+    differ by less than 0.5 %, the one that moves the fewest layers is taken. Of a program that is too
+    large for some simulations it is the last of `begins`.
 
     Args:
         program: What every rank does, however the model is cut.
@@ -62,6 +62,8 @@ def fastest_cut(
         num_steps: How many steps are simulated.
         memory_limit_bytes: The most that a rank may hold.
     """
+    if program.num_items * num_steps * (len(begins) + 1) > _MOST_ITEMS:
+        return begins[-1]
     search = _Search(program, costs_at, num_steps, memory_limit_bytes)
     num_begins = len(begins[0])
     search.simulate(begins)
@@ -112,7 +114,7 @@ class _Search:
         self._limit = limit
         self._floor = _Floor(program, num_steps)
         self._floors_left = _MOST_FLOORS
-        self._left = max(20, _MOST_ITEMS // max(1, program.num_items * num_steps))
+        self._left = _MOST_ITEMS // (program.num_items * num_steps)
         self._weights = dict[Begins, Weight]()
         self.best: Begins = ()
 
@@ -134,7 +136,7 @@ class _Search:
         return 0.0 if self._limit is None else max(0.0, num_bytes - self._limit)
 
     def _floors(self, cuts: Sequence[Begins]) -> list[Weight]:
-        self._floors_left -= sum(len(cut) + 1 for cut in cuts) + self._program.num_items // 10
+        self._floors_left -= sum(len(cut) + 1 for cut in cuts) + self._program.num_items
         costs = [self._costs_at(cut) for cut in cuts]
         seconds = self._floor.seconds(costs)
         held = map(self._floor.held_bytes, costs) if self._limit is not None else [0] * len(cuts)
@@ -239,9 +241,8 @@ class _Floor:
                     queue += ways[which]
                     there[which, microbatch] = queue + latencies[which]
                     continue
-                np.maximum(clock, there[which, microbatch], out=clock)
-                if op == _RECEIVE:
-                    clock += receives[which]
+                np.maximum(clock, there.pop((which, microbatch)), out=clock)
+                clock += receives[which]
             if self._meets and first.ranks_meet:
                 clocks[:] = clocks.max(axis=0) + first.meeting_seconds
             clocks += optimizers
@@ -284,6 +285,6 @@ def _in_order(program: Program) -> Iterator[tuple[int, int, int, int]]:
                     sent.add(rest)
                 positions[rank] += 1
                 is_over = False
-                if op in (_COMPUTE, _SEND, _RECEIVE, _RELEASE):
+                if op in (_COMPUTE, _SEND, _RECEIVE):
                     which, microbatch = rest >> MICROBATCH_BITS, rest & (2**MICROBATCH_BITS - 1)
                     yield op, rank, which, microbatch
