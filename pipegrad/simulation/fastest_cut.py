@@ -51,8 +51,8 @@ def fastest_cut(
     """Returns the cut with the shortest simulated steps; see [Note: floor].
 
     If no cut is within the limit, it is the one that holds least. Of cuts that were simulated, and
-    differ by less than 0.5 %, the one that moves the fewest layers is taken. Of a program that is too
-    large for some simulations it is the last of `begins`.
+    differ by less than 0.5 %, the one that moves the fewest layers is taken. If a program is too
+    large for some simulations, it is the last of `begins`.
 
     Args:
         program: What every rank does, however the model is cut.
