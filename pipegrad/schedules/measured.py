@@ -55,6 +55,8 @@ class Candidate:
         bubble: The share of all ranks' time in which they do not compute.
         peak_bytes: The most that a rank holds.
         live_activations: Microbatches that each rank holds at most, over all its stages.
+        boundaries: Index of the first layer of every stage but the first, which
+            ``pipegrad.cut(model, n, boundaries=...)`` takes; empty if costs were of its stages.
         refused: Why it was not taken; "" if it could have been.
     """
 
@@ -64,6 +66,7 @@ class Candidate:
     bubble: float = 0.0
     peak_bytes: int = 0
     live_activations: tuple[int, ...] = ()
+    boundaries: tuple[int, ...] = ()
     refused: str = ""
 
     def to_json(self) -> dict[str, Any]:
@@ -76,6 +79,7 @@ class Candidate:
             "bubble": self.bubble,
             "peak_bytes": self.peak_bytes,
             "live_activations": list(self.live_activations),
+            "boundaries": list(self.boundaries),
             "refused": self.refused,
         }
 
@@ -114,11 +118,15 @@ class Choice:
 
 def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     """Yields the cells of the table of why, its head first, from what `Choice.to_json` returns."""
-    yield "schedule", "step", "bubble", "peak MiB", "activations", "why"
     best = candidates[0]
+    # A job whose costs are those of its stages is cut already.
+    is_cut = any(each.get("boundaries") for each in candidates)
+    cut = ["boundaries"] * is_cut
+    yield "schedule", "step", "bubble", "peak MiB", "activations", *cut, "why"
     for each in candidates:
+        cut = [", ".join(map(str, each.get("boundaries", ())))] * is_cut
         if "step_seconds" not in each:
-            yield each["name"], "", "", "", "", each["refused"]
+            yield each["name"], "", "", "", "", *cut, each["refused"]
             continue
         quickest = best["step_seconds"]
         slower = each["step_seconds"] / quickest - 1 if quickest else 0.0
@@ -129,6 +137,7 @@ def rows_of(candidates: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]
             f"{each['bubble']:.1%}",
             f"{each['peak_bytes'] / 2**20:.1f}",
             f"{sum(each['live_activations'])}",
+            *cut,
             "chosen" if each is best else each["refused"] or why,
         )
 

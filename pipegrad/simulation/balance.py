@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import accumulate
 
+_UNIT_SECONDS = 1e-9
 Cost = Callable[[int, int, int], float]  # of a stage that holds the layers from a start to an end
+
+
+def balanced_seconds(seconds: Iterable[float], num_stages: int) -> tuple[int, ...]:
+    """Returns starts that make the longest stage short, of layers that take so many seconds."""
+    # Whole numbers, so that no rounding decides between equal cuts.
+    sums = [0, *accumulate(round(own / _UNIT_SECONDS) for own in seconds)]
+    starts = balanced(len(sums) - 1, num_stages, lambda _, start, end: sums[end] - sums[start])
+    return tuple(starts)
 
 
 def balanced(num_layers: int, num_stages: int, cost: Cost) -> list[int]:

@@ -4,7 +4,9 @@
 of time, which need stages that carry a state. One that takes ``stages_per_rank`` is tried with 1,
 2, ... of them. hop-aware-1f1b and hop-aware-zb-h1 are given the hops and computes of the costs,
 with several thresholds. Then 1f1b is tried with more warm-up, as much at every hop. Each candidate
-is lowered, proven and simulated, in this order, and refused where one of these fails.
+is lowered, proven and simulated, in this order, and refused where one of these fails. Where costs
+are of more stages than a candidate has, they are taken for layers: neighbours become a stage, and
+the cut is the one of its shortest step.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import partial
+from itertools import pairwise
 from typing import Any
 
 from pipegrad.errors import PipegradError, ScheduleError
@@ -22,7 +26,9 @@ from pipegrad.schedules.builtin.one_f_one_b import in_turns
 from pipegrad.schedules.measured import EQUAL, Candidate, Choice, Times
 from pipegrad.schedules.program.program import Link
 from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
+from pipegrad.simulation.balance import balanced_seconds
 from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.simulation.fastest_cut import fastest_cut
 from pipegrad.simulation.simulator import simulate
 
 Spec = str | Mapping[str, Any]  # a name, or a table of name and options
@@ -31,6 +37,7 @@ OF_CHUNKS = ("chunked-1f1b", "chunked-zb-h1")
 _NO_CANDIDATES = ("auto", "adaptive-1f1b", *OF_CHUNKS)  # the first choose or change schedules
 _THRESHOLDS = (0.0, 0.05, 0.2)  # of those that know hops
 _MOST_FORWARDS_A_HOP = 6
+_MOST_STAGES_A_RANK = 4
 _NUM_STEPS = 2  # the second begins while the first ends, as all that follow do
 
 
@@ -55,9 +62,9 @@ def choose(
     Args:
         num_ranks: Of the pipeline.
         num_microbatches: Of a step.
-        costs: For as many stages as there are ranks, or for a multiple: for example for each layer.
-            A schedule of fewer stages merges as many neighbours into each. One of more stages, or
-            of a number that does not divide theirs, is refused.
+        costs: For as many stages as there are ranks, or for more: for example for each layer, with
+            the embedding, the head and the loss. Then `Candidate.boundaries` says how to cut. A
+            schedule of more stages is refused.
         memory_limit_bytes: The most that a rank may hold.
         max_live_activations: The most microbatches whose activations a rank may hold, in stages as
             large as a rank.
@@ -69,7 +76,7 @@ def choose(
         ScheduleError: If no candidate fits, if a limit is no number above 0, or if the costs are
             of fewer stages than ranks.
     """
-    if num_ranks < 1 or num_microbatches < 1 or len(costs.stages) % num_ranks or not costs.stages:
+    if num_microbatches < 1 or not 1 <= num_ranks <= len(costs.stages):
         raise ScheduleError(
             f"there are costs of {len(costs.stages)} stages, for {num_ranks} ranks and "
             f"{num_microbatches} microbatches: expected costs of as many stages as ranks, or a "
@@ -129,7 +136,7 @@ def _candidates(
 ) -> Iterator[tuple[str, Schedule | str]]:
     """Yields the name of each candidate with its schedule, or with the reason that it has none."""
     sizes = {"num_ranks": num_ranks, "num_microbatches": num_microbatches}
-    times = times_of(merged(costs, num_ranks))
+    times = times_of(cut_at(costs, _balanced(costs, num_ranks)))
     names = [plugin.name for plugin in registry if plugin.name not in _NO_CANDIDATES]
     tables = [
         table
@@ -166,8 +173,7 @@ def _tables(
         thresholds = [table["threshold"]] if "threshold" in table else _THRESHOLDS
         yield from ({**table, "threshold": threshold} for threshold in thresholds)
     elif _takes("stages_per_rank", kind) and "stages_per_rank" not in table:
-        most = len(costs.stages) // num_ranks
-        numbers = [n for n in range(1, most + 1) if most % n == 0]
+        numbers = range(1, min(_MOST_STAGES_A_RANK, len(costs.stages) // num_ranks) + 1)
         yield from ({**table, "stages_per_rank": number} for number in numbers)
     else:
         yield table
@@ -202,17 +208,29 @@ def _tried(
 ) -> Candidate:
     """Lowers, proves and simulates a schedule."""
     num_stages = len(schedule.stage_to_rank)
-    if len(costs.stages) % num_stages:
+    if len(costs.stages) < num_stages:
         words = f"it has {num_stages} stages, and costs are of {len(costs.stages)}"
-        return Candidate(name, refused=f"{words}: give costs of a multiple")
+        return Candidate(name, refused=f"{words}: give costs of as many, or of more")
     if schedule.splits_backward and not any(stage.weight_seconds for stage in costs.stages):
         return Candidate(name, refused="it splits backwards: weight_seconds of the costs are 0")
-    own = merged(costs, num_stages)
-    if links is None or len(costs.stages) != num_stages:
-        links = chain_of(own)
+    begins: tuple[int, ...] = ()
+    own = costs
+    if is_cut := len(costs.stages) > num_stages:
+        begins = _balanced(costs, num_stages)
+        own = cut_at(costs, begins)
     try:
-        program = lower(schedule, links=links)
+        program = lower(schedule, links=chain_of(own) if is_cut or links is None else links)
         proof = verify(program)
+        if is_cut:
+            begins = fastest_cut(
+                program,
+                partial(cut_at, costs),
+                len(costs.stages),
+                [begins],
+                num_steps=_NUM_STEPS,
+                memory_limit_bytes=limits[0],
+            )
+            own = cut_at(costs, begins)
         result = simulate(program, own, num_steps=_NUM_STEPS, records=False)
     except ScheduleError as error:
         return Candidate(name, refused=str(error).partition("\n")[0])
@@ -227,6 +245,7 @@ def _tried(
         bubble=max(0.0, 1 - computing / (schedule.num_ranks * seconds)) if seconds else 0.0,
         peak_bytes=max(result.peak_bytes),
         live_activations=proof.live_activations,
+        boundaries=begins,
         refused=_beyond(result.peak_bytes, proof.live_activations, num_stages, limits),
     )
 
@@ -276,11 +295,22 @@ def times_of(costs: Costs) -> Times:
     )
 
 
-def merged(costs: Costs, num_stages: int) -> Costs:
-    """Returns the costs of stages that are several neighbouring ones each."""
-    size = len(costs.stages) // num_stages
-    groups = [costs.stages[begin : begin + size] for begin in range(0, len(costs.stages), size)]
-    return replace(costs, stages=tuple(map(merged_stages, groups)))
+def _balanced(costs: Costs, num_stages: int) -> tuple[int, ...]:
+    """Returns the cut whose longest stage is as short as can be."""
+    seconds = (stage.forward_seconds + stage.backward_seconds for stage in costs.stages)
+    return balanced_seconds(seconds, num_stages)
+
+
+def cut_at(costs: Costs, begins: Sequence[int]) -> Costs:
+    """Returns the costs of stages that are neighbouring layers each, from these begins on.
+
+    If stages hand on more than one value, or values of several names, they count as one.
+    """
+    edges = pairwise([0, *begins, len(costs.stages)])
+    stages = [merged_stages(costs.stages[begin:end]) for begin, end in edges]
+    if len({name for stage in stages[:-1] for name in stage.outputs}) > 1:
+        stages = [replace(own, outputs={"x": sum(own.outputs.values())}) for own in stages]
+    return replace(costs, stages=tuple(stages))
 
 
 def merged_stages(stages: Sequence[StageCosts]) -> StageCosts:

@@ -20,7 +20,7 @@ from pipegrad.plan.plan import Plan
 from pipegrad.plugins.registry import ResolvedPlugin, redacted
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
 from pipegrad.schedules.program.program import Item, Op
-from pipegrad.simulation.choose import merged
+from pipegrad.simulation.choose import cut_at
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
@@ -195,7 +195,8 @@ def _of_stages(program: Program, costs: Costs | None) -> Costs:
     number = len(program.schedule.stage_to_rank)
     if costs is None:
         return Costs(stages=(_UNIT_COSTS,) * number)
-    return merged(costs, number) if len(costs.stages) % number == 0 else costs
+    size, rest = divmod(len(costs.stages), number)
+    return costs if rest or not size else cut_at(costs, range(size, number * size, size))
 
 
 def _times(program: Program, costs: Costs | None) -> dict[str, Any]:

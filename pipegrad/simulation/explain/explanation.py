@@ -21,7 +21,7 @@ from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Program
 from pipegrad.schedules.schedule import Action, Schedule
-from pipegrad.simulation.balance import balanced
+from pipegrad.simulation.balance import balanced_seconds
 from pipegrad.simulation.choose import OF_CHUNKS, knowing, times_of
 from pipegrad.simulation.costs import Costs, HostCosts, Network, StageCosts
 from pipegrad.simulation.explain.breakdown import Breakdown, break_down, typical_step
@@ -29,6 +29,7 @@ from pipegrad.simulation.explain.critical_path import CriticalPath, critical_pat
 from pipegrad.simulation.explain.inferred import costs_of, program_of
 from pipegrad.simulation.explain.lookup import Lookup
 from pipegrad.simulation.explain.sentence import as_arguments, sentence
+from pipegrad.simulation.fastest_cut import fastest_cut
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import BATCH, Timeline, in_percent, in_time
 
@@ -38,7 +39,6 @@ _LEAST_GAIN = 0.005
 _PAIR_GAIN = 0.05  # what two changes at once save more than the better one, to be worth a line
 # Items of all simulations together, which then take some seconds.
 _MOST_ITEMS = 250_000
-_MOVE = 0.01  # what a stage counts more for each layer that its begin moves by
 _UNEVEN = 1.05  # of the mean; what is below is as even as layers allow
 
 Cause = Literal["ranks", "links", "pipeline", "reductions", "host"]
@@ -248,7 +248,8 @@ class WhatIf:
 def what_ifs(program: Program, costs: Costs, of: Timeline | None = None) -> Iterator[WhatIf]:
     """Yields what is tried, the most telling first: a large program leaves no time for all."""
     yield from _bounds(program, costs)
-    yield from _evened(program, costs, of.layers if of else ())
+    yield from _evened(program, costs)
+    yield from _recut(program, costs, of.layers if of else ())
     codecs = list(_codecs(program, costs, of))
     yield from codecs
     yield from _more_microbatches(program, costs, of)
@@ -287,35 +288,51 @@ def compute_seconds(program: Program, costs: Costs) -> list[float]:
     return [sum(next(kinds) for _ in own) for own in program.schedule.actions]
 
 
-def _evened(
-    program: Program, costs: Costs, layers: Sequence[Mapping[str, float]]
-) -> Iterator[WhatIf]:
+def _evened(program: Program, costs: Costs) -> Iterator[WhatIf]:
     seconds, ranks = compute_seconds(program, costs), program.schedule.stage_to_rank
-    mean, slowest = sum(seconds) / len(seconds), max(seconds)
-    if mean <= 0 or slowest <= _UNEVEN * mean:
+    if not _are_uneven(seconds):
         return
+    mean = sum(seconds) / len(seconds)
     factors = [mean / seconds[rank] if seconds[rank] else 1.0 for rank in ranks]
     stages = tuple(_times(each, factor) for each, factor in zip(costs.stages, factors, strict=True))
     change = "layers moved so that all ranks compute alike"
     yield WhatIf("ranks", change, program, replace(costs, stages=stages), is_bound=True)
-    if len(layers) == len(costs.stages) and all(layers):
-        each = [
-            _times(stage, part / sum(own.values()))
-            for stage, own in zip(costs.stages, layers, strict=True)
-            for part in own.values()
-        ]
-        begins = list(accumulate(map(len, layers)))[:-1]
-        sums = [0.0, *accumulate(own.forward_seconds + own.backward_seconds for own in each)]
-        move = _MOVE * sums[-1] / len(each)  # of equal cuts, the one with the fewest moves
 
-        def weight(stage: int, start: int, end: int) -> float:
-            return sums[end] - sums[start] + move * abs(start - [0, *begins][stage])
 
-        better = balanced(len(each), len(layers), weight)
-        if better != begins:
-            change = _in_words(ranks, layers, begins, better)
-            moved = replace(costs, stages=_cut_at(costs, each, better))
-            yield WhatIf("ranks", change, program, moved)
+def _recut(
+    program: Program, costs: Costs, layers: Sequence[Mapping[str, float]]
+) -> Iterator[WhatIf]:
+    """Yields the cut with the shortest simulated step, if layers are known."""
+    if len(layers) != len(costs.stages) or not all(layers):
+        return
+    each = [
+        _times(stage, part / sum(own.values()))
+        for stage, own in zip(costs.stages, layers, strict=True)
+        for part in own.values()
+    ]
+    begins = tuple(accumulate(map(len, layers)))[:-1]
+    balanced = balanced_seconds(map(_seconds, each), len(layers))
+    better = fastest_cut(
+        program,
+        lambda cut: replace(costs, stages=_cut_at(costs, each, cut)),
+        len(each),
+        [begins, balanced],
+        num_steps=_num_steps(program, costs),
+    )
+    if better != begins:
+        ranks = program.schedule.stage_to_rank
+        seconds = compute_seconds(program, costs)
+        cause: Cause = "ranks" if _are_uneven(seconds) else "pipeline"
+        moved = replace(costs, stages=_cut_at(costs, each, better))
+        yield WhatIf(cause, _in_words(ranks, layers, begins, better), program, moved)
+
+
+def _are_uneven(seconds: Sequence[float]) -> bool:
+    return max(seconds) > _UNEVEN * sum(seconds) / len(seconds)
+
+
+def _seconds(stage: StageCosts) -> float:
+    return stage.forward_seconds + stage.backward_seconds
 
 
 def _times(stage: StageCosts, factor: float) -> StageCosts:

@@ -163,7 +163,7 @@ def test_without_costs_a_plan_shows_what_it_begins_with(job: Path) -> None:
     ("costs", "message"),
     [
         ("'nowhere.json'", "nowhere.json"),
-        ("{stages=[{}, {}, {}]}", "there are costs of 3 stages, for 2 ranks"),
+        ("{stages=[{}]}", "there are costs of 1 stages, for 2 ranks"),
         ("5", "parallel.schedule"),
     ],
 )

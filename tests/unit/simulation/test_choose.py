@@ -90,7 +90,29 @@ def test_costs_of_more_stages_than_ranks_are_merged_and_virtual_stages_tried() -
     choice = chosen(halves, num_stages=8)
     assert choice.best.name == "interleaved-1f1b, stages_per_rank 2"
     whole = named(chosen(replace(STAGE, parameter_bytes=32 * MIB)))["1f1b"]
-    assert named(choice)["1f1b"] == whole
+    assert named(choice)["1f1b"] == replace(whole, boundaries=(2, 4, 6))
+
+
+def test_layers_are_cut_where_the_step_is_shortest_within_the_memory() -> None:
+    """An embedding, nine blocks and a head that takes as long as three of them, over four ranks."""
+    each = tuple(
+        replace(STAGE, forward_seconds=0.01 * f, backward_seconds=0.02 * f, parameter_bytes=0)
+        for f in (0.5, *[1.0] * 9, 3.0)
+    )
+    costs = Costs(each, Network())
+    sizes: dict[str, Any] = {"num_ranks": 4, "num_microbatches": 8, "schedules": ["1f1b"]}
+    choice = choose(costs=costs, **sizes)
+    assert choice.best.boundaries == (4, 7, 10)
+    assert choice.to_json()[0]["boundaries"] == [4, 7, 10]
+    assert str(choice).splitlines()[1].split()[-4:] == ["4,", "7,", "10", "chosen"]
+    # A rank holds 4 MiB a layer and microbatch: four of them on rank 0 are 64 MiB.
+    tight = choose(costs=costs, memory_limit_bytes=56 * MIB, **sizes).best
+    assert tight.boundaries == (3, 6, 10)
+    assert tight.peak_bytes <= 56 * MIB < choice.best.peak_bytes
+    # Values of several names are one.
+    mixed = tuple(replace(own, outputs={f"h{i}": MIB}) for i, own in enumerate(each))
+    renamed = choose(costs=Costs(mixed, Network()), **sizes).best
+    assert renamed == choice.best
 
 
 def test_a_merged_stage_is_the_sum_of_its_parts_and_hands_on_what_the_last_does() -> None:
@@ -124,7 +146,7 @@ def test_every_candidate_that_is_refused_says_why() -> None:
             ["zb-h1", "hop-aware-zb-h1, threshold 0.0"],
             "it splits backwards: weight_seconds of the costs are 0",
         ),
-        "zbv": "it has 8 stages, and costs are of 4: give costs of a multiple",
+        "zbv": "it has 8 stages, and costs are of 4: give costs of as many, or of more",
     }
 
 

@@ -12,7 +12,14 @@ from pipegrad.schedules import Link, Program, build, generate, lower, registry
 from pipegrad.schedules.program.program import Collective
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.choose import knowing, times_of
-from pipegrad.simulation.costs import CollectiveCosts, Costs, HostCosts, Network, StageCosts
+from pipegrad.simulation.costs import (
+    CollectiveCosts,
+    Costs,
+    HostCosts,
+    LinkCosts,
+    Network,
+    StageCosts,
+)
 from pipegrad.simulation.explain.explanation import Advice, advise, explain, what_ifs
 from pipegrad.simulation.explain.inferred import costs_of, program_of
 from pipegrad.simulation.explain.lookup import Lookup
@@ -410,3 +417,25 @@ def test_a_layer_that_takes_longer_counts_as_more() -> None:
         tuple(StageCosts(0.02, 0.04, 0.02, outputs={"x": 0}) for _ in range(4)), costs.network
     )
     assert moved.step_seconds == pytest.approx(simulate(program, even).step_seconds[0])
+
+
+def test_layers_move_from_a_slow_link_though_all_ranks_compute_alike() -> None:
+    """Messages between ranks 1 and 2 are on their way for 42 ms; nothing is uneven."""
+    stage = StageCosts(0.03, 0.06, 0.03, outputs={"x": 2**20})
+    links = tuple(LinkCosts(*ends, 0.0, 2.5e7) for ends in ((1, 2), (2, 1)))
+    program = lower(build("1f1b", num_ranks=4, num_microbatches=8))
+    costs = Costs((stage,) * 4, Network(125e6, links=links))
+    layers = tuple(dict.fromkeys(names, 1.0) for names in ("abc", "def", "ghi", "jkl"))
+    known = replace(recorded(program, costs), layers=layers)
+    moved = by_change(advise(program, costs, of=known), "move")
+    assert moved.cause == "pipeline"
+    assert moved.change == (
+        "move layer d to rank 0, layer f to rank 2, layer i to rank 3 "
+        '(parallel.boundaries = ["e", "f", "i"])'
+    )
+    own = tuple(
+        replace(stage, forward_seconds=0.01 * n, backward_seconds=0.02 * n, weight_seconds=0.01 * n)
+        for n in (4, 1, 3, 4)
+    )
+    expected = simulate(program, replace(costs, stages=own)).step_seconds[0]
+    assert moved.step_seconds == pytest.approx(expected)
