@@ -47,6 +47,7 @@ def chunked_cross_entropy(
     ignore_index: int = -100,
     reduction: str = "mean",
     label_smoothing: float = 0.0,
+    scale: float = 1.0,
     softcap: float | None = None,
     chunk_bytes: int = _CHUNK_BYTES,
 ) -> Tensor:
@@ -66,7 +67,8 @@ def chunked_cross_entropy(
         ignore_index: A label that has no loss.
         reduction: ``"mean"`` over labels, by their weights; ``"sum"``; or ``"none"``.
         label_smoothing: As of ``cross_entropy``, from 0 to 1.
-        softcap: Logits are ``softcap * tanh(logits / softcap)`` first, as Gemma's.
+        scale: Logits are multiplied with it first, as Granite's and Cohere's.
+        softcap: Logits are ``softcap * tanh(logits / softcap)`` then, as Gemma's.
         chunk_bytes: How many bytes of float32 logits there are at a time. The peak is up to three
             times as much.
 
@@ -97,6 +99,7 @@ def chunked_cross_entropy(
             of_label=of_label,
             of_classes=of_classes,
             smoothing=label_smoothing,
+            scale=scale,
             softcap=softcap,
             chunk=max(1, chunk_bytes // total.itemsize),
             dtype=dtype,
@@ -153,7 +156,8 @@ class _Options(NamedTuple):
         of_label: ``(tokens,)``, the weight of each label, 0 where it does not count.
         of_classes: Weights of classes, ``(classes,)``; None if all are 1.
         smoothing: Of labels.
-        softcap: Of logits.
+        scale: Of logits.
+        softcap: Of logits, behind it.
         chunk: How many logits there are at a time.
         dtype: Of logits and products.
         total: Of sums and losses.
@@ -165,6 +169,7 @@ class _Options(NamedTuple):
     of_label: Tensor
     of_classes: Tensor | None
     smoothing: float
+    scale: float
     softcap: float | None
     chunk: int
     dtype: torch.dtype
@@ -179,6 +184,8 @@ class _Options(NamedTuple):
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """Returns logits ``(tokens, classes)``, in memory of their own."""
         logits = functional.linear(hidden, weight, bias).to(self.total)
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
         if self.softcap is not None:
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
@@ -234,6 +241,8 @@ class _Options(NamedTuple):
             result.sub_(part if here is None else part * here)
         if slope is not None:
             result.mul_(slope)
+        if self.scale != 1.0:
+            result.mul_(self.scale)
         return result.masked_fill_(~counts[:, None], 0.0)
 
 

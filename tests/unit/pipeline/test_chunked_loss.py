@@ -32,12 +32,12 @@ def drawn(dtype: torch.dtype = torch.float32, *, seed: int = 0) -> tuple[Tensor,
 
 
 @pytest.mark.parametrize(
-    ("dtype", "reduction", "smoothing", "softcap", "labels", "has", "chunk_bytes"),
+    ("dtype", "reduction", "smoothing", "scaled", "labels", "has", "chunk_bytes"),
     pairwise(
         [torch.float64, torch.float32, torch.bfloat16],
         ["mean", "sum", "none"],
         [0.0, 0.2],
-        [None, 3.0],
+        [(1.0, None), (0.3, None), (1.0, 3.0), (0.3, 3.0)],
         LABELS,
         ["", "bias", "weight", "bias and weight"],
         [1, 4 * CLASSES * 5, 2**20],
@@ -47,7 +47,7 @@ def test_values_and_gradients_are_torchs(  # noqa: PLR0917 - a row of an array
     dtype: torch.dtype,
     reduction: str,
     smoothing: float,
-    softcap: float | None,
+    scaled: tuple[float, float | None],
     labels: str,
     has: str,
     chunk_bytes: int,
@@ -58,14 +58,13 @@ def test_values_and_gradients_are_torchs(  # noqa: PLR0917 - a row of an array
     total = torch.float64 if dtype == torch.float64 else torch.float32
     weight = torch.rand(CLASSES, dtype=total) if "weight" in has else None
     options: dict[str, Any] = {"label_smoothing": smoothing, "reduction": reduction}
-    logits = functional.linear(hidden, head, bias).to(total)
+    scale, softcap = scaled
+    logits = functional.linear(hidden, head, bias).to(total) * scale
     if softcap is not None:
         logits = softcap * torch.tanh(logits / softcap)
     wanted = functional.cross_entropy(logits, target, weight=weight, **options)
-    found = chunked_cross_entropy(
-        hidden, target, head, bias=bias, weight=weight, softcap=softcap, chunk_bytes=chunk_bytes,
-        **options,
-    )  # fmt: skip
+    options |= {"scale": scale, "softcap": softcap, "chunk_bytes": chunk_bytes}
+    found = chunked_cross_entropy(hidden, target, head, bias=bias, weight=weight, **options)
     assert (found.dtype, found.shape) == (total, wanted.shape)
     leaves = [x for x in (hidden, head, bias) if x is not None]
     by = torch.randn_like(wanted)
