@@ -32,10 +32,9 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "1024 x 512, 32k": Case(1024, 512, 32_000),
-    "2048 x 1024, 50k": Case(2048, 1024, 50_257),
-    "1024 x 1024, 128k": Case(1024, 1024, 128_256),
-    "1024 x 1024, 128k, bf16": Case(1024, 1024, 128_256, torch.bfloat16),
+    "256 x 256, 32k": Case(256, 256, 32_000),
+    "256 x 512, 128k": Case(256, 512, 128_256),
+    "256 x 256, 32k, bf16": Case(256, 256, 32_000, torch.bfloat16),
 }
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -46,15 +45,15 @@ def whole(hidden: Tensor, target: Tensor, head: Tensor) -> Tensor:
 
 
 def of_torch(hidden: Tensor, target: Tensor, head: Tensor) -> Tensor:
-    """Is torch's own, since 2.13."""
-    options = nn.LinearCrossEntropyOptions()
+    """Is torch's own, since 2.13; its choice is chunks of a token or two here."""
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=max(1, 16 * MIB // 4 // len(head)))
     return functional.linear_cross_entropy(hidden, head, target, options=options)
 
 
 WAYS: dict[str, Loss] = {"all logits": whole}
 if hasattr(nn, "LinearCrossEntropyOptions"):
-    WAYS["torch's chunks"] = of_torch
-for mebibytes in (256, 64, 16):
+    WAYS["torch's chunks of 16 MiB"] = of_torch
+for mebibytes in (16, 4):
     WAYS[f"chunks of {mebibytes} MiB"] = partial(chunked_cross_entropy, chunk_bytes=mebibytes * MIB)
 
 
@@ -113,7 +112,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 def main() -> None:
     """Prints a line for each way and case."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -131,17 +130,18 @@ def main() -> None:
             head.weight.grad.zero_()
             found = (*head.run(loss, 1), head.weight.grad.clone())
             true = true or found
-            most = 1e-5 if case.dtype == torch.float32 else 2e-2
-            for mine, wanted in zip(found, true, strict=True):
-                mine, wanted = torch.as_tensor(mine), torch.as_tensor(wanted)
+            most = 1e-4 if case.dtype == torch.float32 else 2e-2
+            for pair in zip(found, true, strict=True):
+                mine, wanted = map(torch.as_tensor, pair)
                 assert (mine - wanted).abs().max() <= most * wanted.abs().max(), (name, way)
         times = {way: list[tuple[float, float, float]]() for way in WAYS}
         for _ in range(options.rounds):
             for way in random.sample([*WAYS], len(WAYS)):
                 times[way].append(head.seconds(WAYS[way]))
         for way in WAYS:
-            ratios = [sum(mine) / sum(all_) for mine, all_ in zip(times[way], times["all logits"])]
-            parts = [statistics.median(column) for column in zip(*times[way])]
+            pairs = zip(times[way], times["all logits"], strict=True)
+            ratios = [sum(mine) / sum(those) for mine, those in pairs]
+            parts = [statistics.median(column) for column in zip(*times[way], strict=True)]
             base = statistics.median(map(sum, times["all logits"]))
             cells = [f"**{statistics.median(ratios):.2f}**", *(f"{p / base:.2f}" for p in parts)]
             cells += [f"{sum(parts) / MICROBATCHES * 1000:.0f}"]

@@ -97,6 +97,7 @@ def chunked_cross_entropy(
             labels=labels,
             counts=counts,
             of_label=of_label,
+            classes=len(head),
             of_classes=of_classes,
             smoothing=label_smoothing,
             scale=scale,
@@ -154,6 +155,7 @@ class _Options(NamedTuple):
         labels: ``(tokens,)``, 0 where they do not count.
         counts: ``(tokens,)``, whether they do.
         of_label: ``(tokens,)``, the weight of each label, 0 where it does not count.
+        classes: How many.
         of_classes: Weights of classes, ``(classes,)``; None if all are 1.
         smoothing: Of labels.
         scale: Of logits.
@@ -167,6 +169,7 @@ class _Options(NamedTuple):
     labels: Tensor
     counts: Tensor
     of_label: Tensor
+    classes: int
     of_classes: Tensor | None
     smoothing: float
     scale: float
@@ -190,60 +193,63 @@ class _Options(NamedTuple):
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
-    def even(self, number: int) -> tuple[float, Tensor | float]:
-        """Returns what smoothing gives to each of `number` classes, and the sum of weights."""
-        total = number if self.of_classes is None else self.of_classes.sum()
-        return self.smoothing / number, total
+    def even(self) -> tuple[float, Tensor | float]:
+        """Returns what smoothing gives to each class, and the sum of their weights."""
+        total = self.classes if self.of_classes is None else self.of_classes.sum()
+        return self.smoothing / self.classes, total
 
-    def losses(self, logits: Tensor, sums: Tensor, rows: slice) -> Tensor:
-        """Returns the losses of rows, ``(rows,)``.
+    def losses(self, logits: Tensor, rows: slice) -> Tensor:
+        """Returns the losses of rows, less their part of the logarithms of sums, ``(rows,)``.
 
         Args:
             logits: ``(rows, classes)``, less the largest of each row.
-            sums: The logarithm of the sum of their exponentials, ``(rows,)``.
             rows: Of the tokens.
         """
         own = logits.gather(1, self.labels[rows, None]).squeeze(1)
-        losses = (sums - own) * self.of_label[rows]
+        losses = -own * (1.0 - self.smoothing) * self.of_label[rows]
         if not self.smoothing:
-            return losses.masked_fill_(~self.counts[rows], 0.0)
-        part, total = self.even(logits.shape[1])
+            return losses
+        part, _ = self.even()
         every = logits.sum(1) if self.of_classes is None else logits @ self.of_classes
-        losses = (1.0 - self.smoothing) * losses + part * (total * sums - every)
-        return losses.masked_fill_(~self.counts[rows], 0.0)
+        return losses.addcmul_(self.counts[rows].to(every.dtype), every, value=-part)
+
+    def every(self, rows: slice) -> Tensor:
+        """Returns by how much all probabilities of rows count, ``(rows,)``."""
+        part, total = self.even()
+        return (1.0 - self.smoothing) * self.of_label[rows] + self.counts[rows] * (
+            torch.as_tensor(part * total, dtype=self.total, device=self.counts.device)
+        )
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Returns the derivative of a soft cap, ``(rows, classes)``; None if there is none."""
+        if self.softcap is None:
+            return None
+        return logits.div(self.softcap).square_().neg_().add_(1.0)
 
     def gradient(
-        self, logits: Tensor, sums: Tensor, rows: slice, first: int, number: int
+        self, exps: Tensor, sums: Tensor, rows: slice, first: int, times: Tensor
     ) -> Tensor:
-        """Returns the gradient of the losses of rows by what the head returns.
+        """Returns the gradient of the losses of rows by logits, in the memory of `exps`.
 
         Args:
-            logits: As of `losses`, of the classes from `first` on; they are overwritten.
-            sums: The largest logit of each row, and the sums of `losses`: ``(2, rows)``.
+            exps: The exponentials of logits as of `losses`, of the classes from `first` on.
+            sums: Of all exponentials of each row, ``(rows,)``.
             rows: Of the tokens.
-            first: See `logits`.
-            number: Of all classes.
+            first: See `exps`.
+            times: What each loss is multiplied with, ``(rows,)``.
         """
-        counts, of_label = self.counts[rows], (1.0 - self.smoothing) * self.of_label[rows]
-        slope = None
-        if self.softcap is not None:
-            slope = logits.add(sums[0, :, None]).div_(self.softcap).square_().neg_().add_(1.0)
-        part, total = self.even(number)
-        every = of_label + part * total
-        result = logits.sub_(sums[1, :, None]).exp_().mul_(every[:, None])
+        result = exps.mul_((self.every(rows) * times / sums)[:, None])
         at = (self.labels[rows] - first)[:, None]
-        is_here = (at >= 0) & (at < logits.shape[1])
-        own = torch.where(is_here, of_label[:, None], 0.0)
-        result.scatter_add_(1, at.clamp(0, logits.shape[1] - 1), -own)
+        is_here = (at >= 0) & (at < exps.shape[1])
+        own = ((1.0 - self.smoothing) * self.of_label[rows] * times)[:, None] * is_here
+        result.scatter_add_(1, at.clamp(0, exps.shape[1] - 1), -own)
         if self.smoothing:
+            part, _ = self.even()
+            even = (self.counts[rows] * times * part)[:, None]
             of_classes = self.of_classes
-            here = None if of_classes is None else of_classes[first : first + logits.shape[1]]
-            result.sub_(part if here is None else part * here)
-        if slope is not None:
-            result.mul_(slope)
-        if self.scale != 1.0:
-            result.mul_(self.scale)
-        return result.masked_fill_(~counts[:, None], 0.0)
+            here = None if of_classes is None else of_classes[first : first + exps.shape[1]]
+            result.sub_(even if here is None else even * here)
+        return result
 
 
 class HeadLoss(torch.autograd.Function):
@@ -261,20 +267,25 @@ class HeadLoss(torch.autograd.Function):
         needs_hidden = options.is_trained and ctx.needs_input_grad[0]
         scale = _HALF_SCALE if dtype == torch.float16 else 1.0
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
-        losses, most, sums = memory = hidden.new_empty(3, tokens, dtype=options.total)
+        memory = hidden.new_empty(3, tokens, dtype=options.total)
+        losses, most, sums = memory
+        times = memory.new_full((1,), scale * options.scale)
         with torch.autocast(hidden.device.type, enabled=False):
             near, cast = hidden.to(dtype), weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)
             for rows in options.slices(tokens, classes):
                 logits = options.logits(near[rows], cast, shift)
+                slope = None if of_hidden is None else options.slope(logits)
                 most[rows] = logits.amax(1)
-                sums[rows] = logits.sub_(most[rows, None]).exp().sum(1).log_()
-                losses[rows] = options.losses(logits, sums[rows], rows)
+                losses[rows] = options.losses(logits.sub_(most[rows, None]), rows)
+                sums[rows] = logits.exp_().sum(1)
                 if of_hidden is not None:
-                    by = options.gradient(logits, memory[1:, rows], rows, 0, classes).mul_(scale)
+                    by = options.gradient(logits, sums[rows], rows, 0, times)
+                    by = by if slope is None else by.mul_(slope)
                     torch.mm(by.to(dtype), cast, out=of_hidden[rows])
                     del by
-                del logits  # before the next ones are made
+                del logits, slope  # before the next ones are made
+            losses += options.every(slice(0, tokens)) * sums.log()
         ctx.options, ctx.scale = options, scale
         ctx.weight_waits = False  # set where a backward is split: see `split_backward`
         ctx.save_for_backward(hidden, weight, bias, memory[1:], of_hidden)
@@ -318,20 +329,24 @@ def by_head(
         weight: ``(classes, width)``.
         by_losses: The gradients of the losses, ``(tokens,)``.
         bias: ``(classes,)``.
-        sums: As the forward of `HeadLoss` has computed them.
+        sums: The largest logit of each token, and the sum of the exponentials of the others less
+            that one: ``(2, tokens)``.
         options: Of that forward.
     """
     dtype, (tokens, classes) = options.dtype, (len(hidden), len(weight))
     by_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
     by_bias = None if bias is None else torch.empty_like(bias)
-    every, near = slice(0, tokens), hidden.to(dtype)
-    times = torch.where(options.counts, by_losses, 0.0)[:, None]
+    every, near, (most, sums) = slice(0, tokens), hidden.to(dtype), sums
+    times = torch.where(options.counts, by_losses, 0.0) * options.scale
     for part in options.slices(classes, tokens):
         shift = None if bias is None else bias[part].to(dtype)
-        logits = options.logits(near, weight[part].to(dtype), shift).sub_(sums[0, :, None])
-        by = options.gradient(logits, sums, every, part.start, classes).mul_(times).to(dtype)
+        logits = options.logits(near, weight[part].to(dtype), shift)
+        slope = options.slope(logits)
+        exps = logits.sub_(most[:, None]).exp_()
+        by = options.gradient(exps, sums, every, part.start, times)
+        by = (by if slope is None else by.mul_(slope)).to(dtype)
         by_weight[part] = by.mT @ near
         if by_bias is not None:
             by_bias[part] = by.sum(0)
-        del by, logits  # before the next ones are made
+        del by, exps, logits, slope  # before the next ones are made
     return by_weight, by_bias
