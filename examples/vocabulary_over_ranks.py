@@ -18,7 +18,7 @@ from torch.nn.functional import embedding
 from pipegrad import Scheduler, Stage, Topology
 from pipegrad.schedules import Action, Schedule
 
-WIDTH, VOCABULARY, IGNORED = 32, 64, -100
+WIDTH, VOCABULARY, IGNORED = 32, 128, -100
 
 
 class Block(nn.TransformerEncoderLayer):

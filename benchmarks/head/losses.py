@@ -1,6 +1,6 @@
 """Times losses of a head, and measures the most memory that they take at a time.
 
-python benchmarks/head/losses.py [--rounds 10] [--threads 2] 2> /dev/null
+python benchmarks/head/losses.py [--rounds 10] 2> /dev/null
 """
 
 import argparse
@@ -83,16 +83,16 @@ class Head:
         return total, waiting[-1][0].grad
 
     def seconds(self, loss: Loss) -> tuple[float, float, float]:
-        """Returns the times of forwards, of I and of W."""
+        """Returns the times of forwards, of I and of W, without those of other processes."""
         times = [0.0, 0.0, 0.0]
         for m in range(MICROBATCHES):
-            begin = time.perf_counter()
+            begin = time.process_time()
             _, value = self.forward(loss, m)
-            times[0] += (now := time.perf_counter()) - begin
+            times[0] += (now := time.process_time()) - begin
             waiting = backward_inputs([value], [None], {id(self.weight)})
-            times[1] += (later := time.perf_counter()) - now
+            times[1] += (later := time.process_time()) - now
             accumulate(by_parameter(waiting.products).values())
-            times[2] += time.perf_counter() - later
+            times[2] += time.process_time() - later
         return times[0], times[1], times[2]
 
 
@@ -113,9 +113,8 @@ def main() -> None:
     """Prints a line for each way and case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=2)
     options = parser.parse_args()
-    torch.set_num_threads(options.threads)
+    torch.set_num_threads(1)
     print("| head | loss | time | F | I | W | ms | MiB, 1 in flight | MiB, 4 in flight |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name, case in CASES.items():
