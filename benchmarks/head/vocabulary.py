@@ -4,9 +4,11 @@ torchrun --nproc-per-node 4 benchmarks/head/vocabulary.py [--steps 5]
 """
 
 import argparse
+import contextlib
 import runpy
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -51,10 +53,10 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(
         self,
-        func: Any,
-        types: Any,
-        args: Any = (),
-        kwargs: Any = None,  # noqa: ANN401
+        func: Callable[..., object],
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
     ) -> object:
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.dim() == 3 and out.shape[-1] >= CLASSES // 4:
@@ -91,34 +93,35 @@ def main() -> None:
     text = torch.randint(CLASSES, (ROWS * MICROBATCHES, TOKENS + 1), generator=draw)
     tokens, labels = text[:, :-1], text[:, 1:]
     if here == 0:
-        print("| vocabulary | step | parameters of a rank, MiB | logits at a time, MiB |")
+        print("| vocabulary | busy | parameters, MiB | logits at a time, MiB |")
         print("|---|---|---|---|")
     base = 0.0
     for name, scheduler in ways.items():
         named = {"tokens": tokens, "labels": labels} if "part" in name else {"x": tokens}
         seconds = list[float]()
         for step in range(options.steps + 2):
-            distributed.barrier()
-            begin, seen = time.perf_counter(), Largest()
-            if step == 1:
-                with seen:
-                    scheduler.step(**named, target=labels)
-                nbytes = seen.nbytes
-            else:
+            begin, seen = time.process_time(), Largest()
+            with seen if step == 1 else contextlib.nullcontext():
                 scheduler.step(**named, target=labels)
-            distributed.barrier()
-            seconds += [time.perf_counter() - begin] * (step > 1)
+            if step == 1:
+                nbytes = seen.nbytes
+            elif step > 1:
+                seconds.append(time.process_time() - begin)
             for record in scheduler.sync.records():
                 scheduler.sync.parameter(record).grad = None
-        base = base or statistics.median(seconds)
         held = {id(p): p for s in scheduler.steps.pipeline.stages for p in s.module.parameters()}
-        mine = (sum(p.nbytes for p in held.values()) / MIB, nbytes / MIB)
+        mine = (
+            statistics.median(seconds),
+            sum(p.nbytes for p in held.values()) / MIB,
+            nbytes / MIB,
+        )
         every: list[Any] = [None] * 4
         distributed.all_gather_object(every, mine)
+        base = base or max(time for time, *_ in every)
         if here == 0:
-            cells = [", ".join(f"{x[i]:.1f}" for x in every) for i in range(2)]
-            ratio = statistics.median(seconds) / base
-            print(f"| {name} | **{ratio:.2f}** | {cells[0]} | {cells[1]} |", flush=True)
+            cells = [", ".join(f"{time / base:.2f}" for time, *_ in every)]
+            cells += [", ".join(f"{x[i]:.1f}" for x in every) for i in (1, 2)]
+            print(f"| {name} | {' | '.join(cells)} |", flush=True)
     distributed.destroy_process_group()
 
 
