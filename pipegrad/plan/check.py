@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -423,8 +424,9 @@ def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology:
     Raises:
         PlanError: If it has parameters that no stage holds. It names them.
     """
-    owner = getattr(loss, "func", loss)  # the function of a functools.partial, with what it binds
-    bound = [*getattr(loss, "args", ()), *getattr(loss, "keywords", {}).values()]
+    owner, bound = loss, list[object]()
+    if isinstance(loss, partial):
+        owner, bound = loss.func, [*loss.args, *loss.keywords.values()]
     owners = [x for x in (getattr(owner, "__self__", owner), *bound) if isinstance(x, nn.Module)]
     if not owners or len(topology.pipelines) == 1:
         return

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pipegrad import chunked_cross_entropy
 from pipegrad.errors import StepError
+from pipegrad.pipeline.shares import MeansOfMicrobatches
 from pipegrad.pipeline.split_backward import PACKED, accumulate, backward_inputs, by_parameter
 from tests.support.pairwise import pairwise
 from tests.support.rounding import rounding
@@ -251,3 +252,14 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> Non
     with pytest.raises(StepError) as caught:
         chunked_cross_entropy(**given)
     assert words in str(caught.value)
+
+
+@pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="since torch 2.13")
+def test_labels_of_torchs_own_loss_with_a_head_are_counted() -> None:
+    """Its ignore_index is None by default, which was compared with labels."""
+    means = MeansOfMicrobatches(nn.LinearCrossEntropyLoss(WIDTH, CLASSES), torch.device("cpu"))
+    labels = [torch.tensor([1, 2, -100]), torch.tensor([3, -100, -100])]
+    shares, total = means.shares(labels, 6, warns=True)
+    assert shares is not None
+    assert [*map(float, shares)] == [4 / 3, 2 / 3]
+    assert total == 3
