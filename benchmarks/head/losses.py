@@ -28,14 +28,9 @@ class Case(NamedTuple):
     tokens: int
     width: int
     classes: int
-    dtype: torch.dtype = torch.float32
 
 
-CASES = {
-    "256 x 256, 32k": Case(256, 256, 32_000),
-    "256 x 512, 128k": Case(256, 512, 128_256),
-    "256 x 256, 32k, bf16": Case(256, 256, 32_000, torch.bfloat16),
-}
+CASES = {"256 x 256, 32k": Case(256, 256, 32_000), "128 x 1024, 32k": Case(128, 1024, 32_000)}
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
@@ -62,9 +57,9 @@ class Head:
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
-        self.weight = nn.Parameter((torch.randn(case.classes, case.width) * 0.02).to(case.dtype))
+        self.weight = nn.Parameter(torch.randn(case.classes, case.width) * 0.02)
         shape = (MICROBATCHES, case.tokens, case.width)
-        self.hidden = torch.randn(shape).to(case.dtype)
+        self.hidden = torch.randn(shape)
         self.target = torch.randint(case.classes, shape[:2])
 
     def forward(self, loss: Loss, microbatch: int) -> tuple[Tensor, Tensor]:
@@ -129,10 +124,9 @@ def main() -> None:
             head.weight.grad.zero_()
             found = (*head.run(loss, 1), head.weight.grad.clone())
             true = true or found
-            most = 1e-4 if case.dtype == torch.float32 else 2e-2
             for pair in zip(found, true, strict=True):
                 mine, wanted = map(torch.as_tensor, pair)
-                assert (mine - wanted).abs().max() <= most * wanted.abs().max(), (name, way)
+                assert (mine - wanted).abs().max() <= 1e-4 * wanted.abs().max(), (name, way)
         times = {way: list[tuple[float, float, float]]() for way in WAYS}
         for _ in range(options.rounds):
             for way in random.sample([*WAYS], len(WAYS)):

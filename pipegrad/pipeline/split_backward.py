@@ -8,8 +8,8 @@ nested, or shared by stages.
 
 Everything else, such as biases, norms and embeddings, costs little and does not wait. If a weight
 goes into an autograd function or a compiled module, its gradient is computed at once, and is right
-too. The same holds for weights in a checkpoint, which would have to run its forward once more, but
-not for a head in `chunked_cross_entropy`, which waits. For such a stage,
+too. The head of `chunked_cross_entropy`, which is such a function, waits all the same. Weights in a
+checkpoint do not wait: it would have to run its forward once more. For such a stage,
 `Stage(recompute=True)` does both.
 
 A product waits if two things hold. From its weight to a parameter there are only nodes with one
