@@ -30,6 +30,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.partition.cut import cut as cut
     from pipegrad.partition.cut_model import Cut as Cut
     from pipegrad.partition.hf_trainer import PipelineTrainer as PipelineTrainer
+    from pipegrad.pipeline.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from pipegrad.pipeline.scheduler import Scheduler as Scheduler
     from pipegrad.pipeline.stage import Stage as Stage
     from pipegrad.plan.options import GradientOptions as GradientOptions
@@ -66,6 +67,7 @@ _HOMES = {
     "partition.cut": "cut",
     "partition.cut_model": "Cut",
     "partition.hf_trainer": "PipelineTrainer",
+    "pipeline.chunked_loss": "chunked_cross_entropy",
     "pipeline.scheduler": "Scheduler",
     "pipeline.stage": "Stage",
     "plan.options": "GradientOptions",

@@ -18,6 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,9 +27,10 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
+from pipegrad.partition.deferred_logits import deferred
 from pipegrad.partition.layers import Part
 from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
-from pipegrad.pipeline.stage import Stage, fields_of, parameters_of
+from pipegrad.pipeline.stage import Stage, fields_of, inner_module, parameters_of
 
 _Tensors = dict[str, Tensor]  # by name
 
@@ -464,6 +466,7 @@ class CutStage(Stage):
         conventions: What the model takes and returns.
         is_last: Whether it is the last one.
         labels: Names of what the model's own loss needs; empty if it is not wanted.
+        head: The layer whose logits wait until all are needed; "" if none do.
         recompute: As `Stage`.
         layers: Its layers; see `Stage.layers`.
     """
@@ -476,6 +479,7 @@ class CutStage(Stage):
         *,
         is_last: bool,
         labels: Sequence[str],
+        head: str,
         recompute: bool,
         layers: Mapping[str, float],
     ) -> None:
@@ -488,6 +492,7 @@ class CutStage(Stage):
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels
+        self._head = head
 
     def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
         """Returns how many rows each sample has; see `Stage.rows_of`."""
@@ -507,7 +512,8 @@ class CutStage(Stage):
         if weight is not None:
             self._conventions.check(labels, arguments)
             arguments |= self._conventions.safe(labels, weight)
-        returned = self.module(*edges, **arguments)
+        with self._deferring() if weight is not None and self._head else nullcontext():
+            returned = self.module(*edges, **arguments)
         if self._names is None:
             return self._outputs_of(returned)
         named = _named(returned, self._names)
@@ -515,6 +521,15 @@ class CutStage(Stage):
             named[LOSS] = _sum_of(named.get(LOSS), weight, named)
             named |= self._measured(named, arguments)
         return self._outputs_of({name: named.get(name) for name in self.outputs})
+
+    def _deferring(self) -> AbstractContextManager[None]:
+        """Lets the head return logits that wait; see `deferred_logits.py`."""
+        if hasattr(self.module, "_orig_mod"):
+            raise StepError(
+                "the last stage is compiled, and its loss is 'chunked', which changes what its "
+                "head returns: compile its layers, or cut the model without loss='chunked'"
+            )
+        return deferred(inner_module(self.module).get_submodule(self._head))
 
     def _measured(
         self, named: Mapping[str, object], arguments: Mapping[str, object]

@@ -21,7 +21,13 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
-from pipegrad.partition.conventions import LOSS, ROUTED, Conventions, sample_of
+from pipegrad.partition.conventions import (
+    LOSS,
+    ROUTED,
+    Conventions,
+    inner_model,
+    sample_of,
+)
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.layers import (
     Part,
@@ -56,6 +62,7 @@ class Cutter:
         boundaries: Sequence[int | str] | None = None,
         how: str | None = None,
         example: Mapping[str, object] | None = None,
+        loss: str = "own",
     ) -> Cut:
         """Returns `model` cut into stages.
 
@@ -77,6 +84,10 @@ class Cutter:
                 for all others.
             example: Keyword arguments of the model's forward, for a small batch. Models of
                 transformers need none.
+            loss: ``"own"`` runs the model's own loss as it is. ``"chunked"`` lets it never make all
+                logits, by `chunked_cross_entropy`: for models of transformers whose head is an
+                ``nn.Linear`` behind everything else. Where the model does more with its logits than
+                to scale, cap, cast and reshape them, they are made all the same.
 
         Raises:
             TopologyError: If the model cannot be cut so.
@@ -95,9 +106,10 @@ class Cutter:
             parts = sequential_parts(plain, named, starts)
         else:
             layers, starts, parts = _structural(model, num_stages, by, boundaries, example)
+        head = _head_of(model, parts[-1].module, way) if _is_chunked(loss) else ""
         reason = "numbers" if not isinstance(by, str) else by
         reason = "boundaries" if boundaries is not None else reason
-        return Cut(model, parts, layers, starts, how=way, by=reason, example=example)
+        return Cut(model, parts, layers, starts, how=way, by=reason, example=example, head=head)
 
     def from_pretrained(
         self,
@@ -122,7 +134,8 @@ class Cutter:
             dtype: Of the parameters; by default as saved.
             device: Of the stages.
             seed: Starts what the directory lacks, such as a new head. Without it that is an error.
-            **options: ``by``, ``boundaries``, ``how`` and ``example``, as of ``pipegrad.cut``.
+            **options: ``by``, ``boundaries``, ``how``, ``example`` and ``loss``, as of
+                ``pipegrad.cut``.
 
         Raises:
             PipegradError: If the directory, its configuration or the cut is wrong.
@@ -222,6 +235,33 @@ def _check_types(num_stages: object, by: object, boundaries: object, example: ob
             f"example is a {type(example).__name__}, expected the keyword arguments of the model's "
             f"forward, as {{'input_ids': ids}}"
         )
+
+
+def _is_chunked(loss: object) -> bool:
+    if loss not in ("own", "chunked"):
+        raise TopologyError(f"loss is {loss!r}, expected 'own' or 'chunked'")
+    return loss == "chunked"
+
+
+def _head_of(model: nn.Module, last: nn.Module, way: str) -> str:
+    """Returns the name of the head whose logits may wait.
+
+    Raises:
+        TopologyError: If there is none on the last stage.
+    """
+    inner = inner_model(model)
+    head = None if inner is None or way == "sequential" else inner.get_output_embeddings()
+    name = next((name for name, part in model.named_modules() if part is head), "")
+    is_linear = type(head).forward is nn.Linear.forward if head is not None else False
+    held = dict(last.named_parameters(remove_duplicate=False))
+    if not is_linear or f"{name}.weight" not in held:
+        kind = type(model).__name__
+        what = "has no head of transformers" if head is None else f"has a {type(head).__name__}"
+        raise TopologyError(
+            f"loss is 'chunked', and {kind} {what} as its head, expected an nn.Linear on the last "
+            f"stage: leave loss out"
+        )
+    return name
 
 
 def _structural(

@@ -81,6 +81,7 @@ class Cut:
         how: str,
         by: str,
         example: Mapping[str, object] | None = None,
+        head: str = "",
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
         warn_of_other_stages(self.modules)
@@ -90,6 +91,7 @@ class Cut:
         self.how = how
         self._by = by
         self._parts = tuple(parts)
+        self._head = head  # whose logits wait until something needs them all
         self.returns = self._parts[-1].outputs
         self._conventions = Conventions(model, example)
         self.source: Source | None = None
@@ -303,6 +305,7 @@ class Cut:
                 self._conventions,
                 is_last=i == last,
                 labels=self.labels if own_loss and i == last else (),
+                head=self._head,
                 recompute=recompute,
                 layers=self._times_of(i),
             )

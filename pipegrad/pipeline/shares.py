@@ -2,8 +2,9 @@
 
 With ``loss_reduction="mean"`` each microbatch has a loss that is a mean, and one process would take
 the mean of the whole batch. So a loss counts by its rows, if pipegrad has cut them, or by what
-torch's own cross_entropy divides by: its labels, or the weights of their classes. The rank of the
-last stage knows both, and no other rank needs them: the mean of all shares is 1.
+torch's own cross_entropy, or `chunked_cross_entropy`, divides by: its labels, or the weights of
+their classes. The rank of the last stage knows both, and no other rank needs them: the mean of all
+shares is 1.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import level_of_caller
+from pipegrad.pipeline.chunked_loss import chunked_cross_entropy
 from pipegrad.pipeline.stage import Binding
 
 Number = float | Tensor  # a tensor of one element
 Shares = Sequence[Number]  # of microbatches
 IGNORED = -100  # the label that torch's losses ignore by default
-_TORCHS = nn.CrossEntropyLoss, nn.NLLLoss
+_FUNCTIONS = nn.functional.cross_entropy, nn.functional.nll_loss, chunked_cross_entropy
+# Since torch 2.13 there is one that has the head, too.
+_NEW = getattr(nn, "LinearCrossEntropyLoss", nn.NLLLoss)
+_TORCHS = nn.CrossEntropyLoss, nn.NLLLoss, _NEW
 
 
 def counted(value: Tensor, share: Number) -> Tensor:
@@ -143,13 +148,14 @@ def _mean_of(loss_fn: object) -> _Mean:
     options: dict[str, Any] = getattr(loss_fn, "keywords", {})  # of functools.partial
     is_torchs = not getattr(loss_fn, "args", ())
     loss_fn = getattr(loss_fn, "func", loss_fn)
-    is_function = loss_fn in (nn.functional.cross_entropy, nn.functional.nll_loss)
+    is_function = loss_fn in _FUNCTIONS
     of = next((x for x in _named_by(loss_fn) if isinstance(x, _TORCHS)), loss_fn)
     weight = options.get("weight", getattr(of, "weight", None))
+    ignored = options.get("ignore_index", getattr(of, "ignore_index", None))
     return _Mean(
         is_torchs and (is_function or type(loss_fn) in _TORCHS),
         options.get("reduction", getattr(of, "reduction", "mean")),
-        options.get("ignore_index", getattr(of, "ignore_index", IGNORED)),
+        IGNORED if ignored is None else ignored,
         weight if isinstance(weight, Tensor) and (isinstance(of, _TORCHS) or options) else None,
     )
 

@@ -8,8 +8,9 @@ nested, or shared by stages.
 
 Everything else, such as biases, norms and embeddings, costs little and does not wait. If a weight
 goes into an autograd function or a compiled module, its gradient is computed at once, and is right
-too. The same holds for weights in a checkpoint, which would have to run its forward once more. For
-such a stage, `Stage(recompute=True)` does both.
+too. The head of `chunked_cross_entropy`, which is such a function, waits all the same. Weights in a
+checkpoint do not wait: it would have to run its forward once more. For such a stage,
+`Stage(recompute=True)` does both.
 
 A product waits if two things hold. From its weight to a parameter there are only nodes with one
 successor, such as views and casts. And everything that uses the parameter waits. Both are read from
@@ -22,6 +23,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.torch_version import TorchVersion
 
 from pipegrad.errors import StepError
+from pipegrad.pipeline.chunked_loss import HeadLoss, by_head
 
 PACKED = "saved-tensor hooks (checkpointing, offloading)"
 # Whether a backward can begin at an autograd function.
@@ -77,6 +80,9 @@ def backward_inputs(
     # waiting weights are not needed, so their products are not computed. The nodes of products are
     # needed themselves: some of them may lead to nothing else.
     bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
+    for node, product in zip(graph.nodes, graph.products, strict=True):
+        if product.rule.is_told:
+            node.weight_waits = True
     hooks = [
         node.register_prehook(partial(_arrive, product, arrived))
         for node, product in zip(graph.nodes, graph.products, strict=True)
@@ -139,14 +145,16 @@ class _Graph:
         for known in PRODUCTS[name]:
             edge = edges[known.argument]
             chain = _chain(edge[0], parameters)
-            if not chain or (rule := known.rule(node, chain)) is None:
+            if not chain:
                 continue
-            if getattr(node, known.raw_operand).unpack_hook is not None:
-                self.early[PACKED] = None
+            if known.raw_operand(node).unpack_hook is not None:
+                self.early[PACKED] = None  # a rule may read what was saved, and would unpack it
+            elif (rule := known.rule(node, chain)) is None:
+                continue
             elif not _BEGINS_AT_FUNCTIONS and issubclass(type(edge[0]), BackwardCFunction):
                 self.early["an autograd function of a weight, before torch 2.13"] = None
             else:
-                leaf, operand = chain[-1], getattr(node, known.operand).detach()
+                leaf, operand = chain[-1], known.operand(node).detach()
                 parameter = leaf.variable
                 direct = id(parameter) in marked and is_direct(chain)
                 self.nodes.append(node)
@@ -420,10 +428,13 @@ class Rule(NamedTuple):
     Attributes:
         factors: Takes operand and gradient, returns the factors of the weight's gradient.
         is_transposed: Whether their product is its transpose, as linear layers hold their weights.
+        is_told: Whether the node must be told that its weight waits, as an autograd function in
+            Python does not know which gradients are needed.
     """
 
     factors: Callable[[Tensor, Tensor], Factors]
     is_transposed: bool = False
+    is_told: bool = False
 
 
 class Known(NamedTuple):
@@ -431,15 +442,15 @@ class Known(NamedTuple):
 
     Attributes:
         argument: Which one it is.
-        operand: The attribute of the product's node that has the factor that is no weight.
-        raw_operand: The attribute that says how that was saved.
+        operand: Takes the product's node, returns the factor that is no weight.
+        raw_operand: Returns how that was saved.
         rule: Takes the node, and the nodes from the weight to its parameter. Returns how to compute
             the gradient of the weight; None if this product cannot wait.
     """
 
     argument: int
-    operand: str
-    raw_operand: str
+    operand: Callable[[Any], Tensor]
+    raw_operand: Callable[[Any], Any]
     rule: Callable[[Any, Sequence[Node]], Rule | None]
 
 
@@ -483,8 +494,22 @@ def _kernel(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
     return Rule(factors)
 
 
+def _head(node: Any, _: Sequence[Node]) -> Rule | None:  # noqa: ANN401
+    if node.needs_input_grad[2]:
+        return None  # the bias needs the same logits, and would make them again
+    _, weight, _, sums, _ = node.saved_tensors
+    options = node.options
+
+    def factors(hidden: Tensor, by_losses: Tensor) -> Factors:
+        factor, _ = by_head(hidden[0], weight, by_losses, bias=None, sums=sums, options=options)
+        return (factor,)
+
+    return Rule(factors, is_told=True)
+
+
 def _known(argument: int, saved: str, rule: Callable[[Any, Sequence[Node]], Rule | None]) -> Known:
-    return Known(argument, f"_saved_{saved}", f"_raw_saved_{saved}", rule)
+    operand, raw_operand = attrgetter(f"_saved_{saved}"), attrgetter(f"_raw_saved_{saved}")
+    return Known(argument, operand, raw_operand, rule)
 
 
 # Kind of node -> which of its arguments may be a weight that waits.
@@ -496,6 +521,10 @@ PRODUCTS: dict[str, tuple[Known, ...]] = {
         _known(2, "mat1", _if_plain(_on_the_right)),
     ),
     "ConvolutionBackward0": (_known(1, "input", _kernel),),
+    # With a dimension more, since no product of two factors makes its weight's gradient.
+    f"{HeadLoss.__name__}Backward": (
+        Known(1, lambda n: n.saved_tensors[0][None], lambda n: n._raw_saved_tensors[0], _head),
+    ),
 }
 
 

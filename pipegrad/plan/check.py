@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -423,12 +424,15 @@ def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology:
     Raises:
         PlanError: If it has parameters that no stage holds. It names them.
     """
-    owner = getattr(loss, "func", loss)  # the function of a functools.partial
-    owner = getattr(owner, "__self__", owner)
-    if not isinstance(owner, nn.Module) or len(topology.pipelines) == 1:
+    owner, bound = loss, list[object]()
+    if isinstance(loss, partial):
+        owner, bound = loss.func, [*loss.args, *loss.keywords.values()]
+    owners = [x for x in (getattr(owner, "__self__", owner), *bound) if isinstance(x, nn.Module)]
+    if not owners or len(topology.pipelines) == 1:
         return
     held = {id(parameter) for module in modules for parameter in module.parameters()}
-    bare = [n for n, p in owner.named_parameters() if p.requires_grad and id(p) not in held]
+    named = [pair for owner in owners for pair in owner.named_parameters()]
+    bare = [name for name, p in named if p.requires_grad and id(p) not in held]
     if bare:
         raise PlanError(
             f"the loss has parameters {bare} that no stage holds, so nobody would average their "

@@ -42,6 +42,15 @@ LOSSES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
         (2, 0, 1, 0),
     ),
     "partial": (partial(F.cross_entropy, weight=WEIGHT), (1, 0, 0, 0)),
+    "chunked": (
+        partial(
+            pipegrad.chunked_cross_entropy,
+            head=torch.linspace(-2, 2, CLASSES * CLASSES).view(CLASSES, CLASSES).sin(),
+            weight=WEIGHT,
+            label_smoothing=0.2,
+        ),
+        (2, 0, 1, 0),
+    ),
     "nll": (nn.NLLLoss(weight=WEIGHT), (0, 2, 0, 0)),
     "probabilities": (nn.CrossEntropyLoss(weight=WEIGHT), ()),
     "another mean": (nn.MultiMarginLoss(), ()),

@@ -1,0 +1,355 @@
+"""Chunked cross-entropy: the loss of hidden states under a head, never of all logits at once.
+
+[Note: chunked loss] The logits of a vocabulary are the largest tensor of a step: as float32 they
+take ``tokens * vocabulary * 4`` bytes, and autograd keeps some more of them. Here they exist for a
+chunk at a time, and nothing of their size is kept:
+
+- The forward walks over rows of tokens. It computes the losses of a chunk, and at once what the
+  backward will give to the hidden states. That takes the memory of the hidden states once more.
+- The backward walks over rows of the head's weight, and computes their logits once more. So a row
+  of the weight's gradient is one product over all tokens, rounded once, as in one process.
+
+So there are four products where torch has three: the fourth makes logits again. The gradient of
+the weight exists in the backward alone, as that of any weight, so many microbatches may be in
+flight; and where a schedule splits backwards, it is what waits for W.
+
+Logits are rounded to the dtype of the hidden states, or of autocast, and all else is float32, as
+with ``cross_entropy(head(hidden).float(), target)``. The largest logit of a token is subtracted
+first, and not added to the logarithm of its sum, which would lose what a sure token has left. In
+float16 small gradients vanish without a loss scale. The forward does not know the scale of the
+backward, so it has one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from pipegrad.errors import StepError
+from pipegrad.model.dtensor import is_dtensor
+
+REDUCTIONS = ("mean", "sum", "none")
+_CHUNK_BYTES = 2**28
+_HALF_SCALE = 2.0**7  # of gradients in float16: those of a token's own loss are at most some 100
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    target: Tensor,
+    head: nn.Module | Tensor,
+    *,
+    bias: Tensor | None = None,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_bytes: int = _CHUNK_BYTES,
+) -> Tensor:
+    """Returns the cross-entropy of ``head(hidden)`` without making all logits.
+
+    As the loss of a last stage that returns hidden states, and holds the head without calling it:
+    ``loss_fn=functools.partial(chunked_cross_entropy, head=model.head)``. A mean counts its labels
+    as that of ``nn.CrossEntropyLoss`` does. See [Note: chunked loss] for time and memory.
+
+    Args:
+        hidden: ``(..., width)``, a floating dtype.
+        target: ``(...)``, classes as integers.
+        head: An ``nn.Linear``, an ``nn.Embedding`` whose rows are the head's, or a weight
+            ``(classes, width)``.
+        bias: Of the head, ``(classes,)``, if the head is a weight.
+        weight: Of classes, ``(classes,)``; it gets no gradient.
+        ignore_index: A label that has no loss.
+        reduction: ``"mean"`` over labels, by their weights; ``"sum"``; or ``"none"``.
+        label_smoothing: As of ``cross_entropy``, from 0 to 1.
+        scale: Logits are multiplied with it first, as Granite's and Cohere's.
+        softcap: Logits are ``softcap * tanh(logits / softcap)`` then, as Gemma's.
+        chunk_bytes: How many bytes of float32 logits there are at a time. The peak is up to three
+            times as much.
+
+    Returns:
+        A float32 scalar, of the shape of `target` for ``"none"``. float64 if `hidden` is.
+
+    Raises:
+        StepError: If shapes or dtypes do not fit, or if the head is none of these.
+    """
+    if isinstance(head, nn.Module):
+        head, bias = _weight_of(head, bias)
+    _check(hidden, target, head, reduction)
+    device = hidden.device.type
+    is_cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
+    total = torch.float64 if dtype == torch.float64 else torch.float32
+    counts = target.flatten() != ignore_index
+    labels = target.flatten().long().masked_fill(~counts, 0)
+    of_classes = None if weight is None else weight.detach().to(total)
+    of_label = counts.to(total) if of_classes is None else of_classes[labels] * counts
+    losses: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2),
+        head,
+        bias,
+        _Options(
+            labels=labels,
+            counts=counts,
+            of_label=of_label,
+            classes=len(head),
+            of_classes=of_classes,
+            smoothing=label_smoothing,
+            scale=scale,
+            softcap=softcap,
+            chunk=max(1, chunk_bytes // total.itemsize),
+            dtype=dtype,
+            total=total,
+            is_trained=torch.is_grad_enabled(),
+        ),
+    )
+    if reduction == "none":
+        return losses.reshape(target.shape)
+    return losses.sum() / of_label.sum() if reduction == "mean" else losses.sum()
+
+
+def _weight_of(head: nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Returns the weight and the bias of a head that is a module."""
+    # A wrapper of FSDP2 or a parametrization has the forward of its class, an adapter another one.
+    plain = (nn.Linear.forward, nn.Embedding.forward)
+    if type(head).forward not in plain or not isinstance(head.weight, Tensor):
+        raise StepError(
+            f"the head is a {type(head).__name__}, which may do more than to multiply: expected an "
+            f"nn.Linear, an nn.Embedding, or a weight. Let the stage call it, and take "
+            f"cross_entropy of its logits"
+        )
+    own = getattr(head, "bias", None)
+    return head.weight, own if bias is None else bias
+
+
+def _check(hidden: Tensor, target: Tensor, weight: Tensor, reduction: str) -> None:
+    if any(map(is_dtensor, (hidden, weight))):
+        raise StepError(
+            "the head's weight, or the hidden states, are a DTensor, of which a rank has a part: "
+            "fully_shard() the module that holds the head without reshard_after_forward, or give "
+            "the loss weight.full_tensor()"
+        )
+    if target.is_floating_point() or target.shape != hidden.shape[:-1]:
+        raise StepError(
+            f"the target is {target.dtype} {tuple(target.shape)}, expected classes as integers, "
+            f"{tuple(hidden.shape[:-1])}, one for each hidden state of {tuple(hidden.shape)}"
+        )
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise StepError(
+            f"the head's weight is {tuple(weight.shape)}, expected (classes, {hidden.shape[-1]}) "
+            f"for hidden states of {tuple(hidden.shape)}"
+        )
+    if reduction not in REDUCTIONS:
+        raise StepError(f"reduction is {reduction!r}, expected one of {list(REDUCTIONS)}")
+
+
+class _Options(NamedTuple):
+    """What a loss is made of, but for hidden states and head.
+
+    Attributes:
+        labels: ``(tokens,)``, 0 where they do not count.
+        counts: ``(tokens,)``, whether they do.
+        of_label: ``(tokens,)``, the weight of each label, 0 where it does not count.
+        classes: How many.
+        of_classes: Weights of classes, ``(classes,)``; None if all are 1.
+        smoothing: Of labels.
+        scale: Of logits.
+        softcap: Of logits, behind it.
+        chunk: How many logits there are at a time.
+        dtype: Of logits and products.
+        total: Of sums and losses.
+        is_trained: Whether there will be a backward.
+    """
+
+    labels: Tensor
+    counts: Tensor
+    of_label: Tensor
+    classes: int
+    of_classes: Tensor | None
+    smoothing: float
+    scale: float
+    softcap: float | None
+    chunk: int
+    dtype: torch.dtype
+    total: torch.dtype
+    is_trained: bool
+
+    def slices(self, number: int, others: int) -> Iterator[slice]:
+        """Yields parts of so many tokens or classes, of which each has `others` logits."""
+        most = max(1, self.chunk // max(others, 1))
+        yield from (slice(i, min(i + most, number)) for i in range(0, number, most))
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """Returns logits ``(tokens, classes)``, in memory of their own."""
+        logits = functional.linear(hidden, weight, bias).to(self.total)
+        if self.scale != 1.0:
+            logits.mul_(self.scale)
+        if self.softcap is not None:
+            logits.div_(self.softcap).tanh_().mul_(self.softcap)
+        return logits
+
+    def even(self) -> tuple[float, Tensor | float]:
+        """Returns what smoothing gives to each class, and the sum of their weights."""
+        total = self.classes if self.of_classes is None else self.of_classes.sum()
+        return self.smoothing / self.classes, total
+
+    def losses(self, logits: Tensor, rows: slice) -> Tensor:
+        """Returns the losses of rows, less their part of the logarithms of sums, ``(rows,)``.
+
+        Args:
+            logits: ``(rows, classes)``, less the largest of each row.
+            rows: Of the tokens.
+        """
+        own = logits.gather(1, self.labels[rows, None]).squeeze(1)
+        losses = -own * (1.0 - self.smoothing) * self.of_label[rows]
+        if not self.smoothing:
+            return losses
+        part, _ = self.even()
+        every = logits.sum(1) if self.of_classes is None else logits @ self.of_classes
+        return losses.addcmul_(self.counts[rows].to(every.dtype), every, value=-part)
+
+    def every(self, rows: slice) -> Tensor:
+        """Returns by how much all probabilities of rows count, ``(rows,)``."""
+        part, total = self.even()
+        return (1.0 - self.smoothing) * self.of_label[rows] + self.counts[rows] * (
+            torch.as_tensor(part * total, dtype=self.total, device=self.counts.device)
+        )
+
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """Returns the derivative of a soft cap, ``(rows, classes)``; None if there is none."""
+        if self.softcap is None:
+            return None
+        return logits.div(self.softcap).square_().neg_().add_(1.0)
+
+    def gradient(
+        self, exps: Tensor, sums: Tensor, rows: slice, first: int, times: Tensor
+    ) -> Tensor:
+        """Returns the gradient of the losses of rows by logits, in the memory of `exps`.
+
+        Args:
+            exps: The exponentials of logits as of `losses`, of the classes from `first` on.
+            sums: Of all exponentials of each row, ``(rows,)``.
+            rows: Of the tokens.
+            first: See `exps`.
+            times: What each loss is multiplied with, ``(rows,)``.
+        """
+        result = exps.mul_((self.every(rows) * times / sums)[:, None])
+        at = (self.labels[rows] - first)[:, None]
+        is_here = (at >= 0) & (at < exps.shape[1])
+        own = ((1.0 - self.smoothing) * self.of_label[rows] * times)[:, None] * is_here
+        result.scatter_add_(1, at.clamp(0, exps.shape[1] - 1), -own)
+        if self.smoothing:
+            part, _ = self.even()
+            even = (self.counts[rows] * times * part)[:, None]
+            of_classes = self.of_classes
+            here = None if of_classes is None else of_classes[first : first + exps.shape[1]]
+            result.sub_(even if here is None else even * here)
+        return result
+
+
+class HeadLoss(torch.autograd.Function):
+    """The losses of tokens, ``(tokens,)``: see [Note: chunked loss]."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,  # noqa: ANN401 - torch's
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: _Options,
+    ) -> Tensor:
+        dtype, (tokens, classes) = options.dtype, (len(hidden), len(weight))
+        needs_hidden = options.is_trained and ctx.needs_input_grad[0]
+        scale = _HALF_SCALE if dtype == torch.float16 else 1.0
+        of_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
+        memory = hidden.new_empty(3, tokens, dtype=options.total)
+        losses, most, sums = memory
+        times = memory.new_full((1,), scale * options.scale)
+        with torch.autocast(hidden.device.type, enabled=False):
+            near, cast = hidden.to(dtype), weight.to(dtype)
+            shift = None if bias is None else bias.to(dtype)
+            for rows in options.slices(tokens, classes):
+                logits = options.logits(near[rows], cast, shift)
+                slope = None if of_hidden is None else options.slope(logits)
+                most[rows] = logits.amax(1)
+                losses[rows] = options.losses(logits.sub_(most[rows, None]), rows)
+                sums[rows] = logits.exp_().sum(1)
+                if of_hidden is not None:
+                    by = options.gradient(logits, sums[rows], rows, 0, times)
+                    by = by if slope is None else by.mul_(slope)
+                    torch.mm(by.to(dtype), cast, out=of_hidden[rows])
+                    del by
+                del logits, slope  # before the next ones are made
+            losses += options.every(slice(0, tokens)) * sums.log()
+        ctx.options, ctx.scale = options, scale
+        ctx.weight_waits = False  # set where a backward is split: see `split_backward`
+        ctx.save_for_backward(hidden, weight, bias, memory[1:], of_hidden)
+        return torch.clone(losses)
+
+    @staticmethod
+    def backward(ctx: Any, by_losses: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        if torch.is_grad_enabled():
+            raise StepError(
+                "create_graph=True, and chunked_cross_entropy has no second derivative: take "
+                "cross_entropy of the logits"
+            )
+        hidden, weight, bias, sums, of_hidden = ctx.saved_tensors
+        options, counts = ctx.options, ctx.options.counts
+        by_hidden = by_weight = by_bias = None
+        if of_hidden is not None:
+            # The gradient of a mean over no label is 1 / 0, and no label has one.
+            times = torch.where(counts, by_losses / ctx.scale, 0.0)
+            by_hidden = (of_hidden * times[:, None]).to(hidden.dtype)
+        _, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if needs_bias or (needs_weight and not ctx.weight_waits):
+            by_weight, by_bias = by_head(
+                hidden, weight, by_losses, bias=bias, sums=sums, options=options
+            )
+        return by_hidden, by_weight if needs_weight else None, by_bias if needs_bias else None, None
+
+
+def by_head(
+    hidden: Tensor,
+    weight: Tensor,
+    by_losses: Tensor,
+    *,
+    bias: Tensor | None,
+    sums: Tensor,
+    options: _Options,
+) -> tuple[Tensor, Tensor | None]:
+    """Returns the gradients of a head's weight and bias.
+
+    Args:
+        hidden: ``(tokens, width)``.
+        weight: ``(classes, width)``.
+        by_losses: The gradients of the losses, ``(tokens,)``.
+        bias: ``(classes,)``.
+        sums: The largest logit of each token, and the sum of the exponentials of the others less
+            that one: ``(2, tokens)``.
+        options: Of that forward.
+    """
+    dtype, (tokens, classes) = options.dtype, (len(hidden), len(weight))
+    by_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+    by_bias = None if bias is None else torch.empty_like(bias)
+    every, near, (most, sums) = slice(0, tokens), hidden.to(dtype), sums
+    times = torch.where(options.counts, by_losses, 0.0) * options.scale
+    for part in options.slices(classes, tokens):
+        shift = None if bias is None else bias[part].to(dtype)
+        logits = options.logits(near, weight[part].to(dtype), shift)
+        slope = options.slope(logits)
+        exps = logits.sub_(most[:, None]).exp_()
+        by = options.gradient(exps, sums, every, part.start, times)
+        by = (by if slope is None else by.mul_(slope)).to(dtype)
+        if by_weight.dtype == dtype:  # without a copy
+            torch.mm(by.mT, near, out=by_weight[part])
+        else:
+            by_weight[part] = by.mT @ near
+        if by_bias is not None:
+            by_bias[part] = by.sum(0)
+        del by, exps, logits, slope  # before the next ones are made
+    return by_weight, by_bias
