@@ -366,6 +366,10 @@ class _Worker:
         if kind in ("B", "W"):
             self._ended[stage] += 1
             self._count("live", -1)
+            for link in self._program.links:  # gradients of outputs, which W reads too
+                if link.producer == stage and link.differentiable:
+                    ranks = {self._program.schedule.stage_to_rank[c] for c in link.consumers}
+                    self._count("buffers", -len(ranks - {self._rank}))
         if kind in ("B", "W") or self._program.forward_only:
             for number, link in links:
                 if stage in link.consumers and link.producer not in self._here:
@@ -384,7 +388,6 @@ class _Worker:
                     returned.append(self._sums.pop((number, microbatch)))
                 else:
                     returned.append(self._sum(number, microbatch))
-                self._count("buffers", -len(ranks - {self._rank}))
         made = self._run.gradients[stage, microbatch] = value_of(action, returned)
         for number, link in enumerate(self._program.links):
             if stage in link.consumers and link.differentiable:

@@ -173,10 +173,10 @@ def test_1f1b_holds_as_many_buffers_as_are_in_flight(
         ("eager-1f1b", (3, 10, 8, 3)),
         ("gpipe", (3, 19, 19, 16)),
         ("interleaved-1f1b", (9, 14, 12, 10)),
-        ("zb-h1", (3, 9, 9, 6)),
+        ("zb-h1", (3, 10, 11, 6)),
         ("zbv", (3, 14, 14, 8)),
-        ("v-half", (5, 12, 12, 7)),
-        ("v-min", (4, 9, 8, 5)),
+        ("v-half", (5, 14, 13, 7)),
+        ("v-min", (4, 10, 9, 5)),
     ],
 )
 def test_two_receives_of_an_edge_are_posted_ahead(schedule: str, held: tuple[int, ...]) -> None:
