@@ -65,7 +65,7 @@ def _actions(
         num_microbatches: Of a step.
         most_ahead: How many of the actions that are next, each of its stage and kind, may be tried.
     """
-    num_ranks, last = len(blocks), 2 * len(blocks) - 1
+    last = 2 * len(blocks) - 1
     # Microbatches of a stage and kind are in order, so a number says which of them have begun.
     begun: dict[tuple[int, Kind], int] = {
         (stage, kind): 0 for stage in range(last + 1) for kind in ("F", "I", "W")
@@ -123,9 +123,10 @@ class VMin(ScheduleGenerator):
     whole stages. 1f1b holds P of these on its first rank. If F, I and W take one unit each, a step
     takes at most 6M+4P-3 units, of which a rank computes for 6M. 1f1b takes 6M+6P-6.
 
-    A microbatch goes down, up, down and up the V without a pause. So a transfer over a hop is never
-    hidden: of C units, it lengthens each microbatch by about 6C. That of the limit, too, if F, I
-    and W are not equally long: a step then waits in each microbatch. `v-half` has time for both.
+    A microbatch goes down, up, down and up the V without a pause. So transfers are never hidden: if
+    one takes C units, each microbatch takes up to 6C longer. If I takes longer than F, ranks wait
+    in each microbatch, too. `v-half` has some slack for both. A longer warm-up would hide
+    transfers, but needs more activations than the limit allows.
 
     Args:
         head_w_first: As in `zb-h1`, for ties of stages on different ranks.
@@ -151,9 +152,7 @@ class VMin(ScheduleGenerator):
             for rank in range(num_ranks)
         ]
         num_live = 2 * ((num_ranks + 4) // 3)
-        return repeated(
-            "v-min", blocks, num_live, num_microbatches, head_w_first=self.head_w_first
-        )
+        return repeated("v-min", blocks, num_live, num_microbatches, head_w_first=self.head_w_first)
 
 
 class VHalf(ScheduleGenerator):

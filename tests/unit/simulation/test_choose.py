@@ -120,8 +120,13 @@ def test_a_memory_limit_refuses_what_holds_more() -> None:
 )
 def test_the_less_memory_there_is_the_less_a_v_holds(limit: int, name: str, held: int) -> None:
     """Of half stages, twice as many; each limit has a schedule, and 1f1b would hold 4."""
-    times = {"forward_seconds": 0.005, "backward_seconds": 0.01, "weight_seconds": 0.005}
-    half = replace(STAGE, **times, outputs={"x": 1024}, activation_bytes=20 * MIB)
+    half = StageCosts(
+        forward_seconds=0.005,
+        backward_seconds=0.01,
+        weight_seconds=0.005,
+        outputs={"x": 1024},
+        activation_bytes=20 * MIB,
+    )
     most = chosen(half, num_stages=8, max_live_activations=limit)
     assert (most.best.name, most.best.live_activations) == (name, (held,) * 4)
     in_bytes = chosen(half, num_stages=8, memory_limit_bytes=most.best.peak_bytes)
