@@ -108,6 +108,7 @@ def _actions(
             begun[action.stage, action.kind] += 1
             if action.kind == "I":
                 late[rank].append(action._replace(kind="W"))
+        assert begun != ended, "no rank can go on"
     return num_ticks, tuple(map(tuple, rows))
 
 
