@@ -157,7 +157,7 @@ SPLIT_WAYS: dict[str, Way] = {
     ),
     "torch, ScheduleZBVZeroBubble": partial(torchs, name="ScheduleZBVZeroBubble", stage_to_rank=V),
     **runtime("zb-h1", "zbv"),
-    **named("1f1b", "eager-1f1b", "zb-h1", "hop-aware-zb-h1", "zbv"),
+    **named("1f1b", "eager-1f1b", "zb-h1", "hop-aware-zb-h1", "zbv", "v-half", "v-min"),
 }
 TABLES = {  # by --ahead, and whether weights are split
     (False, False): WAYS,

@@ -1,8 +1,9 @@
 """Compares the peak memory of each rank that `simulate` predicts with what it really allocates.
 
-torchrun --nproc-per-node 4 benchmarks/prediction/memory.py
+torchrun --nproc-per-node 4 benchmarks/prediction/memory.py [--rows 512]
 """
 
+import argparse
 from datetime import timedelta
 
 import torch
@@ -12,8 +13,11 @@ from torch.profiler import profile, record_function
 
 import pipegrad
 
-RANKS, MICROBATCHES, ROWS, WIDTH, LAYERS = 4, 8, 64, 512, 8
-NAMES = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv")
+RANKS, MICROBATCHES, WIDTH, LAYERS = 4, 8, 512, 8
+NAMES = (
+    *("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv"),
+    *("v-half", "v-min"),
+)
 STEPS = 3
 
 
@@ -28,11 +32,15 @@ def loss(output: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(output, target)
 
 
-def peaks(name: str) -> tuple[int, int]:
-    """Returns the predicted and the measured peak of this rank, in bytes."""
+def peaks(name: str, rows: int) -> tuple[int, int, float]:
+    """Returns the predicted and the measured peak of this rank, in bytes, and what is alive.
+
+    That is the most microbatches whose activations the rank holds, in stages as large as a rank.
+    """
     schedule = pipegrad.schedules.build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
     topology = pipegrad.Topology.create(pipeline=RANKS, stage_to_rank=schedule.stage_to_rank)
-    x = torch.randn(MICROBATCHES * ROWS, WIDTH)
+    torch.manual_seed(0)  # ranks of a pipeline train on one batch
+    x = torch.randn(MICROBATCHES * rows, WIDTH)
     with profile(profile_memory=True) as profiler:
         per_rank = len(schedule.stage_to_rank) // RANKS
         scheduler = pipegrad.Scheduler(
@@ -50,8 +58,10 @@ def peaks(name: str) -> tuple[int, int]:
                 optimizer.zero_grad()
     costs = pipegrad.measure_costs(scheduler, x, target=x, optimizer=optimizer, links=False)
     predicted = pipegrad.simulate(scheduler.program, costs, records=False).peak_bytes
+    rank = topology.coordinate("pp")
+    alive = pipegrad.schedules.verify(scheduler.program).live_activations[rank] / per_rank
     scheduler.close()
-    return predicted[topology.coordinate("pp")], peak_of(profiler, f"step {STEPS - 1}")
+    return predicted[rank], peak_of(profiler, f"step {STEPS - 1}"), alive
 
 
 def peak_of(profiler: profile, name: str) -> int:
@@ -72,21 +82,25 @@ def peak_of(profiler: profile, name: str) -> int:
 
 def main() -> None:
     """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", type=int, default=64, help="of a microbatch")
+    rows = parser.parse_args().rows
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     worst = 0.0
     if dist.get_rank() == 0:
-        print("| schedule | for each rank: measured MiB, predicted |\n|---|---|")
+        print("| schedule | alive | for each rank: measured MiB, predicted |\n|---|---|---|")
     for name in NAMES:
-        found = torch.tensor(peaks(name), dtype=torch.float64)
-        every = [torch.zeros(2, dtype=torch.float64) for _ in range(RANKS)]
+        found = torch.tensor(peaks(name, rows), dtype=torch.float64)
+        every = [torch.zeros(3, dtype=torch.float64) for _ in range(RANKS)]
         dist.all_gather(every, found)
         cells = []
-        for predicted, measured in (pair.tolist() for pair in every):
+        for predicted, measured, _ in (each.tolist() for each in every):
             error = predicted / measured - 1
             worst = max(worst, abs(error))
             cells.append(f"{measured / 2**20:.1f}, {error:+.1%}")
         if dist.get_rank() == 0:
-            print(f"| {name} | {' · '.join(cells)} |", flush=True)
+            alive = " · ".join(f"{each[2].item():g}" for each in every)
+            print(f"| {name} | {alive} | {' · '.join(cells)} |", flush=True)
     if dist.get_rank() == 0:
         print(f"worst: {worst:.1%}")
     dist.destroy_process_group()

@@ -38,7 +38,7 @@ SECONDS = 20 * float(os.environ.get("PIPEGRAD_FUZZ_MINUTES", "0"))  # for 2, 3 a
 SEED = os.environ.get("PIPEGRAD_FUZZ_SEED")
 NUM_SEEDS = 6  # of the ordinary run
 MOST_OF_GRADIENTS = rounding(17 * ROWS * TOKENS, dtype=torch.float64)
-REGISTERED = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv")
+REGISTERED = ("gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-min")
 
 # What a stage may hand on beside x: of the stage, of what it has computed, and of integers.
 EXTRAS: dict[str, Callable[[Any, Tensor, Tensor], Tensor]] = {

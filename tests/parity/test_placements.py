@@ -95,13 +95,21 @@ owner+sharded zbv         2x3 bf16-fp32 again SGD   clip 1 2 small eval         
 asym+sharded  eager       2x3 fp32      again AdamW clip 2 2 small read         close zero
 whole         zb-h1       2x3 bf16      keep  SGD   clip 1 4 one   read         wait  zero
 """
+# Other orders of a V, with data replicas, shards, and recomputed forwards.
+VEES = """
+replicate     v-min       2x2 fp32      again AdamW clip 2 4 small publish+eval wait  none
+sharded       v-half      2x2 fp32      again AdamW clip 1 4 small publish      wait  zero
+owner+sharded v-min       2x2 bf16-fp32 keep  AdamW free 1 2 one   read         close none
+owner         v-half      4x1 fp32      keep  SGD   clip 2 4 small publish      close none
+asymmetric    v-min       4x1 fp32-bf16 again SGD   free 1 4 one   forget       wait  zero
+"""
 
 
 def cases_of(table: str, steps: int = 3) -> list[Case]:
     return [Case.of(row.split(), steps) for row in table.strip().splitlines()]
 
 
-CASES = [*cases_of(PAIRS), *cases_of(LONG, 10), *cases_of(CHAINS)]
+CASES = [*cases_of(PAIRS), *cases_of(LONG, 10), *cases_of(CHAINS), *cases_of(VEES)]
 if everything():
     CASES = list(dict.fromkeys([*CASES, *product()]))
 SMOKE = next(case for case in CASES if (case.handlers, case.mesh) == ("owner+sharded", "2x2"))

@@ -48,6 +48,8 @@ SCHEDULES = (
     "zb-h1",
     "hop-aware-zb-h1",
     "zbv",
+    "v-half",
+    "v-min",
     "vee",
 )
 TIED = ("0.weight", "7.weight")
@@ -156,7 +158,8 @@ def test_losses_and_every_gradient_are_those_of_one_process(case: Case) -> None:
     losses = {tuple(map(float, one)) for one in gathered(seen.losses)}
     assert len(losses) == 1, "they differ by rank"
     assert len(set(losses.pop())) == 2, "a step that was not run again would not show"
-    has_both = case.schedule in ("vee", "zbv") or case.pipeline == 1  # the first and last stage
+    # Whether a rank has the first stage and the last.
+    has_both = case.schedule in ("vee", "zbv", "v-half", "v-min") or case.pipeline == 1
     for gradients in seen.gradients:
         tied = {name: gradients[name] for name in TIED if name in gradients}
         assert bits(tied, [TIED]) == {TIED[0]: case.data * (1 if has_both else 2)}

@@ -122,7 +122,7 @@ class SimulatedRank:
         self._waited.add(key)
         self._flying -= 1
         # A value stays in its buffer until the last backward of this rank has read it. A gradient
-        # is freed by the backward that reads it, so it needs no count.
+        # has one reader, so it needs no count.
         link, kind, _, _ = self._program.channels[key[0]]
         if kind == "F":
             self._readers_left[link, key[1]] = self._num_readers[link]
@@ -200,7 +200,6 @@ class SimulatedRank:
             for channel in channels:
                 if (channel, microbatch) not in self._waited:
                     self._missing(link)
-                self._buffers -= 1
             for consumer in local:
                 if not self._input_gradient(consumer, microbatch):
                     self._missing(link)
@@ -226,6 +225,10 @@ class SimulatedRank:
                 if self._readers_left[link, microbatch] == 0:
                     self._buffers -= 1
                     del self._readers_left[link, microbatch]
+        # The gradients of outputs are factors of weight gradients, so W reads them too.
+        if kind != _FORWARD:
+            for _, channels, _, _ in self._values_produced[stage]:
+                self._buffers -= len(channels)
 
     def _join(self, link: int, microbatch: int) -> None:
         if (link, microbatch) in self._joined:

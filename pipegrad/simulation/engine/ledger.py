@@ -67,7 +67,7 @@ class Memory:
     """Counts parameters, gradients, optimizer state, activations, and receive and send buffers.
 
     A receive buffer is held from the post on: a value until the last backward of the rank that
-    reads it, a gradient until the backward that it belongs to. A gradient that is sent is held
+    reads it, a gradient until the B or W that it belongs to. A gradient that is sent is held
     until it is released; an output belongs to its activations.
 
     Attributes:
@@ -128,7 +128,7 @@ class Memory:
             freed = costs.activation_bytes - costs.factor_bytes
         elif kind == _WEIGHTS:
             freed = costs.factor_bytes
-        if kind in (_BACKWARD, _INPUTS):
+        if kind in (_BACKWARD, _WEIGHTS):
             produced = self._links[rank].produced.get(stage, ())
             freed += sum(self._num_bytes[c] for _, channels, _, _ in produced for c in channels)
         if kind in (_BACKWARD, _WEIGHTS) or forward_only:

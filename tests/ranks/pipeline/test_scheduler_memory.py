@@ -26,7 +26,7 @@ from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, watched
 
 pytestmark = pytest.mark.ranks(2)
-SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", "zbv")
+SCHEDULES = ("gpipe", "1f1b", "eager-1f1b", INTERLEAVED, "zb-h1", "zbv", "v-half", "v-min")
 MICROBATCHES = {2: (1, 2, 4, 7), 4: (1, 4, 8, 11)}
 
 

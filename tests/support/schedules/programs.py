@@ -366,6 +366,7 @@ class _Worker:
         if kind in ("B", "W"):
             self._ended[stage] += 1
             self._count("live", -1)
+            self._free_gradients(stage)
         if kind in ("B", "W") or self._program.forward_only:
             for number, link in links:
                 if stage in link.consumers and link.producer not in self._here:
@@ -373,6 +374,13 @@ class _Worker:
                     self._count("buffers", -(self._readers[number, microbatch] == 0))
         self.place += 1
         self.go()
+
+    def _free_gradients(self, stage: int) -> None:
+        """Frees the received gradients of a stage's outputs, which W reads too."""
+        for link in self._program.links:
+            if link.producer == stage and link.differentiable:
+                ranks = {self._program.schedule.stage_to_rank[c] for c in link.consumers}
+                self._count("buffers", -len(ranks - {self._rank}))
 
     def _backward(self, action: Action) -> None:
         stage, _, microbatch = action
@@ -384,7 +392,6 @@ class _Worker:
                     returned.append(self._sums.pop((number, microbatch)))
                 else:
                     returned.append(self._sum(number, microbatch))
-                self._count("buffers", -len(ranks - {self._rank}))
         made = self._run.gradients[stage, microbatch] = value_of(action, returned)
         for number, link in enumerate(self._program.links):
             if stage in link.consumers and link.differentiable:

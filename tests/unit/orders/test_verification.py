@@ -390,7 +390,9 @@ def test_what_a_rank_receives_early_is_counted(tmp_path: Path) -> None:
 # Other sources and forms.
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1", "eager-1f1b"])
+@pytest.mark.parametrize(
+    "name", ["1f1b", "interleaved-1f1b", "zbv", "zb-h1", "eager-1f1b", "v-min"]
+)
 def test_our_schedules_are_proven_on_their_own_edges(name: str) -> None:
     made = schedules.build(name, num_ranks=4, num_microbatches=8)
     verdict = pipegrad.verify(made)

@@ -21,7 +21,7 @@ from tests.support.schedules.programs import places_of, programs, rows
 quick = settings(deadline=None, max_examples=60, derandomize=True)
 TRANSFERS = (Op.POST_RECEIVE, Op.WAIT_RECEIVE, Op.SEND, Op.RELEASE)
 FULL = ("gpipe", "1f1b", "eager-1f1b", "hop-aware-1f1b", "interleaved-1f1b")  # backwards are whole
-NAMES = (*FULL, "zb-h1", "hop-aware-zb-h1", "zbv")
+NAMES = (*FULL, "zb-h1", "hop-aware-zb-h1", "zbv", "v-half", "v-min")
 
 
 def build(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
@@ -173,8 +173,10 @@ def test_1f1b_holds_as_many_buffers_as_are_in_flight(
         ("eager-1f1b", (3, 10, 8, 3)),
         ("gpipe", (3, 19, 19, 16)),
         ("interleaved-1f1b", (9, 14, 12, 10)),
-        ("zb-h1", (3, 9, 9, 6)),
+        ("zb-h1", (3, 10, 11, 6)),
         ("zbv", (3, 14, 14, 8)),
+        ("v-half", (5, 14, 13, 7)),
+        ("v-min", (4, 10, 9, 5)),
     ],
 )
 def test_two_receives_of_an_edge_are_posted_ahead(schedule: str, held: tuple[int, ...]) -> None:
@@ -254,7 +256,7 @@ def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
         others = [i for i in program.decoded(rank) if i.op not in {*TRANSFERS, Op.COMPUTE}]
         used = rank == schedule.stage_to_rank[stages[-1]]
         assert others == [Item(Op.FIRST_USE, stages[-1], 0)] * used
-    most = (1,) * 4 if name in ("interleaved-1f1b", "zbv") else (0, 1, 1, 1)
+    most = (1,) * 4 if name in ("interleaved-1f1b", "zbv", "v-half", "v-min") else (0, 1, 1, 1)
     assert verify(program).receive_buffers == most
 
 

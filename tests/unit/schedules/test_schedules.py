@@ -18,6 +18,7 @@ from pipegrad.schedules.builtin.gpipe import GPipe
 from pipegrad.schedules.builtin.hop_aware import HopAwareOneForwardOneBackward
 from pipegrad.schedules.builtin.interleaved import InterleavedOneForwardOneBackward
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
+from pipegrad.schedules.builtin.v_shaped import VHalf, VMin
 from pipegrad.schedules.builtin.zb_h1 import ZeroBubbleH1
 from pipegrad.schedules.builtin.zbv import ZeroBubbleV
 from pipegrad.schedules.torch_csv import read_csv, write_csv
@@ -34,6 +35,8 @@ from tests.support.schedules.programs import rows
         (InterleavedOneForwardOneBackward(), (2, 2)),
         (ZeroBubbleH1(), (3, 4)),
         (ZeroBubbleV(), (2, 3)),
+        (VHalf(), (2, 3)),
+        (VMin(), (2, 3)),
     ],
     ids=lambda given: type(given).__name__,
 )

@@ -55,7 +55,7 @@ def simulated(schedule: Schedule) -> Begins:
 
 
 @pytest.mark.parametrize(
-    "name", ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
+    "name", ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "v-min"]
 )
 def test_our_schedules(name: str) -> None:
     schedule = build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)

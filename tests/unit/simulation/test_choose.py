@@ -137,6 +137,24 @@ def test_a_memory_limit_refuses_what_holds_more() -> None:
     assert f"the limit is {limit / MIB:.1f} MiB" in named(choice)["eager-1f1b"].refused
 
 
+@pytest.mark.parametrize(
+    ("limit", "name", "held"), [(4, "zbv", 8), (3, "v-half", 6), (2, "v-min", 4)]
+)
+def test_the_less_memory_there_is_the_less_a_v_holds(limit: int, name: str, held: int) -> None:
+    """Of half stages, twice as many; each limit has a schedule, and 1f1b would hold 4."""
+    half = StageCosts(
+        forward_seconds=0.005,
+        backward_seconds=0.01,
+        weight_seconds=0.005,
+        outputs={"x": 1024},
+        activation_bytes=20 * MIB,
+    )
+    most = chosen(half, num_stages=8, max_live_activations=limit)
+    assert (most.best.name, most.best.live_activations) == (name, (held,) * 4)
+    in_bytes = chosen(half, num_stages=8, memory_limit_bytes=most.best.peak_bytes)
+    assert in_bytes.best == most.best
+
+
 def test_every_candidate_that_is_refused_says_why() -> None:
     refused = {c.name: c.refused for c in chosen(num_microbatches=15).candidates if c.refused}
     assert refused == {
@@ -146,7 +164,10 @@ def test_every_candidate_that_is_refused_says_why() -> None:
             ["zb-h1", "hop-aware-zb-h1, threshold 0.0"],
             "it splits backwards: weight_seconds of the costs are 0",
         ),
-        "zbv": "it has 8 stages, and costs are of 4: give costs of as many, or of more",
+        **dict.fromkeys(
+            ["zbv", "v-half", "v-min"],
+            "it has 8 stages, and costs are of 4: give costs of as many, or of more",
+        ),
     }
 
 

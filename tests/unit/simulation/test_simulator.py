@@ -26,7 +26,7 @@ from pipegrad.simulation.timeline import BESIDE, COMPUTE, ON_RANK, Timeline
 from tests.support.schedules.makespan import recorded
 
 IDEAL = Network()
-NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv"]
+NAMES = ["gpipe", "1f1b", "eager-1f1b", "interleaved-1f1b", "zb-h1", "zbv", "v-half", "v-min"]
 
 
 def program(
