@@ -13,6 +13,7 @@ from pipegrad import _torch_version as _torch_version  # refuses an old torch fi
 if typing.TYPE_CHECKING:
     from pipegrad import audit as audit
     from pipegrad import errors as errors
+    from pipegrad import losses as losses
     from pipegrad import schedules as schedules
     from pipegrad.audit.audit import Audit as Audit
     from pipegrad.comm.sync_points import LateWork as LateWork
@@ -30,7 +31,6 @@ if typing.TYPE_CHECKING:
     from pipegrad.partition.cut import cut as cut
     from pipegrad.partition.cut_model import Cut as Cut
     from pipegrad.partition.hf_trainer import PipelineTrainer as PipelineTrainer
-    from pipegrad.pipeline.chunked_loss import chunked_cross_entropy as chunked_cross_entropy
     from pipegrad.pipeline.scheduler import Scheduler as Scheduler
     from pipegrad.pipeline.stage import Stage as Stage
     from pipegrad.plan.options import GradientOptions as GradientOptions
@@ -67,7 +67,6 @@ _HOMES = {
     "partition.cut": "cut",
     "partition.cut_model": "Cut",
     "partition.hf_trainer": "PipelineTrainer",
-    "pipeline.chunked_loss": "chunked_cross_entropy",
     "pipeline.scheduler": "Scheduler",
     "pipeline.stage": "Stage",
     "plan.options": "GradientOptions",
@@ -85,7 +84,7 @@ _HOMES = {
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
-_FOLDERS = ("audit", "errors", "schedules")
+_FOLDERS = ("audit", "errors", "losses", "schedules")
 
 __all__ = sorted([*_HOME_OF, *_FOLDERS])  # noqa: PLE0605 - derived, and a test compares
 

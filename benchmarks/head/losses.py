@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from pipegrad import chunked_cross_entropy
+from pipegrad.losses import chunked_cross_entropy
 from pipegrad.pipeline.split_backward import accumulate, backward_inputs, by_parameter
 
 MICROBATCHES = 4

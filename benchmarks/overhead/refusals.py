@@ -25,7 +25,7 @@ from pipegrad import GradientSync, Topology
 from pipegrad.gradients.local_gradients import LooseLeaves, _leaves
 from pipegrad.gradients.optimizer_watch import OptimizerWatch
 from pipegrad.gradients.step import Step
-from pipegrad.pipeline.losses import IGNORED
+from pipegrad.pipeline.loss_message import IGNORED
 from pipegrad.pipeline.trees import versions_of
 from pipegrad.testing import run_ranks
 

@@ -31,7 +31,7 @@ from pipegrad.observe.links import Pair, host_name, measure_links, network_of
 from pipegrad.observe.stage_profile import StageAlone
 from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
 from pipegrad.pipeline.edges import Spec
-from pipegrad.pipeline.losses import loss_parts
+from pipegrad.pipeline.loss_message import loss_parts
 from pipegrad.pipeline.microbatch import Batch, Counts
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.trees import flattened

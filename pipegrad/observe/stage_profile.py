@@ -20,7 +20,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from pipegrad.comm import sync_points
 from pipegrad.errors import ScheduleError
 from pipegrad.model.dtensor import local
-from pipegrad.pipeline.losses import loss_parts
+from pipegrad.pipeline.loss_message import loss_parts
 from pipegrad.pipeline.split_backward import (
     WeightProduct,
     accumulate,

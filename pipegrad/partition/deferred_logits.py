@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.interop.private import tree_flatten
-from pipegrad.pipeline.chunked_loss import REDUCTIONS, chunked_cross_entropy
+from pipegrad.losses import REDUCTIONS, chunked_cross_entropy
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.compute import Compute, Method
-from pipegrad.pipeline.losses import LossTerms
+from pipegrad.pipeline.loss_message import LossTerms
 from pipegrad.pipeline.programs import StepTimes
 from pipegrad.pipeline.transfers import Transfers
 from pipegrad.pipeline.values import Values

@@ -28,7 +28,7 @@ from typing import TypeVar
 from pipegrad.comm.agreement import Board, agree_keeping, same
 from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError
 from pipegrad.pipeline.edges import Spec, Specs
-from pipegrad.pipeline.losses import Losses
+from pipegrad.pipeline.loss_message import Losses
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import level_of_caller
-from pipegrad.pipeline.chunked_loss import chunked_cross_entropy
+from pipegrad.losses import chunked_cross_entropy
 from pipegrad.pipeline.stage import Binding
 
 Number = float | Tensor  # a tensor of one element

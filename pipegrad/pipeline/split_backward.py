@@ -33,7 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.torch_version import TorchVersion
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.chunked_loss import HeadLoss, by_head
+from pipegrad.losses import HeadLoss, by_head
 
 PACKED = "saved-tensor hooks (checkpointing, offloading)"
 # Whether a backward can begin at an autograd function.

@@ -26,7 +26,7 @@ from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.edges import Edges, Specs
 from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, run_together
-from pipegrad.pipeline.losses import Losses, LossTerms
+from pipegrad.pipeline.loss_message import Losses, LossTerms
 from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import MeansOfMicrobatches

@@ -21,7 +21,7 @@ from pipegrad.errors import ScheduleError, TopologyError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec, Hop, choice_of
-from pipegrad.pipeline.losses import MEAN, REDUCTIONS, TOKEN_MEAN
+from pipegrad.pipeline.loss_message import MEAN, REDUCTIONS, TOKEN_MEAN
 from pipegrad.pipeline.stage import Stage, StageSource, bind
 from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plan.plan import Plan

@@ -24,7 +24,7 @@ from pipegrad.partition.cut import cut
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.layers import is_sequential
 from pipegrad.pipeline.codings import CodecChoice, choice_of
-from pipegrad.pipeline.losses import TOKEN_MEAN
+from pipegrad.pipeline.loss_message import TOKEN_MEAN
 from pipegrad.pipeline.stage import Stage
 from pipegrad.plan.check import refuse_bare_replicas
 from pipegrad.plan.options import GradientOptions

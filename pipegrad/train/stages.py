@@ -23,7 +23,7 @@ from pipegrad.model.dtensor import local
 from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.conventions import BATCH
 from pipegrad.partition.cut_model import Cut
-from pipegrad.pipeline.losses import TOKEN_MEAN, loss_parts
+from pipegrad.pipeline.loss_message import TOKEN_MEAN, loss_parts
 from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
 from pipegrad.simulation.costs import StageCosts

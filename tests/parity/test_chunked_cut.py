@@ -41,7 +41,7 @@ class Seen:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.losses = self.made = 0
-        loss, logits = pipegrad.chunked_cross_entropy, deferred_logits._logits
+        loss, logits = pipegrad.losses.chunked_cross_entropy, deferred_logits._logits
 
         def chunked(*args: Any, **kwargs: Any) -> Tensor:
             self.losses += 1

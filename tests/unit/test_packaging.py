@@ -257,7 +257,7 @@ def test_public_names_are_what_type_checkers_see() -> None:
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert [static.pop(name) for name in pipegrad._FOLDERS] == ["pipegrad"] * 3
+    assert [static.pop(name) for name in pipegrad._FOLDERS] == ["pipegrad"] * 4
     assert static == pipegrad._HOME_OF
     assert {*static, *pipegrad._FOLDERS} == set(pipegrad.__all__)
 

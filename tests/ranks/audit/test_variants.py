@@ -298,7 +298,10 @@ def test_a_variant_of_the_same_modules_begins_with_their_first_values() -> None:
     audit = made(USUAL)
     same = partial(made, USUAL, module=audit.held[0])
     other = [(inputs, torch.zeros_like(target)) for inputs, target in audit.batches]
-    variants = {"nothing": same, "targets": lambda: replace(same(), batches=other)}
+    variants: dict[str, Any] = {
+        "nothing": same,
+        "targets": lambda: replace(same(), batches=other),
+    }
     report = replace(audit, variants=variants).run()
     assert report.is_right
     assert [variant.words for variant in report.variants] == ["without effect in both", "alike"]

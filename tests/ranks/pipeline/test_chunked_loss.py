@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import cross_entropy
 
 import pipegrad
-from pipegrad import chunked_cross_entropy
+from pipegrad.losses import chunked_cross_entropy
 from tests.support.gradients.cases import outcome
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.placements import HANDLERS

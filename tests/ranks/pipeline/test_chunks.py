@@ -33,7 +33,7 @@ class Recurrent(nn.Module):
         super().__init__()
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
 
-    def forward(self, x: Tensor, state: State = None) -> tuple[Tensor, State]:
+    def forward(self, x: Tensor, state: State = None) -> Any:
         return self.lstm(x, state)
 
 
@@ -156,7 +156,7 @@ class Embedding(nn.Module):
         super().__init__()
         self.embedding, self.inner = nn.Embedding(CLASSES, WIDTH), Recurrent()
 
-    def forward(self, tokens: Tensor, state: State = None) -> tuple[Tensor, State]:
+    def forward(self, tokens: Tensor, state: State = None) -> Any:
         return self.inner(self.embedding(tokens), state)
 
 
@@ -174,7 +174,7 @@ def test_replicas_and_a_tie_train_as_one_process(handlers: str, schedule: str) -
 
     def made() -> list[Any]:
         torch.manual_seed(1)
-        stages = [Embedding(), Head(Attention)]
+        stages: list[Any] = [Embedding(), Head(Attention)]
         stages[1].head.weight = stages[0].embedding.weight
         return stages
 
@@ -284,7 +284,7 @@ def test_what_has_no_time_goes_whole_to_each_chunk() -> None:
         b.load_state_dict(a.state_dict())
     x, target = batch()
     drawn = torch.Generator().manual_seed(5)
-    given = {
+    given: dict[str, Any] = {
         "x": x.clone().requires_grad_(),
         "scale": torch.rand(ROWS, generator=drawn),
         "style": torch.rand(ROWS, WIDTH, generator=drawn),
@@ -301,7 +301,7 @@ def test_what_has_no_time_goes_whole_to_each_chunk() -> None:
     )
     twin = given["x"].detach().clone().requires_grad_()
     mean(true[1](true[0](**{**given, "x": twin})[0])[0], target).backward()
-    here = given if rank() == 0 else {}
+    here: dict[str, Any] = given if rank() == 0 else {}
     time_dim = {"style": None, "mask": 2} if rank() == 0 else 1
     scheduler.step(**here, target=target, chunks=4, time_dim=time_dim)
     if rank() == 0:
@@ -316,7 +316,7 @@ def test_what_has_no_time_goes_whole_to_each_chunk() -> None:
 class Blind(Recurrent):
     """An LSTM whose state goes nowhere."""
 
-    def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor) -> Any:  # type: ignore[override]
         return self.lstm(x)[0]
 
 
@@ -326,7 +326,7 @@ class PerToken(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.BatchNorm1d(WIDTH))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         return self[2](self[1](self[0](x)).mT).mT
 
 

@@ -44,7 +44,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "partial": (partial(F.cross_entropy, weight=WEIGHT), (1, 0, 0, 0)),
     "chunked": (
         partial(
-            pipegrad.chunked_cross_entropy,
+            pipegrad.losses.chunked_cross_entropy,
             head=torch.linspace(-2, 2, CLASSES * CLASSES).view(CLASSES, CLASSES).sin(),
             weight=WEIGHT,
             label_smoothing=0.2,

@@ -12,8 +12,8 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipegrad import chunked_cross_entropy
 from pipegrad.errors import StepError
+from pipegrad.losses import chunked_cross_entropy
 from pipegrad.pipeline.shares import MeansOfMicrobatches
 from pipegrad.pipeline.split_backward import PACKED, accumulate, backward_inputs, by_parameter
 from tests.support.pairwise import pairwise

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from pipegrad.errors import StepError
-from pipegrad.pipeline.losses import LossTerms, loss_parts
+from pipegrad.pipeline.loss_message import LossTerms, loss_parts
 from pipegrad.pipeline.microbatch import joined
 
 LOSS, CPU = torch.tensor(2.0), torch.device("cpu")
