@@ -21,7 +21,8 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
-from pipegrad.partition.conventions import LOSS, ROUTED, Conventions, sample_of
+from pipegrad.partition.carried_cache import carried_by
+from pipegrad.partition.conventions import LOSS, ROUTED, Conventions, inner_model, sample_of
 from pipegrad.partition.cut_model import Cut, Source
 from pipegrad.partition.layers import (
     Part,
@@ -56,6 +57,7 @@ class Cutter:
         boundaries: Sequence[int | str] | None = None,
         how: str | None = None,
         example: Mapping[str, object] | None = None,
+        carry: str | None = None,
     ) -> Cut:
         """Returns `model` cut into stages.
 
@@ -77,6 +79,9 @@ class Cutter:
                 for all others.
             example: Keyword arguments of the model's forward, for a small batch. Models of
                 transformers need none.
+            carry: ``"cache"`` lets `Scheduler.step` cut texts into ``chunks`` of time: each stage
+                carries the keys and values of its layers from one to the next. For causal models
+                of transformers.
 
         Raises:
             TopologyError: If the model cannot be cut so.
@@ -87,6 +92,7 @@ class Cutter:
             raise TopologyError(f"how is {how!r}, expected one of {list(WAYS)}")
         _check_model(model)
         _check_types(num_stages, by, boundaries, example)
+        carried = carried_by(inner_model(model), carry)
         if way == "sequential":
             plain = only_layers(model)
             named = sequential_layers(plain, num_stages)
@@ -97,7 +103,7 @@ class Cutter:
             layers, starts, parts = _structural(model, num_stages, by, boundaries, example)
         reason = "numbers" if not isinstance(by, str) else by
         reason = "boundaries" if boundaries is not None else reason
-        return Cut(model, parts, layers, starts, how=way, by=reason, example=example)
+        return Cut(model, parts, layers, starts, how=way, by=reason, example=example, carry=carried)
 
     def from_pretrained(
         self,
