@@ -94,7 +94,8 @@ def test_chunks_have_the_gradients_of_the_whole_text(
 ) -> None:
     family = MODELS[model]
     pair = twins(family, **WAYS[way])
-    pair.true.config.use_cache = False  # else transformers hides no documents from each other
+    config: Any = pair.true.config
+    config.use_cache = False  # else transformers hides no documents from each other
     for seed in (1, 2):
         batch: Any = KINDS[kind](family.batch(seed))
         pair.step(batch, given=batch | {"chunks": CHUNKS[chunks]})

@@ -58,6 +58,8 @@ def test_a_family_in_chunks_has_the_gradients_of_the_whole_text(kind: str, is_pa
     except Exception as error:  # noqa: BLE001 - transformers makes no small one
         pytest.skip(str(error))
     batch: Any = small_models.batch_of(model, 1)
+    if batch["input_ids"].dim() > 2:
+        pytest.skip("it takes codes of sounds, and no texts")
     batch = packed(batch) if is_packed else batch
     true = copy.deepcopy(model)
     wanted = true(**batch, use_cache=False).loss
