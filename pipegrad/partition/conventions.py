@@ -18,7 +18,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, TopologyError
 from pipegrad.model.wrappers import is_imported_kind
+from pipegrad.partition.carried_cache import SHIFTED, CarriedCache, shifted_loss
 from pipegrad.partition.deferred_logits import deferred
 from pipegrad.partition.layers import Part
 from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
@@ -113,7 +114,7 @@ class Conventions:
         self._defaults: dict[str, object] = {}
         self.labels: tuple[str, ...] = ()
         self.top_k = 0
-        self._labels_tokens = self._shifts = False
+        self._labels_tokens = self._shifts = self._takes_shifted = False
         self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
         self._masks_labels = False  # whether the loss leaves out labels of what is masked
         self._by_sample = False
@@ -155,6 +156,7 @@ class Conventions:
         if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
+        self._takes_shifted = is_causal
         is_causal |= bool(re.search(r"\blabels\[(\.\.\.|:), 1:\]", _source_of(forward)))
         variables = {*getattr(getattr(forward, "__code__", None), "co_varnames", ())}
         self._masks_labels = loss is None and "shift_attention_mask" in variables
@@ -338,8 +340,23 @@ class Conventions:
             raise StepError(f"labels are {label!r:.40}, expected a tensor with a row a sample")
         if label.is_floating_point() or len(labels) > 1 or self._by_sample:
             return torch.tensor(float(len(label)), device=label.device)
-        counted = label[..., 1:] if self._shifts else label
+        counted = label[..., 1:] if self._shifts and SHIFTED not in labels else label
         return (counted != self._ignored).sum()
+
+    def shifted(self, labels: Tensor) -> Tensor:
+        """Returns the label of each token, where the model's loss would take that of the next one.
+
+        Raises:
+            StepError: If its loss takes no labels that are shifted already.
+        """
+        if not self._shifts:
+            return labels
+        if not self._takes_shifted:
+            raise StepError(
+                f"{self._model} shifts labels in its forward, and a chunk of time lacks the first "
+                f"label of the next one: make the Scheduler with loss_fn="
+            )
+        return nn.functional.pad(labels, (0, 1), value=self._ignored)[..., 1:]
 
     def safe(self, labels: Mapping[str, object], weight: Tensor) -> dict[str, object]:
         """Returns labels whose mean loss is a number even if none counts.
@@ -469,6 +486,8 @@ class CutStage(Stage):
         head: The layer whose logits wait until all are needed; "" if none do.
         recompute: As `Stage`.
         layers: Its layers; see `Stage.layers`.
+        carry: What it carries between chunks of time, if it can.
+        shifts: Whether labels are shifted before time is cut, for the model's own loss.
     """
 
     def __init__(
@@ -482,11 +501,15 @@ class CutStage(Stage):
         head: str,
         recompute: bool,
         layers: Mapping[str, float],
+        carry: CarriedCache | None = None,
+        shifts: bool = False,
     ) -> None:
         self._metrics = metrics_of(part, conventions) if labels else ()
         outputs = (*part.outputs, *self._metrics, LOSS) if labels else part.outputs
         inputs = (*part.inputs, BATCH)
-        super().__init__(part.module, index, inputs, outputs, recompute=recompute)
+        carried = ("cache",) if carry else ()
+        super().__init__(part.module, index, inputs, outputs, recompute=recompute, carry=carried)
+        self._carry, self._shifts = carry, shifts
         self.accepts = conventions.accepts
         self.layers = layers
         self._conventions = conventions
@@ -502,25 +525,66 @@ class CutStage(Stage):
         """Returns where samples are; see `Stage.samples_along`."""
         return self._conventions.samples_along(given)
 
-    def forward(self, values: Sequence[object]) -> tuple[Tensor, ...]:
+    def in_time(
+        self, given: Mapping[str, object]
+    ) -> tuple[Mapping[str, object], Mapping[str, int | None]]:
+        """Returns what may be cut into chunks of time; see `Stage.in_time`."""
+        if self._carry is None:
+            return super().in_time(given)
+        conventions = self._conventions
+        conventions.arguments({n: x for n, x in given.items() if n != "target"})
+        if any(getattr(x, "gradient_checkpointing", False) for x in self.module.modules()):
+            raise StepError(
+                "transformers' gradient checkpointing gives layers no cache: switch it off, and "
+                "take the stages of cut.stages(..., recompute=True)"
+            )
+        return self._carry.in_time(given, conventions.shifted if self._shifts else None)
+
+    def forward(self, values: Sequence[object]) -> tuple[Any, ...]:
         """Returns the outputs; see `Stage.forward`."""
-        *edges, batch = values
+        if self._carry is None:
+            *edges, batch = values
+            return self._outputs_of(self._run(edges, batch))
+        *edges, batch, state = values
+        with self._carry.chunk(self.module, batch, state) as chunk:
+            returned = self._run(edges, chunk.batch, chunk.cached)
+            carried = chunk.end()
+        if isinstance(returned, Mapping):
+            return self._outputs_of({**returned, "cache": carried})
+        sent = returned if isinstance(returned, tuple) else (returned,)
+        return self._outputs_of((*sent, carried))
+
+    def _run(
+        self, edges: Sequence[object], batch: object, cached: Mapping[str, object] | None = None
+    ) -> object:
+        """Returns what the module returns, by name if it is the last stage.
+
+        Args:
+            edges: What earlier stages send.
+            batch: What no stage names.
+            cached: What a chunk of time is given besides; its labels are shifted.
+        """
         assert isinstance(batch, Mapping)
-        arguments = self._conventions.arguments(batch)
+        arguments = self._conventions.arguments(batch) | dict(cached or {})
         labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
-        weight = self._conventions.weight(labels) if labels else None
+        counted = {SHIFTED: labels.get("labels")} if cached else labels
+        weight = self._conventions.weight(counted) if labels else None
         if weight is not None:
             self._conventions.check(labels, arguments)
             arguments |= self._conventions.safe(labels, weight)
-        with self._deferring() if weight is not None and self._head else nullcontext():
+        with ExitStack() as around:
+            if weight is not None and self._head:
+                around.enter_context(self._deferring())
+            if weight is not None and cached:
+                around.enter_context(shifted_loss(self.module, arguments))
             returned = self.module(*edges, **arguments)
         if self._names is None:
-            return self._outputs_of(returned)
+            return returned
         named = _named(returned, self._names)
         if self._labels:
             named[LOSS] = _sum_of(named.get(LOSS), weight, named)
             named |= self._measured(named, arguments)
-        return self._outputs_of({name: named.get(name) for name in self.outputs})
+        return {name: named.get(name) for name in self.outputs}
 
     def _deferring(self) -> AbstractContextManager[None]:
         """Lets the head return logits that wait; see `deferred_logits.py`."""

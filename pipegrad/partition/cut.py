@@ -21,6 +21,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import TopologyError
 from pipegrad.model.wrappers import DDP, FSDP1, FSDP2, wrapper_of
 from pipegrad.partition.boundaries import Layer, starts_of
+from pipegrad.partition.carried_cache import carried_by
 from pipegrad.partition.conventions import (
     LOSS,
     ROUTED,
@@ -63,6 +64,7 @@ class Cutter:
         how: str | None = None,
         example: Mapping[str, object] | None = None,
         loss: str = "own",
+        carry: str | None = None,
     ) -> Cut:
         """Returns `model` cut into stages.
 
@@ -88,6 +90,9 @@ class Cutter:
                 logits, by `chunked_cross_entropy`: for models of transformers whose head is an
                 ``nn.Linear`` behind everything else. Where the model does more with its logits than
                 to scale, cap, cast and reshape them, they are made all the same.
+            carry: ``"cache"`` lets `Scheduler.step` cut texts into ``chunks`` of time: each stage
+                carries the keys and values of its layers from one to the next. For causal models
+                of transformers.
 
         Raises:
             TopologyError: If the model cannot be cut so.
@@ -98,6 +103,7 @@ class Cutter:
             raise TopologyError(f"how is {how!r}, expected one of {list(WAYS)}")
         _check_model(model)
         _check_types(num_stages, by, boundaries, example)
+        carried = carried_by(inner_model(model), carry)
         if way == "sequential":
             plain = only_layers(model)
             named = sequential_layers(plain, num_stages)
@@ -109,7 +115,17 @@ class Cutter:
         head = _head_of(model, parts[-1].module, way) if _is_chunked(loss) else ""
         reason = "numbers" if not isinstance(by, str) else by
         reason = "boundaries" if boundaries is not None else reason
-        return Cut(model, parts, layers, starts, how=way, by=reason, example=example, head=head)
+        return Cut(
+            model,
+            parts,
+            layers,
+            starts,
+            how=way,
+            by=reason,
+            example=example,
+            head=head,
+            carry=carried,
+        )
 
     def from_pretrained(
         self,

@@ -16,7 +16,15 @@ from pipegrad.errors import TopologyError
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, find_tied
 from pipegrad.partition.boundaries import Layer
-from pipegrad.partition.conventions import Conventions, CutStage, OwnLoss, inner_model, metrics_of
+from pipegrad.partition.carried_cache import CarriedCache
+from pipegrad.partition.conventions import (
+    Conventions,
+    CutStage,
+    OwnLoss,
+    inner_model,
+    metrics_of,
+    sample_of,
+)
 from pipegrad.partition.generation import generate
 from pipegrad.partition.layers import Part
 from pipegrad.partition.structural.shallow import without_memory
@@ -82,6 +90,7 @@ class Cut:
         by: str,
         example: Mapping[str, object] | None = None,
         head: str = "",
+        carry: CarriedCache | None = None,
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
         warn_of_other_stages(self.modules)
@@ -94,6 +103,10 @@ class Cut:
         self._head = head  # whose logits wait until something needs them all
         self.returns = self._parts[-1].outputs
         self._conventions = Conventions(model, example)
+        self._carry = carry
+        if carry is not None:  # of what the layers' operations were counted
+            sample: Any = next(iter((example or sample_of(model)).values()))
+            self._num_sampled = sample.numel()
         self.source: Source | None = None
         # What saving and loading need to know of the uncut model, without its values.
         self.uncut: Any = None
@@ -263,6 +276,26 @@ class Cut:
         topology = None if scheduler is None else scheduler.topology
         return generate(self.uncut, self._parts, held, topology, inputs=inputs, named=named)
 
+    def chunks(self, length: int, number: int) -> list[int]:
+        """Returns lengths of chunks of time that cost as much: the last ones are the shortest.
+
+        A token of a later chunk attends to more others. Give them as ``chunks`` of
+        `Scheduler.step`. Lengths but the last one are multiples of a power of two, up to 128.
+
+        Args:
+            length: Tokens of the text.
+            number: How many chunks.
+
+        Raises:
+            TopologyError: If the cut carries no cache, or if there are fewer tokens than chunks.
+        """
+        if self._carry is None:
+            raise TopologyError("chunks() needs pipegrad.cut(model, ..., carry='cache')")
+        if not 1 <= number <= length:
+            raise TopologyError(f"a text of {length} tokens has no {number} chunks")
+        flops = sum(layer.flops for layer in self.layers) / self._num_sampled
+        return self._carry.lengths(length, number, flops=flops)
+
     def _settled(self) -> Sequence[int]:
         """Returns the stages of this rank, when their values have come from other ranks."""
         if (scheduler := self._scheduler()) is not None:
@@ -308,6 +341,8 @@ class Cut:
                 head=self._head,
                 recompute=recompute,
                 layers=self._times_of(i),
+                carry=self._carry,
+                shifts=own_loss,
             )
             for i in indices
         ]

@@ -95,6 +95,7 @@ class Run:
         self._inside = ""  # the layer that runs now
         self._missing = frozenset[str]()  # inputs of the sample that this forward has not
         self._given = set[str]()  # tensors that it has
+        self._is_chunk = False  # whether it is given a cache
         self._undo = list[Callable[[], None]]()  # what stand-ins changed in this forward
 
     @property
@@ -122,6 +123,7 @@ class Run:
         self._missing = frozenset(name for name in self.flow.sample if _lacks(batch.get(name)))
         self._given = {name for name, value in batch.items() if isinstance(value, Tensor)}
         self._values = dict(zip(self._inputs, edges, strict=True))
+        self._is_chunk = batch.get("past_key_values") is not None
         try:
             yield
         finally:
@@ -329,8 +331,10 @@ class Run:
             # A number may be a size of the batch, but for one that a layer gives to its own parts.
             is_size = isinstance(output.value, Number) and not is_heard
             return computed(source.leaf) if is_size else output.value
-        if output.like is not None and output.like.leaf < len(inputs):
-            tensor = inputs[output.like.leaf]
+        like = None if output.like is None else inputs[output.like.leaf : output.like.leaf + 1]
+        # In chunks of time a mask of the text so far is longer than the chunk.
+        if output.like is not None and like and (like[0].dim() > 2 or not self._is_chunk):
+            tensor = like[0]
             shape = (*tensor.shape[: output.like.dims], *output.like.more)
         else:
             shape = computed(source.leaf)

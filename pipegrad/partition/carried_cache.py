@@ -1,0 +1,436 @@
+"""Carried cache: keys and values of the earlier chunks of a text, with their gradients.
+
+[Note: carried cache] A text is cut into chunks of time, and a stage is given one after the other.
+Attention needs the keys and values of all earlier chunks. Each stage carries those of its own
+layers, as a cache of transformers, and hands them from one chunk to the next. Behind the backward
+of a chunk their gradients flow into the chunk before, so all gradients are those of the whole text.
+
+Memory is that of the whole text, once. The first chunk makes a buffer of keys and one of values for
+each layer, as long as the text, and each chunk writes its part. What attention is given, and what
+autograd keeps of it, are views of the buffer up to the chunk. A later chunk writes behind these,
+and a forward that runs again writes the same values, so each view has a version of its own.
+
+What a chunk cannot know alone comes whole: attention masks, and positions. Labels are shifted
+before texts are cut, since the first label of a chunk belongs to the last token of the one before.
+"""
+# ruff: noqa: ANN401 - caches of transformers take and return anything
+
+from __future__ import annotations
+
+import inspect
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.errors import StepError, TopologyError, in_words
+from pipegrad.partition.structural.stage_module import OwnLayer
+
+LENGTH = "_pipegrad_length"  # of the whole text: what a step in chunks is given beside the batch
+SHIFTED = "shift_labels"  # the target of such a step
+WHOLE = ("attention_mask", "position_ids")  # of texts, which each chunk gets whole
+TEXTS = ("input_ids", "inputs_embeds", "token_type_ids", "labels", *WHOLE)
+_KEYS = ("DynamicLayer", "DynamicSlidingWindowLayer")  # layers of a cache with nothing but keys
+_LARGEST_STEP = 128  # tokens: lengths of chunks are multiples of it, if they are long
+_FEWEST_STEPS = 16  # of a chunk
+
+
+class _Extend(torch.autograd.Function):
+    """Writes new keys into a buffer, and returns a view of them and of those before.
+
+    Sync: The caller's stream. The buffer lives as long as a view of it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, before: Tensor | None, new: Tensor, buffer: Tensor, end: int) -> Tensor:
+        ctx.number = 0 if before is None else before.shape[-2]
+        # What earlier chunks keep for their backward is not written: .data leaves their versions.
+        buffer.data[..., end - new.shape[-2] : end, :].copy_(new)
+        return buffer.data[..., end - new.shape[-2] - ctx.number : end, :]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        (gradient,) = gradients
+        before = gradient[..., : ctx.number, :] if ctx.number else None
+        return before, gradient[..., ctx.number :, :], None, None
+
+
+def _extended(before: Tensor | None, new: Tensor, end: int, length: int) -> Tensor:
+    """Returns keys or values with new ones behind them, in the buffer of those before.
+
+    Args:
+        before: Those of earlier chunks, up to the new ones; None if there are none.
+        new: Of this chunk, ``(..., tokens, width)``.
+        end: Tokens of the text, up to this chunk.
+        length: Tokens of the whole text.
+    """
+    if type(new) is not Tensor:  # it has no memory of its own, such as a fake one
+        return new if before is None else torch.cat([before, new], -2)
+    shape = *new.shape[:-2], length, new.shape[-1]
+    if before is None:
+        buffer = new.new_empty(shape)
+    elif (memory := before.untyped_storage()).nbytes() == new.nbytes // new.shape[-2] * length:
+        stride = new.new_empty(shape, device="meta").stride()
+        buffer = before.new_empty(0).set_(memory, 0, shape, stride)
+    else:  # somebody has copied it
+        buffer = new.new_empty(shape)
+        buffer[..., end - new.shape[-2] - before.shape[-2] : end - new.shape[-2], :] = before.data
+    return _Extend.apply(before, new, buffer, end)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class _Carried:
+    """A layer of a cache: mixed into one of transformers.
+
+    Attributes:
+        carried: Keys and values that the next chunk sees; None before the first one.
+        past: How many tokens earlier chunks have.
+        end: How many there are with this chunk.
+        length: Of the whole text.
+        is_updated: Whether this chunk has written.
+    """
+
+    keys: Any
+    values: Any
+    carried: Any = None
+    past = end = length = cumulative_length = 0
+    is_updated = False
+
+    def begin(self, carried: Any, past: int, end: int, length: int) -> None:
+        """Takes what earlier chunks have handed on."""
+        self.carried, self.past, self.end, self.length = carried, past, end, length
+        self.cumulative_length = past
+
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Returns keys and values of this chunk, behind those before it that attention sees."""
+        if self.is_updated or keys.shape[-2] != self.end - self.past:
+            raise StepError(
+                f"a layer writes {keys.shape[-2]} keys into the cache for a chunk of "
+                f"{self.end - self.past} tokens, or writes twice: give chunks=1"
+            )
+        if self.carried is None and self.past:  # the layer is on another stage, which has them
+            stands = [x.new_zeros(*x.shape[:-2], self.past, x.shape[-1]) for x in (keys, values)]
+            return torch.cat([stands[0], keys], -2), torch.cat([stands[1], values], -2)
+        before = self.carried or (None, None)
+        self.keys = _extended(before[0], keys, self.end, self.length)
+        self.values = _extended(before[1], values, self.end, self.length)
+        self.cumulative_length, self.is_updated = self.end, True
+        self.carried = self.keys, self.values
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        """Returns how many tokens there are, also where the layer is on another stage."""
+        return self.cumulative_length
+
+
+def _empty(config: Any) -> Any:
+    """Returns a cache without content."""
+    from transformers import DynamicCache
+
+    return DynamicCache(config=config)
+
+
+@cache
+def _carried_kind() -> Any:
+    """Returns the layer of a cache that is carried.
+
+    It keeps all keys, also where attention has a window: some models have a window in their cache,
+    and none in their masks.
+    """
+    from transformers.cache_utils import DynamicLayer
+
+    return type("CarriedLayer", (_Carried, DynamicLayer), {})
+
+
+class Chunk(NamedTuple):
+    """What a stage is given of a chunk.
+
+    Attributes:
+        batch: What the model is given, of this chunk.
+        cached: The cache, by the name of its argument; empty if the text is not cut.
+        end: Returns what the next chunk is given, behind the forward.
+    """
+
+    batch: Mapping[str, object]
+    cached: Mapping[str, object]
+    end: Callable[[], object]
+
+
+class CarriedCache:
+    """What the stages of a model carry from one chunk of a text to the next.
+
+    Args:
+        inner: The model of transformers, or the one inside of an adapter.
+
+    Raises:
+        TopologyError: If the gradients of a text in chunks would not be those of the whole text.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self._config = inner.config.get_text_config(decoder=True)
+
+    def in_time(
+        self, given: Mapping[str, object], shifted: Callable[[Tensor], Tensor] | None
+    ) -> tuple[dict[str, object], dict[str, int | None]]:
+        """Returns what may be cut into chunks of time; see `Stage.in_time`.
+
+        Args:
+            given: What the step is given, by name.
+            shifted: Shifts labels for the model's own loss; None if it is not used.
+
+        Raises:
+            StepError: If a chunk cannot have its part of it.
+        """
+        wrong = [
+            n for n, x in given.items() if isinstance(x, Tensor) and n not in (*TEXTS, "target")
+        ]
+        wrong += [n for n in ("logits_to_keep",) if n not in wrong and given.get(n)]
+        if wrong:
+            raise StepError(
+                f"{sorted(wrong)} cannot be cut into chunks of time: these take texts alone, as "
+                f"{list(TEXTS)}"
+            )
+        self._check_mask(given.get(WHOLE[0]))
+        text: Any = given.get("input_ids", given.get("inputs_embeds"))
+        values = {**given, LENGTH: text.shape[1]}
+        labels = given.get("labels")
+        if shifted is not None and isinstance(labels, Tensor):
+            values["labels"] = shifted(labels)
+            if "target" in given:
+                values["target"] = {SHIFTED: values["labels"]}
+        return values, dict.fromkeys(WHOLE)
+
+    def _check_mask(self, mask: object) -> None:
+        """Refuses a mask with which a token sees later ones, which its chunk does not have."""
+        if mask is None:
+            return
+        if not isinstance(mask, Tensor) or mask.dim() not in (2, 4):
+            raise StepError("attention_mask is no tensor of two or four dimensions: give chunks=1")
+        is_eager = self._config._attn_implementation == "eager"
+        if mask.dim() == 2 and is_eager and ((mask[:, 0] == 0) & mask.any(1)).any():
+            raise StepError(
+                "attention_mask hides the begin of a row, and with eager attention a hidden token "
+                "sees all of the text, of which a chunk has no later ones: pad on the right, or "
+                "set attn_implementation='sdpa'"
+            )
+        if mask.dim() == 4:
+            is_added = mask.is_floating_point() or is_eager
+            if (mask.double() > -1e3 if is_added else mask.bool()).triu(1).any():
+                raise StepError(
+                    "attention_mask shows later tokens, which a chunk does not have: give chunks=1"
+                )
+
+    def lengths(self, length: int, number: int, *, flops: float) -> list[int]:
+        """Returns lengths of chunks that cost as much as each other; see `Cut.chunks`.
+
+        Args:
+            length: Tokens of the whole text.
+            number: How many chunks.
+            flops: Of the layers, for each token, without what it costs to attend to others.
+        """
+        config = self._config
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        windows = [getattr(x, "sliding_window", length) for x in _empty(config).layers]
+
+        def cost(end: int) -> Any:
+            """Returns operations of the first tokens, each of which sees those before it."""
+            seen = sum(w * end - w * (w - 1) / 2 for w in (min(window, end) for window in windows))
+            return flops * end + 4 * width * seen  # two products of a key and a query, twice each
+
+        step = 1
+        while step < _LARGEST_STEP and 2 * step * _FEWEST_STEPS * number <= length:
+            step *= 2
+        ends = [0]
+        for part in range(1, number):
+            end = step * bisect_left(range(0, length, step), cost(length) * part / number, key=cost)
+            ends.append(min(max(end, ends[-1] + step), length - (number - part) * step))
+        return [end - begin for begin, end in pairwise([*ends, length])]
+
+    @contextmanager
+    def chunk(self, module: nn.Module, batch: Any, state: Any) -> Iterator[Chunk]:
+        """Yields what a stage is given of a chunk.
+
+        Args:
+            module: The stage.
+            batch: Of the chunk, as `in_time` has made it, or of a text that is not cut.
+            state: What the chunk before has handed on; None in the first one.
+        """
+        if LENGTH not in batch:
+            yield Chunk(batch, {}, lambda: None)
+            return
+        batch = dict(batch)
+        length, text = batch.pop(LENGTH), batch.get("input_ids", batch.get("inputs_embeds"))
+        past = 0 if state is None else state["past"]
+        end = past + text.shape[1]
+        mask, positions = (batch.get(name) for name in WHOLE)
+        if mask is not None:  # of each token alone, or with each key
+            batch[WHOLE[0]] = mask[:, :end] if mask.dim() == 2 else mask[..., past:end, :end]
+        if positions is not None:
+            batch[WHOLE[1]] = positions[..., past:end]
+        cached = self._cache({} if state is None else state["layers"], past, end, length)
+        hidden = (
+            positions if mask is None and positions is not None and positions.dim() == 2 else None
+        )
+
+        def handed_on() -> dict[str, Any]:
+            written = {
+                i: x.carried for i, x in enumerate(cached.layers) if getattr(x, "is_updated", False)
+            }
+            if missing := sorted(_layers_of(module) - written.keys()):
+                raise StepError(
+                    f"layers {missing} wrote no keys into the cache, so chunks of time would not "
+                    f"see each other: give chunks=1"
+                )
+            return {"past": end, "layers": written}
+
+        with documents(hidden, len(text), self._config._attn_implementation):
+            yield Chunk(batch, {"past_key_values": cached, "use_cache": True}, handed_on)
+
+    def _cache(self, layers: Mapping[int, Any], past: int, end: int, length: int) -> Any:
+        """Returns the cache of a chunk, with what earlier ones have handed on."""
+        result = _empty(self._config)
+        for index, layer in enumerate(result.layers):
+            if type(layer).__name__ in _KEYS:
+                result.layers[index] = _carried_kind()()
+                result.layers[index].begin(layers.get(index), past, end, length)
+        return result
+
+
+def _layers_of(module: nn.Module) -> set[int]:
+    """Returns the numbers of the layers of a stage that have a place in a cache."""
+    own = (part for part in module.modules() if isinstance(part, OwnLayer))
+    parts: Iterator[Any] = (x for part in own for x in part.modules())
+    return {x.layer_idx for x in parts if getattr(x, "layer_idx", None) is not None}
+
+
+@contextmanager
+def documents(positions: Tensor | None, rows: int, implementation: str) -> Iterator[None]:
+    """Hides documents of a packed row from each other, as transformers does without a cache.
+
+    Args:
+        positions: Of the whole text; a document begins where they do not go on.
+        rows: How many texts there are.
+        implementation: Of attention.
+
+    Raises:
+        StepError: If flash attention is asked, which would see other documents.
+    """
+    from transformers import masking_utils as masks
+
+    found = None if positions is None else masks.find_packed_sequence_indices(positions)
+    if positions is None or found is None:
+        yield
+        return
+    if "flash" in implementation:
+        raise StepError(
+            f"position_ids begin anew inside of a row, and {implementation} hides no document of "
+            f"an earlier chunk: set attn_implementation='sdpa'"
+        )
+    positions, found = positions.expand(rows, -1), found.expand(rows, -1)
+    sizes, hidden = masks._preprocess_mask_arguments, masks.packed_sequence_compatibility_function
+
+    def with_documents(
+        config: Any, embeds: Any, mask: Any, cache: Any, position_ids: Any, *args: Any, **named: Any
+    ) -> tuple[Any, ...]:
+        is_early, mask, _, *others = sizes(
+            config, embeds, mask, cache, position_ids, *args, **named
+        )
+        is_packed = position_ids is not None and mask is None
+        return is_early, mask, found if is_packed else None, *others
+
+    def of_whole(function: Any, _: Any, packed: Any) -> Any:
+        return hidden(function, positions, packed)
+
+    with (
+        mock.patch.object(masks, sizes.__name__, with_documents),
+        mock.patch.object(masks, hidden.__name__, of_whole),
+    ):
+        yield
+
+
+@contextmanager
+def shifted_loss(module: nn.Module, arguments: Mapping[str, object]) -> Iterator[None]:
+    """Lets a model's own loss take labels that are shifted already."""
+    parts: list[Any] = [x for x in module.modules() if hasattr(type(x), "loss_function")]
+    before = [(part, vars(part).get("_loss_function"), part.loss_function) for part in parts]
+
+    def of(loss: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **named: loss(*args, **named | {SHIFTED: arguments["labels"]})
+
+    try:
+        for part, _, loss in before:
+            vars(part)["_loss_function"] = of(loss)
+        yield
+    finally:
+        for part, own, _ in before:
+            vars(part).pop("_loss_function")
+            if own is not None:
+                vars(part)["_loss_function"] = own
+
+
+def carried_by(inner: Any, carry: str | None) -> CarriedCache | None:
+    """Returns what the stages of a model carry.
+
+    Args:
+        inner: The model of transformers, or the one inside of an adapter; None if it is none.
+        carry: As of ``pipegrad.cut``.
+
+    Raises:
+        TopologyError: If it is neither None nor ``"cache"``, or if the model cannot carry a cache.
+    """
+    if carry is None:
+        return None
+    if carry != "cache":
+        raise TopologyError(f"carry is {carry!r}, expected None or 'cache'")
+    if reason := _why_not(inner):
+        raise TopologyError(f"the model cannot carry a cache between chunks of time: {reason}")
+    return CarriedCache(inner)
+
+
+def _why_not(inner: Any) -> str:
+    """Returns why gradients of chunks would not be those of the whole text; "" if they are."""
+    if inner is None:
+        return "only models of transformers have one"
+    kind, config = type(inner).__name__, inner.config.get_text_config(decoder=True)
+    takes = inspect.signature(inspect.unwrap(type(inner).forward)).parameters
+    reason = ""
+    if inner.config.is_encoder_decoder:
+        reason = f"{kind} has an encoder, which sees the text as a whole"
+    elif "past_key_values" not in takes:
+        reason = f"{kind} takes no past_key_values"
+    elif ahead := [
+        name
+        for name, part in inner.named_modules()
+        if getattr(part, "layer_idx", None) is not None
+        and getattr(part, "is_causal", True) is False
+    ]:
+        reason = f"{ahead[0]} sees later tokens, too"
+    elif getattr(config, "output_router_logits", False):
+        reason = (
+            "output_router_logits adds a balance loss, which is a mean over the whole text and no "
+            "sum over its chunks: set it to False"
+        )
+    return reason or _why_no_cache(config, kind)
+
+
+def _why_no_cache(config: Any, kind: str) -> str:
+    """Returns why the cache of a model cannot be carried; "" if it can."""
+    try:
+        layers = _empty(config).layers
+    except Exception as error:  # noqa: BLE001 - whatever a configuration lacks
+        return f"transformers makes none for {kind} ({in_words(error)})"
+    if not layers:
+        return f"transformers makes none for {kind}"
+    for index, layer in enumerate(layers):
+        if (name := type(layer).__name__) not in (*_KEYS, "DummyLayer"):
+            return (
+                f"layer {index} has a {name} in it, and only keys and values of attention are "
+                f"handed on with their gradient"
+            )
+    return ""
