@@ -32,7 +32,7 @@ TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
 # What runs in a step. A folder may import from itself and from those above it in this list.
 CORE = [
     *("_torch_version", "errors", "limits", "run_files", "printable", "comm", "topology"),
-    *("plugins", "model", "plan", "gradients", "interop", "pipeline"),
+    *("plugins", "model", "plan", "gradients", "interop", "losses", "pipeline"),
 ]
 # What stands beside a step: each may import the core too, and what is above it here.
 TOOLS = [
