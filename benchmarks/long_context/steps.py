@@ -1,6 +1,6 @@
 """Times steps of sequences in chunks of time, beside whole ones, over four hosts.
 
-benchmarks/network/cluster.sh -r 1gbit benchmarks/long_context/steps.py [--attention 0.5] [--mib 4]
+benchmarks/network/cluster.sh -r 1gbit benchmarks/long_context/steps.py [--attention 0.5]
 
 A stage sleeps instead of computing: a part of the time for each token, the rest for each pair of a
 token and one before it, as attention does. It carries a tensor whose gradient is checked.
@@ -30,7 +30,7 @@ from pipegrad.simulation.costs import Costs, Network, StageCosts
 from pipegrad.simulation.simulator import simulate
 
 RANKS, MICROBATCHES, LENGTH = 4, 4, 1024
-FORWARD, BACKWARD, WEIGHT = 0.040, 0.080, 0.040  # of a whole sequence on a stage, in seconds
+FORWARD, BACKWARD, WEIGHT = 0.160, 0.320, 0.160  # of a whole sequence on a stage, in seconds
 
 
 class Way(NamedTuple):
@@ -126,7 +126,7 @@ def alone(chunks: int, attention: float, width: int) -> StageCosts:
     """
     module, taken = Sleeper(attention), []
     x = torch.zeros(1, LENGTH // chunks, width, requires_grad=True)
-    for _ in range(20):
+    for _ in range(5):
         state: Any = None
         stamps = [0.0, 0.0, 0.0]
         for _ in range(chunks):
@@ -213,8 +213,8 @@ def main() -> None:
     """Prints a table of the README, on rank 0."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attention", type=float, default=0.0, help="its part of the time")
-    parser.add_argument("--mib", type=float, default=2.0, help="of a sequence between two stages")
-    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--mib", type=float, default=8.0, help="of a sequence between two stages")
+    parser.add_argument("--rounds", type=int, default=4)
     given = parser.parse_args()
     dist.init_process_group("gloo", timeout=timedelta(seconds=120))
     width, ways = int(given.mib * 2**20 / 4 / LENGTH), ways_of(given.attention)
