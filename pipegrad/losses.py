@@ -31,10 +31,11 @@ from torch.nn import functional
 
 from pipegrad.errors import StepError
 from pipegrad.model.dtensor import is_dtensor
+from pipegrad.model.wrappers import is_fsdp2
 
 REDUCTIONS = ("mean", "sum", "none")
 _CHUNK_BYTES = 2**28
-_HALF_SCALE = 2.0**7  # of gradients in float16: those of a token's own loss are at most some 100
+_HALF_SCALE = 2.0**7  # of gradients in float16: small ones stay, those of a label of weight 1 fit
 
 
 def chunked_cross_entropy(
@@ -85,8 +86,9 @@ def chunked_cross_entropy(
     is_cast = torch.is_autocast_enabled(device) and hidden.dtype != torch.float64
     dtype = torch.get_autocast_dtype(device) if is_cast else hidden.dtype
     total = torch.float64 if dtype == torch.float64 else torch.float32
-    counts = target.flatten() != ignore_index
-    labels = target.flatten().long().masked_fill(~counts, 0)
+    labels = target.flatten().long()  # a label of 8 bits may be what ignore_index is in 8 bits
+    counts = labels != ignore_index
+    labels = labels.masked_fill(~counts, 0)
     of_classes = None if weight is None else weight.detach().to(total)
     of_label = counts.to(total) if of_classes is None else of_classes[labels] * counts
     losses: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
@@ -117,7 +119,10 @@ def _weight_of(head: nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | N
     """Returns the weight and the bias of a head that is a module."""
     # A wrapper of FSDP2 or a parametrization has the forward of its class, an adapter another one.
     plain = (nn.Linear.forward, nn.Embedding.forward)
-    if type(head).forward not in plain or not isinstance(head.weight, Tensor):
+    # Nobody calls the head, so none of its hooks would run: some make its weight.
+    is_hooked = bool(head._forward_pre_hooks or head._forward_hooks) and not is_fsdp2(head)
+    is_own = type(head).forward not in plain or "forward" in vars(head)
+    if is_own or is_hooked or not isinstance(head.weight, Tensor):
         raise StepError(
             f"the head is a {type(head).__name__}, which may do more than to multiply: expected an "
             f"nn.Linear, an nn.Embedding, or a weight. Let the stage call it, and take "
@@ -265,11 +270,13 @@ class HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         dtype, (tokens, classes) = options.dtype, (len(hidden), len(weight))
         needs_hidden = options.is_trained and ctx.needs_input_grad[0]
-        scale = _HALF_SCALE if dtype == torch.float16 else 1.0
+        scale: Tensor | float = 1.0
+        if dtype == torch.float16 and tokens:
+            scale = _HALF_SCALE / (options.of_label.amax() * abs(options.scale)).clamp(min=1.0)
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
         memory = hidden.new_empty(3, tokens, dtype=options.total)
         losses, most, sums = memory
-        times = memory.new_full((1,), scale * options.scale)
+        times = memory.new_ones(1) * scale * options.scale
         with torch.autocast(hidden.device.type, enabled=False):
             near, cast = hidden.to(dtype), weight.to(dtype)
             shift = None if bias is None else bias.to(dtype)
@@ -286,6 +293,7 @@ class HeadLoss(torch.autograd.Function):
                     del by
                 del logits, slope  # before the next ones are made
             losses += options.every(slice(0, tokens)) * sums.log()
+            losses.masked_fill_(~options.counts, 0.0)  # whatever their states are
         ctx.options, ctx.scale = options, scale
         ctx.weight_waits = False  # set where a backward is split: see `split_backward`
         ctx.save_for_backward(hidden, weight, bias, memory[1:], of_hidden)
@@ -338,18 +346,19 @@ def by_head(
     by_bias = None if bias is None else torch.empty_like(bias)
     every, near, (most, sums) = slice(0, tokens), hidden.to(dtype), sums
     times = torch.where(options.counts, by_losses, 0.0) * options.scale
-    for part in options.slices(classes, tokens):
-        shift = None if bias is None else bias[part].to(dtype)
-        logits = options.logits(near, weight[part].to(dtype), shift)
-        slope = options.slope(logits)
-        exps = logits.sub_(most[:, None]).exp_()
-        by = options.gradient(exps, sums, every, part.start, times)
-        by = (by if slope is None else by.mul_(slope)).to(dtype)
-        if by_weight.dtype == dtype:  # without a copy
-            torch.mm(by.mT, near, out=by_weight[part])
-        else:
-            by_weight[part] = by.mT @ near
-        if by_bias is not None:
-            by_bias[part] = by.sum(0)
-        del by, exps, logits, slope  # before the next ones are made
+    with torch.autocast(hidden.device.type, enabled=False):
+        for part in options.slices(classes, tokens):
+            shift = None if bias is None else bias[part].to(dtype)
+            logits = options.logits(near, weight[part].to(dtype), shift)
+            slope = options.slope(logits)
+            exps = logits.sub_(most[:, None]).exp_()
+            by = options.gradient(exps, sums, every, part.start, times)
+            by = (by if slope is None else by.mul_(slope)).to(dtype)
+            if by_weight.dtype == dtype:  # without a copy
+                torch.mm(by.mT, near, out=by_weight[part])
+            else:
+                by_weight[part] = by.mT @ near
+            if by_bias is not None:
+                by_bias[part] = by.sum(0)
+            del by, exps, logits, slope  # before the next ones are made
     return by_weight, by_bias

@@ -107,7 +107,8 @@ def attach(
         check_split_backward(schedule)
         check_sharded(schedule, stages)
         staged = with_stages_of(topology, stages[0])
-        refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], staged)
+        if any(stage.is_last for stage in stages):
+            refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], staged)
 
     # Anything that can fail on one rank alone is checked inside `agree`, so all ranks raise. Only
     # then are methods replaced.

@@ -196,7 +196,10 @@ class CarriedCache:
                 f"{list(TEXTS)}"
             )
         self._check_mask(given.get(WHOLE[0]))
-        text: Any = given.get("input_ids", given.get("inputs_embeds"))
+        text: Any = given.get("input_ids")
+        text = given.get("inputs_embeds") if text is None else text
+        if text is None:
+            raise StepError("input_ids, or inputs_embeds, are needed to cut a text into chunks")
         values = {**given, LENGTH: text.shape[1]}
         labels = given.get("labels")
         if shifted is not None and isinstance(labels, Tensor):
@@ -265,7 +268,8 @@ class CarriedCache:
             yield Chunk(batch, {}, lambda: None)
             return
         batch = dict(batch)
-        length, text = batch.pop(LENGTH), batch.get("input_ids", batch.get("inputs_embeds"))
+        length, text = batch.pop(LENGTH), batch.get("input_ids")
+        text = batch["inputs_embeds"] if text is None else text
         past = 0 if state is None else state["past"]
         end = past + text.shape[1]
         mask, positions = (batch.get(name) for name in WHOLE)

@@ -268,7 +268,8 @@ def _head_of(model: nn.Module, last: nn.Module, way: str) -> str:
     inner = inner_model(model)
     head = None if inner is None or way == "sequential" else inner.get_output_embeddings()
     name = next((name for name, part in model.named_modules() if part is head), "")
-    is_linear = type(head).forward is nn.Linear.forward if head is not None else False
+    is_linear = head is not None and type(head).forward is nn.Linear.forward
+    is_linear = is_linear and "forward" not in vars(head)
     held = dict(last.named_parameters(remove_duplicate=False))
     if not is_linear or f"{name}.weight" not in held:
         kind = type(model).__name__

@@ -9,6 +9,7 @@ loss is of these steps alone.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from numbers import Real
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from pipegrad.errors import StepError
 from pipegrad.interop.private import tree_flatten
 from pipegrad.losses import REDUCTIONS, chunked_cross_entropy
 
@@ -33,11 +35,19 @@ def deferred(head: nn.Module) -> Iterator[None]:
 
         return _logits(_Steps(hidden, head), make)
 
+    before = vars(head).get("forward")
     vars(head)["forward"] = forward
     try:
         yield
     finally:
         del vars(head)["forward"]
+        vars(head).update({} if before is None else {"forward": before})
+
+
+# What writes into its first argument.
+_WRITES = re.compile(
+    r"__setitem__|__i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|.*[^_]_"
+)
 
 
 class _Steps(NamedTuple):
@@ -72,7 +82,15 @@ class Logits(Tensor):
     ) -> Any:  # noqa: ANN401 - whatever the function returns
         """Returns what a function returns, deferred if it can be."""
         options = dict(kwargs or {})
-        if args and type(args[0]) is Logits and func in _STEPS:
+        name, written = getattr(func, "__name__", ""), options.get("out", args[0] if args else None)
+        writes = _WRITES.fullmatch(name) or "out" in options or options.get("inplace")
+        if type(written) is Logits and writes:
+            # Nobody would see what it writes: the next function makes the logits anew.
+            raise StepError(
+                f"the model changes its logits in place, by {name}, and its loss is 'chunked', "
+                f"which has none: cut it without loss='chunked'"
+            )
+        if args and type(args[0]) is Logits and func in (_NAMED if options else _STEPS):
             before = args[0]
             found = _STEPS[func](before.steps, *args[1:], **options)
             if isinstance(found, _Steps):
@@ -168,6 +186,7 @@ def _cross_entropy(
     )
 
 
+_NAMED = (functional.cross_entropy, Tensor.to)  # others by keyword need all logits
 # Function of torch -> what it does with steps.
 _STEPS: dict[object, Callable[..., object]] = {
     functional.cross_entropy: _cross_entropy,

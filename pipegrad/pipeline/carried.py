@@ -12,12 +12,13 @@ backward begins there.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
 from numbers import Number
 from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipegrad.comm.agreement import warn_once
 from pipegrad.errors import StepError
@@ -131,15 +132,20 @@ def _refuse_hidden(stage: int, leaves: Sequence[tuple[str, object]]) -> None:
     for _, leaf in leaves:
         if isinstance(leaf, Tensor | Number | str | None):
             continue
-        held = [
-            x for value in getattr(leaf, "__dict__", {}).values() for _, x in flattened(value)[0]
-        ]
-        if any(_has_gradient(x) for x in held):
+        if _hides(leaf):
             raise StepError(
                 f"stage {stage} carries a {type(leaf).__name__}, which holds tensors with a "
                 f"gradient: carry these in dicts, lists or tuples, or make its class known by "
                 f"torch.utils._pytree.register_pytree_node"
             )
+
+
+def _hides(value: object, depth: int = 4) -> bool:
+    """Returns whether an object holds a tensor with a gradient, in itself or in its parts."""
+    if _has_gradient(value):
+        return True
+    parts = getattr(value, "__dict__", {}).values() if depth else ()
+    return any(_hides(x, depth - 1) for part in parts for _, x in flattened(part)[0])
 
 
 def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
@@ -157,23 +163,24 @@ def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
     lengths = {x.shape[1] for x in values if _has_time(x)}
     is_plain = all(isinstance(x, Tensor | Number | str | None) for x in values)
     few = min(_FEW, *lengths, _FEW)
+    # Another mode may be more than a flag: some adapters write into their weights.
+    is_plain &= all(type(part).train is nn.Module.train for part in stage.module.modules())
     if len(lengths) != 1 or few < 2 or not is_plain or fsdp_modules({0: stage.module})[0]:
         return
-    module = stage.module
-    buffers = {name: buffer.clone() for name, buffer in module.named_buffers()}
-    modes = [(part, part.training) for part in module.modules()]
+    parameters = {id(p): p for p in stage.module.parameters()}
+    devices = {p.device for p in parameters.values() if p.device.type != "cpu"}
     try:
-        with torch.no_grad(), torch.random.fork_rng():
-            module.eval()
-            whole, again = (_few(stage, values, [(0, few)]) for _ in range(2))
-            cut = _few(stage, values, [(0, few // 2), (few // 2, few)])
+        with torch.no_grad(), torch.random.fork_rng([*devices]):
+            # A copy with the same parameters: a forward may write buffers, and keep what it likes.
+            alike = copy.copy(stage)
+            alike.__dict__.pop("binding", None)
+            alike.module = copy.deepcopy(stage.module, parameters)
+            for part in alike.module.modules():
+                part.training = False
+            whole, again = (_few(alike, values, [(0, few)]) for _ in range(2))
+            cut = _few(alike, values, [(0, few // 2), (few // 2, few)])
     except Exception:  # noqa: BLE001 - the step itself says what is wrong
         return
-    finally:
-        for part, training in modes:
-            part.training = training
-        for name, buffer in module.named_buffers():
-            buffer.data.copy_(buffers[name])
     if cut.shape != whole.shape or not whole.is_floating_point() or not torch.equal(whole, again):
         return
     finfo = torch.finfo(whole.dtype)

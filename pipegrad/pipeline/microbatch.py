@@ -37,7 +37,15 @@ from torch import Tensor
 
 from pipegrad.errors import StepError, level_of_caller
 from pipegrad.pipeline.stage import fields_of
-from pipegrad.pipeline.trees import Numbers, check_kind, flattened, is_cut, leaves_of, number_of
+from pipegrad.pipeline.trees import (
+    Numbers,
+    check_kind,
+    flattened,
+    is_cut,
+    leaves_of,
+    name_in,
+    number_of,
+)
 from pipegrad.pipeline.wiring import REST, Wiring
 
 _T = TypeVar("_T", Tensor, Sequence[int])
@@ -304,7 +312,7 @@ class Batches:
                 f"to how many rows each sample has, such as {{'pixel_values': [1, 0, 2, 1]}}"
             )
         for path in rows_of:
-            name = str(path).partition("[")[0]
+            name = name_in(str(path))
             if name in self._whole or not (name == "target" or self._is_taken(name)):
                 raise StepError(
                     f"rows_of has {path!r}, which is whole in every microbatch"
@@ -360,7 +368,7 @@ class Batches:
                     f"rows_of[{path!r}] has {len(numbers)} numbers, and the batch has {self.rows} "
                     f"samples: give a number for each, 0 for one that has no rows"
                 )
-        self._repeated.check({**passed, **leaves}, rows)
+        self._repeated.check({**leaves, **passed}, rows)
         self.report = dict.fromkeys([*leaves, *whole], "whole in every microbatch")
         for path, length in rows.items():
             least, rest = divmod(length, number)
@@ -463,7 +471,7 @@ class Batches:
             return values, {}
         own = batch.time_dim if isinstance(batch.time_dim, Mapping) else {"": batch.time_dim}
         for name, dim in own.items():
-            known = not name or name == "target" or self._is_taken(name.partition("[")[0])
+            known = not name or name == "target" or self._is_taken(name_in(name))
             least = 0 if name in self._whole else 1
             if not known or not (dim is None or (type(dim) is int and dim >= least)):
                 raise StepError(
@@ -510,7 +518,7 @@ class Batches:
             for name, value in values.items():
                 columns[name] += _chunks_of(name, value, dims, lengths)
             for path in found if m == 0 else ():
-                words = self.report.get(path, self.report.get(path.partition("[")[0]))
+                words = self.report.get(path, self.report.get(name_in(path)))
                 self.report[path] = f"{words}, each cut into chunks of {_in_words(lengths)}"
         self.sizes = sizes
         self.length = every.pop() if len(every) == 1 else None
@@ -547,7 +555,7 @@ def _lengths(found: Mapping[str, int], chunks: int | Sequence[int]) -> list[int]
 
 def _dim_of(path: str, time_dims: Mapping[str, int | None]) -> int | None:
     """Returns the dimension of time of a leaf, by its path or the name before it."""
-    return time_dims.get(path, time_dims.get(path.partition("[")[0], time_dims[""]))
+    return time_dims.get(path, time_dims.get(name_in(path), time_dims[""]))
 
 
 def _chunks_of(
@@ -624,16 +632,18 @@ def _counts(path: str, counts: object) -> list[int]:
     )
 
 
-def joined(outputs: Sequence[tuple[Tensor, ...]], chunks: int = 1) -> tuple[Any, ...]:
+def joined(
+    outputs: Sequence[tuple[Tensor, ...]], chunks: int = 1, time_dim: int = 1
+) -> tuple[Any, ...]:
     """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
 
     The second is what there is of microbatches whose outputs differ beyond the first dimension.
-    Those of the chunks of a sequence are joined along dimension 1.
+    Those of the chunks of a sequence are joined along the dimension of time, or a new last one.
     """
     columns: Any = zip(*outputs, strict=True)
     if chunks > 1:
         columns = [
-            [_joined(column[i : i + chunks], 1) for i in range(0, len(column), chunks)]
+            [_joined(column[i : i + chunks], time_dim) for i in range(0, len(column), chunks)]
             for column in columns
         ]
     return tuple(_joined(tuple(column)) for column in columns)
@@ -662,7 +672,7 @@ def _joined(parts: tuple[Any, ...], dim: int = 0) -> Any:  # noqa: ANN401 - a te
         or len(set(map(partial(_form, dim), parts))) > 1
     ):
         return parts
-    return torch.cat(parts, dim) if parts[0].dim() > dim else torch.stack(parts)
+    return torch.cat(parts, dim) if parts[0].dim() > dim else torch.stack(parts, -1)
 
 
 def _form(dim: int, part: Tensor) -> tuple[object, ...]:

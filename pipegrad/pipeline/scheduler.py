@@ -282,8 +282,10 @@ class Scheduler:
             chunks: Into how many chunks of time each microbatch is cut, or their lengths: for
                 stages that carry a state from chunk to chunk, with its gradient, and a schedule
                 such as ``"chunked-1f1b"``. Each chunk is a microbatch of the schedule. The loss is
-                that of whole sequences: the mean of a chunk counts by its length. A target has an
-                entry for each position. All ranks must give it, as `num_microbatches`.
+                that of whole sequences: the mean of a chunk counts by its length. With
+                ``loss_divisor`` the losses of all chunks are summed, so they are to be sums, and so
+                is a loss of a stage if chunks are uneven. A target has an entry for each position.
+                All ranks must give it, as `num_microbatches`.
             time_dim: Which dimension is time. Every tensor that has it is cut there, and all of
                 them have the same length. A mapping has it by name, None for an input without
                 time; others have theirs along dimension 1.
@@ -487,4 +489,7 @@ def evaluating(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
         yield
     finally:
         for part, training in before:
-            part.training = training
+            if type(part).train is torch.nn.Module.train:
+                part.training = training
+            else:  # adapters put their weights into another form
+                part.train(training)

@@ -79,6 +79,7 @@ class MeansOfMicrobatches:
         targets: Sequence[object],
         rows: int | None,
         sizes: Sequence[float] = (),
+        chunks: int = 1,
         *,
         warns: bool,
     ) -> tuple[Shares | None, Number]:
@@ -90,13 +91,15 @@ class MeansOfMicrobatches:
             targets: For each microbatch.
             rows: How many were cut into microbatches; None if the caller has cut them.
             sizes: How much of the batch each microbatch has; empty if they count alike.
+            chunks: Of time, into which a sequence is cut: then each of them is a microbatch.
             warns: Whether it may.
 
         Sync: to warn on a device the host waits, in the first step alone.
         """
         mean, number = _mean_of(self._loss_fn), len(targets)
         if mean.reduction == "sum":
-            return None, number
+            # Sums are divided by the number of sequences, in how many chunks they may be.
+            return (None if chunks == 1 else [float(chunks)] * number), number // chunks
         labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
         if len(labels) == number:
             if mean.is_torchs:
@@ -105,8 +108,8 @@ class MeansOfMicrobatches:
             if warns and mean.reduction == "mean" and not self._has_looked:
                 self._has_looked = _warns_of(labels, mean) or not self._is_cpu
         if len(set(sizes)) < 2:
-            return None, rows or number
-        return [size * number / sum(sizes) for size in sizes], rows or number
+            return None, rows or number // chunks
+        return [size * number / sum(sizes) for size in sizes], rows or number // chunks
 
 
 def _by_divisors(divisors: Tensor) -> Shares | None:

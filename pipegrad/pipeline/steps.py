@@ -9,8 +9,9 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 from torch import Tensor
 
 from pipegrad.comm.activity import Activity
@@ -198,6 +199,9 @@ class Steps:
             Exception: What failed on this rank.
         """
         notice, programs = self._notice, self._programs
+        asked: Any = batch.chunks
+        if isinstance(asked, Tensor | np.ndarray):
+            batch = batch._replace(chunks=asked.tolist())
         verb = "evaluate" if forward_only else "step"
         with self._sync.bounded(f"scheduler.{verb}() {notice.step + 1}"), self._autocast.outside():
             if self._closed:
@@ -360,7 +364,8 @@ class Steps:
                     self._loose.begin()
                 begun = True
                 outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
-                whole_outputs = joined(outputs, kind.program.schedule.chunks)
+                time_dim = batch.time_dim if isinstance(batch.time_dim, int) else 1
+                whole_outputs = joined(outputs, kind.program.schedule.chunks, time_dim)
                 self._finish(kind, terms, divisor)
             except BaseException as error:
                 self._fail(kind, error, begun=begun)
@@ -414,7 +419,9 @@ class Steps:
         is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
         if is_mean and targets is not None and not losses.is_weighted:
             rows, sizes = self.batches.rows, self.batches.sizes
-            terms.shares, terms.count = self._means.shares(targets, rows, sizes, warns=training)
+            terms.shares, terms.count = self._means.shares(
+                targets, rows, sizes, schedule.chunks, warns=training
+            )
         self._refuse_graphs()
         if batch.time_dim != 1:
             self._unseen.clear()  # nobody knows where time is in what stages hand on

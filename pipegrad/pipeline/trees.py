@@ -25,6 +25,7 @@ before, or an optimizer that has stepped on some: each rank has an entry for tha
 
 from __future__ import annotations
 
+import re
 import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -69,6 +70,11 @@ def versions_of(values: Sequence[object]) -> list[int]:
     return [x._version for x in leaves if isinstance(x, Tensor) and not x.is_inference()]
 
 
+def name_in(path: str) -> str:
+    """Returns the name that a path begins with: ``"batch['mask']"``, ``"batch.mask"``."""
+    return re.split(r"[.\[]", path, maxsplit=1)[0]
+
+
 def is_cut(leaf: object) -> TypeGuard[Tensor]:
     """Returns whether a leaf has a first dimension."""
     return isinstance(leaf, Tensor) and leaf.dim() > 0
@@ -76,7 +82,7 @@ def is_cut(leaf: object) -> TypeGuard[Tensor]:
 
 def check_kind(path: str, leaf: object) -> None:
     """Refuses a leaf that is no tensor, number, string or None; see [Note: trees]."""
-    name = path.partition("[")[0]
+    name = name_in(path)
     what = path if name == "target" else f"input {path!r}"
     if isinstance(leaf, Tensor) and (leaf.is_nested or leaf.layout is not torch.strided):
         raise StepError(

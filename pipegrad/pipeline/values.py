@@ -217,7 +217,9 @@ class Values:
         """Returns those inputs of a stage that other stages or microbatches read too."""
         shared = set(self._read_elsewhere[stage])
         for number, (link, name) in enumerate(self._inputs[stage]):
-            if link is None and len(values := self._external[name]) > 1 and values[0] is values[-1]:
+            values = self._external[name] if link is None else ()
+            # Whole in all microbatches, or in all chunks of one.
+            if len(values) > 1 and any(values[0] is other for other in (values[1], values[-1])):
                 shared.add(number)
         return [inputs[number] for number in shared]
 

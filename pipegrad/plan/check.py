@@ -428,10 +428,11 @@ def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology:
     if isinstance(loss, partial):
         owner, bound = loss.func, [*loss.args, *loss.keywords.values()]
     owners = [x for x in (getattr(owner, "__self__", owner), *bound) if isinstance(x, nn.Module)]
-    if not owners or len(topology.pipelines) == 1:
+    if len(topology.pipelines) == 1:
         return
     held = {id(parameter) for module in modules for parameter in module.parameters()}
     named = [pair for owner in owners for pair in owner.named_parameters()]
+    named += [("of functools.partial", x) for x in bound if isinstance(x, nn.Parameter)]
     bare = [name for name, p in named if p.requires_grad and id(p) not in held]
     if bare:
         raise PlanError(

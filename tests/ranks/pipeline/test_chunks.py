@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
@@ -387,4 +388,105 @@ def test_a_state_that_nobody_sees_into_is_refused() -> None:
     x, target = batch()
     with pytest.raises(PipegradError, match="stage 0 carries a Held, which holds tensors with a"):
         scheduler.step(x, target=target, chunks=3)
+    scheduler.close()
+
+
+class Extra(NamedTuple):
+    table: Tensor
+    bias: Tensor
+
+
+class Odd(nn.Module):
+    """Takes a tree without time; returns time behind channels, and a number for each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Recurrent()
+
+    def forward(self, x: Tensor, extra: Extra, state: State = None) -> Any:
+        y, state = self.inner(x.mT * extra.table.sum() + extra.bias.sum(), state)
+        return y.mT, y.sum((1, 2)), state
+
+
+@pytest.mark.ranks(1)
+def test_time_may_be_elsewhere_and_trees_whole() -> None:
+    torch.manual_seed(1)
+    module = Odd()
+    scheduler = Scheduler(
+        [Stage(module, 0, ("x", "extra"), ("y", "sums"), carry=("state",))],
+        Topology.create(pipeline=1),
+        schedule="chunked-1f1b",
+        num_microbatches=2,
+        loss_fn=lambda y, sums, target: (y - target).square().mean() + 0 * sums.sum(),
+        whole=("extra",),
+    )
+    x, extra = torch.randn(4, WIDTH, 8), Extra(torch.rand(4, 8), torch.rand(4, 8))
+    wanted, _, _ = module(x, extra)
+    result = scheduler.evaluate(x, extra, target=x, chunks=2, time_dim=2)
+    y, sums = result.outputs
+    assert error(y, wanted.detach()) <= MOST
+    parts = wanted.detach().view(4, WIDTH, 2, 4).sum((1, 3))  # of each row and chunk
+    assert error(sums, parts) <= MOST
+    assert error(result.loss, (wanted.detach() - x).square().mean()) <= MOST
+    scheduler.close()
+
+
+@pytest.mark.ranks(1)
+@pytest.mark.parametrize("chunks", [1, 2, [7, 1], np.array([3, 5])])
+def test_sums_are_those_of_whole_sequences(chunks: Any) -> None:
+    torch.manual_seed(1)
+    module = Recurrent()
+    loss_fn = nn.MSELoss(reduction="sum")
+    scheduler = Scheduler(
+        [Stage(module, 0, carry=("state",))],
+        Topology.create(pipeline=1),
+        schedule="chunked-1f1b",
+        num_microbatches=2,
+        loss_fn=loss_fn,
+    )
+    x = torch.randn(4, 8, WIDTH)
+    wanted = loss_fn(module(x)[0], x).detach() / 2  # the mean of two microbatches
+    assert error(scheduler.step(x, target=x, chunks=chunks).loss, wanted) <= MOST
+    scheduler.close()
+
+
+class Writes(Recurrent):
+    def forward(self, x: Tensor, scale: Tensor, state: State = None) -> Any:  # type: ignore[override]
+        scale.add_(1.0)
+        return super().forward(x * scale[:, None, None], state)
+
+
+class Adapter(nn.Linear):
+    """Puts its change into the weight for evaluation, and takes it out for training."""
+
+    merged = False
+
+    def train(self, mode: bool = True) -> Adapter:
+        super().train(mode)
+        if self.merged is mode:
+            self.merged = not mode
+            self.weight.data.add_(-1.0 if mode else 1.0)
+        return self
+
+
+@pytest.mark.ranks(1)
+def test_what_chunks_share_may_not_be_written_and_modes_are_more_than_flags() -> None:
+    topology = Topology.create(pipeline=1)
+    options: dict[str, Any] = {"schedule": "chunked-1f1b", "num_microbatches": 2, "loss_fn": mean}
+    x, scale, target = torch.randn(4, 8, WIDTH), torch.ones(4), torch.zeros(4, 8, dtype=torch.int64)
+    writes = Stage(Writes(), 0, ("x", "scale"), carry=("state",))
+    scheduler = Scheduler([writes], topology, **options)
+    with pytest.raises(PipegradError, match="changed in place"):
+        scheduler.step(x, scale, target=target, chunks=2)
+    scheduler.close()
+    adapter = Adapter(WIDTH, WIDTH)
+    weight = adapter.weight.detach().clone()
+    scheduler = Scheduler(
+        [Stage(nn.Sequential(adapter), 0)], topology, **{**options, "schedule": "1f1b"}
+    )  # fmt: skip
+    scheduler.evaluate(x, target=target)
+    scheduler.step(x, target=target)
+    assert adapter.training
+    assert not adapter.merged
+    assert error(adapter.weight.detach(), weight) <= MOST
     scheduler.close()

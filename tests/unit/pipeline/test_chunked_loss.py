@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from pipegrad.errors import StepError
+from pipegrad.errors import PlanError, StepError
 from pipegrad.losses import chunked_cross_entropy
+from pipegrad.partition.deferred_logits import deferred
 from pipegrad.pipeline.shares import MeansOfMicrobatches
 from pipegrad.pipeline.split_backward import PACKED, accumulate, backward_inputs, by_parameter
+from pipegrad.plan.check import refuse_loss_parameters
 from tests.support.pairwise import pairwise
 from tests.support.rounding import rounding
 
@@ -263,3 +267,90 @@ def test_labels_of_torchs_own_loss_with_a_head_are_counted() -> None:
     assert shares is not None
     assert [*map(float, shares)] == [4 / 3, 2 / 3]
     assert total == 3
+
+
+# What a head may be that nobody calls, and labels that say little.
+
+
+def test_a_head_that_does_more_than_to_multiply_is_refused() -> None:
+    """Hooks would not run: a spectral norm made its weight in one, and was never trained."""
+    hidden, target, _ = drawn()
+    hooked, own = nn.Linear(WIDTH, CLASSES), nn.Linear(WIDTH, CLASSES)
+    hooked.register_forward_hook(lambda module, inputs, output: output * 5)
+    vars(own)["forward"] = lambda x: 5 * x
+    for head in (nn.utils.spectral_norm(nn.Linear(WIDTH, CLASSES)), hooked, own):
+        with pytest.raises(StepError, match="may do more than to multiply"):
+            chunked_cross_entropy(hidden, target, head)
+
+
+def test_labels_of_a_byte_count() -> None:
+    """-100 is 156 in 8 bits."""
+    torch.manual_seed(0)
+    hidden, head = torch.randn(8, WIDTH), torch.randn(200, WIDTH)
+    target = torch.full((8,), 156, dtype=torch.uint8)
+    wanted = functional.cross_entropy(hidden @ head.mT, target.long())
+    assert abs(chunked_cross_entropy(hidden, target, head) / wanted - 1) <= ERROR[torch.float32]
+
+
+def test_what_does_not_count_has_no_loss_whatever_its_states_are() -> None:
+    hidden, target, head = drawn()
+    bias = torch.zeros(CLASSES)
+    bias[0] = -torch.inf
+    target = target.clamp(min=1)
+    target[::2] = -100
+    wanted = functional.cross_entropy(functional.linear(hidden, head, bias), target)
+    found = chunked_cross_entropy(hidden, target, head, bias=bias)
+    assert abs(found / wanted - 1) <= ERROR[torch.float32]
+
+
+@pytest.mark.parametrize("scale", [1.0, 600.0])
+def test_float16_has_a_gradient_of_heavy_labels(scale: float) -> None:
+    hidden, target, head = (x.detach() for x in drawn())
+    near = (hidden * 0.01).half().requires_grad_()
+    loss = chunked_cross_entropy(near, target, head.half(), weight=torch.full((CLASSES,), scale))
+    (found,) = torch.autograd.grad(loss, near)
+    true = near.detach().double().requires_grad_()
+    wanted = functional.cross_entropy(true @ head.half().double().mT, target)
+    (by,) = torch.autograd.grad(wanted, true)
+    assert (found - by).abs().max() / by.abs().max() <= 2**-8
+
+
+def test_a_backward_inside_of_autocast_is_that_of_the_forward() -> None:
+    hidden, target, head = drawn()
+    head = (head.detach() * 30).requires_grad_()
+    loss = chunked_cross_entropy(hidden, target, head)
+    with torch.autocast("cpu", torch.bfloat16):
+        (found,) = torch.autograd.grad(loss, head)
+    (wanted,) = torch.autograd.grad(functional.cross_entropy(hidden @ head.mT, target), head)
+    assert (found - wanted).abs().max() / wanted.abs().max() <= ERROR[torch.float32]
+
+
+# Deferred logits.
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.__setitem__((slice(None), 0), 0.0),
+        lambda x: x.masked_fill_(torch.ones(1, dtype=torch.bool), 0.0),
+        lambda x: x.float().div_(2.0),
+        lambda x: torch.mul(x, 2.0, out=x),
+        lambda x: x.__imul__(2.0),
+    ],
+)
+def test_logits_that_the_model_writes_into_are_refused(write: Any) -> None:
+    """Nobody would see it: Chameleon sets those of images, and its loss was another one."""
+    head = nn.Linear(WIDTH, CLASSES)
+    with deferred(head), pytest.raises(StepError, match="changes its logits in place"):
+        write(head(torch.randn(4, WIDTH)))
+    assert "forward" not in vars(head)
+
+
+def test_a_loss_that_is_given_a_parameter_is_refused_where_replicas_would_differ() -> None:
+    head, stage = nn.Parameter(torch.zeros(CLASSES, WIDTH)), nn.Linear(2, 2)
+    two = SimpleNamespace(pipelines=[(0,), (1,)])
+    loss = partial(chunked_cross_entropy, head=head)
+    with pytest.raises(PlanError, match="no stage holds"):
+        refuse_loss_parameters(loss, [stage], two)  # type: ignore[arg-type]
+    stage.head = head
+    refuse_loss_parameters(loss, [stage], two)  # type: ignore[arg-type]
