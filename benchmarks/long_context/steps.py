@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))
-from stages import hop_seconds, ratios
+from stages import SleepingWeight, hop_seconds, ratios
 
 import pipegrad
 from pipegrad.schedules import lower
@@ -78,18 +78,6 @@ class _Sleep(torch.autograd.Function):
         return gradient, gradient[:, :, :1], None, None
 
 
-class _SleepingWeight(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor, seconds: float) -> Tensor:  # noqa: ANN401
-        ctx.seconds = seconds
-        return weight.view_as(weight)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
-        time.sleep(ctx.seconds)
-        return gradient, None
-
-
 class _Ones(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:  # noqa: ANN401
@@ -112,7 +100,7 @@ class Sleeper(nn.Module):
         begin, total = (0, x.new_zeros(len(x), 1, 1)) if state is None else state
         end = begin + x.shape[1]
         share = cost(end / LENGTH, self._attention) - cost(begin / LENGTH, self._attention)
-        weight = _SleepingWeight.apply(self.weight, share * WEIGHT)  # type: ignore[no-untyped-call]
+        weight = SleepingWeight.apply(self.weight, share * WEIGHT)  # type: ignore[no-untyped-call]
         added = total + (_Ones.apply(x) @ weight).cumsum(1)  # type: ignore[no-untyped-call]
         inputs = share * (BACKWARD - WEIGHT)
         x = _Sleep.apply(x, added, share * FORWARD, inputs)  # type: ignore[no-untyped-call]

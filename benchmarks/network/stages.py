@@ -43,7 +43,7 @@ class _Sleep(torch.autograd.Function):
         return gradient, gradient[:, :1], None, None
 
 
-class _SleepingWeight(torch.autograd.Function):
+class SleepingWeight(torch.autograd.Function):
     """A weight whose gradient takes as long as told, on top of what makes it."""
 
     @staticmethod
@@ -83,7 +83,7 @@ class SleepingStage(nn.Module):
         self._seconds = seconds
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = _SleepingWeight.apply(self.weight, self._seconds["W"])  # type: ignore[no-untyped-call]
+        weight = SleepingWeight.apply(self.weight, self._seconds["W"])  # type: ignore[no-untyped-call]
         added = _Ones.apply(x) @ weight  # type: ignore[no-untyped-call]
         output: Tensor = _Sleep.apply(x, added, self._seconds["F"], self._seconds["I"])  # type: ignore[no-untyped-call]
         return output

@@ -162,7 +162,7 @@ def warn_of_blind(stage: Stage, values: Sequence[object], key: str) -> None:
     """
     lengths = {x.shape[1] for x in values if _has_time(x)}
     is_plain = all(isinstance(x, Tensor | Number | str | None) for x in values)
-    few = min(_FEW, *lengths, _FEW)
+    few = min([_FEW, *lengths])
     # Another mode may be more than a flag: some adapters write into their weights.
     is_plain &= all(type(part).train is nn.Module.train for part in stage.module.modules())
     if len(lengths) != 1 or few < 2 or not is_plain or fsdp_modules({0: stage.module})[0]:
