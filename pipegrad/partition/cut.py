@@ -89,7 +89,8 @@ class Cutter:
             loss: ``"own"`` runs the model's own loss as it is. ``"chunked"`` lets it never make all
                 logits, by `chunked_cross_entropy`: for models of transformers whose head is an
                 ``nn.Linear`` behind everything else. Where the model does more with its logits than
-                to scale, cap, cast and reshape them, they are made all the same.
+                to scale, cap, cast and reshape them, they are made all the same; if it writes into
+                them, a step is refused.
             carry: ``"cache"`` lets `Scheduler.step` cut texts into ``chunks`` of time: each stage
                 carries the keys and values of its layers from one to the next. For causal models
                 of transformers.

@@ -79,8 +79,8 @@ def choose(
     if num_microbatches < 1 or not 1 <= num_ranks <= len(costs.stages):
         raise ScheduleError(
             f"there are costs of {len(costs.stages)} stages, for {num_ranks} ranks and "
-            f"{num_microbatches} microbatches: expected costs of as many stages as ranks, or a "
-            f"multiple, and at least one of each"
+            f"{num_microbatches} microbatches: expected costs of as many stages as ranks, or "
+            f"of more, and at least one of each"
         )
     check_limit("memory_limit_bytes", memory_limit_bytes)
     check_limit("max_live_activations", max_live_activations)
