@@ -1,13 +1,14 @@
-"""Measures the house: lines, files and functions, and what one step enters.
+"""Measures the house: statements, lines and functions of each folder, and what a step enters.
 
     python scripts/house.py                                        # this tree
     PYTHONPATH=OTHER:OTHER/handlers python scripts/house.py        # another checkout
 
-Two gloo ranks hold a tied weight. The third step is measured: the first two compare copies, and
-the first makes what is kept. This works on any commit whose GradientSync has the verbs of today.
+Statements are those of the syntax tree without docstrings, so neither long lines nor comments
+change their number. What a step enters is counted in the third of three: the first two compare
+copies, and the first makes what is kept. It is the union of all ranks, each function once.
 
-A step of a pipeline of two stages and four microbatches is counted alike for `Scheduler`, for
-torch.distributed.pipelining, and for torchgpipe if it can be imported. Each counts its own files.
+Peers are counted alike: FSDP2 for a gradient, torch.distributed.pipelining for a step, and
+torchgpipe, if it can be imported. Each counts its own files.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import importlib.util
 import sys
 import threading
 from collections.abc import Callable, Iterable
-from itertools import pairwise
+from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -26,14 +27,13 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 import pipegrad
-from drawings.folders import CORE, TOOLS
+from drawings.folders import CORE
 from pipegrad.testing import run_ranks
 
 PACKAGE = Path(pipegrad.__file__).parent
 ROOT = PACKAGE.parent
 HANDLERS = ROOT / "handlers"
 PIPELINING = Path(torch.__file__).parent / "distributed" / "pipelining"
-TIE = "tied" if hasattr(pipegrad, "find_tied") else "shared"
 ROWS, WIDTH, MICROBATCHES = 8, 4, 4
 
 
@@ -49,73 +49,42 @@ class Stage(nn.Module):
         return self.w * x
 
 
+Walk = set[tuple[str, int]]  # functions by file and first line
+
+
 class Entered:
-    """Notes the functions of some folders that are entered, while there is a phase."""
+    """Collects the functions of some folders that are entered while it is on."""
 
     def __init__(self, *folders: Path) -> None:
-        self.phase = ""
+        self.is_on = False
+        self.walk: Walk = set()
         self._folders = tuple(map(str, folders))
-        self._calls: list[tuple[str, int, CodeType]] = []
-        threading.setprofile(self._note)  # of comm streams, which are threads on CPU
-        sys.setprofile(self._note)
+        threading.setprofile(self._see)  # comm streams are threads on CPU
+        sys.setprofile(self._see)
 
-    def _note(self, frame: FrameType, event: str, _: object) -> None:
-        code = frame.f_code
-        if self.phase and event == "call" and code.co_filename.startswith(self._folders):
-            self._calls.append((self.phase, threading.get_ident(), code))
-
-    def end(self) -> None:
-        """Notes nothing more."""
-        sys.setprofile(None)
-        threading.setprofile(None)
-
-    def threads(self, phase: str = "") -> list[list[CodeType]]:
-        """Returns what each thread entered, in its order; the main thread is the first."""
-        found: dict[int, list[CodeType]] = {threading.main_thread().ident or 0: []}
-        for when, thread, code in self._calls:
-            if phase in ("", when):
-                found.setdefault(thread, []).append(code)
-        return list(found.values())
+    def _see(self, frame: FrameType, event: str, _: object) -> None:
+        code: CodeType = frame.f_code
+        if self.is_on and event == "call" and code.co_filename.startswith(self._folders):
+            self.walk.add((code.co_filename, code.co_firstlineno))
 
 
-def files_of(codes: Iterable[CodeType]) -> set[str]:
-    """Returns the files of functions."""
-    return {code.co_filename for code in codes}
-
-
-def functions_of(codes: Iterable[CodeType]) -> set[CodeType]:
-    """Returns functions that have a name."""
-    return {code for code in codes if not code.co_name.startswith("<")}
-
-
-Numbers = tuple[int, int, int, int]  # files, functions, changes of file, threads
-
-
-def numbers(threads: list[list[CodeType]]) -> Numbers:
-    """Returns how many files and functions were entered, and how often the file changed."""
-    codes = [code for thread in threads for code in thread]
-    changes = sum(a.co_filename != b.co_filename for t in threads for a, b in pairwise(t))
-    return len(files_of(codes)), len(functions_of(codes)), changes, sum(map(bool, threads))
-
-
-def third(watch: Entered, step: Callable[[], object]) -> list[Numbers]:
-    """Takes three steps; returns what the third enters, in the main thread and in all."""
-    for phase in ("", "", "step"):
-        watch.phase = phase
+def third(entered: Entered, step: Callable[[], object]) -> Walk:
+    """Takes three steps; returns what the third enters, in all threads."""
+    for is_on in (False, False, True):
+        entered.is_on = is_on
         step()
-    watch.phase = ""
-    watch.end()
-    return [numbers(watch.threads()[:1]), numbers(watch.threads())]
+    sys.setprofile(None)
+    threading.setprofile(None)
+    return entered.walk
 
 
-def of_sync() -> list[Numbers]:
+def of_sync() -> Walk:
     """Returns what a tied gradient enters from its backward until its parameter has stepped."""
-    watch = Entered(PACKAGE, HANDLERS)
+    entered = Entered(PACKAGE, HANDLERS)
     topology = pipegrad.Topology.create(pipeline=2)
     stage, module = topology.coordinate("pp"), Stage()
     handlers = ["pipeline-shared", "data-parallel"]
-    ties = {TIE: [["w"]]}
-    sync = pipegrad.GradientSync({stage: module}, topology, handlers=handlers, **ties)
+    sync = pipegrad.GradientSync({stage: module}, topology, handlers=handlers, tied=[["w"]])
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.1)
 
     def step() -> None:
@@ -129,15 +98,15 @@ def of_sync() -> list[Numbers]:
         sync.publish()
         optimizer.zero_grad()
 
-    return third(watch, step)
+    return third(entered, step)
 
 
-def of_fsdp2() -> list[Numbers]:
+def of_fsdp2() -> Walk:
     """Returns what a sharded gradient of FSDP2 enters, likewise."""
     import torch.distributed.fsdp._fully_shard as folder
     from torch.distributed.device_mesh import init_device_mesh
 
-    watch, module = Entered(Path(folder.__file__).parent), Stage()
+    entered, module = Entered(Path(folder.__file__).parent), Stage()
     folder.fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
 
@@ -147,122 +116,131 @@ def of_fsdp2() -> list[Numbers]:
         optimizer.step()
         optimizer.zero_grad()
 
-    return third(watch, step)
+    return third(entered, step)
 
 
-def of_scheduler() -> list[Numbers]:
-    """Returns what a step of pipegrad enters, on this rank."""
-    watch, topology = Entered(PACKAGE, HANDLERS), pipegrad.Topology.create(pipeline=2)
+def of_scheduler(*, is_tied: bool) -> Walk:
+    """Returns what a step of pipegrad enters, with or without a weight of both stages."""
+    entered, topology = Entered(PACKAGE, HANDLERS), pipegrad.Topology.create(pipeline=2)
     torch.manual_seed(topology.coordinate("pp"))
-    stage = pipegrad.Stage(nn.Linear(WIDTH, WIDTH), topology.coordinate("pp"))
+    module = nn.Linear(WIDTH, WIDTH)
+    if is_tied:
+        nn.init.ones_(module.weight)
+    stage = pipegrad.Stage(module, topology.coordinate("pp"))
     options = {"schedule": "1f1b", "num_microbatches": MICROBATCHES, "loss_fn": F.mse_loss}
-    scheduler = pipegrad.Scheduler([stage], topology, **options)
+    tied = [["weight"]] if is_tied else []
+    scheduler = pipegrad.Scheduler([stage], topology, tied=tied, **options)
+    optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.1)
     x = torch.ones(ROWS, WIDTH)
-    found = third(watch, lambda: scheduler.step(x, target=x))
+
+    def step() -> None:
+        scheduler.step(x, target=x)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    walk = third(entered, step)
     scheduler.close()
-    return found
+    return walk
 
 
-def of_torch() -> list[Numbers]:
+def of_torch() -> Walk:
     """Returns what a step of torch.distributed.pipelining enters, on this rank."""
     from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-    watch, rank, x = Entered(PIPELINING), torch.distributed.get_rank(), torch.ones(ROWS, WIDTH)
+    entered, rank, x = Entered(PIPELINING), torch.distributed.get_rank(), torch.ones(ROWS, WIDTH)
     stage = PipelineStage(nn.Linear(WIDTH, WIDTH), rank, 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, MICROBATCHES, loss_fn=F.mse_loss)
-    return third(watch, lambda: schedule.step(target=x) if rank else schedule.step(x))
+    return third(entered, lambda: schedule.step(target=x) if rank else schedule.step(x))
 
 
-def of_torchgpipe() -> list[Numbers]:
+def of_torchgpipe() -> Walk:
     """Returns what a step of torchgpipe enters: one process, all stages."""
     import torchgpipe
 
-    watch, x = Entered(Path(torchgpipe.__file__).parent), torch.ones(ROWS, WIDTH)
+    entered, x = Entered(Path(torchgpipe.__file__).parent), torch.ones(ROWS, WIDTH)
     stages = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
     options = {"devices": ["cpu", "cpu"], "chunks": MICROBATCHES, "checkpoint": "never"}
     model = torchgpipe.GPipe(stages, [1, 1], **options)
-    return third(watch, lambda: F.mse_loss(model(x), x).backward())
+    return third(entered, lambda: F.mse_loss(model(x), x).backward())
 
 
 def print_walks() -> None:
     """Prints what one step enters, beside peers. FSDP2 computes its forward in it, too."""
-    walks = {
-        "a tied gradient": {"pipegrad": (of_sync, 2), "FSDP2, sharded": (of_fsdp2, 2)},
-        "a step of a pipeline": {
-            "pipegrad": (of_scheduler, 2),
-            "torch.distributed.pipelining": (of_torch, 2),
-        },
+    systems: dict[str, tuple[Callable[[], Walk], int]] = {
+        "a tied gradient: pipegrad": (of_sync, 2),
+        "a sharded gradient: FSDP2": (of_fsdp2, 2),
+        "a plain step: pipegrad": (partial(of_scheduler, is_tied=False), 2),
+        "a tied step: pipegrad": (partial(of_scheduler, is_tied=True), 2),
+        "a plain step: torch's 1F1B": (of_torch, 2),
     }
     if importlib.util.find_spec("torchgpipe"):
-        walks["a step of a pipeline"]["torchgpipe"] = (of_torchgpipe, 1)
-    for what, systems in walks.items():
-        print(f"\n{what + ' enters':48}   files  functions  changes of file  threads")
-        for system, (counted, num_ranks) in systems.items():
-            for rank, found in enumerate(run_ranks(counted, num_ranks)):
-                for which, row in zip(("main thread", "all threads"), found, strict=True):
-                    where = f"{system}, rank {rank}, {which}"
-                    print(f"{where:48} {row[0]:7} {row[1]:10} {row[2]:16} {row[3]:8}")
+        systems["a plain step: torchgpipe"] = (of_torchgpipe, 1)
+    print(f"\n{'what is entered in':28}  files  functions  statements")
+    for system, (walk_of, num_ranks) in systems.items():
+        walk: Walk = set().union(*run_ranks(walk_of, num_ranks))
+        sizes = {file: statements_of_functions(Path(file)) for file, _ in walk}
+        entered = {(file, line) for file, line in walk if line in sizes[file]}
+        number = sum(sizes[file][line] for file, line in entered)
+        print(f"{system:28} {len(sizes):6} {len(entered):10} {number:11}")
 
 
-def functions_in(path: Path) -> list[int]:
-    """Returns the lines of each function of a file."""
-    kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = ast.walk(ast.parse(path.read_text()))
-    return [(n.end_lineno or n.lineno) - n.lineno + 1 for n in nodes if isinstance(n, kinds)]
+FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 
 
-def importers(files: Iterable[Path]) -> dict[Path, set[Path]]:
-    """Returns each file -> the files that import from it. Faces of folders do not count."""
-    found: dict[Path, set[Path]] = {path: set() for path in files}
-    for path in found:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if path.name == "__init__.py" or not isinstance(node, ast.ImportFrom):
-                continue
-            for name in (str(node.module), *(f"{node.module}.{a.name}" for a in node.names)):
-                home = (ROOT / name.replace(".", "/")).with_suffix(".py")
-                if home in found and home != path:
-                    found[home].add(path)
-    return found
+def num_statements(tree: ast.AST) -> int:
+    """Returns the statements below a node of a syntax tree, docstrings not counted."""
+    bodies = [node.body for node in ast.walk(tree) if isinstance(node, DOCUMENTED)]
+    docstrings = sum(is_docstring(body[0]) for body in bodies if body)
+    return sum(isinstance(node, ast.stmt) for node in ast.walk(tree)) - docstrings
 
 
-def words(*pages: Path) -> int:
+def is_docstring(statement: ast.stmt) -> bool:
+    """Returns whether the first statement of a body is a docstring."""
+    value = statement.value if isinstance(statement, ast.Expr) else None
+    return isinstance(value, ast.Constant) and isinstance(value.value, str)
+
+
+def statements_of_functions(path: Path) -> dict[int, int]:
+    """Returns the statements of each function of a file, by its first line, as code objects say."""
+    nodes = [n for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, FUNCTIONS)]
+    lines = [min([n.lineno, *(d.lineno for d in n.decorator_list)]) for n in nodes]
+    return {line: num_statements(n) - 1 for line, n in zip(lines, nodes, strict=True)}
+
+
+def words(pages: Iterable[Path]) -> int:
     """Returns the words of pages."""
     return sum(len(page.read_text().split()) for page in pages)
 
 
+def row(name: str, files: Iterable[Path]) -> str:
+    """Returns the line of a folder: statements, lines, files and functions."""
+    sources = [path.read_text() for path in files]
+    trees = [ast.parse(source) for source in sources]
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    functions = sum(isinstance(node, FUNCTIONS) for node in nodes)
+    statements, lines = sum(map(num_statements, trees)), sum(s.count("\n") for s in sources)
+    return f"{name:28} {statements:11} {lines:7} {len(sources):6} {functions:10}"
+
+
 def print_tree() -> None:
-    """Prints what can be counted without a step."""
+    """Prints the size of each folder, of the product, of tests and pages."""
     files = sorted([*PACKAGE.rglob("*.py"), *HANDLERS.rglob("*.py")])
-    lines = {path: path.read_text().splitlines() for path in files}
-    print(f"{'':24}  lines  files  functions")
     folders: dict[str, list[Path]] = {}
     for path in files:
         top = path.relative_to(PACKAGE).parts[0] if path.is_relative_to(PACKAGE) else "handlers"
-        folders.setdefault(top if path.parent != PACKAGE else "beside them", []).append(path)
-    for what, parts in (("core", CORE), ("tools", TOOLS), ("product", list(folders))):
-        folders[what] = [path for part in parts for path in folders.get(part, [])]
+        folders.setdefault(top if path.parent != PACKAGE else "top level", []).append(path)
+    print(f"{'':28}  statements   lines  files  functions")
     for name, own in folders.items():
-        length, count = sum(len(lines[p]) for p in own), sum(len(functions_in(p)) for p in own)
-        print(f"{name:24} {length:6} {len(own):6} {count:10}")
-    users, names = importers(files), [p.name for p in files if p.name != "__init__.py"]
-    once = [p for p, who in users.items() if len(who) == 1 and p.name != "__init__.py"]
-    every = [line for own in lines.values() for line in own]
-    tests = [*(ROOT / "tests").rglob("*.py")]
-    docs = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")]
-    biggest = max(files, key=lambda path: len(lines[path]))
-    long = sorted(n for path in files for n in functions_in(path))
-    print(f"biggest file: {biggest.relative_to(ROOT)}, {len(lines[biggest])} lines")
-    print(f"lines of a function, median: {long[len(long) // 2]}")
-    print(f"lines that are comments: {sum(x.lstrip()[:1] == '#' for x in every) / len(every):.1%}")
-    print(f"file names that are used twice: {len({n for n in names if names.count(n) > 1})}")
-    small = [path for path in once if len(lines[path]) <= 100]
-    print(f"modules with one importer: {len(once)}, of at most 100 lines: {len(small)}")
-    print(f"public names: {len(pipegrad.__all__)}")
-    print(
-        f"tests: {sum(len(p.read_text().splitlines()) for p in tests)} lines in {len(tests)} files"
-    )
-    docs = [page for page in docs if "_build" not in page.parts]
-    print(f"words of the README: {words(docs[0])}, of all pages: {words(*docs)}")
+        print(row(name, own))
+    names = {*CORE, "top level"} - {"testing"}  # which no step of a user enters
+    core = [path for name in names for path in folders.get(name, [])]
+    print(row("core", core))
+    print(row("tools", set(files) - set(core)))
+    print(row("product", files))
+    print(row("tests", (ROOT / "tests").rglob("*.py")))
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "_build" not in page.parts]
+    print(f"words: {words([ROOT / 'README.md'])} in the README, {words(pages)} in docs/")
 
 
 if __name__ == "__main__":

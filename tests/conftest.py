@@ -1,17 +1,16 @@
-"""Chooses and orders tests, has fixtures of the registry's, and prints what took longest.
+"""Chooses tests by their tier, orders them, adds up their CPU seconds, and has common fixtures.
 
-Every test but a mutation, and those of the built site, is `full`. Unit tests that are not `slow`,
-and all `smoke` tests, are `quick`. ``pytest`` alone runs what is quick; with a path or ``-k`` it
-runs all that they name.
+``pytest`` alone runs the first tier in two processes. With a path or ``-k`` it runs all tests that
+they name. `tests.support.tiers` says what the tiers are.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import tempfile
 import zlib
-from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,26 +20,41 @@ import pytest
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
 from pipegrad.testing import ranks
-from tests.support import ranked
+from tests.support import cpu_seconds, ranked, tiers
 from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
 
-NUM_LONGEST = int(os.environ.get("PIPEGRAD_LONGEST", "3"))
-TESTS = Path(__file__).parent
-LONG = (
-    "parity/test_families",
-    "ranks/docs",
-    "ranks/train",
-    "ranks/examples",
-    "faults",
-    "parity",
-    "ranks",
-)  # what the names of files begin with; the others follow
+NUM_PROCESSES = 2
+BEGAN = pytest.StashKey[float]()
 
 
 def is_named(config: pytest.Config) -> bool:
     """Returns whether the command line has a path or -k."""
+    if worker := getattr(config, "workerinput", None):
+        return bool(worker["is_named"])
     return config.args_source is config.ArgsSource.ARGS or bool(config.option.keyword)
+
+
+@pytest.hookimpl(optionalhook=True)  # of pytest-xdist
+def pytest_configure_node(node: Any) -> None:
+    """Tells a worker what its command line does not: it has the paths of all tests."""
+    node.workerinput["is_named"] = is_named(node.config)
+
+
+def tier_of(config: pytest.Config) -> str:
+    """Returns the tier that runs whole; nothing for a part of the tests."""
+    tier = str(config.option.markexpr)
+    return tier if tier in tiers.TIERS and not is_named(config) else ""
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
+def pytest_cmdline_main(config: pytest.Config) -> None:
+    """Lets pytest alone run the first tier, in two processes."""
+    if not is_named(config):
+        config.option.markexpr = config.option.markexpr or "first"
+        if config.option.numprocesses is None and not config.option.usepdb:
+            config.option.numprocesses, config.option.dist = NUM_PROCESSES, "loadfile"
+            config.option.loadscopereorder = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -48,39 +62,43 @@ def pytest_configure(config: pytest.Config) -> None:
     cache = tempfile.TemporaryDirectory()
     config.add_cleanup(cache.cleanup)
     os.environ["XDG_CACHE_HOME"] = cache.name
+    os.environ["OMP_NUM_THREADS"] = "1"  # each rank is a process; more threads fight for the cores
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """Says what runs."""
+    lines = {
+        "first": "first tier: one case of everything, with ranks on gloo; 3 minutes on two cores",
+        "landing": "landing tier: what a change must pass, with all of the first tier",
+        "night": "night tier: every case of every test",
+    }
+    return [lines[tier]] if (tier := tier_of(config)) else []
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Saves the quick run the imports of files that have no quick test."""
-    if config.option.markexpr or is_named(config) or collection_path.suffix != ".py":
+    """Saves the first tier the imports of files that have none of its tests."""
+    is_file = collection_path.name.startswith("test_") and collection_path.suffix == ".py"
+    if config.option.markexpr != "first" or is_named(config) or not is_file:
         return None
-    is_unit = TESTS / "unit" in collection_path.parents
-    return None if is_unit or "smoke" in collection_path.read_text() else True
+    file = collection_path.relative_to(tiers.TESTS.parent).as_posix()
+    return None if tiers.has_first(file, tiers.table()) else True
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest looks at -m
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        marks = {mark.name for mark in item.iter_markers()}
-        if not marks & {"mutation", "site"}:
-            item.add_marker("full")
-        if "smoke" in marks or (TESTS / "unit" in item.path.parents and "slow" not in marks):
-            item.add_marker("quick")
-    config.option.markexpr = config.option.markexpr or (
-        "full or site" if is_named(config) else "quick"
-    )
+    tiers.mark(items)
     addresses = [item.nodeid for item in items if " at 0x" in item.nodeid]
     assert not addresses, f"names that differ from process to process: {addresses}"
+    is_choosing = "PIPEGRAD_TIERS" in os.environ  # scripts/tiers
+    if not is_named(config) and not is_choosing and (gone := tiers.gone(items)):
+        raise pytest.UsageError(f"tests/tiers.json has tests that are gone: {gone}: scripts/tiers")
     # Long files first, so that no process is left with one while the others have nothing to do.
-    items.sort(key=_turn)
-
-
-def _turn(item: pytest.Item) -> int:
-    """Returns when the file of a test comes; by chance, if PIPEGRAD_SHUFFLE has a seed."""
-    name = item.path.relative_to(TESTS).as_posix()
-    if seed := os.environ.get("PIPEGRAD_SHUFFLE"):
-        return zlib.crc32(f"{seed} {name}".encode())
-    return next((turn for turn, begin in enumerate(LONG) if name.startswith(begin)), len(LONG))
+    rows, seed = tiers.table(), os.environ.get("PIPEGRAD_SHUFFLE")
+    files = {item.path: tiers.split(item.nodeid)[0] for item in items}
+    turns = {path: -tiers.seconds_of_file(file, rows) for path, file in files.items()}
+    if seed:
+        turns = {path: zlib.crc32(f"{seed} {file}".encode()) for path, file in files.items()}
+    items.sort(key=lambda item: turns[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -98,8 +116,24 @@ def pytest_sessionfinish() -> None:
     ranked.end()  # after an interrupt; ranks that stay would keep Python from ending
 
 
-def pytest_collection_finish() -> None:
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Lets tests run in an empty folder: a file of a relative path never lands in the tree."""
+    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
+    session.config.add_cleanup(folder.cleanup)
+    os.chdir(folder.name)
     preload()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    item.stash[BEGAN] = cpu_seconds.spent()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    if call.when == "teardown" and BEGAN in item.stash:
+        item.user_properties.append(("cpu seconds", cpu_seconds.spent() - item.stash[BEGAN]))
+    yield
 
 
 def preload() -> None:
@@ -143,24 +177,30 @@ def registry() -> Handlers:
     return Registry(GROUP, GradientHandler)  # type: ignore[type-abstract]
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
-    seconds = defaultdict[str, float](float)
-    for report in (r for reports in terminalreporter.stats.values() for r in reports):
-        if isinstance(report, pytest.TestReport):
-            seconds[report.nodeid.partition("::")[0]] += report.duration
-    if sum(seconds.values()) > 60:
-        longest = sorted(seconds, key=lambda file: -seconds[file])[:NUM_LONGEST]
-        files = ", ".join(f"{file} {seconds[file]:.0f} s" for file in longest)
-        terminalreporter.write_line(f"longest: {files}")
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """Prints the CPU seconds of a tier; a folder that is over its budget makes the run fail."""
     reports = [
-        (report, dict(report.user_properties)["killed by"])
-        for outcome in ("passed", "failed")
+        report
+        for outcome in ("passed", "failed", "skipped", "")
         for report in terminalreporter.stats.get(outcome, [])
-        if isinstance(report, pytest.TestReport) and "killed by" in dict(report.user_properties)
+        if isinstance(report, pytest.TestReport)
     ]
-    if reports:
-        for report, killer in reports:
-            mutant = report.nodeid.partition("[")[2].removesuffix("]")
-            terminalreporter.write_line(f"{mutant:40}{killer or 'SURVIVED'}")
-        killed = sum(killer is not None for _, killer in reports)
-        terminalreporter.write_line(f"mutation score: {killed} of {len(reports)} killed")
+    found = {report.nodeid: dict(report.user_properties) for report in reports}
+    seconds = {nodeid: own["cpu seconds"] for nodeid, own in found.items() if "cpu seconds" in own}
+    if path := os.environ.get("PIPEGRAD_SECONDS"):
+        Path(path).write_text(json.dumps({k: round(v, 3) for k, v in seconds.items()}))
+    if (tier := tier_of(config)) in {"first", "landing"}:
+        speed = cpu_seconds.of_importing_torch() / tiers.import_torch_seconds()
+        lines, over = tiers.report(tier, seconds, speed)
+        for line in lines:
+            terminalreporter.write_line(line)
+        if over:
+            terminalreporter.write_line(f"OVER BUDGET: {', '.join(over)}; tests/budget.toml")
+            terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED
+    killed = {nodeid: own["killed by"] for nodeid, own in found.items() if "killed by" in own}
+    for nodeid, killer in killed.items():
+        mutant = nodeid.partition("[")[2].removesuffix("]")
+        terminalreporter.write_line(f"{mutant:40}{killer or 'SURVIVED'}")
+    if killed:
+        number = sum(killer is not None for killer in killed.values())
+        terminalreporter.write_line(f"mutation gate: {number} of {len(killed)} killed")

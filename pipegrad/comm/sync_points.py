@@ -3,7 +3,7 @@
 Nothing else in the library touches streams, events or the ends of collectives. So order can be
 checked: `pipegrad.testing.OrderChecker` replaces the device's own streams. And the tests can be
 checked: a sync point can be switched off by name, and then a test must fail
-(``pytest -m mutation``).
+(``pytest tests/mutation``).
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ import sys
 import time
 import traceback
 import warnings
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import forkserver, util
 from pathlib import Path
@@ -51,21 +50,16 @@ def import_product(root: Path) -> None:
 class Recorder:
     """A plug-in of pytest that writes the seconds of each test, and the failures."""
 
-    def __init__(self, tree: Path, reply: Path, cases: int) -> None:
-        self._tree, self._reply, self._cases = tree, reply, cases
+    def __init__(self, tree: Path, reply: Path, tier: str) -> None:
+        self._tree, self._reply, self._tier = tree, reply, tier
         self._found: dict[str, Any] = {"seconds": {}, "failed": {}}
         self._begin = 0.0
 
+    @pytest.hookimpl(trylast=True)  # tests/conftest.py gives the marks
     def pytest_collection_modifyitems(self, items: list[Any]) -> None:
-        """Leaves a few cases of each test function, from all over its table."""
-        functions = defaultdict[str, list[Any]](list)
-        for item in items:
-            functions[item.nodeid.partition("[")[0]].append(item)
-        chosen = set[int]()
-        for cases in functions.values():
-            last, number = len(cases) - 1, min(self._cases, len(cases))
-            chosen |= {id(cases[last * i // max(number - 1, 1)]) for i in range(number)}
-        items[:] = [item for item in items if id(item) in chosen]
+        """Leaves the cases of a tier."""
+        if self._tier:
+            items[:] = [item for item in items if item.get_closest_marker(self._tier)]
 
     @pytest.hookimpl(trylast=True)  # tests/conftest.py says what the fork server imports
     def pytest_collection_finish(self) -> None:
@@ -135,9 +129,11 @@ def _open_files() -> Iterator[tuple[int, Path]]:
 
 
 def run_pytest(
-    tree: Path, tests: Sequence[str], *, cases: int, options: argparse.Namespace, trace: str = ""
+    tree: Path, tests: Sequence[str], *, tier: str, options: argparse.Namespace, trace: str = ""
 ) -> dict[str, Any]:
     """Runs tests of a tree in a process of its own; returns what `Recorder` wrote, and "cpu".
+
+    Of the tests only those of a tier run, if one is named.
 
     Without `trace`, a folder for the hook, it stops at the first failure. A process that does not
     end is killed: the reply has "late".
@@ -155,7 +151,7 @@ def run_pytest(
             own = ["-q", "-p", "no:cacheprovider", "--timeout", str(options.timeout), "--tb=short"]
             own += ["-W", "ignore::pytest.PytestAssertRewriteWarning"]  # of what is preloaded
             sys.argv = ["pytest", *tests, *own, *([] if trace else ["-x"])]
-            code = int(pytest.main(sys.argv[1:], plugins=[Recorder(tree, reply, cases)]))
+            code = int(pytest.main(sys.argv[1:], plugins=[Recorder(tree, reply, tier)]))
         except BaseException:  # noqa: BLE001 - this process must not go on as the caller
             traceback.print_exc()
         finally:

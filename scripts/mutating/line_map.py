@@ -26,7 +26,7 @@ def write_map(options: argparse.Namespace) -> None:
     """Runs the tests, a file at a time, and writes which lines each runs."""
     files = [str(path.relative_to(ROOT)) for path in sorted(ROOT.glob("tests/**/test_*.py"))]
     files = [file for file in files if not file.startswith(NOT_MAPPED)]
-    parts = options.work / "map"
+    parts = options.map.with_suffix("")
     parts.mkdir(parents=True, exist_ok=True)
     part_of = {file: parts / f"{file.replace('/', '+')}.json" for file in files}
     todo = [file for file in files if not part_of[file].exists()]
@@ -38,8 +38,7 @@ def write_map(options: argparse.Namespace) -> None:
         shutil.rmtree(trace, ignore_errors=True)
         trace.mkdir()
         is_unit = file.startswith("tests/unit/")
-        cases = options.unit_cases if is_unit else options.cases
-        found = run_pytest(ROOT, [file], cases=cases, options=options, trace=str(trace))
+        found = run_pytest(ROOT, [file], tier=options.tier, options=options, trace=str(trace))
         lines = defaultdict[str, set[str]](set)
         for path in trace.iterdir():
             for row in path.read_text().splitlines():

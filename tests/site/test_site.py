@@ -17,7 +17,6 @@ import pytest
 from tests.support.pages import PAGES, ROOT
 from tests.support.picture.browser import Page, browser
 
-pytestmark = pytest.mark.site
 SITE = ROOT / "docs" / "_build"
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 PHONE = 360  # pixels

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def everything() -> bool:
-    """Returns whether whole products are to run, as ``scripts/test --all`` does for the night."""
+    """Returns whether whole products are to run, as ``.ci/night products`` does."""
     return os.environ.get("PIPEGRAD_TESTS") == "all"
 
 
