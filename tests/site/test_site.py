@@ -1,6 +1,6 @@
 """The built site in a headless Chromium: home, search, navigation, phones and the dark theme.
 
-``scripts/docs`` builds it. ``.ci/check`` then runs these tests with ``pytest -m site``.
+``scripts/docs`` builds it. ``.ci/check`` then runs these tests with ``pytest tests/site``.
 """
 
 from __future__ import annotations
