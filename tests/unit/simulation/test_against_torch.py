@@ -60,17 +60,3 @@ def simulated(schedule: Schedule) -> Begins:
 def test_our_schedules(name: str) -> None:
     schedule = build(name, num_ranks=RANKS, num_microbatches=MICROBATCHES)
     assert simulated(schedule) == spaced([list(map(str, row)) for row in schedule.actions])
-
-
-# Not Schedule1F1B: in torch 2.13 its drawing gives the last rank 3F1 to 3F8 for 3F0 to 3F7.
-@pytest.mark.parametrize(
-    "name", ["GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble"]
-)
-def test_schedules_of_torch(name: str) -> None:
-    rows = visualizer.get_schedule_ops(name, RANKS, MICROBATCHES)
-    texts = [[str(a) for a in row if a and a.computation_type.value in WIDTHS] for row in rows]
-    actions = tuple(tuple(map(parsed, row)) for row in texts)
-    rank_of = {action.stage: rank for rank, row in enumerate(actions) for action in row}
-    stage_to_rank = tuple(rank_of[stage] for stage in sorted(rank_of))
-    schedule = Schedule(name, MICROBATCHES, stage_to_rank, actions)
-    assert simulated(schedule) == spaced(texts)
