@@ -258,16 +258,6 @@ def test_buffers_are_those_that_the_proof_counts(name: str, forward_only: bool) 
 # Odd input.
 
 
-def test_costs_of_another_pipeline_are_refused() -> None:
-    made = program("1f1b", 2, 4)
-    with pytest.raises(ScheduleError, match=r"costs of 1 stages.*has 2"):
-        simulate(made, Costs((StageCosts(),)))
-    with pytest.raises(ScheduleError, match=r"3 hosts.*2 ranks"):
-        simulate(made, Costs((StageCosts(),) * 2, Network(hosts=(0, 1, 2))))
-    with pytest.raises(ScheduleError, match="num_steps is 0"):
-        simulate(made, Costs((StageCosts(),) * 2), num_steps=0)
-
-
 def test_a_timeline_survives_json_and_is_cut_into_steps() -> None:
     made = program("1f1b", 3, 4)
     timeline = recorded(made, unit_costs(made, Network(3.0)), num_steps=2)
@@ -330,14 +320,21 @@ def test_a_part_of_a_timeline_is_a_timeline() -> None:
         assert not any("no advice" in note for note in explain(part).notes)
 
 
+PAIR = (StageCosts(),) * 2
+
+
 @pytest.mark.parametrize(
     ("given", "costs", "says"),
     [
         (program("1f1b", 2, 4), None, "costs is a NoneType, expected Costs"),
         (program("1f1b", 2, 4), {"stages": []}, "Costs.from_json reads data"),
         (build("1f1b", num_ranks=2, num_microbatches=4), Costs(()), "program is a Schedule"),
+        (program("1f1b", 2, 4), Costs(PAIR[1:]), "costs of 1 stages.*has 2"),
+        (program("1f1b", 2, 4), Costs(PAIR, Network(hosts=(0, 1, 2))), "3 hosts.*2 ranks"),
     ],
 )
 def test_what_is_no_program_or_no_costs_is_refused(given: Any, costs: Any, says: str) -> None:
     with pytest.raises(ScheduleError, match=says):
         simulate(given, costs)
+    with pytest.raises(ScheduleError, match="num_steps is 0"):
+        simulate(program("1f1b", 2, 4), Costs(PAIR), num_steps=0)
