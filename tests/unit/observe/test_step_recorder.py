@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -14,7 +15,41 @@ from pipegrad.observe.step_recorder import DeviceStamps, HostStamps, Recorded, S
 from pipegrad.schedules import Link, Program, build, lower
 from pipegrad.schedules.program.program import Collective, Op
 from pipegrad.simulation.timeline import COMPUTE, Span
-from tests.support.devices import Device
+
+
+@dataclass
+class Device:
+    """Each event is half a second behind the one before it."""
+
+    clock: float = 1000.0  # seconds
+    waits: int = 0
+    made: int = 0
+    queue: list[Event] = field(default_factory=list)
+
+    def make(self) -> Event:
+        self.made += 1
+        return Event()
+
+    def record(self, event: Event) -> None:
+        event.seconds = None
+        self.queue.append(event)
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        for event in self.queue:
+            self.clock += 0.5
+            event.seconds = self.clock
+        self.queue.clear()
+
+
+@dataclass(eq=False)
+class Event:
+    seconds: float | None = None
+
+    def elapsed_time(self, other: Any) -> float:
+        if self.seconds is None or other.seconds is None:
+            raise RuntimeError("an event that was not reached")
+        return float(other.seconds - self.seconds) * 1e3
 
 
 def stamps_on(device: Device) -> DeviceStamps:
