@@ -1,4 +1,4 @@
-"""The doctor between real ranks: slow links, other clocks, and a rank that does not answer."""
+"""The doctor between real ranks: slow links and other clocks, found alike by all."""
 
 from __future__ import annotations
 
