@@ -180,16 +180,6 @@ def test_the_side_bar_is_the_list_of_the_home_page_in_its_order(site: Site) -> N
     assert captions[0] == "START HERE"
 
 
-def test_next_and_previous_follow_the_side_bar(site: Site) -> None:
-    site.open("docs/tutorials/first_pipeline")
-    [following] = site.all(".related-pages a.next-page")
-    site.page.run("arguments[0].click()", following)
-    assert site.where() == "docs/tutorials/fine_tune_hugging_face"
-    [before] = site.all(".related-pages a.prev-page")
-    site.page.run("arguments[0].click()", before)
-    assert site.where() == "docs/tutorials/first_pipeline"
-
-
 def test_the_copy_button_leaves_out_prompts(site: Site) -> None:
     from selenium.webdriver.common.action_chains import ActionChains
 

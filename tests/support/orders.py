@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 from torch import nn
 from torch.distributed.pipelining import schedules as torch_schedules
 
 Cells = list[list[str]]
-SINGLE = ("ScheduleGPipe", "Schedule1F1B")
 MULTI = {  # -> stages of a rank
     "ScheduleLoopedBFS": 2,
     "ScheduleInterleaved1F1B": 2,
@@ -29,65 +27,6 @@ def multi(name: str, num_ranks: int, num_microbatches: int, **options: object) -
     )
     cls = getattr(torch_schedules, name)
     return cls([stage] * MULTI[name], num_microbatches, **options)
-
-
-class _RecordedStage:
-    """A stage that writes down what torch's schedule does with it."""
-
-    has_backward, submod = True, nn.Identity()
-
-    def __init__(self, rank: int, num_ranks: int) -> None:
-        self.cells: list[str] = []
-        self.stage_index = self.group_rank = rank
-        self.num_stages = self.group_size = num_ranks
-        self.is_first, self.is_last = rank == 0, rank == num_ranks - 1
-
-    def _transfer(self, name: str, microbatch: int, *, is_none: bool) -> list[str]:
-        return [] if is_none else [f"{self.stage_index}{name}{microbatch}"]
-
-    def get_fwd_recv_ops(self, microbatch: int) -> list[str]:
-        return self._transfer("RECV_F", microbatch, is_none=self.is_first)
-
-    def get_fwd_send_ops(self, microbatch: int) -> list[str]:
-        return self._transfer("SEND_F", microbatch, is_none=self.is_last)
-
-    def get_bwd_recv_ops(self, microbatch: int) -> list[str]:
-        return self._transfer("RECV_B", microbatch, is_none=self.is_last)
-
-    def get_bwd_send_ops(self, microbatch: int) -> list[str]:
-        return self._transfer("SEND_B", microbatch, is_none=self.is_first)
-
-    def forward_one_chunk(self, microbatch: int, *_: object, **__: object) -> None:
-        self.cells.append(f"{self.stage_index}F{microbatch}")
-
-    def backward_one_chunk(self, microbatch: int, **_: object) -> None:
-        self.cells.append(f"{self.stage_index}B{microbatch}")
-
-    def perform_reduce_grad(self, _factor: int) -> None:
-        self.cells.append(f"{self.stage_index}REDUCE_GRAD")
-
-
-def single(name: str, num_ranks: int, num_microbatches: int) -> Cells:
-    """Returns what torch's code of a schedule with one stage a rank does, in its order."""
-    result = Cells()
-    for rank in range(num_ranks):
-        stage = _RecordedStage(rank, num_ranks)
-        schedule = getattr(torch_schedules, name)(stage, num_microbatches)
-        schedule._initialize_stage = lambda *_: None
-
-        def start(ops: Iterable[str], cells: list[str] = stage.cells, **_: object) -> list[object]:
-            cells.extend(ops)
-            return []
-
-        def start_sorted(ops: Iterable[str], start: Any = start, **_: object) -> dict[int, object]:
-            start(ops)
-            return {}
-
-        batch = mock.patch.object(torch_schedules, "_batch_p2p", start)
-        with batch, mock.patch.object(torch_schedules, "_sorted_batch_p2p", start_sorted):
-            schedule._step_microbatches([()] * num_microbatches, [{}] * num_microbatches)
-        result.append(stage.cells)
-    return result
 
 
 def just_in_time(computes: Sequence[str]) -> Cells:
@@ -226,37 +165,29 @@ class PipeInstruction:
         return self._text
 
 
-def deepspeed(num_ranks: int, num_microbatches: int) -> list[list[list[PipeInstruction]]]:
-    """Returns for each rank the lists of instructions of a step by DeepSpeed's 1F1B.
+# Two ranks and three microbatches, as DeepSpeed prints them; a dot ends a step. Gradients leave
+# before activations arrive, and activations leave after gradients that arrive.
+_FIRST_RANK = (
+    "LoadMicroBatch0 ForwardPass0 . SendActivation0 LoadMicroBatch1 ForwardPass1 . "
+    "RecvGrad0 SendActivation1 BackwardPass0 . LoadMicroBatch0 ForwardPass0 . "
+    "RecvGrad1 SendActivation0 BackwardPass1 . RecvGrad0 BackwardPass0 . "
+)
+_LAST_RANK = (
+    "RecvActivation0 ForwardPass0 . BackwardPass0 . SendGrad0 RecvActivation1 ForwardPass1 . "
+    "BackwardPass1 . SendGrad1 RecvActivation0 ForwardPass0 . BackwardPass0 . SendGrad0 "
+)
 
-    Gradients leave before activations arrive, and activations leave behind gradients that arrive.
-    """
-    result = []
-    for rank in range(num_ranks):
-        buffers = max(2, min(num_ranks - rank, num_microbatches))
-        turns: list[tuple[str, int]] = []
-        warm = min(num_ranks - rank, num_microbatches)
-        turns += [("F", m) for m in range(warm)]
-        for m in range(num_microbatches):
-            turns.append(("B", m))
-            turns += [("F", m + warm)] * (m + warm < num_microbatches)
-        steps: list[list[PipeInstruction]] = []
-        sends: list[PipeInstruction] = []
-        for kind, m in turns:
-            own = m % buffers
-            receives, following = list[PipeInstruction](), list[PipeInstruction]()
-            if kind == "F":
-                receives += [PipeInstruction("RecvActivation", own)] * (rank > 0)
-                receives += [PipeInstruction("LoadMicroBatch", own)] * (rank == 0)
-                following += [PipeInstruction("SendActivation", own)] * (rank < num_ranks - 1)
-            else:
-                receives += [PipeInstruction("RecvGrad", own)] * (rank < num_ranks - 1)
-                following += [PipeInstruction("SendGrad", own)] * (rank > 0)
-            compute = PipeInstruction("ForwardPass" if kind == "F" else "BackwardPass", own)
-            exchange = [*sends, *receives] if kind == "F" else [*receives, *sends]
-            steps.append([*exchange, compute])
-            sends = following
-        end = [PipeInstruction(n) for n in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")]
-        steps.append([*sends, *end])
-        result.append(steps)
+
+def deepspeed() -> list[list[list[PipeInstruction]]]:
+    """Returns for each rank the lists of instructions of a step by DeepSpeed's 1F1B."""
+    end = [PipeInstruction(n) for n in ("ReduceTiedGrads", "ReduceGrads", "OptimizerStep")]
+    result = [
+        [
+            [PipeInstruction(word[:-1], int(word[-1])) for word in step.split()]
+            for step in text.split(".")
+        ]
+        for text in (_FIRST_RANK, _LAST_RANK)
+    ]
+    for steps in result:
+        steps[-1] += end
     return result

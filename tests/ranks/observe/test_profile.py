@@ -136,17 +136,10 @@ def test_times_and_bytes_are_those_of_each_stage_alone() -> None:
         # the norm.
         assert first.activation_bytes == 3 * value + statistics
         assert second.activation_bytes > first.activation_bytes - value
-    # A split backward has a part that waits and factors that it needs.
+    # The factors of the linear layer's product: what went in, and the gradient of what came out.
+    # What went into the first stage is the caller's own.
     for stage in measured("zbv")[0][-1].stages:
-        assert stage.backward_seconds > stage.weight_seconds > 0
-        # The factors of the linear layer's product: what went in, and the gradient of what came
-        # out. What went into the first stage is the caller's own.
         assert stage.factor_bytes in (FLOAT * ROWS * WIDTH, 2 * FLOAT * ROWS * WIDTH)
-    # A stage that recomputes keeps nothing of its own and runs forward twice.
-    first, second = measured("1f1b", recompute=True)[0][-1].stages
-    # The first one's input is the caller's, the second one's is in receive buffers.
-    assert first.activation_bytes == second.activation_bytes == 0
-    assert second.backward_seconds > SLOW_SECONDS
     # The costs can be simulated and saved.
     found, program = measured("1f1b")
     costs = Costs.from_json(found[-1].to_json())

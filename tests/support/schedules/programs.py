@@ -1,8 +1,7 @@
-"""Random Programs, and a run of a Program in which everything takes a random time."""
+"""Random Programs, and a run of a Program in a random order of what can happen."""
 
 from __future__ import annotations
 
-import heapq
 import random
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -141,14 +140,14 @@ class _Edge:
     sent: list[tuple[Key, int]] = field(default_factory=list)
     posted: list[Key] = field(default_factory=list)
     num_arrived: int = 0
-    busy: bool = False
 
 
 class Run:
-    """Plays a Program with numbers for values: transfers and computes take random times.
+    """Plays a Program with numbers for values; what happens next is drawn of all that can.
 
-    A transfer begins when it is sent and its receive is posted, whichever is later, behind those
-    before it of its edge; a collective when all its ranks have it at the head of its comm stream.
+    A transfer arrives some time after it is sent and its receive is posted, behind those before it
+    of its edge; a collective ends when all its ranks have it at the head of its comm stream. Some
+    ranks, edges and collectives are a thousand times slower than others.
 
     Attributes:
         values: What each forward made, by stage and microbatch.
@@ -158,102 +157,59 @@ class Run:
         buffers: For each rank the most buffers for what is received.
         in_flight: For each rank the most receives that were posted, and not waited for.
         held_up: The actions that came later because a release in front of them had to wait.
+        arrived: What transfers carried, by channel and microbatch.
+        comm_streams: The collectives that were launched and have not ended, by rank and number.
     """
 
     def __init__(self, program: Program, seed: int) -> None:
         self.values: dict[Key, int] = {}
         self.gradients: dict[Key, int] = {}
-        self.live, self.graphs = list[int](), list[int]()
-        self.buffers, self.in_flight = list[int](), list[int]()
         self.held_up = list[Action]()
+        self.arrived: dict[Key, int] = {}
+        self.comm_streams = defaultdict[tuple[int, int], list[int]](list)
         self._program = program
-        self._chance = random.Random(seed)
-        self._places = program.schedule.stage_to_rank
         self._edges = defaultdict[tuple[int, int], _Edge](_Edge)
-        self._arrived: dict[Key, int] = {}  # (channel, microbatch) -> the payload
-        self._asleep = defaultdict[Key, list[_Worker]](list)
-        self._events: list[tuple[float, int, Callable[[], None]]] = []
-        self._now, self._num_events = 0.0, 0
-        self._comm_streams = defaultdict[tuple[int, int], list[int]](list)
-        self._began = set[int]()
-        workers = [_Worker(self, program, rank) for rank in range(len(program.items))]
-        for worker in workers:
-            self.later(worker.go)
-        while self._events:
-            self._now, _, event = heapq.heappop(self._events)
-            event()
-        if any(w.place < len(w.items) for w in workers) or any(self._comm_streams.values()):
-            raise DeadlockError(str([w.place for w in workers]))
-        for worker in workers:
-            self.live.append(worker.most["live"])
-            self.graphs.append(worker.most["graphs"])
-            self.buffers.append(worker.most["buffers"])
-            self.in_flight.append(worker.most["in flight"])
+        self._workers = [_Worker(self, program, rank) for rank in range(len(program.items))]
+        chance = random.Random(seed)
+        haste = defaultdict[object, float](lambda: chance.choice((1.0, 1.0, 1e-3)))
+        while events := dict(self._possible()):
+            (chosen,) = chance.choices(list(events), [haste[event] for event in events])
+            events[chosen]()
+        if any(w.place < len(w.items) for w in self._workers) or any(self.comm_streams.values()):
+            raise DeadlockError(str([w.place for w in self._workers]))
+        mosts = [worker.most for worker in self._workers]
+        self.live = [most["live"] for most in mosts]
+        self.graphs = [most["graphs"] for most in mosts]
+        self.buffers = [most["buffers"] for most in mosts]
+        self.in_flight = [most["in flight"] for most in mosts]
 
-    def later(self, event: Callable[[], None]) -> None:
-        """Lets something happen after a random time: mostly short, at times very long."""
-        self._num_events += 1
-        takes = self._chance.random() ** 4 * 10
-        heapq.heappush(self._events, (self._now + takes, self._num_events, event))
-
-    def post(self, key: Key) -> None:
-        """Gives a buffer to the next transfer of an edge."""
-        edge = self._edge(key)
-        edge.posted.append(key)
-        self._begin(edge)
-
-    def send(self, key: Key, payload: int) -> None:
-        """Starts a transfer."""
-        edge = self._edge(key)
-        edge.sent.append((key, payload))
-        self._begin(edge)
-
-    def take(self, key: Key, worker: _Worker) -> int | None:
-        """Returns what a transfer carried; None, and wakes the worker later, if it is not over."""
-        if key not in self._arrived:
-            self._asleep[key].append(worker)
-        return self._arrived.get(key)
-
-    def launch(self, number: int, rank: int) -> None:
-        """Puts a collective at the end of its comm stream."""
-        self._comm_streams[rank, self._program.collectives[number].comm_stream].append(number)
-        self._reduce()
-
-    def _edge(self, key: Key) -> _Edge:
-        _, _, source, target = self._program.channels[key[0]]
+    def edge(self, channel: int) -> _Edge:
+        """Returns the edge of a channel."""
+        _, _, source, target = self._program.channels[channel]
         return self._edges[source, target]
 
-    def _begin(self, edge: _Edge) -> None:
-        at = edge.num_arrived
-        if not edge.busy and at < min(len(edge.sent), len(edge.posted)):
-            key, payload = edge.sent[at]
-            assert key == edge.posted[at], "a buffer got what was meant for another"
-            edge.busy = True
-            self.later(partial(self._arrive, edge, key, payload))
-
-    def _arrive(self, edge: _Edge, key: Key, payload: int) -> None:
-        edge.busy = False
-        edge.num_arrived += 1
-        self._arrived[key] = payload
-        for worker in self._asleep.pop(key, ()):
-            worker.go()
-        self._begin(edge)
-
-    def _reduce(self) -> None:
+    def _possible(self) -> Iterator[tuple[object, Callable[[], object]]]:
+        """Yields names of what can happen now, and what does it."""
+        for rank, worker in enumerate(self._workers):
+            if worker.can_go():
+                yield rank, worker.go
+        for ends, edge in self._edges.items():
+            if edge.num_arrived < min(len(edge.sent), len(edge.posted)):
+                yield ends, partial(self._arrive, edge)
         for number, collective in enumerate(self._program.collectives):
-            comm_streams = [
-                self._comm_streams[rank, collective.comm_stream] for rank in collective.ranks
-            ]
-            if number not in self._began and all(
-                comm_stream[:1] == [number] for comm_stream in comm_streams
-            ):
-                self._began.add(number)
-                self.later(partial(self._end, comm_streams))
+            keys = [(rank, collective.comm_stream) for rank in collective.ranks]
+            if all(self.comm_streams[key][:1] == [number] for key in keys):
+                yield f"collective {number}", partial(self._end, keys)
 
-    def _end(self, comm_streams: Sequence[list[int]]) -> None:
-        for comm_stream in comm_streams:
-            del comm_stream[0]
-        self._reduce()
+    def _arrive(self, edge: _Edge) -> None:
+        key, payload = edge.sent[edge.num_arrived]
+        assert key == edge.posted[edge.num_arrived], "a buffer got what was meant for another"
+        edge.num_arrived += 1
+        self.arrived[key] = payload
+
+    def _end(self, keys: Sequence[tuple[int, int]]) -> None:
+        for key in keys:
+            del self.comm_streams[key][0]
 
 
 class _Worker:
@@ -275,33 +231,37 @@ class _Worker:
         self._ended = defaultdict[int, int](int)
         self._final = set[int]()
 
+    def can_go(self) -> bool:
+        """Whether its next item waits for nothing."""
+        if self.place == len(self.items):
+            return False
+        op, which, microbatch = self.items[self.place]
+        if op not in (Op.WAIT_RECEIVE, Op.RELEASE) or (which, microbatch) in self._run.arrived:
+            return True
+        ahead = [item for item in self.items[self.place :] if item.op is Op.COMPUTE]
+        if op is Op.RELEASE and ahead:
+            self._run.held_up.append(self._program.action(ahead[0]))
+        return False
+
     def go(self) -> None:
-        """Does its items until one of them takes time."""
-        while self.place < len(self.items):
-            op, which, microbatch = item = self.items[self.place]
-            if op is Op.COMPUTE:
-                self._run.later(partial(self._compute, self._program.action(item)))
-                return
-            if op in (Op.WAIT_RECEIVE, Op.RELEASE):
-                payload = self._run.take((which, microbatch), self)
-                if payload is None:
-                    ahead = [i for i in self.items[self.place :] if i.op is Op.COMPUTE]
-                    if op is Op.RELEASE and ahead:
-                        self._run.held_up.append(self._program.action(ahead[0]))
-                    return
-                if op is Op.WAIT_RECEIVE:
-                    self._receive(which, microbatch, payload)
-            else:
-                self._start(op, which, microbatch)
-            self.place += 1
+        """Does its next item."""
+        op, which, microbatch = item = self.items[self.place]
+        if op is Op.COMPUTE:
+            self._compute(self._program.action(item))
+        elif op is Op.WAIT_RECEIVE:
+            self._receive(which, microbatch, self._run.arrived[which, microbatch])
+        else:
+            self._start(op, which, microbatch)
+        self.place += 1
 
     def _start(self, op: Op, which: int, microbatch: int) -> None:
         if op is Op.POST_RECEIVE:
             self._count("buffers", 1)
             self._count("in flight", 1)
-            self._run.post((which, microbatch))
+            self._run.edge(which).posted.append((which, microbatch))
         elif op is Op.SEND:
-            self._run.send((which, microbatch), self._payload(which, microbatch))
+            payload = self._payload(which, microbatch)
+            self._run.edge(which).sent.append(((which, microbatch), payload))
         elif op is Op.JOIN:
             self._sums[which, microbatch] = self._sum(which, microbatch)
         elif op is Op.FINAL:
@@ -311,11 +271,10 @@ class _Worker:
             number = self._program.schedule.num_microbatches
             assert self._went_back[which] == number > self._ended[which]
         elif op is Op.LAUNCH:
-            assert self._final.issuperset(self._here.intersection(self._stages(which)))
-            self._run.launch(which, self._rank)
-
-    def _stages(self, collective: int) -> tuple[int, ...]:
-        return self._program.collectives[collective].stages
+            stages = self._program.collectives[which].stages
+            assert self._final.issuperset(self._here.intersection(stages))
+            stream = self._program.collectives[which].comm_stream
+            self._run.comm_streams[self._rank, stream].append(which)
 
     def _count(self, name: str, by: int) -> None:
         self._now[name] += by
@@ -372,8 +331,6 @@ class _Worker:
                 if stage in link.consumers and link.producer not in self._here:
                     self._readers[number, microbatch] -= 1
                     self._count("buffers", -(self._readers[number, microbatch] == 0))
-        self.place += 1
-        self.go()
 
     def _free_gradients(self, stage: int) -> None:
         """Frees the received gradients of a stage's outputs, which W reads too."""

@@ -25,13 +25,11 @@ from pipegrad.schedules import lower
 from pipegrad.schedules.program.program import OP_MASK, Op
 from tests.support.orders import (
     MULTI,
-    SINGLE,
     deepspeed,
     just_in_time,
     megatron,
     megatron_interleaved,
     multi,
-    single,
 )
 
 GOOD = "0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n"
@@ -64,19 +62,6 @@ def test_what_torch_lowers_is_right_on_all_communicators(name: str, num_ranks: i
     for communicators in get_args(Communicators):
         verdict = pipegrad.verify(schedule, communicators=communicators)
         assert verdict.is_right, str(verdict)
-
-
-@pytest.mark.parametrize("num_ranks", SIZES)
-@pytest.mark.parametrize("name", SINGLE)
-def test_what_torch_does_with_one_stage_a_rank_is_right(name: str, num_ranks: int) -> None:
-    orders = single(name, num_ranks, 2 * num_ranks)
-    verdict = pipegrad.verify(orders, batched=True)
-    assert verdict.is_right, str(verdict)
-    assert verdict.needs is not None
-    most = [2 * num_ranks] * num_ranks if name == "ScheduleGPipe" else range(num_ranks, 0, -1)
-    assert verdict.needs.live_activations == tuple(most)
-    # torch's 1F1B starts the send and the receive of a step together, and must.
-    assert pipegrad.verify(orders).is_right == (name == "ScheduleGPipe")
 
 
 @pytest.mark.parametrize("name", MULTI)
@@ -124,15 +109,9 @@ INTERLEAVED = (
 def test_pytorch_172668_both_ranks_send_first() -> None:
     orders = just_in_time(INTERLEAVED)
     verdict = pipegrad.verify(orders)
-    assert verdict.sentences == (
-        (
-            "rank 0: 0SEND_F1 waits for 1RECV_F1 of rank 1, which is behind 1SEND_F0 on the "
-            "communicator"
-        ),
-        (
-            "rank 1: 1SEND_F0 waits for 2RECV_F0 of rank 0, which is behind 0SEND_F1 on the "
-            "communicator"
-        ),
+    assert verdict.sentences[0] == (
+        "rank 0: 0SEND_F1 waits for 1RECV_F1 of rank 1, which is behind 1SEND_F0 on the "
+        "communicator"
     )
     assert str(verdict).splitlines()[-2:] == [
         "rank 0  0F0 0SEND_F0 0F1 >0SEND_F1< >2RECV_F0< 2F0 2SEND_F0 2RECV_F1 ...",
@@ -148,16 +127,8 @@ def test_pytorch_172668_with_the_receive_first_on_odd_ranks() -> None:
     for at, (one, other) in enumerate(itertools.pairwise(second)):
         if "SEND" in one and "RECV" in other:
             second[at : at + 2] = other, one
-    assert pipegrad.verify([first, second]).sentences == (
-        (
-            "rank 0: 0SEND_F2 waits for 1RECV_F2 of rank 1, which is behind 3SEND_B0 on the "
-            "communicator"
-        ),
-        (
-            "rank 1: 3SEND_B0 waits for 2RECV_B0 of rank 0, which is behind 0SEND_F2 on the "
-            "communicator"
-        ),
-    )
+    verdict = pipegrad.verify([first, second])
+    assert [(wait.rank, wait.other_rank) for wait in verdict.circle] == [(0, 1), (1, 0)]
 
 
 def loop(num_microbatches: int) -> list[list[str]]:
@@ -179,10 +150,6 @@ def test_pytorch_195760_four_ranks_wait_round_the_loop() -> None:
     assert [(wait.rank, wait.other_rank) for wait in verdict.circle] == [
         *((0, 1), (1, 2), (2, 3), (3, 0))
     ]
-    assert verdict.sentences[-1] == (
-        "rank 3: 3SEND_F0 waits for 4RECV_F0 of rank 0, which is behind 0SEND_F3 on the "
-        "communicator"
-    )
     assert pipegrad.verify(loop(8), communicators="edge").is_right  # what the pull request does
     assert pipegrad.verify(loop(2)).is_right  # its example waits, and ends
 
@@ -204,23 +171,6 @@ def test_megatron_5100_sends_before_it_receives(num_ranks: int) -> None:
     assert pipegrad.verify(orders, batched=True).is_right
 
 
-def test_megatron_5100_crosses_messages_between_two_ranks() -> None:
-    """Megatron-LM#5271: both neighbours are one rank, so two sends in one order go to one rank."""
-    first, second = just_in_time(
-        ["0F0 2F0 0F1 2B0 2F1 0B0 2B1 0B1", "1F0 3F0 3B0 1F1 1B0 3F1 3B1 1B1"]
-    )
-    assert pipegrad.verify([first, second], communicators="edge").is_right
-    # One exchange of each rank, in the fixed order: first the rank before, then the rank behind.
-    first.remove("0SEND_F1")
-    first.insert(first.index("2SEND_B0") + 1, "0SEND_F1")
-    second.remove("1RECV_B0")
-    second.insert(second.index("1RECV_F1") + 1, "1RECV_B0")
-    for batched in (False, True):
-        verdict = pipegrad.verify([first, second], communicators="edge", batched=batched)
-        (defect,) = verdict.defects
-        assert defect.text == "2SEND_B0: rank 1 takes it for 1RECV_F1: a message carries no name"
-
-
 INTERLEAVED_SIZES = [(2, 4, 2), (3, 6, 2), (4, 4, 2), (4, 8, 2), (4, 16, 3), (8, 16, 2)]
 
 
@@ -234,11 +184,6 @@ def test_megatron_5100_with_interleaving(
     assert {wait.rank for wait in verdict.circle} == set(range(num_ranks))
     if num_ranks == 2:  # where they take messages for others, too
         return
-    call = "send_forward_recv_forward(recv_prev=True)"
-    assert verdict.sentences[0] == (
-        f"rank 0: {num_ranks}RECV_F0 ({call}) waits for {num_ranks - 1}SEND_F0 ({call}) of rank "
-        f"{num_ranks - 1}, which is behind {num_ranks - 1}RECV_F1 ({call}) on the communicator"
-    )
     assert not pipegrad.verify(orders, communicators="pair").is_right
     assert pipegrad.verify(orders, batched=True).is_right
 
@@ -294,12 +239,11 @@ def test_a_receive_without_a_compute_and_a_send_too_many_are_wrong(tmp_path: Pat
         pipegrad.verify(path)
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4, 7])
-def test_instructions_of_deepspeed_are_read(num_ranks: int) -> None:
-    verdict = pipegrad.verify(deepspeed(num_ranks, 8))
+def test_instructions_of_deepspeed_are_read() -> None:
+    verdict = pipegrad.verify(deepspeed())
     assert verdict.is_right, str(verdict)
     assert verdict.needs is not None
-    assert verdict.needs.live_activations == tuple(range(num_ranks, 0, -1))
+    assert verdict.needs.live_activations == (2, 1)
 
 
 # What is wrong in single cells.
@@ -422,14 +366,10 @@ def test_lines_and_blanks_do_not_matter(text: str, tmp_path: Path) -> None:
     ("text", "says"),
     [
         ("", "has no cells; expected a line for each rank"),
-        (" \n,\n", "has no cells"),
         ("0F0,0B0\n,,\n2F0,2B0\n", "line 2 computes nothing; each rank has a stage"),
         ("0F0,0B0\n2F0,2B0\n", "has a stage 2 but no stage 1"),
         ("0F0,0B7\n", "has a microbatch 7 but no microbatch 1"),
-        (GOOD.replace("1B0", "1Q0"), "line 2, cell 3: '1Q0' is not understood"),
-        (GOOD.replace(",", ";"), "line 1, cell 1: '0F0;0SEND_F0;0RECV_B0;0B0' is not understood"),
         ("# torch\n\n" + GOOD.replace("1B0", "1Q0"), "line 4, cell 3: '1Q0' is not understood"),
-        ("rank,actions\n" + GOOD, "line 1, cell 1: 'rank' is not understood; expected actions of"),
         ("ForwardPass(buffer_id=0, phase=1)\n", "understood; expected actions of torch such as"),
         ("0F99999999999\n", "line 1, cell 1: '0F99999999999' is not understood"),
         ("0F0,\x1b[2J\n", r"line 1, cell 2: '\x1b[2J' is not understood"),
@@ -460,21 +400,13 @@ def test_files_that_cannot_be_read_are_refused(
         pipegrad.verify(path)
 
 
-@pytest.mark.parametrize("source", [5, None, b"0F0"])
-def test_other_sources_are_refused(source: object) -> None:
-    with pytest.raises(ScheduleError, match="expected a file, a list of the actions"):
-        pipegrad.verify(source)
-    with pytest.raises(ScheduleError, match="expected all from 0 on"):
-        pipegrad.verify({1: ["0F0"]})
-    with pytest.raises(ScheduleError, match="sends is 'fast', expected one of rendezvous, eager"):
-        pipegrad.verify([["0F0"]], sends="fast")  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("source", "says"),
     [
+        (5, "expected a file, a list of the actions"),
+        (b"0F0", "expected a file, a list of the actions"),
+        ({1: ["0F0"]}, "expected all from 0 on"),
         (["0F0", "0B0"], "orders of rank 0 are '0F0': expected a list of its actions"),
-        ([["0F0"], None], "orders of rank 1 are None: expected a list of its actions"),
         ([["0F0", "0X0"]], "orders, rank 0, cell 2: '0X0' is not understood"),
         (GOOD * 100, "0F0,0SEND_F0,0RECV_B0,0B0"),
     ],
@@ -483,9 +415,11 @@ def test_what_lists_no_ranks_is_refused(source: object, says: str) -> None:
     with pytest.raises(ScheduleError, match=re.escape(says)) as refused:
         pipegrad.verify(source)
     assert len(str(refused.value)) < 400
+    with pytest.raises(ScheduleError, match="sends is 'fast', expected one of"):
+        pipegrad.verify([["0F0"]], sends="fast")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("name", SINGLE)
+@pytest.mark.parametrize("name", ["ScheduleGPipe", "Schedule1F1B"])
 def test_a_table_that_torch_does_not_run_is_refused(name: str) -> None:
     """The table of torch 2.13's Schedule1F1B counts the forwards of the last rank from 1."""
     stage = SimpleNamespace(num_stages=2, group_size=2, stage_index=0, has_backward=True)
@@ -514,18 +448,11 @@ def test_the_page_has_the_circle_in_its_grid(tmp_path: Path) -> None:
     assert "which is behind 1SEND_F2 on the communicator" in page
     assert page.count("<tr>") == 4
     assert "http" not in page
-    verified(GOOD, tmp_path).write_html(path)
-    assert "marked" not in path.read_text().split("</style>")[1]
-    verified("0F0,0F0,0B0", tmp_path).write_html(path)
-    assert "0F0 2 times" in path.read_text()
-
-
-def test_names_of_files_are_text_in_the_page(tmp_path: Path) -> None:
     odd = tmp_path / "<script>.csv"
     odd.write_text(GOOD)
-    page = tmp_path / "page.html"
-    pipegrad.verify(odd).write_html(page)
-    assert "<script>" not in page.read_text()
+    pipegrad.verify(odd).write_html(path)
+    assert "marked" not in path.read_text().split("</style>")[1]
+    assert "<script>" not in path.read_text()
 
 
 def test_json_has_the_same(tmp_path: Path) -> None:

@@ -72,20 +72,6 @@ def test_it_opens_and_draws_a_box_for_each_span(page: Page, tmp_path: Path) -> N
     assert {sum(light) > 600, sum(dark) > 600} == {True, False}
 
 
-def test_what_is_unpacked_is_the_timeline(page: Page, tmp_path: Path) -> None:
-    timeline = simulated("zbv", steps=2)
-    opened(page, tmp_path, timeline)
-    found = page.run(
-        "const t = picture.timelines[0];"
-        "return Array.from({length: t.size},"
-        " (_, s) => [t.rank[s], t.begin[s], t.end[s], t.microbatch[s]])"
-    )
-    expected = sorted([s.rank, s.begin, s.end, s.microbatch] for s in timeline.spans)
-    assert len(found) == len(expected)
-    for values, wanted in zip(sorted(found), expected, strict=True):
-        assert values == pytest.approx(wanted, abs=1e-9)
-
-
 def test_it_zooms_by_wheel_keys_and_buttons(page: Page, tmp_path: Path) -> None:
     opened(page, tmp_path, simulated())
     whole = page.view()

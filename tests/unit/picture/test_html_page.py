@@ -1,16 +1,24 @@
-"""write_html: one file that needs nothing else, and that no text can break."""
+"""write_html: one file that needs nothing else, that no text can break, and that has all spans."""
 
 from __future__ import annotations
 
+import base64
 import json
 import re
+import zlib
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from pipegrad.picture import write_html
-from tests.support.picture.timelines import SMALL, SPANS
+from pipegrad.picture.drawable import tracks
+from pipegrad.picture.html_page import FIELDS, pack
+from pipegrad.simulation.timeline import KINDS, MemoryPoint, Span, Timeline
+from tests.support.picture.timelines import SMALL, SPANS, simulated
 
 EVIL = "</script><script>alert(1)</script><!-- %%DATA%% & \"'"
 
@@ -46,3 +54,84 @@ def test_no_text_ends_the_data_or_the_title(tmp_path: Path) -> None:
 def test_the_title_is_given_or_the_name(title: str, expected: str, tmp_path: Path) -> None:
     write_html([SMALL], tmp_path / "page.html", title=title)
     assert f"<h1>{expected}</h1>" in (tmp_path / "page.html").read_text(encoding="utf-8")
+
+
+# What the page unpacks.
+
+
+def numbers(text: str, num_columns: int) -> list[list[int]]:
+    found = np.frombuffer(zlib.decompress(base64.b64decode(text)), "<i4")
+    return [list(map(int, row)) for row in found.reshape(num_columns, -1)]
+
+
+def unpacked(packed: dict[str, Any]) -> list[Span]:
+    """Returns the spans in the order of the tracks, as page/data.js unpacks them."""
+    columns = dict(zip(FIELDS, numbers(packed["spans"], len(FIELDS)), strict=True))
+    spans, number, unit = [], 0, packed["time_unit"]
+    for rank, _, count in packed["tracks"]:
+        now = 0
+        for at in range(number, number + count):
+            begin = now + columns["gap"][at]
+            now = begin + columns["duration"][at]
+            facts = {name: columns[name][at] for name in FIELDS[3:-1]}
+            label = packed["labels"][columns["label"][at]]
+            kind = KINDS[columns["kind"][at]]
+            spans.append(Span(rank, kind, begin * unit, now * unit, **facts, label=label))
+        number += count
+    return spans
+
+
+@pytest.mark.parametrize(
+    "timeline", [SMALL, simulated("zbv", steps=2), replace(SMALL, num_ranks=4)], ids=["s", "z", "e"]
+)
+def test_spans_come_back_in_the_order_of_tracks(timeline: Timeline) -> None:
+    packed = pack(timeline)
+    order = chain.from_iterable(track.spans for track in tracks(timeline))
+    found = unpacked(packed)
+    assert len(found) == len(timeline.spans)
+    for span, expected in zip(found, (timeline.spans[number] for number in order), strict=True):
+        close = pytest.approx(
+            [expected.begin, expected.end], rel=0, abs=0.5001 * packed["time_unit"]
+        )
+        assert [span.begin, span.end] == close
+        assert span._replace(begin=0, end=0) == expected._replace(begin=0, end=0)
+
+
+@pytest.mark.parametrize("hours", [1, 1000])
+def test_long_runs_and_much_memory_fit_into_32_bits(hours: int) -> None:
+    seconds, terabyte = 3600.0 * hours, 10**12
+    long = replace(
+        SMALL,
+        num_ranks=1,
+        spans=(Span(0, "F", 0.0, seconds / 3), Span(0, "B", seconds / 3, seconds)),
+        step_ends=(seconds,),
+        memory=((MemoryPoint(0.0, terabyte),),),
+    )
+    packed = pack(long)
+    assert [span.end for span in unpacked(packed)] == pytest.approx([seconds / 3, seconds])
+    assert numbers(packed["memory"], 2)[1][0] * packed["memory_unit"] == terabyte
+
+
+def test_the_critical_path_sums_to_the_step_and_lies_on_its_ranks() -> None:
+    timeline = simulated(steps=2)
+    packed = pack(timeline)
+    ranks, beside, begins, ends = numbers(packed["path"], 4)
+    total = sum(e - b for b, e in zip(begins, ends, strict=True)) * packed["time_unit"]
+    assert total == pytest.approx(timeline.seconds, rel=1e-6)
+    assert set(ranks) == {0, 1, 2, 3}
+    assert set(beside) == {0, 1}
+    assert len(packed["path_words"]) == 2
+
+
+def test_a_span_takes_a_few_bytes() -> None:
+    timeline = simulated(ranks=8, microbatches=64)
+    assert len(pack(timeline)["spans"]) < 16 * len(timeline.spans)
+    # Memory comes back, too.
+    packed = pack(SMALL)
+    units = packed["time_unit"], packed["memory_unit"]
+    points = [
+        MemoryPoint(s * units[0], b * units[1])
+        for s, b in zip(*numbers(packed["memory"], 2), strict=True)
+    ]
+    assert packed["memory_counts"] == [3, 1]
+    assert points == [pytest.approx(point) for row in SMALL.memory for point in row]

@@ -11,7 +11,7 @@ import pytest
 
 from pipegrad.picture import write_perfetto
 from pipegrad.simulation.timeline import Timeline
-from tests.support.picture.timelines import SMALL, SPANS, simulated
+from tests.support.picture.timelines import SMALL, SPANS
 
 
 def events(tmp_path: Path, *timelines: Timeline) -> list[dict[str, Any]]:
@@ -43,15 +43,6 @@ def test_every_span_is_an_event_in_microseconds(tmp_path: Path) -> None:
     assert backward["dur"] == pytest.approx(4000)
     assert (backward["pid"], backward["tid"], backward["cat"]) == (1, 0, "B")
     assert backward["args"] == {"step": 0, "stage": 1, "microbatch": 0}
-
-
-def test_events_of_a_thread_do_not_overlap(tmp_path: Path) -> None:
-    ends: dict[tuple[int, int], float] = {}
-    for event in events(tmp_path, simulated("zbv", steps=2)):
-        if event["ph"] == "X":
-            thread = event["pid"], event["tid"]
-            assert event["ts"] >= ends.get(thread, 0.0) - 0.01
-            ends[thread] = event["ts"] + event["dur"]
 
 
 def test_each_transfer_has_an_arrow_to_its_receiver(tmp_path: Path) -> None:

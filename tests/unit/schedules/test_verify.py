@@ -15,7 +15,7 @@ from pipegrad.schedules import Action, Schedule
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Collective, Link, Op, Program, action_index, encode
-from pipegrad.schedules.program.verify import Proof, verify
+from pipegrad.schedules.program.verify import verify
 from tests.support.schedules.harm import move, quick, refused, seeds, swap, times
 from tests.support.schedules.programs import Run, expected, places_of, programs, rows, with_items
 
@@ -23,26 +23,19 @@ from tests.support.schedules.programs import Run, expected, places_of, programs,
 
 
 @quick
-@given(program=programs(), seed=seeds)
+@given(program=programs(), forward_only=st.booleans(), depth=st.integers(0, 5), seed=seeds)
 def test_what_verify_passes_runs_to_its_end_whatever_the_delays(
-    program: Program, seed: int
+    program: Program, forward_only: bool, depth: int, seed: int
 ) -> None:
+    if forward_only:
+        program = lower(program.schedule, links=program.links, depth=depth, forward_only=True)
     proof = verify(program)
     run = Run(program, seed)
     assert (run.values, run.gradients) == expected(program)
-    assert proof == Proof(*map(tuple, (run.live, run.graphs, run.buffers, run.in_flight)))
-    assert run.held_up == []
-
-
-@quick
-@given(program=programs(), depth=st.integers(0, 5), seed=seeds)
-def test_forwards_alone_run_too(program: Program, depth: int, seed: int) -> None:
-    program = lower(program.schedule, links=program.links, depth=depth, forward_only=True)
-    proof = verify(program)
-    run = Run(program, seed)
-    assert (run.values, run.gradients) == expected(program)
-    assert proof.receive_buffers == tuple(run.buffers)
-    assert proof.in_flight == tuple(run.in_flight)
+    assert (proof.receive_buffers, proof.in_flight) == (tuple(run.buffers), tuple(run.in_flight))
+    if not forward_only:
+        assert (proof.live_activations, proof.live_graphs) == (tuple(run.live), tuple(run.graphs))
+        assert run.held_up == []
 
 
 def test_forwards_alone_must_be_complete_too() -> None:
@@ -69,10 +62,6 @@ WRONG: dict[str, tuple[Schedule, list[str]]] = {
             "rank 0  0F0   >0B0< 0F1   0B1",
             "rank 1  1F0   >1F1< 1B0   1B1",
         ],
-    ),
-    "missing": (
-        rows("0F0 0B0", "1F0"),
-        [f"{INCOMPLETE}stage 1 microbatch 0 has ['F']", "rank 0  0F0   0B0", "rank 1  >1F0<"],
     ),
     "doubled": (
         rows("0F0 0B0 0B0", "1F0 1B0"),

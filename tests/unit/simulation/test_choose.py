@@ -13,7 +13,7 @@ from pipegrad.schedules import Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
 from pipegrad.schedules.measured import Candidate, Choice
 from pipegrad.simulation.choose import choose, merged_stages
-from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
+from pipegrad.simulation.costs import Costs, Network, StageCosts
 
 MIB = 2**20
 STAGE = StageCosts(
@@ -190,15 +190,6 @@ def test_plug_ins_are_candidates_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert choice.best.name == "a-theirs"
     assert choice.schedule.name == "theirs"
     assert "needs the option 'depth'" in named(choice)["needy"].refused
-
-
-def test_hop_aware_knows_the_hops_of_the_costs() -> None:
-    hops = Network(nic_bytes_per_second=1e12)
-    links = tuple(LinkCosts(*e, bytes_per_second=MIB / 0.014) for e in ((1, 2), (2, 1)))
-    slow = replace(hops, links=links)
-    choice = chosen(network=slow)
-    assert choice.best.name.startswith("hop-aware-1f1b")
-    assert choice.best.live_activations == (5, 4, 2, 1)
 
 
 def test_the_table_shows_the_chosen_one_first_and_reasons_for_the_rest() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from pipegrad import Placement
 from pipegrad.errors import ScheduleError
-from pipegrad.observe.measured_costs import with_codecs
+from pipegrad.observe.measured_costs import _kind, with_codecs
 from pipegrad.pipeline.codings import choice_of
+from pipegrad.plugins.handler import ReductionStep
 from pipegrad.schedules import build, lower
 from pipegrad.simulation.choose import times_of
 from pipegrad.simulation.costs import (
@@ -30,6 +32,12 @@ COSTS = Costs(
 )
 
 
+def coded(**changes: object) -> dict[str, object]:
+    """Returns costs of one codec."""
+    codec = {"ranks": (0, 1), "carries": "gradients", **changes}
+    return {"stages": [{}], "codecs": [codec]}
+
+
 def test_costs_survive_a_file(tmp_path: Path) -> None:
     COSTS.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json") == COSTS
@@ -40,18 +48,16 @@ def test_costs_survive_a_file(tmp_path: Path) -> None:
     ("data", "words"),
     [
         (None, "costs should be an object, found None"),
-        ([], "costs should be an object"),
         ({}, "stages is missing"),
-        ({"stages": [{"forward": 1}]}, r"stages\.0\.forward"),
-        ({"stages": [{"forward_seconds": -1}]}, "forward_seconds is -1"),
         ({"stages": [{"forward_seconds": float("nan")}]}, "forward_seconds is nan"),
-        ({"stages": [{"forward_seconds": "fast"}]}, r"stages\.0\.forward_seconds"),
         ({"stages": [{"weight_seconds": 1}]}, "a part of backward_seconds"),
-        ({"stages": [{"outputs": {"x": -1}}]}, "outputs is -1"),
         ({"stages": [], "network": {"latency_seconds": float("inf")}}, "latency_seconds is inf"),
         ({"stages": [], "collectives": {"a": {"num_ranks": 0}}}, "num_ranks is 0, expected"),
-        ({"stages": [], "network": {"nic_bytes_per_second": 0}}, "above 0"),
         ({"stages": [], "collectives": {"a": {"kind": "gather"}}}, "'all-reduce'"),
+        (coded(ranks=(1, 0)), "the lower one first"),
+        (coded(ranks=(1, 1)), "the lower one first"),
+        (coded(share=-1.0), "share"),
+        (coded(carries="x"), "carries"),
     ],
 )
 def test_what_does_not_fit_is_refused_in_one_line(data: object, words: str) -> None:
@@ -183,16 +189,15 @@ def test_a_job_has_its_own_codecs_and_no_others() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "words"),
+    ("placement", "kind"),
     [
-        ({"ranks": (1, 0)}, "the lower one first"),
-        ({"ranks": (1, 1)}, "the lower one first"),
-        ({"share": -1.0}, "share"),
-        ({"carries": "x"}, "carries"),
-        ({"encode_seconds_per_byte": float("nan")}, "encode_seconds_per_byte"),
+        (Placement.REPLICATE, "all-reduce"),
+        (Placement.WHOLE, "reduce-scatter"),
+        (Placement.OWNER, "send"),
+        (Placement.SHARD, "reduce-scatter"),
     ],
 )
-def test_codecs_that_cannot_be_are_refused(changes: dict[str, object], words: str) -> None:
-    data = {"ranks": (0, 1), "carries": "gradients", **changes}
-    with pytest.raises(ScheduleError, match=words):
-        Costs.from_json({"stages": [{}], "codecs": [data]})
+def test_a_sum_on_one_rank_is_sent_to_it_and_shards_are_scattered(
+    placement: Placement, kind: str
+) -> None:
+    assert _kind(ReductionStep("dp", (0, 1), "sum", placement, "mine")) == kind

@@ -109,22 +109,6 @@ def test_where_links_take_no_time_equal_layers_stay_even() -> None:
         assert found(name, 4, costs) == (3, 6, 9)
 
 
-def test_a_slow_link_gets_fewer_layers_beside_it() -> None:
-    """Ranks 1 and 2 wait for each other's messages, which nobody can see in serial times."""
-    links = tuple(LinkCosts(*ends, 0.0, 2.5e7) for ends in ((1, 2), (2, 1)))
-    costs = Costs(layers(*[1.0] * 12, kib=1024), Network(125e6, links=links))
-    cut = found("1f1b", 4, costs)
-    program = program_of("1f1b", 4)
-    assert even(costs, 4) == (3, 6, 9)
-    assert cut == (4, 5, 8)
-    assert seconds_of(program, costs, cut) < 0.97 * seconds_of(program, costs, (3, 6, 9))
-
-
-def test_a_heavy_head_is_alone_on_its_stage_if_it_takes_as_long() -> None:
-    costs = Costs(layers(0.5, *[1.0] * 9, 3.0), FAST)
-    assert found("1f1b", 4, costs) == (4, 7, 10)
-
-
 def test_a_memory_limit_moves_layers_to_where_fewer_microbatches_are_held() -> None:
     """Of 1f1b rank 0 holds four microbatches, rank 3 one."""
     costs = Costs(layers(*[1.0] * 8), FAST)

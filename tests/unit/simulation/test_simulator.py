@@ -231,41 +231,26 @@ def test_steps_of_ranks_that_do_not_meet_overlap() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_peak_activations_are_those_that_the_proof_counts(name: str) -> None:
     made = program(name, 4, 8)
-    stage = StageCosts(1, 2, 1, activation_bytes=1, factor_bytes=1)
-    result = simulate(made, Costs((stage,) * len(made.schedule.stage_to_rank)))
+    held = StageCosts(1, 2, 1, activation_bytes=1, factor_bytes=1)
+    result = simulate(made, Costs((held,) * len(made.schedule.stage_to_rank)))
     assert result.peak_bytes == verify(made).live_activations
     assert result.timeline is not None
     for rank, points in enumerate(result.timeline.memory):
         assert max(p.num_bytes for p in points) == result.peak_bytes[rank]
         assert points[-1].num_bytes == 0
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize("forward_only", [False, True])
-def test_buffers_are_those_that_the_proof_counts(name: str, forward_only: bool) -> None:
-    made = program(name, 4, 8, forward_only=forward_only)
-    stage = StageCosts(1, 2, 1, outputs={"x": 1}, parameter_bytes=1000)
-    result = simulate(made, Costs((stage,) * len(made.schedule.stage_to_rank)))
-    most = verify(made).receive_buffers
-    for rank in range(4):
-        held = 1000 * made.schedule.stage_to_rank.count(rank)
-        # A gradient on its way out is held beside the receive buffers.
-        assert held + most[rank] <= result.peak_bytes[rank] <= held + most[rank] + 8
+    # So are buffers, beside the parameters.
+    sent = StageCosts(1, 2, 1, outputs={"x": 1}, parameter_bytes=1000)
+    for each in (made, program(name, 4, 8, forward_only=True)):
+        result = simulate(each, Costs((sent,) * len(made.schedule.stage_to_rank)))
         assert result.timeline is not None
-        assert result.timeline.memory[rank][-1].num_bytes == held
+        for rank, most in enumerate(verify(each).receive_buffers):
+            held_bytes = 1000 * made.schedule.stage_to_rank.count(rank)
+            # A gradient on its way out is held beside the receive buffers.
+            assert 0 <= result.peak_bytes[rank] - held_bytes - most <= 8
+            assert result.timeline.memory[rank][-1].num_bytes == held_bytes
 
 
 # Odd input.
-
-
-def test_costs_of_another_pipeline_are_refused() -> None:
-    made = program("1f1b", 2, 4)
-    with pytest.raises(ScheduleError, match=r"costs of 1 stages.*has 2"):
-        simulate(made, Costs((StageCosts(),)))
-    with pytest.raises(ScheduleError, match=r"3 hosts.*2 ranks"):
-        simulate(made, Costs((StageCosts(),) * 2, Network(hosts=(0, 1, 2))))
-    with pytest.raises(ScheduleError, match="num_steps is 0"):
-        simulate(made, Costs((StageCosts(),) * 2), num_steps=0)
 
 
 def test_a_timeline_survives_json_and_is_cut_into_steps() -> None:
@@ -330,14 +315,21 @@ def test_a_part_of_a_timeline_is_a_timeline() -> None:
         assert not any("no advice" in note for note in explain(part).notes)
 
 
+PAIR = (StageCosts(),) * 2
+
+
 @pytest.mark.parametrize(
     ("given", "costs", "says"),
     [
         (program("1f1b", 2, 4), None, "costs is a NoneType, expected Costs"),
         (program("1f1b", 2, 4), {"stages": []}, "Costs.from_json reads data"),
         (build("1f1b", num_ranks=2, num_microbatches=4), Costs(()), "program is a Schedule"),
+        (program("1f1b", 2, 4), Costs(PAIR[1:]), "costs of 1 stages.*has 2"),
+        (program("1f1b", 2, 4), Costs(PAIR, Network(hosts=(0, 1, 2))), "3 hosts.*2 ranks"),
     ],
 )
 def test_what_is_no_program_or_no_costs_is_refused(given: Any, costs: Any, says: str) -> None:
     with pytest.raises(ScheduleError, match=says):
         simulate(given, costs)
+    with pytest.raises(ScheduleError, match="num_steps is 0"):
+        simulate(program("1f1b", 2, 4), Costs(PAIR), num_steps=0)

@@ -33,11 +33,8 @@ def test_a_step_alone_begins_with_the_memory_that_is_held_then() -> None:
     ("seconds", "text"),
     [
         (0, "0.00 us"),
-        (85e-6, "85.0 us"),
         (0.00123, "1.23 ms"),
         (0.0123, "12.3 ms"),
-        (0.64, "640 ms"),
-        (1.5, "1.50 s"),
         (7200, "7200 s"),
         (0.0009999999, "1.00 ms"),
         (1e9, "1.00e+09 s"),

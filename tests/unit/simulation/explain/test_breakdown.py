@@ -26,24 +26,19 @@ def parts(breakdown: Breakdown, rank: int = 0) -> dict[str, float]:
     return {part: seconds for part, seconds in breakdown.ranks[rank].parts.items() if seconds}
 
 
-def test_two_ranks() -> None:
+def test_the_parts_of_two_ranks_as_rows_and_as_json() -> None:
     breakdown = break_down(Lookup(TWO_RANKS), 0)
     both = {"F": 10, "B": 20, "optimizer": 5}
     assert parts(breakdown) == both | {"wait for receive": 38, "wait for reduction": 2}
     assert parts(breakdown, 1) == both | {"wait for receive": 14, "wait for ranks": 26}
     assert [own.computing for own in breakdown.ranks] == pytest.approx([30 / 75, 30 / 75])
-
-
-def test_rows_and_json() -> None:
-    breakdown = break_down(Lookup(TWO_RANKS), 0)
     assert breakdown.columns() == [
         *("rank", "forward", "backward", "waits to receive", "for reductions", "for all ranks"),
         "optimizer",
     ]
     assert list(breakdown.rows([1])) == [["1", "13 %", "27 %", "19 %", "0.0 %", "35 %", "6.7 %"]]
     data = json.loads(json.dumps(breakdown.to_json()))
-    assert data["seconds"] == 75
-    assert data["ranks"][0]["parts"]["F"] == 10
+    assert (data["seconds"], data["ranks"][0]["parts"]["F"]) == (75, 10)
 
 
 def test_what_no_span_covers_is_other() -> None:

@@ -255,40 +255,6 @@ def uneven(stage_to_rank: tuple[int, ...], seed: int) -> Costs:
     return Costs(stages, Network(links=links))
 
 
-@pytest.mark.parametrize(("num_ranks", "num_microbatches"), [(4, 8), (4, 2), (1, 3), (8, 32)])
-def test_1f1b_without_communication(num_ranks: int, num_microbatches: int) -> None:
-    program = lower(build("1f1b", num_ranks=num_ranks, num_microbatches=num_microbatches))
-    lookup = Lookup(recorded(program, Costs((StageCosts(1.0, 2.0),) * num_ranks), num_steps=2))
-    rounds = num_microbatches + num_ranks - 1
-    for step in (0, 1):
-        breakdown = break_down(lookup, step)
-        computing = [rank.computing for rank in breakdown.ranks]
-        assert computing == pytest.approx([num_microbatches / rounds] * num_ranks)
-        # It computes all the time: all microbatches on one rank, one on each of the others.
-        path = critical_path(lookup, step)
-        assert {segment.kind for segment in path.segments} == {"compute"}
-        assert path.seconds == pytest.approx(3.0 * rounds)
-        check_whole(path, 3.0 * rounds * step, 3.0 * rounds * (step + 1))
-
-
-def test_reductions_of_a_simulation() -> None:
-    """A reduction that is exposed is on the path, behind the backward that it begins in."""
-    schedule = build("1f1b", num_ranks=2, num_microbatches=4)
-    collectives = [Collective("bucket 0", (0,), (0,), 0), Collective("tied", (0, 1), (0, 1), 1)]
-    costs = Costs(
-        (StageCosts(1.0, 2.0, optimizer_seconds=0.5),) * 2,
-        collectives={
-            "bucket 0": CollectiveCosts(num_bytes=1, seconds=3.0),
-            "tied": CollectiveCosts(num_bytes=1, seconds=9.0),
-        },
-    )
-    timeline = recorded(lower(schedule, collectives=collectives), costs)
-    lookup = Lookup(timeline)
-    path = critical_path(lookup, 0)
-    check_whole(path, 0.0, timeline.step_ends[0])
-    assert path.shares["reduction"] == {"tied": 9.0}
-
-
 @pytest.mark.parametrize("seed", range(20))
 def test_a_broken_timeline_has_a_path(seed: int) -> None:
     """Missing spans, clocks that are off and senseless numbers: the path is whole, and ends."""
