@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import pipegrad
@@ -176,3 +178,43 @@ def test_experts_that_replicas_share_are_compared_with_their_norm(averages: bool
     causes = [finding.cause for finding in report.findings]
     assert len(causes) == averages, causes
     assert all("divided by the number of replicas, 2, once" in cause for cause in causes), causes
+
+
+class Shared(nn.Module):
+    """Two layers that ranks share, and between them a scale that each applies to its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, OUT)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.down(self.up(x).tanh() * self.scale))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sums", [True, False])
+def test_gradients_of_layers_that_ranks_share_are_compared_whole(sums: bool) -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    module = copy.deepcopy(model)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(inputs: Tensor, target: Tensor) -> None:
+        optimizer.zero_grad()
+        functional.mse_loss(module(inputs), target).backward()
+        if sums:
+            dist.all_reduce(module.scale.grad)
+        optimizer.step()
+
+    report = Audit(
+        step=step, modules=module, model=model, loss_fn=functional.mse_loss, batches=batches(),
+        microbatches=1,
+    ).run()  # fmt: skip
+    assert report.is_right == sums
+    assert {gradient.name for gradient in report.gradients} == set(dict(model.named_parameters()))
+    for finding in report.findings:
+        assert finding.cause.startswith("the gradient is not summed over the ranks that hold the")
+        assert finding.names == ("scale",)
