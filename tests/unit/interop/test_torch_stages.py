@@ -1,4 +1,4 @@
-"""What a failed step of a torch schedule leaves in torch's stages, for the transfers to go on."""
+"""torch's stages: their order, and what a failed step leaves in them for transfers to go on."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from pipegrad.errors import StepError
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.torch_failure import TorchFailure, _backward_zeros
+from pipegrad.interop.torch_schedule import stages_of
 
 
 def stage(**more: Any) -> Any:
@@ -95,3 +96,9 @@ def test_a_step_that_failed_before_stages_have_learned_leaves_them_as_they_were(
     failure.error = StepError("a batch of another size")
     with pytest.raises(StepError, match="another size"):
         schedule._initialize_stages()
+
+
+def test_stages_come_in_the_order_of_the_model() -> None:
+    stages = [SimpleNamespace(stage_index=index) for index in (3, 1)]
+    schedule: Any = SimpleNamespace(_stages=stages)
+    assert [stage.stage_index for stage in stages_of(schedule)] == [1, 3]
