@@ -9,10 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from pipegrad.audit import Audit, Report, before_clipping
@@ -262,46 +259,3 @@ def test_a_right_loop_over_an_lstm_that_drops_has_no_finding() -> None:
     assert report.is_right, str(report)
     assert "dropout was 0 while numbers were compared" in report.notes
     assert every[0].layers.dropout == model.layers.dropout == 0.5
-
-
-def replicated(
-    *, freezes: bool = False, drops: bool = False, drifts: bool = False, held: Any = slice(None)
-) -> Report:
-    """Audits two replicas. On rank 1 the mode, the learning rate or the modules may be others."""
-    model = uncut()
-    if freezes:
-        model[0].requires_grad_(requires_grad=False)
-    module = copy.deepcopy(model)
-    if freezes:
-        fully_shard(module, mesh=init_device_mesh("cpu", (2,)))
-    if drops:
-        model.append(nn.Dropout(0.5)).train(dist.get_rank() == 0)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.1)
-
-    def step(inputs: Tensor, target: Tensor) -> None:
-        optimizer.zero_grad()
-        functional.cross_entropy(module(inputs), target).backward()
-        for gradient in () if freezes else gradients(module):
-            dist.all_reduce(gradient)
-            gradient.div_(2)
-        optimizer.param_groups[0]["lr"] *= 1 + (drifts and dist.get_rank())
-        optimizer.step()
-
-    return Audit(
-        step=step, modules=module[held] if dist.get_rank() else module, model=model,
-        loss_fn=functional.cross_entropy, batches=batches(), microbatches=1,
-        replica=dist.get_rank(), num_replicas=2,
-    ).run()  # fmt: skip
-
-
-@pytest.mark.ranks(2)
-def test_replicas_with_frozen_modes_or_missing_modules_are_told_apart() -> None:
-    report = replicated(freezes=True)
-    assert report.is_right, str(report)
-    # A mode of one ranks uncut model keeps no rank waiting.
-    replicated(drops=True)
-    # Experts are held by one replica each, so a module that is left out is no error.
-    report = replicated(held=slice(1))
-    assert "not every replica holds 2.weight, 2.bias: these were taken for" in report.notes[0]
-    [finding] = replicated(drifts=True).findings
-    assert finding.cause.startswith("copies of the parameter differ after the optimizer's step")

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_reduce
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
@@ -91,40 +92,16 @@ def test_placed_gradients_are_compared_whole_and_a_wrong_one_is_named() -> None:
         assert finding.names == ("0.weight", "1.weight", "1.bias")
 
 
-class Gathered(torch.autograd.Function):
-    """The rows of all ranks; each rank gets the gradient of its own rows from all of them."""
-
-    @staticmethod
-    def forward(context: Any, own: Tensor) -> Tensor:
-        every = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(every, own.contiguous())
-        return torch.cat(every)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient.chunk(2)[dist.get_rank()]
+def gathered(own: Tensor) -> Tensor:
+    """Returns the rows of all ranks."""
+    every = [torch.zeros_like(own)] * 2
+    every[dist.get_rank()] = own
+    return all_reduce(torch.cat(every))
 
 
-class Summed(torch.autograd.Function):
-    """The sum over all ranks of this rank's rows; the reverse of `Gathered`."""
-
-    @staticmethod
-    def forward(context: Any, every: Tensor) -> Tensor:
-        every = every.clone()
-        dist.all_reduce(every)
-        return every.chunk(2)[dist.get_rank()]
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        every = [torch.empty_like(gradient) for _ in range(2)]
-        dist.all_gather(every, gradient.contiguous())
-        return torch.cat(every)
-
-
-gathered: Any = Gathered.apply
-summed: Any = Summed.apply
+def summed(every: Tensor) -> Tensor:
+    """Returns the sum over all ranks of this rank's rows."""
+    return all_reduce(every).chunk(2)[dist.get_rank()]
 
 
 class Experts(nn.Module):
@@ -141,7 +118,7 @@ class Experts(nn.Module):
         if not self.is_cut:
             return self.experts["0"](x).tanh() + self.experts["1"](x).tanh()  # type: ignore[no-any-return]
         [own] = self.experts.values()
-        return cast("Tensor", summed(own(gathered(x)).tanh()))
+        return summed(own(gathered(x)).tanh())
 
 
 @pytest.mark.ranks(2)

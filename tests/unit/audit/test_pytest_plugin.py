@@ -12,6 +12,7 @@ import pytest
 from pipegrad.audit.report import Finding, Report
 from pipegrad.audit.script import Run
 from pipegrad.errors import ConfigError
+from pipegrad_pytest import _checked
 
 pytest_plugins = ["pytester"]
 
@@ -116,6 +117,12 @@ def test_the_fixture_returns_the_report_or_fails_with_it(
     result = run(pytester)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(CAUSE)
+
+
+def test_a_pipeline_is_audited_on_four_ranks_unless_more_are_wanted(ranks: Ranks) -> None:
+    assert _checked("a.py:one") is RIGHT
+    assert _checked("a.py:one", 6) is RIGHT
+    assert ranks.started == [(Run("a.py:one"), 4), (Run("a.py:one"), 6)]
 
 
 SCRIPT = """
