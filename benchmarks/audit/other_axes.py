@@ -633,9 +633,9 @@ CASES: dict[str, type[Beside]] = {
 def audited(name: str) -> Report | str:
     """Returns the report of a case, or the reason why it is refused; runs on each rank."""
     defect, _, without_names = name.partition(" without ")
-    one = CASES[name]((defect,))
+    options: Any = {"names": None} if without_names else {}
     try:
-        return one.audit(**({"names": None} if without_names else {})).run()
+        return CASES[name]((defect,)).audit(**options).run()
     except AgreementError as error:
         return f"refused: {error}"
 

@@ -96,12 +96,12 @@ def gathered(own: Tensor) -> Tensor:
     """Returns the rows of all ranks."""
     every = [torch.zeros_like(own)] * 2
     every[dist.get_rank()] = own
-    return all_reduce(torch.cat(every))
+    return cast("Tensor", all_reduce(torch.cat(every)))
 
 
 def summed(every: Tensor) -> Tensor:
     """Returns the sum over all ranks of this rank's rows."""
-    return all_reduce(every).chunk(2)[dist.get_rank()]
+    return cast("Tensor", all_reduce(every).chunk(2)[dist.get_rank()])
 
 
 class Experts(nn.Module):

@@ -141,6 +141,13 @@ def test_schedules_without_a_loss_are_left_alone(kind: Any) -> None:
     sync.close()
 
 
+def stages_of(modules: list[Any], topology: Topology) -> list[Any]:
+    """Returns this rank's stages, every second one."""
+    own = range(topology.coordinate("pp"), len(modules), 2)
+    group = topology.group_along("pp")
+    return [PipelineStage(modules[i], i, len(modules), CPU, group=group) for i in own]
+
+
 class Table(nn.Module):
     """The gradients of its parameters are views of one tensor."""
 
@@ -156,22 +163,17 @@ class Table(nn.Module):
 def test_gradients_that_are_views_of_one_tensor_are_summed_apart(kind: Any) -> None:
     """torch's split backward sets gradients itself: both parameters had the sum of both."""
     topology = Topology.create(pipeline=2)
-    here, group = topology.coordinate("pp"), topology.group_along("pp")
     modules = [Table() for _ in range(4)]
+    here, stages = topology.coordinate("pp"), stages_of(modules, topology)
     x, target = torch.randn(2, 8, 8)
-    stages: list[Any] = [
-        PipelineStage(modules[index], index, 4, torch.device("cpu"), group=group)
-        for index in (here, here + 2)
-    ]
     schedule = kind(stages, 4, nn.functional.mse_loss)
     sync = pipegrad.attach(schedule, topology=topology, handlers=["data-parallel"])
     schedule.step(*([] if here else [x]), target=target if here else None)
     loss = nn.functional.mse_loss(nn.Sequential(*modules)(x), target)
     parameters = [p for module in modules for p in module.parameters()]
     true = dict(zip(parameters, torch.autograd.grad(loss, parameters), strict=True))
-    for index in (here, here + 2):
-        for parameter in modules[index].parameters():
-            assert error(parameter.grad, true[parameter]) <= rounding(64)
+    for parameter in (p for stage in stages for p in stage.submod.parameters()):
+        assert error(parameter.grad, true[parameter]) <= rounding(64)
     sync.close()
 
 
@@ -189,13 +191,8 @@ def test_a_hook_on_an_input_is_that_of_its_microbatch(kind: Any) -> None:
     """torch hands out one tensor in every step, so from the second step on hooks piled up."""
     topology = Topology.create(pipeline=2)
     here, replica = topology.coordinate("pp"), topology.coordinate("dp")
-    group = topology.group_along("pp")
-    number = 2 if kind is ScheduleGPipe else 4
-    modules = [Halving(4, 4) for _ in range(number)]
-    stages: list[Any] = [
-        PipelineStage(modules[index], index, number, CPU, group=group)
-        for index in range(here, number, 2)
-    ]
+    modules = [Halving(4, 4) for _ in range(2 if kind is ScheduleGPipe else 4)]
+    stages = stages_of(modules, topology)
     schedule = kind(stages[0] if kind is ScheduleGPipe else stages, 2, nn.functional.mse_loss)
     sync = pipegrad.attach(schedule, topology=topology, handlers=["data-parallel"])
     for _ in range(3):

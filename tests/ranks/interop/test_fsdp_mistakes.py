@@ -91,11 +91,11 @@ def left_out(mesh: DeviceMesh) -> None:
     synced(mesh, modules)
 
 
-def scheduled(mesh: DeviceMesh, schedule: str, places: Sequence[int]) -> None:
+def scheduled(mesh: DeviceMesh) -> None:
     Scheduler(
-        [Stage(module, stage) for stage, module in stages(mesh, places).items()],
+        [Stage(module, stage) for stage, module in stages(mesh).items()],
         Topology.from_mesh(mesh),
-        schedule=schedule,
+        schedule="zb-h1",
         num_microbatches=4,
         loss_fn=loss_of,
         tied=find_tied(build()),
@@ -148,7 +148,7 @@ REFUSALS: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
         ("nobody declared them tied", "{0: '0.weight', 1: '3.weight'}"),
     ),
     (left_out, ("'1.late' is a whole parameter in stage 1", "call fully_shard on the stage")),
-    (lambda mesh: scheduled(mesh, "zb-h1", PLACES[0]), ("'zb-h1' splits backward", NO_SPLIT)),
+    (scheduled, ("'zb-h1' splits backward", NO_SPLIT)),
 ]
 OF_TORCH: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
     (

@@ -53,8 +53,8 @@ def report(
 
 
 LATE_2 = "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE"
-# What ranks have recorded, and how the cause begins.
-CASES: dict[str, tuple[list[Record], str, str]] = {
+# What ranks have recorded, and how the cause begins: an error, or a rank that does not go on.
+RAISED: dict[str, tuple[list[Record], str]] = {
     "who raised first, and not who followed": (
         [
             failed(0, "a step failed on another rank", 1.0, follows=True),
@@ -63,7 +63,6 @@ CASES: dict[str, tuple[list[Record], str, str]] = {
             waiting(3, 2),
         ],
         "rank 2: ValueError('boom') [step 3]",
-        "raised",
     ),
     "an error that its post, or another rank, has given a number": (
         [
@@ -73,37 +72,36 @@ CASES: dict[str, tuple[list[Record], str, str]] = {
             failed(3, "rank 3: rank 3: bucket 0: boom of rank 3: bad", 2.0),
         ],
         "rank 3: bucket 0: boom of rank 3: bad [step 3]",
-        "raised",
     ),
     "who has told its error, and is on the way out with it": (
         [failed(0, TOLD, 2.0, follows=True), waiting(1, 2), state(2), waiting(3, 2)],
         "rank 2: ValueError: boom. In 1F0",
-        "raised",
     ),
     "words of the user's own with a rank in them": (
         [waiting(0, 3), waiting(1, 3), waiting(2, 3), failed(3, "no shard of rank 3: a", 2.0)],
         "rank 3: no shard of rank 3: a [step 3]",
-        "raised",
     ),
+    "what an ended rank has told": (
+        [failed(0, TOLD, 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
+        "rank 2: ValueError: boom. In 1F0",
+    ),
+}
+LOST: dict[str, tuple[list[Record], str]] = {
     "who is slow, at the end of a chain": (
         [waiting(0, 1), waiting(1, 2), computing(2), waiting(3, 2)],
         LATE_2,
-        "lost",
     ),
     "who is outside, and not who is in torch": (
         [waiting(0, 2), waiting(1, 2), state(2), state(3, at="step 3", is_in_torch=True)],
         "rank 2 was outside of pipegrad; other ranks wait for it. LATE",
-        "lost",
     ),
     "a free rank for which others wait, before one that is slower": (
         [waiting(0, 2), computing(1, 50.0), computing(2), waiting(3, 2)],
         LATE_2,
-        "lost",
     ),
     "who has not come to a collective": (
         [computing(2) if r == 2 else waiting(r, *ALL, what="x") for r in ALL],
         LATE_2,
-        "lost",
     ),
     "who is elsewhere, in a circle": (
         [
@@ -111,7 +109,6 @@ CASES: dict[str, tuple[list[Record], str, str]] = {
             *(waiting(1, 0, what="a value"), waiting(2, 1), waiting(3, 2)),
         ],
         "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the optimizer; ",
-        "lost",
     ),
     "who computes, whatever its comm stream waits for": (
         [
@@ -121,17 +118,14 @@ CASES: dict[str, tuple[list[Record], str, str]] = {
             waiting(3, 2),
         ],
         LATE_2.replace("rank 2", "rank 0"),
-        "lost",
     ),
     "none is stuck, they are slow": (
         [waiting(0, 1), waiting(1, 2), computing(2, 0.1), waiting(3, 2)],
         "no rank is stuck, they are too slow; rank 2 was in step 3, compute 2F1, for 0.1 s",
-        "lost",
     ),
     "all have come, and it does not end": (
         [waiting(rank, *ALL, what="the loss") for rank in ALL],
         "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network",
-        "lost",
     ),
     "a lost connection between ranks that live": (
         [
@@ -141,22 +135,14 @@ CASES: dict[str, tuple[list[Record], str, str]] = {
             computing(3, 0.1),
         ],
         "rank 1: Connection reset [step 3]",
-        "lost",
     ),
     "a rank without an answer, before errors that follow": (
         [failed(0, "gloo: closed", 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
         "rank 2 has ended without a word (process 102). LATE",
-        "lost",
-    ),
-    "what an ended rank has told": (
-        [failed(0, TOLD, 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
-        "rank 2: ValueError: boom. In 1F0",
-        "raised",
     ),
     "a rank that has ended, if it told of others": (
         [failed(0, OF_OTHERS, 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
         "rank 2 has ended with code 1. LATE",
-        "lost",
     ),
     "who did not come to an agreement": (
         [
@@ -164,11 +150,8 @@ CASES: dict[str, tuple[list[Record], str, str]] = {
             *(waiting(1, 2), computing(2), waiting(3, 2)),
         ],
         "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f). Rank 0: nothing heard",
-        "lost",
     ),
 }
-
-
 # What is known of a rank without an answer.
 SILENT = {
     "a rank without an answer, before errors that follow": "has ended without a word (process 102)",
@@ -177,9 +160,9 @@ SILENT = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*RAISED, *LOST])
 def test_the_cause_is_named_first(name: str) -> None:
-    states, cause, kind = CASES[name]
+    (states, cause), kind = (RAISED | LOST)[name], "raised" if name in RAISED else "lost"
     found = report(states, {2: SILENT[name]} if name in SILENT else {}, alarm="LATE")
     assert (found.cause[: len(cause)], found.kind) == (cause, kind)
     first, *ranks = found.text.splitlines()
