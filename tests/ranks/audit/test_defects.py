@@ -1,86 +1,110 @@
-"""Defects, one at a time and in pairs, in two kinds of pipelines: each is named, and no other."""
+"""Defects of a pipeline on real ranks are named, each with its cause and no other."""
 
 from __future__ import annotations
 
-import itertools
+import importlib
+from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
 
-from tests.support.audit.hosts import HOSTS, REPLICAS, STAGES
-from tests.support.pairwise import everything
+from pipegrad.audit import Report
+from pipegrad.audit.script import Run
 from tests.support.ranked import gathered
+
+MICROBATCHES, ROWS = 3, 12  # as many as there are of nothing else
+FACTORS = {"times M": MICROBATCHES, "divided by M": 1 / MICROBATCHES, "sum over replicas": 2}
+FILE = Path(__file__).parents[3] / "examples" / "audit_defects.py"
+
+
+def audited(defect: str, monkeypatch: pytest.MonkeyPatch) -> Report:
+    """Audits the example's right pipeline, 2 stages x 2 replicas, with a defect."""
+    monkeypatch.syspath_prepend(FILE.parent)
+    example: Any = importlib.import_module(FILE.stem)
+    monkeypatch.setattr(example, "MICROBATCHES", MICROBATCHES)
+    monkeypatch.setattr(example, "ROWS", ROWS)
+
+    class Spoiled(example.Right):  # type: ignore[misc]
+        def step(self, inputs: Tensor, target: Tensor) -> None:
+            self.last = target.chunk(MICROBATCHES)[-1]
+            if defect == "stale":
+                self.optimizer.zero_grad = bool
+            super().step(inputs, target)
+
+        def loss(self, logits: Tensor, target: Tensor) -> Any:
+            is_lost = defect == "last microbatch" and not torch.equal(target, self.last)
+            return super().loss(logits, target) * (0.0 if is_lost else 1.0)
+
+        def reduce(self) -> None:
+            own = list(self.module.parameters())
+            for parameter in own:
+                parameter.grad *= FACTORS.get(defect, 1.0)
+            for _ in range(2 if defect == "tie twice" else 1):
+                dist.all_reduce(self.tied.grad, group=self.pipeline)
+            for parameter in own if defect != "replicas apart" else ():
+                dist.all_reduce(parameter.grad, group=self.data)
+            if defect == "missing" and self.stage == 0:
+                self.module[1].zero_grad()
+
+        def clip(self) -> None:
+            copy = self.tied if self.is_last and defect != "copies in norm" else None
+            gradients = [p.grad for p in self.module.parameters() if p is not copy]
+            squares = nn.utils.get_total_norm([g for g in gradients if g is not None]) ** 2
+            dist.all_reduce(squares, group=self.pipeline)
+            norm = squares.sqrt()
+            nn.utils.clip_grads_with_norm_(self.module.parameters(), example.MAX_NORM, norm)
+
+    report: Report = example.audit(Spoiled(), microbatches=MICROBATCHES).run()
+    return report
+
 
 DEFECTS = {
     "times M": "it is multiplied by the number of microbatches, 3, once too often",
     "divided by M": "it is divided by the number of microbatches, 3, once too often",
-    "times targets": "it is multiplied by the number of targets of the step, 84, once too often",
     "sum over replicas": "it is multiplied by the number of replicas, 2, once too often",
     "replicas apart": "the gradient is not reduced over the 2 replicas",
     "last microbatch": "only the last microbatch is in the gradient, of 3",
-    "tie apart": "the tie is not reduced",
     "tie twice": "the tie is reduced twice",
     "copies in norm": "the gradient norm counts each copy of a parameter that several ranks hold",
-    "local norm": "the gradient norm is that of this rank's parameters alone",
     "missing": "the gradient is missing",
     "stale": "the gradient is stale",
 }
-# These cannot be there together, or are no defect together.
-EXCLUDED: set[tuple[str, ...]] = {
-    ("times M", "divided by M"),
-    ("sum over replicas", "replicas apart"),
-    ("tie apart", "tie twice"),
-    ("copies in norm", "local norm"),
-}
-# Two factors in one, for one count or for both.
-PRODUCTS: dict[tuple[str, ...], list[str]] = {
-    ("times M", "times targets"): [
-        "microbatches, 3, once and multiplied",
-        "targets of the step, 84",
-    ],
-    ("times M", "sum over replicas"): ["microbatches, 3, once and multiplied", "replicas, 2"],
-    ("divided by M", "times targets"): ["targets", "once too often"],
-    ("divided by M", "sum over replicas"): ["divided by", "multiplied by the number of replicas"],
-    ("times targets", "sum over replicas"): ["replicas, 2, once and multiplied", "targets"],
-    # The mean of the last microbatch alone is M times its part of the mean.
-    ("times M", "last microbatch"): ["only the last microbatch is in the gradient"],
-}
-# Of two that show in one place, either is beside each of the others, in turns.
-IN_TURNS = ("copies in norm", "local norm"), ("tie apart", "tie twice")
 
 
-def is_taken(pair: tuple[str, ...]) -> bool:
-    turns = [
-        two.index(one) == [*DEFECTS].index(other) % 2
-        for two in IN_TURNS
-        for one, other in (pair, pair[::-1])
-        if one in two
-    ]
-    return pair not in EXCLUDED and (all(turns) or everything())
-
-
-# Each alone in each kind of pipeline. In which kind a pair is changes nothing: in the first.
-CASES: list[tuple[str, tuple[str, ...]]] = [
-    *((host, case) for host in HOSTS for case in ((), ("clipped",), *((one,) for one in DEFECTS))),
-    *(
-        (host, pair)
-        for host in (HOSTS if everything() else [*HOSTS][:1])
-        for pair in itertools.combinations(DEFECTS, 2)
-        if is_taken(pair)
-    ),
-]
-
-
-@pytest.mark.ranks(STAGES * REPLICAS)
-@pytest.mark.parametrize(
-    ("host", "case"), CASES, ids=[f"{host}-{' and '.join(case) or 'right'}" for host, case in CASES]
-)
-def test_defects_are_named(host: str, case: tuple[str, ...]) -> None:
-    one = HOSTS[host](case)
-    report = one.audit(steps=2).run()
-    one.close()
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("defect", DEFECTS)
+def test_defects_are_named(defect: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    report = audited(defect, monkeypatch)
     causes = [finding.cause for finding in report.findings]
-    expected = PRODUCTS.get(case) or [DEFECTS[name] for name in case if name in DEFECTS]
-    assert all(any(words in cause for cause in causes) for words in expected), causes
-    assert all(any(words in cause for words in expected) for cause in causes), causes
-    assert report.is_right == (not expected)
+    assert causes
+    assert all(DEFECTS[defect] in cause for cause in causes), causes
     assert gathered(report.findings) == [report.findings] * 4
+
+
+# The example's defects have the causes that docs/audit.md shows, and its right pipeline none.
+
+
+EXAMPLES: dict[str, list[str]] = {
+    "right": [],
+    "times_tokens": ["the gradient is 103 times too large: it is multiplied by the number of targ"],
+    "scaled_by_each_stage": [
+        "the gradient is 4 times too small: it is divided by the number of microbatches",
+    ],
+    "last_microbatches": ["only the last 4 microbatches are in the gradient, of 8"],
+    "tie_apart": ["the tie is not reduced"],
+    "local_norm": ["the gradient norm is that of this rank's parameters alone"],
+    "mean_of_means": ["the gradient is a mean of means"],
+}
+
+
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_each_defect_has_its_cause_and_no_other(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(FILE.parent)
+    causes = [finding.cause for finding in Run(f"{FILE}:{name}").here().findings]
+    assert len(causes) == len(EXAMPLES[name]), causes
+    for cause, words in zip(causes, EXAMPLES[name], strict=True):
+        assert cause.startswith(words)

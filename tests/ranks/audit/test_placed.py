@@ -10,6 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.nn.functional import all_reduce
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn import functional
 
 import pipegrad
@@ -89,40 +92,16 @@ def test_placed_gradients_are_compared_whole_and_a_wrong_one_is_named() -> None:
         assert finding.names == ("0.weight", "1.weight", "1.bias")
 
 
-class Gathered(torch.autograd.Function):
-    """The rows of all ranks; each rank gets the gradient of its own rows from all of them."""
-
-    @staticmethod
-    def forward(context: Any, own: Tensor) -> Tensor:
-        every = [torch.empty_like(own) for _ in range(2)]
-        dist.all_gather(every, own.contiguous())
-        return torch.cat(every)
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        gradient = gradient.clone()
-        dist.all_reduce(gradient)
-        return gradient.chunk(2)[dist.get_rank()]
+def gathered(own: Tensor) -> Tensor:
+    """Returns the rows of all ranks."""
+    every = [torch.zeros_like(own)] * 2
+    every[dist.get_rank()] = own
+    return cast("Tensor", all_reduce(torch.cat(every)))
 
 
-class Summed(torch.autograd.Function):
-    """The sum over all ranks of this rank's rows; the reverse of `Gathered`."""
-
-    @staticmethod
-    def forward(context: Any, every: Tensor) -> Tensor:
-        every = every.clone()
-        dist.all_reduce(every)
-        return every.chunk(2)[dist.get_rank()]
-
-    @staticmethod
-    def backward(context: Any, gradient: Tensor) -> Tensor:
-        every = [torch.empty_like(gradient) for _ in range(2)]
-        dist.all_gather(every, gradient.contiguous())
-        return torch.cat(every)
-
-
-gathered: Any = Gathered.apply
-summed: Any = Summed.apply
+def summed(every: Tensor) -> Tensor:
+    """Returns the sum over all ranks of this rank's rows."""
+    return cast("Tensor", all_reduce(every).chunk(2)[dist.get_rank()])
 
 
 class Experts(nn.Module):
@@ -139,7 +118,7 @@ class Experts(nn.Module):
         if not self.is_cut:
             return self.experts["0"](x).tanh() + self.experts["1"](x).tanh()  # type: ignore[no-any-return]
         [own] = self.experts.values()
-        return cast("Tensor", summed(own(gathered(x)).tanh()))
+        return summed(own(gathered(x)).tanh())
 
 
 @pytest.mark.ranks(2)
@@ -176,3 +155,43 @@ def test_experts_that_replicas_share_are_compared_with_their_norm(averages: bool
     causes = [finding.cause for finding in report.findings]
     assert len(causes) == averages, causes
     assert all("divided by the number of replicas, 2, once" in cause for cause in causes), causes
+
+
+class Shared(nn.Module):
+    """Two layers that ranks share, and between them a scale that each applies to its columns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 8), nn.Linear(8, OUT)
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return cast("Tensor", self.down(self.up(x).tanh() * self.scale))
+
+
+@pytest.mark.ranks(2)
+@pytest.mark.parametrize("sums", [True, False])
+def test_gradients_of_layers_that_ranks_share_are_compared_whole(sums: bool) -> None:
+    torch.manual_seed(0)
+    model = Shared()
+    module = copy.deepcopy(model)
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+
+    def step(inputs: Tensor, target: Tensor) -> None:
+        optimizer.zero_grad()
+        functional.mse_loss(module(inputs), target).backward()
+        if sums:
+            dist.all_reduce(module.scale.grad)
+        optimizer.step()
+
+    report = Audit(
+        step=step, modules=module, model=model, loss_fn=functional.mse_loss, batches=batches(),
+        microbatches=1,
+    ).run()  # fmt: skip
+    assert report.is_right == sums
+    assert {gradient.name for gradient in report.gradients} == set(dict(model.named_parameters()))
+    for finding in report.findings:
+        assert finding.cause.startswith("the gradient is not summed over the ranks that hold the")
+        assert finding.names == ("scale",)

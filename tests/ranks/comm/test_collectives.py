@@ -1,4 +1,4 @@
-"""Reduce-scatter and all-gather of parts of any sizes, by messages and by torch's collectives."""
+"""Collectives of parts of any sizes, and connections that are cut while somebody waits for them."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import collectives
+from pipegrad.comm.ending import cut
 
 
 def values(rank: int, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -36,3 +37,22 @@ def test_parts_may_have_any_size(
         gathered[me].copy_(shards[me])
         collectives.all_gather(gathered, None)
         assert torch.equal(torch.cat(gathered), whole)
+
+
+@pytest.mark.ranks(3)
+def test_a_wait_for_one_rank_ends_although_the_next_rank_has_ended() -> None:
+    """A receive from a rank that has ended fails at once: it closed no other connection."""
+    group = dist.new_group()
+    if dist.get_rank() == 1:
+        cut(group)  # for the others as if it had ended
+    dist.barrier()
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match="closed"):
+            dist.recv(torch.empty(1), 1, group)
+        waits = dist.irecv(torch.empty(1), 2, group)
+        assert waits is not None
+        cut(group)
+        with pytest.raises(RuntimeError, match="closure"):
+            waits.wait()
+    dist.barrier()
+    dist.destroy_process_group(group)

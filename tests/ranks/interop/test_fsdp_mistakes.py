@@ -91,11 +91,11 @@ def left_out(mesh: DeviceMesh) -> None:
     synced(mesh, modules)
 
 
-def scheduled(mesh: DeviceMesh, schedule: str, places: Sequence[int]) -> None:
+def scheduled(mesh: DeviceMesh) -> None:
     Scheduler(
-        [Stage(module, stage) for stage, module in stages(mesh, places).items()],
+        [Stage(module, stage) for stage, module in stages(mesh).items()],
         Topology.from_mesh(mesh),
-        schedule=schedule,
+        schedule="zb-h1",
         num_microbatches=4,
         loss_fn=loss_of,
         tied=find_tied(build()),
@@ -117,7 +117,6 @@ def attached(mesh: DeviceMesh, schedule: str, places: Sequence[int], **options: 
 
 LAYOUT = "(33, 6) by Shard(dim=0) over dp of 2"
 ANY_LAYOUT, POLICY = "by Shard(dim=0) over dp of 2", "FSDP2 has MixedPrecisionPolicy"
-OWNER = {"name": "pipeline-shared", "placement": "owner"}
 NO_SPLIT, BOTH = "take a schedule that does not split", ["pipeline-shared", "data-parallel"]
 COLUMNS = "(33, 6) by Shard(dim=1) over dp of 2"
 REFUSALS: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
@@ -128,10 +127,6 @@ REFUSALS: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
     (
         lambda mesh: synced(mesh, handlers=["pipeline-shared", "sharded"]),
         ("'sharded' reduces '0.0.weight'", LAYOUT, "take REPLICATE"),
-    ),
-    (
-        lambda mesh: synced(mesh, handlers=[OWNER]),
-        ("'pipeline-shared' reduces '0.0.weight' by owner-sum", LAYOUT, "take REPLICATE"),
     ),
     (
         lambda mesh: low_precision(mesh, accumulates=False),
@@ -152,10 +147,8 @@ REFUSALS: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
         lambda mesh: synced(mesh, tied=()),
         ("nobody declared them tied", "{0: '0.weight', 1: '3.weight'}"),
     ),
-    (lambda mesh: synced(mesh, handlers=[]), ("add 'pipeline-shared'",)),
     (left_out, ("'1.late' is a whole parameter in stage 1", "call fully_shard on the stage")),
-    (lambda mesh: scheduled(mesh, "zb-h1", PLACES[0]), ("'zb-h1' splits backward", NO_SPLIT)),
-    (lambda mesh: scheduled(mesh, "zbv", PLACES[1]), ("'zbv' splits backward", NO_SPLIT)),
+    (scheduled, ("'zb-h1' splits backward", NO_SPLIT)),
 ]
 OF_TORCH: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
     (

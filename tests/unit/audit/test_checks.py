@@ -103,6 +103,11 @@ LAYER = nn.Linear(4, 4)
             {"weight": "3.weight", "bias": "9.bias"},
             r"0: .*has no \['9\.bias'\], but \['0\.weight'",
         ),
+        (
+            [nn.Linear(4, 3)],  # a shard that is no DTensor
+            {"weight": "3.weight", "bias": "3.bias"},
+            r"0: weight is \(3, 4\), and 3\.weight of the uncut model is \(4, 4\)",
+        ),
     ],
 )
 def test_what_is_not_once_in_the_uncut_model_is_refused(

@@ -29,8 +29,6 @@ CALLS: dict[str, Callable[[Tensor], Tensor]] = {
         lambda x: functional.feature_alpha_dropout(x, 0.5, training=True)
     ),
     "nn.Dropout": nn.Dropout(0.5),
-    "nn.Dropout2d": nn.Dropout2d(0.5),
-    "nn.AlphaDropout": nn.AlphaDropout(0.5),
     "attention by keyword": (
         lambda x: functional.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
     ),

@@ -244,6 +244,11 @@ DEFECTS: dict[str, tuple[Weight, list[str]]] = {
     "a mean of means": (mean_of_means, ["the gradient is a mean of means"]),
     "a mean of means, averaged": (both(mean_of_means, averaged), ["a mean of means", BY_REPLICAS]),
     "lost and averaged": (both(first_lost, averaged), [LAST, BY_REPLICAS]),
+    "a tie apart, averaged": (both(lambda p: p.is_own, averaged), ["the tie is not", BY_REPLICAS]),
+    "replicas apart, five times": (
+        both(replicas_apart, lambda _: 5.0),
+        ["is not reduced over the {replicas} replicas", "multiplied by 5"],
+    ),
     "broadcast, and a balance loss that stops": (
         both(broadcast, balance_stops),
         [ONE_REPLICA, f"{BALANCE} not in the gradient"],

@@ -12,6 +12,7 @@ import pytest
 from pipegrad.audit.report import Finding, Report
 from pipegrad.audit.script import Run
 from pipegrad.errors import ConfigError
+from pipegrad_pytest import _checked
 
 pytest_plugins = ["pytester"]
 
@@ -94,28 +95,27 @@ def test_an_audit_that_finds_something_or_cannot_be_run_fails_with_what_it_says(
 
 FIXTURE = """
 def test_it(audit_pipeline):
-    report = audit_pipeline({arguments})
+    report = audit_pipeline('a.py:one', ranks=2, steps=3, tolerance=0.5)
     assert report.num_steps == 2
 """
 
 
-@pytest.mark.parametrize(
-    ("arguments", "started"),
-    [
-        ("'a.py:one', ranks=2, steps=3, tolerance=0.5", (Run("a.py:one", 3, 0.5), 2)),
-        ("'a.py:one'", (Run("a.py:one"), 4)),
-    ],
-)
 def test_the_fixture_returns_the_report_or_fails_with_it(
-    pytester: pytest.Pytester, ranks: Ranks, arguments: str, started: tuple[Run, int]
+    pytester: pytest.Pytester, ranks: Ranks
 ) -> None:
-    pytester.makepyfile(FIXTURE.format(arguments=arguments))
+    pytester.makepyfile(FIXTURE)
     run(pytester).assert_outcomes(passed=1)
-    assert ranks.started == [started]
+    assert ranks.started == [(Run("a.py:one", 3, 0.5), 2)]
     ranks.result = WRONG
     result = run(pytester)
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(CAUSE)
+
+
+def test_a_pipeline_is_audited_on_four_ranks_unless_more_are_wanted(ranks: Ranks) -> None:
+    assert _checked("a.py:one") is RIGHT
+    assert _checked("a.py:one", 6) is RIGHT
+    assert ranks.started == [(Run("a.py:one"), 4), (Run("a.py:one"), 6)]
 
 
 SCRIPT = """

@@ -136,7 +136,6 @@ def test_what_is_missing_or_no_audit_is_named(file: Path, target: str, words: st
         ("1 / 0", "ZeroDivisionError"),
         ("raise SystemExit(3)", r"SystemExit\(3\)"),
         ("def f(:", "SyntaxError"),
-        ("import no_such_module", "no_such_module"),
     ],
 )
 def test_an_error_of_the_file_is_said_with_its_cause_and_may_be_repaired(

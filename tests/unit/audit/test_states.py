@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipegrad.audit.judge import Judge
 from pipegrad.audit.seen import Clip, Placed, Seen, Update, Watch
-from pipegrad.audit.states import entries_of, losses, several, updates, why_not_updated
+from pipegrad.audit.states import Entry, entries_of, losses, several, updates, why_not_updated
 
 FIRST = {"a": "a", "b": "b", "b.again": "b"}
 
@@ -180,3 +182,35 @@ def test_a_loss_is_that_of_all_targets_or_of_those_of_the_replica(
     seen: Any = SimpleNamespace(rank=0, replica=0, losses=[loss])
     found = [finding.cause for finding in losses([seen], TRUTH)]
     assert found == ([] if words is None else [f"the loss is {words}"])
+
+
+def test_the_limit_and_the_norm_of_torchs_clipping_are_seen_but_not_a_measurement() -> None:
+    parameter = nn.Parameter(torch.ones(4))
+    watch = Watch({"w": parameter}, lambda: {"w": parameter.grad}, Placed({}))
+    with watch.running():
+        parameter.grad = torch.full((4,), 3.0)
+        nn.utils.clip_grad_norm_([parameter], 2.0)
+        nn.utils.clip_grad_norm_([parameter], math.inf)
+    assert watch.clips == [Clip(("w",), 2.0, 6.0)]
+
+
+def test_a_gradient_far_below_the_others_is_compared_with_a_thousandth_of_the_whole_norm() -> None:
+    truth: Any = SimpleNamespace(
+        gradients={
+            "large": torch.full((4,), 0.5, dtype=torch.float64),
+            "small": torch.full((4,), 1e-9, dtype=torch.float64),
+        },
+        noise={},
+        uses={"large": ("large",), "small": ("small",)},
+        terms=("",),
+        is_coupled=False,
+    )
+    entries = [
+        Entry(name, (0,), (0,), (name,), gradient * (1 if name == "large" else 1.5))
+        for name, gradient in truth.gradients.items()
+    ]
+    judge = Judge(nn.Linear(1, 1), tolerance=1e-4)
+    dtypes = dict.fromkeys(truth.gradients, torch.float32)
+    findings, gradients = judge._gradients(entries, truth, dtypes, {}, 4)
+    assert findings == []
+    assert [one.error for one in gradients] == pytest.approx([0.0, 1e-9 / 1e-3], rel=1e-6)

@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import pytest
 
 from pipegrad.comm import activity
-from pipegrad.comm.activity import Account, Activity, Details, failed_at, frames_of
-from pipegrad.errors import StepError
+from pipegrad.comm.activity import Account, Activity, Details, failed_at, failure_of, frames_of
+from pipegrad.errors import StepError, causes_of, root_of
 
 
 @pytest.fixture
@@ -122,3 +122,12 @@ def test_the_innermost_frame_comes_first() -> None:
         return [frame.f_code.co_name for frame in frames_of(threading.get_ident())]
 
     assert inner()[:3] == ["frames_of", "inner", "test_the_innermost_frame_comes_first"]
+
+
+def test_a_ring_of_causes_has_an_end() -> None:
+    """Ranks stayed for ever in their last words: `raise inner from outer` had closed the ring."""
+    inner, outer = ValueError("inner"), RuntimeError("outer")
+    outer.__cause__, inner.__cause__ = inner, outer
+    assert [*causes_of(outer)] == [outer, inner]
+    assert root_of(outer) is inner
+    assert "inner" in failure_of(outer).error

@@ -9,13 +9,14 @@ import pytest
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
-from pipegrad.comm import failures, plain
+from pipegrad.comm import failures
 from pipegrad.comm.activity import Failure, Record
 from pipegrad.comm.failures import FailureNotice, FailureReport, make_report, source_of
 from pipegrad.comm.store import SignedStore
 
 ALL = (0, 1, 2, 3)
 TOLD = "a step failed on another rank: rank 2: ValueError: boom. In 1F0"
+OF_OTHERS = "a step failed on another rank: rank 2: RuntimeError: gloo: Connection closed"
 
 
 def state(rank: int, **more: object) -> Record:
@@ -37,9 +38,9 @@ def failed(rank: int, error: str, time: float, *, follows: bool = False) -> Reco
 
 def report(
     records: list[Record],
+    silent: Mapping[int, str] | None = None,
     *,
     alarm: str = "",
-    silent: Mapping[int, str] | None = None,
     reporter: int = 0,
 ) -> FailureReport:
     return make_report(
@@ -51,7 +52,9 @@ def report(
     )
 
 
-CASES = {
+LATE_2 = "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE"
+# What ranks have recorded, and how the cause begins: an error, or a rank that does not go on.
+RAISED: dict[str, tuple[list[Record], str]] = {
     "who raised first, and not who followed": (
         [
             failed(0, "a step failed on another rank", 1.0, follows=True),
@@ -60,7 +63,6 @@ CASES = {
             waiting(3, 2),
         ],
         "rank 2: ValueError('boom') [step 3]",
-        "raised",
     ),
     "an error that its post, or another rank, has given a number": (
         [
@@ -70,75 +72,60 @@ CASES = {
             failed(3, "rank 3: rank 3: bucket 0: boom of rank 3: bad", 2.0),
         ],
         "rank 3: bucket 0: boom of rank 3: bad [step 3]",
-        "raised",
     ),
     "who has told its error, and is on the way out with it": (
         [failed(0, TOLD, 2.0, follows=True), waiting(1, 2), state(2), waiting(3, 2)],
         "rank 2: ValueError: boom. In 1F0",
-        "raised",
     ),
     "words of the user's own with a rank in them": (
         [waiting(0, 3), waiting(1, 3), waiting(2, 3), failed(3, "no shard of rank 3: a", 2.0)],
         "rank 3: no shard of rank 3: a [step 3]",
-        "raised",
     ),
+    "what an ended rank has told": (
+        [failed(0, TOLD, 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
+        "rank 2: ValueError: boom. In 1F0",
+    ),
+}
+LOST: dict[str, tuple[list[Record], str]] = {
     "who is slow, at the end of a chain": (
         [waiting(0, 1), waiting(1, 2), computing(2), waiting(3, 2)],
-        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
-        "lost",
+        LATE_2,
     ),
     "who is outside, and not who is in torch": (
         [waiting(0, 2), waiting(1, 2), state(2), state(3, at="step 3", is_in_torch=True)],
         "rank 2 was outside of pipegrad; other ranks wait for it. LATE",
-        "lost",
+    ),
+    "a free rank for which others wait, before one that is slower": (
+        [waiting(0, 2), computing(1, 50.0), computing(2), waiting(3, 2)],
+        LATE_2,
     ),
     "who has not come to a collective": (
         [computing(2) if r == 2 else waiting(r, *ALL, what="x") for r in ALL],
-        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f); other ranks wait for it. LATE",
-        "lost",
+        LATE_2,
     ),
     "who is elsewhere, in a circle": (
         [
             waiting(0, *ALL, what="the optimizer"),
             *(waiting(1, 0, what="a value"), waiting(2, 1), waiting(3, 2)),
         ],
-        (
-            "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the "
-            "optimizer; rank 1 waits for rank 0: a value. LATE"
-        ),
-        "lost",
+        "ranks wait for each other in a circle: rank 0 waits for ranks [1, 2, 3]: the optimizer; ",
     ),
     "who computes, whatever its comm stream waits for": (
         [
-            state(
-                0,
-                at="step 3, compute 0B3",
-                seconds=9.0,
-                is_busy=True,
-                waits=(("bucket 0", (0, 1)),),
-            ),
+            replace(computing(0), is_busy=True, waits=(("bucket 0", (0, 1)),)),
             waiting(1, 0),
             waiting(2, 1),
             waiting(3, 2),
         ],
-        "rank 0 was in step 3, compute 0B3, for 9.0 s; other ranks wait for it. LATE",
-        "lost",
+        LATE_2.replace("rank 2", "rank 0"),
     ),
     "none is stuck, they are slow": (
         [waiting(0, 1), waiting(1, 2), computing(2, 0.1), waiting(3, 2)],
-        (
-            "no rank is stuck, they are too slow; rank 2 was in step 3, compute 2F1, for 0.1 s "
-            "(m.py:7 in f). LATE"
-        ),
-        "lost",
+        "no rank is stuck, they are too slow; rank 2 was in step 3, compute 2F1, for 0.1 s",
     ),
     "all have come, and it does not end": (
         [waiting(rank, *ALL, what="the loss") for rank in ALL],
-        (
-            "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network "
-            "between them. LATE"
-        ),
-        "lost",
+        "ranks [0, 1, 2, 3] are in 'the loss', and it does not end: look at the network",
     ),
     "a lost connection between ranks that live": (
         [
@@ -148,58 +135,46 @@ CASES = {
             computing(3, 0.1),
         ],
         "rank 1: Connection reset [step 3]",
-        "lost",
     ),
+    "a rank without an answer, before errors that follow": (
+        [failed(0, "gloo: closed", 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
+        "rank 2 has ended without a word (process 102). LATE",
+    ),
+    "a rank that has ended, if it told of others": (
+        [failed(0, OF_OTHERS, 1.0, follows=True), waiting(1, 2), waiting(3, 2)],
+        "rank 2 has ended with code 1. LATE",
+    ),
+    "who did not come to an agreement": (
+        [
+            state(0, failure=Failure("nothing heard of [2]", True, 1.0, absent=(2,))),
+            *(waiting(1, 2), computing(2), waiting(3, 2)),
+        ],
+        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f). Rank 0: nothing heard",
+    ),
+}
+# What is known of a rank without an answer.
+SILENT = {
+    "a rank without an answer, before errors that follow": "has ended without a word (process 102)",
+    "what an ended rank has told": "has ended with code 1",
+    "a rank that has ended, if it told of others": "has ended with code 1",
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*RAISED, *LOST])
 def test_the_cause_is_named_first(name: str) -> None:
-    states, cause, kind = CASES[name]
-    found = report(states, alarm="LATE")
-    assert (found.cause, found.kind) == (cause, kind)
-    lines = found.text.splitlines()
-    assert lines[0] == cause
-    assert [line.split()[1] for line in lines[1:5]].count("0") == 1
-    assert len(lines) == 5  # the cause, and a line for each rank
-
-
-def test_a_free_rank_for_which_others_wait_comes_before_one_that_is_slower() -> None:
-    found = report([waiting(0, 3), computing(1, 50.0), waiting(2, 3), computing(3)], alarm="LATE")
-    assert found.cause.startswith("rank 3 was in step 3, compute 2F1, for 9.0 s")
-
-
-def test_a_rank_without_an_answer_comes_before_errors_that_follow() -> None:
-    records = [failed(0, "gloo: closed", 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
-    found = report(records, silent={2: "has ended without a word (process 102)"})
-    assert found.cause == "rank 2 has ended without a word (process 102)"
-    assert found.text.splitlines()[1] == "  rank 2: has ended without a word (process 102)"
-    assert found.kind == "lost"
+    (states, cause), kind = (RAISED | LOST)[name], "raised" if name in RAISED else "lost"
+    found = report(states, {2: SILENT[name]} if name in SILENT else {}, alarm="LATE")
+    assert (found.cause[: len(cause)], found.kind) == (cause, kind)
+    first, *ranks = found.text.splitlines()
+    assert first == found.cause
+    assert sorted(line.split()[1].strip(":") for line in ranks) == [*"0123"]
 
 
 def test_of_many_ranks_without_an_answer_the_first_are_named() -> None:
-    found = report([waiting(0, 1)], silent=dict.fromkeys(range(1, 7), "is gone"), alarm="LATE")
+    found = report([waiting(0, 1)], dict.fromkeys(range(1, 7), "is gone"), alarm="LATE")
     ranks = "; ".join(f"rank {rank} is gone" for rank in (1, 2, 3, 4))
     assert found.cause == f"{ranks}; and 2 more. LATE"
-
-
-def test_what_an_ended_rank_has_told_is_the_cause_unless_it_tells_of_others() -> None:
-    told = [failed(0, TOLD, 1.0, follows=True), waiting(1, 2), waiting(3, 2)]
-    found = report(told, silent={2: "has ended with code 1"})
-    assert (found.cause, found.kind) == ("rank 2: ValueError: boom. In 1F0", "raised")
-    of_others = "a step failed on another rank: rank 2: RuntimeError: gloo: Connection closed"
-    told[0] = failed(0, of_others, 1.0, follows=True)
-    found = report(told, silent={2: "has ended with code 1"})
-    assert (found.cause, found.kind) == ("rank 2 has ended with code 1", "lost")
-
-
-def test_who_did_not_come_to_an_agreement_is_the_cause() -> None:
-    failure = Failure("nothing heard of [2]", follows=True, time=1.0, absent=(2,))
-    absent = state(0, failure=failure)
-    found = report([absent, waiting(1, 2), computing(2), waiting(3, 2)])
-    assert found.cause == (
-        "rank 2 was in step 3, compute 2F1, for 9.0 s (m.py:7 in f). Rank 0: nothing heard of [2]"
-    )
+    assert found.text.splitlines()[1] == "  rank 1: is gone"
 
 
 def test_one_error_of_all_ranks_is_common_and_one_line() -> None:
@@ -227,18 +202,9 @@ def test_a_table_of_many_ranks_has_those_of_the_cause_first() -> None:
     assert len(lines) == 34
 
 
-def test_a_record_travels_unchanged() -> None:
-    failure = Failure("boom", time=1.5, absent=(3,))
-    sent = replace(waiting(1, 0, 2), row=(0, 1), failure=failure)
-    assert plain.loads(plain.dumps(sent), Record) == sent
-    assert plain.loads(plain.dumps(state(0)), Record) == state(0)
-
-
 def test_a_rank_that_reaches_nobody_reports_what_it_knows() -> None:
-    own, line = (
-        waiting(2, 1),
-        "  rank 2 (pid 102 on host): was in step 3, a value of [1], for 0.0 s",
-    )
+    own = waiting(2, 1)
+    line = "  rank 2 (pid 102 on host): was in step 3, a value of [1], for 0.0 s"
     alone = report([own], alarm="LATE. no store", reporter=2)
     assert alone.cause == "rank 2 was in step 3, a value of [1], for 0.0 s. LATE. no store"
     assert (alone.text.splitlines()[1:], alone.reporter) == ([line], 2)

@@ -1,4 +1,4 @@
-"""What is known of a process on this machine."""
+"""What is known of a process on this machine, and how long it waits for threads when it ends."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
+from pipegrad.comm.ending import Ending, set_all_in_vain
 from pipegrad.comm.store import SignedStore
 from pipegrad.comm.watch import Neighbours, _machine, process_state
 
@@ -75,3 +76,29 @@ def test_a_rank_alone_on_its_machine_has_no_neighbours(monkeypatch: pytest.Monke
     own = post(os.getpid())
     found = neighbours(monkeypatch, 1, of_0=own, of_2=own)
     assert (found.learn(), found.known) == (True, {})
+
+
+class Stuck:
+    """A thread in a collective that never ends."""
+
+    def __init__(self) -> None:
+        self.waits: list[float] = []
+
+    def stop(self) -> None: ...
+
+    def join(self, timeout_seconds: float) -> bool:
+        self.waits.append(timeout_seconds)
+        return False
+
+
+@pytest.mark.parametrize(("has_failed", "waits"), [(False, [10.0, 5.0]), (True, [0.0, 5.0])])
+def test_after_a_failure_no_thread_has_time_for_its_collective(
+    has_failed: bool, waits: list[float]
+) -> None:
+    """A stopped rank held others for 15 s more, in the thread that writes checkpoints."""
+    thread = Stuck()
+    ending = Ending(thread, threads=[thread], is_idle=lambda: True)
+    if has_failed:
+        set_all_in_vain()
+    ending.end()
+    assert thread.waits == pytest.approx(waits, abs=0.1)

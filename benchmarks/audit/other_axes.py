@@ -1,16 +1,22 @@
-"""Pipelines beside tensor, context and expert parallelism, into which defects can be put.
+"""Audits of defects of tensor, context and expert parallelism: the table of docs/audit.md.
+
+python benchmarks/audit/other_axes.py                  all defects, a line for each
+python benchmarks/audit/other_axes.py 7452.8 715       some of them
 
 The defects are those of Megatron-LM#7452, and two that are alike, each rebuilt in a few lines on
 four gloo ranks. One module computes both sides: the uncut model has axes of one rank. A rank's
-shards are DTensors; what is computed with them is by hand, as Megatron does it.
+shards are DTensors. The code that computes with them is written by hand, because Megatron's is.
 """
+
+# ruff: noqa: ANN401 - outputs and options are of any type
 
 from __future__ import annotations
 
 import copy
 import functools
 import math
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -21,15 +27,18 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn import functional
 
-from pipegrad.audit import Audit, before_clipping
-from tests.support.audit.hosts import CLIP_NORM, MICROBATCHES, WIDTH, Defects, Loop
+from pipegrad.audit import Audit, Report, before_clipping
+from pipegrad.errors import AgreementError
+from pipegrad.testing import run_ranks
 
+MICROBATCHES, WIDTH, CLIP_NORM = 3, 6, 0.05
 ROWS, LENGTH, VOCABULARY, HEADS, EXPERTS = 12, 8, 12, 2, 4
 IGNORED, SMOOTHING, AUX, AHEAD = -100, 0.2, 0.5, 0.3
 _VALID = (1, 1, 1, 0, 1, 1, 0, 1)  # positions that a router counts; in both halves three
 
 
 Collective = Callable[[Tensor], Tensor]
+Defects = Collection[str]
 
 
 class _Moved(torch.autograd.Function):
@@ -262,6 +271,7 @@ class TwoHeads(nn.Module):
 
 
 def entropy(logits: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """Returns the mean loss of the targets that count, or another sum of them."""
     return functional.cross_entropy(
         logits.flatten(0, 1), target.flatten(), ignore_index=IGNORED, **options
     )
@@ -273,6 +283,7 @@ def ahead(target: Tensor) -> Tensor:
 
 
 def counted(target: Tensor) -> Tensor:
+    """Returns the number of targets that count."""
     return (target != IGNORED).sum().float()
 
 
@@ -282,7 +293,7 @@ def mesh() -> DeviceMesh:
     return init_device_mesh("cpu", (2, 2), mesh_dim_names=("outer", "inner"))
 
 
-class Beside(Loop):
+class Beside:
     """Two stages of two ranks that share layers. Subclasses say what they share."""
 
     replicas = ALONE
@@ -291,7 +302,7 @@ class Beside(Loop):
     def __init__(self, defects: Defects = ()) -> None:
         self.defects = defects
         self.outer, self.inner = (Axis(mesh().get_group(name)) for name in ("outer", "inner"))
-        # Loop sends to the rank of the other stage with the same index.
+        # `backward` sends to the rank of the other stage with the same index.
         self.stage, self.replica = divmod(dist.get_rank(), 2)
         self.is_last = self.stage == 1
         torch.manual_seed(3)
@@ -329,7 +340,46 @@ class Beside(Loop):
     def step(self, inputs: Tensor, target: Tensor) -> dict[str, object]:
         self.number += 1
         self.tokens = self.replicas.total(torch.stack([counted(target), counted(ahead(target))]))
-        return super().step(inputs, target)
+        self.optimizer.zero_grad()
+        loss = self.backward(inputs, target)
+        self.reduce()
+        norm = self.clip()
+        self.optimizer.step()
+        return {"loss": loss, "grad_norm": norm}
+
+    def loss(self, output: Any, target: Tensor) -> Tensor:
+        """Returns a rank's loss of a microbatch."""
+        raise NotImplementedError
+
+    def reduce(self) -> None:
+        """Adds up gradients over the ranks that have parts of them."""
+        raise NotImplementedError
+
+    def backward(self, inputs: Tensor, target: Tensor) -> Tensor | None:
+        """Runs all forwards, then all backwards; returns the loss on the last stage."""
+        values, losses = list[tuple[Tensor, Tensor]](), list[Tensor]()
+        peer = (1 - self.stage) * 2 + self.replica
+        xs, ys = inputs.chunk(MICROBATCHES), target.chunk(MICROBATCHES)
+        for x, y in zip(xs, ys, strict=True):
+            if self.stage == 0:
+                output = self.module(x)
+                dist.send(output.detach(), peer)
+                values.append((x, output))
+            else:
+                received = torch.empty(*x.shape, WIDTH).requires_grad_()
+                dist.recv(received.data, peer)
+                losses.append(self.loss(self.module(received), y) / MICROBATCHES)
+                values.append((received, losses[-1]))
+        for given, output in values:
+            if self.stage == 0:
+                gradient = torch.empty_like(output)
+                dist.recv(gradient, peer)
+                output.backward(gradient)
+            else:
+                output.backward()
+                assert given.grad is not None
+                dist.send(given.grad, peer)
+        return torch.stack(losses).sum().detach() if losses else None
 
     def whole_loss(self, output: Any, target: Tensor) -> Tensor:
         return entropy(output, target)
@@ -554,3 +604,55 @@ class TwoTokens(Beside):
 
     def reduce(self) -> None:
         self.sum_over(self.replicas, "")
+
+
+# The number of each defect in Megatron-LM#7452, or its issue, and the pipeline that has it.
+CASES: dict[str, type[Beside]] = {
+    "7452.1": TensorParallel,
+    "7452.2": TensorParallel,
+    "7452.3": TwoTokens,
+    "7452.4": SequenceParallel,
+    "7452.5": ContextParallel,
+    "7452.6": SequenceParallel,
+    "7452.7": SequenceParallel,
+    "7452.8": TensorParallel,
+    "7452.9": ContextParallel,
+    "7452.10": ContextParallel,
+    "7452.11": TensorParallel,
+    "7452.12": TensorParallel,
+    "7452.12 without names": TensorParallel,
+    "7452.13": SequenceParallel,
+    "7452.13 in evaluation": SequenceParallel,
+    "7452.B": SequenceParallel,
+    "715": TensorParallel,
+    "plain shards": TensorParallel,
+    **{f"right, {one.__name__}": one for one in Beside.__subclasses__()},
+}
+
+
+def audited(name: str) -> Report | str:
+    """Returns the report of a case, or the reason why it is refused; runs on each rank."""
+    defect, _, without_names = name.partition(" without ")
+    options: Any = {"names": None} if without_names else {}
+    try:
+        return CASES[name]((defect,)).audit(**options).run()
+    except AgreementError as error:
+        return f"refused: {error}"
+
+
+def line(name: str) -> str:
+    """Returns the line of a case."""
+    report = run_ranks(audited, 4, name)[0]
+    if isinstance(report, str):
+        said = report[:120]
+    elif report.is_right:
+        said = "; ".join(["no finding", *(note[:60] for note in report.notes)])
+    else:
+        causes = [f"step {f.step}: {f.cause[:70]}" for f in report.findings]
+        said = "; ".join(causes)
+    return f"{name} | {CASES[name].__name__} | {said}"
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:] or CASES:
+        print(line(name), flush=True)
