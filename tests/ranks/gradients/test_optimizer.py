@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from pipegrad import GradientSync
+from pipegrad import GradientSync, ParameterRecord
 from pipegrad.gradients.param_sync import ParameterSync
 from tests.support.gradients.cases import bits, give, outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import (
@@ -32,6 +32,7 @@ from tests.support.gradients.placements import (
     compute,
     drawn,
     small,
+    update,
 )
 from tests.support.pipeline.schedulers import error
 from tests.support.ranked import gathered
@@ -48,7 +49,11 @@ KINDS: dict[str, tuple[By, dict[str, Any]]] = {
     "sharded": (By("dp", SHARD, "mean"), {}),
     "whole": (By("dp", WHOLE, "mean"), {}),
     "whole copies": (By("dp", WHOLE, "mean"), {"master_dtype": torch.float64}),
-    "mixed": (By("dp", {"a": SHARD, "b": OWNER, "c": REPLICATE}, "mean"), {}),
+    # In one comm stream: without tags of its own, the rows of `a` arrived in `b`.
+    "mixed": (
+        By("dp", {"a": SHARD, "b": OWNER, "c": REPLICATE}, "mean"),
+        {"comm_streams": 1, "bucket_bytes": 0},
+    ),
     "copies": (By("dp", REPLICATE, "mean"), {"master_dtype": torch.float64}),
     "sharded copies": (By("dp", SHARD, "mean"), {"master_dtype": torch.float64}),
 }
@@ -65,7 +70,7 @@ def group_of(name: str, parameter: nn.Parameter) -> dict[str, Any]:
 def placed(kind: str) -> tuple[nn.Module, GradientSync]:
     handler, options = KINDS[kind]
     module = small()
-    return module, alone(module, handler, bucket_bytes=128, **options)
+    return module, alone(module, handler, **{"bucket_bytes": 128, **options})
 
 
 def made(kind: str) -> Made:
@@ -351,6 +356,54 @@ def test_a_step_at_a_wrong_time_is_refused(kind: str) -> None:
     train(job, 0)
     sync.wait_parameters()
     sync.check_replicas()
+
+
+ELEMENTWISE: dict[str, dict[str, Any]] = {
+    "ASGD": {}, "Adadelta": {}, "Adagrad": {}, "Adam": {"amsgrad": True},
+    "AdamW": {"weight_decay": 0.1}, "Adamax": {}, "NAdam": {}, "RAdam": {}, "RMSprop": {},
+    "Rprop": {}, "SGD": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ELEMENTWISE)
+def test_rows_are_stepped_as_the_whole_is(name: str) -> None:
+    kind = getattr(torch.optim, name)
+    true, module = small(), small()
+    optimizer = kind(true.parameters(), lr=0.05, **ELEMENTWISE[name])
+    for number in range(3):
+        for key in "ab":
+            true.get_parameter(key).grad = drawn(0, number)[key] + drawn(1, number)[key]
+        optimizer.step()
+    sync = alone(module, By("dp", {"a": SHARD, "b": SHARD, "c": OWNER}), bucket_bytes=128)
+    sync.check_optimizer(kind)
+    optimizer = kind(sync.optimizer_parameters(), lr=0.05, **ELEMENTWISE[name])
+    for number in range(3):
+        given = drawn(rank(), number)
+        compute(sync, partial(give, module, a=given["a"], b=given["b"]))
+        update(sync, optimizer)
+    sync.wait_parameters()
+    for key, p in true.named_parameters():
+        found = module.get_parameter(key).detach()
+        assert error(found, p.detach()) <= rounding(3 * 10)  # operations of three steps
+    assert torch.equal(module.get_parameter("c"), small().get_parameter("c"))
+    sync.close()
+
+
+def test_all_ranks_have_the_same_parameter_groups_also_empty_ones() -> None:
+    """Rank 1 steps rows of `w` alone: its group of `b` and `c` stays in its place."""
+    module = stage(b=(3,), w=(40, 2), c=(3,), frozen=nn.Parameter(torch.ones(2), False))
+    sync = alone(module, By("dp", {"b": OWNER, "w": SHARD, "c": OWNER}))
+
+    def group_of(record: ParameterRecord) -> dict[str, Any]:
+        return {"lr": 0.5, "weight_decay": 0.0} if record.name in "bc" else {"weight_decay": 0.1}
+
+    asked = sync.optimizer_parameters(group_of)
+    owned, rows = ([(3,), (3,)], [(48,)]) if rank() == 0 else ([], [(32,)])
+    assert [{**g, "params": [tuple(p.shape) for p in g["params"]]} for g in asked] == [
+        {"params": owned, "lr": 0.5, "weight_decay": 0.0},
+        {"params": rows, "weight_decay": 0.1},
+    ]
+    assert [len(group["params"]) for group in sync.optimizer_parameters()] == [3 - 2 * rank()]
 
 
 class Composite(torch.optim.Optimizer):
