@@ -350,69 +350,6 @@ def test_a_tied_embedding_is_no_matrix(placement: str) -> None:
         assert error(weight, expected[name]) <= rounding(STEPS * 64), name
 
 
-class Table(nn.Module):
-    """A lookup table whose class is not called an embedding, nor is its parameter."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = nn.Parameter(torch.randn(VOCAB, WIDTH))
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return nn.functional.embedding(tokens, self.table)
-
-
-class HeadFirst(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.last = nn.Linear(WIDTH, VOCAB, bias=False)
-        self.first = nn.Embedding(VOCAB, WIDTH)
-        self.between = nn.Linear(WIDTH, WIDTH)
-        self.last.weight = self.first.weight
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.last(self.between(self.first(tokens)))  # type: ignore[no-any-return]
-
-
-def with_table() -> nn.Sequential:
-    table, last = Table(), nn.Linear(WIDTH, VOCAB, bias=False)
-    last.weight = table.table
-    return nn.Sequential(table, nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last)
-
-
-def muon(
-    model: nn.Sequential, pipeline: int, handler: str, saved: Any = None
-) -> tuple[list[str], Any]:
-    """Returns the names of what Muon steps, and the optimizer's state; loads `saved` before."""
-    scheduler = Scheduler(
-        cut(model, pipeline),
-        Topology.create(pipeline=pipeline),
-        schedule="1f1b",
-        num_microbatches=2,
-        loss_fn=loss_of,
-        handlers=["pipeline-shared", handler],
-    )
-    optimizer = scheduler.optimizer(torch.optim.Muon, others=torch.optim.AdamW)
-    state = optimizer.state_dict()
-    if saved is not None:
-        optimizer.load_state_dict(saved)
-    scheduler.close()
-    return state["param_groups"][0]["params"], state
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize("handler", ["owned", "data-parallel"])
-def test_a_tied_table_is_no_matrix_in_any_cut(handler: str) -> None:
-    """Muon stepped it where one stage held all of it, and AdamW where two stages did.
-
-    So training differed with the cut, and the checkpoint of a cut did not fit the other.
-    """
-    in_one, saved = muon(with_table(), 1, handler)
-    in_two, _ = muon(with_table(), 2, handler, gathered(saved)[0])
-    assert in_two == in_one == ["1.weight", "2.weight"]
-    # Also if the head is registered before the embedding that has the same weight.
-    assert muon(nn.Sequential(HeadFirst()), 1, handler)[0] == ["0.between.weight"]
-
-
 OF_MATRICES, OTHERS_ADAMW = "Muon steps matrices of two dimensions", {"others": torch.optim.AdamW}
 # The handler, the optimizer and its options, and what is said.
 MISTAKES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
