@@ -115,17 +115,6 @@ def test_stage_ticks_order_the_buckets() -> None:
 # --- layout
 
 
-def test_two_ties_that_two_stages_register_in_another_order_lie_alike() -> None:
-    """Summed by local order, a and b would get each other's values: 101 twice, not 2 and 200."""
-    model = Manifest(
-        stages=((entry("a", 4), entry("b", 4)), (entry("b", 4), entry("a", 4))),
-        ties=(((0, "a"), (1, "a")), ((0, "b"), (1, "b"))),
-    )
-    first, last = plans(model, grid(2)).values()
-    assert contents(first) == contents(last) == [["0.b", "0.a"]]
-    assert first.buckets == last.buckets
-
-
 def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
     model = Manifest(((entry("a", 3), entry("b", 17), entry("c"), entry("d", 0)),), ())
     (bucket,) = plans(model, grid(1, 2))[0].buckets
@@ -139,27 +128,6 @@ def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
     (bucket,) = plans(model, grid(1, 2), reduce_dtype=HALF)[0].buckets
     assert [slot.offset for slot in bucket.slots] == [0, 0, 32, 64]
     assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes(0, 0)) == (FLOAT, HALF, 2 * 100)
-
-
-@pytest.mark.parametrize(
-    ("capacity", "expected"),
-    [
-        (64 * 6, [["0.e", "0.d", "0.c", "0.b", "0.a"]]),
-        (64 * 5, [["0.e", "0.d", "0.c"], ["0.b", "0.a"]]),
-        (64 * 3 - 1, [["0.e", "0.d"], ["0.c"], ["0.b", "0.a"]]),
-        (64, [["0.e"], ["0.d"], ["0.c"], ["0.b"], ["0.a"]]),
-        (0, [["0.e"], ["0.d"], ["0.c"], ["0.b"], ["0.a"]]),
-    ],
-)
-def test_buckets_are_cut_by_bytes_in_reverse_position(
-    capacity: int, expected: list[list[str]]
-) -> None:
-    """`c` takes three alignment units, the others one; too large for a bucket, it goes alone."""
-    sizes = {"a": 16, "b": 1, "c": 33, "d": 16, "e": 2}
-    model = Manifest((tuple(entry(name, size) for name, size in sizes.items()),), ())
-    if capacity == 64 * 6:
-        capacity += 64
-    assert contents(plans(model, grid(1, 2), bucket_bytes=capacity)[0]) == expected
 
 
 def test_dtypes_never_mix_unless_the_wire_is_one_and_gradients_are_too() -> None:
@@ -201,26 +169,6 @@ def test_a_smaller_local_shard_lies_together() -> None:
     for shape, stride in (((4, 2), (2, 1)), ((2, 3), (3, 1)), ((0, 3), (3, 1)), ((4, 0), (1, 1))):
         (part,) = localised([whole], {"0.w": whole.route}, {"0.w": shape})
         assert part == dataclasses.replace(whole, slots=(Slot("0.w", 0, shape, stride),))
-
-
-# --- placements
-
-
-def test_after_an_owner_only_owners_launch_the_later_hops() -> None:
-    """Shards are planned before replicas, too."""
-    for placement, last in ((Placement.OWNER, []), (Placement.SHARD, [(3, 1)])):
-        handlers = [*BOTH[:1], ("placed", By("dp", placement))]
-        found = plans(TIED, grid(3, 2), handlers)
-        taken = {rank: [(x.bucket, x.step) for x in plan.launches] for rank, plan in found.items()}
-        assert taken == {
-            0: [(2, 0), (3, 0), (3, 1)], 1: [(2, 0), (3, 0), *last], 2: [(1, 0)], 3: [(1, 0)],
-            4: [(0, 0), (3, 0), (3, 1)], 5: [(0, 0), (3, 0), *last],
-        }  # fmt: skip
-        first, second = map(str, found[1].buckets[1].route)
-        assert (first, second) == (f"{placement.value}-sum(dp)", "replicate-sum(pp[0,2])")
-
-
-# --- any model, by property
 
 
 def test_the_digest_tells_plans_apart() -> None:

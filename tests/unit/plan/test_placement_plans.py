@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import random
 from collections.abc import Mapping
@@ -358,28 +357,6 @@ def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int])
         world = World(found, 1)
         world.run(0)
         assert (world.stuck, world.stale) == ([], [])
-
-
-def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_other() -> None:
-    def wrong(
-        field: str, part: slice, model: Manifest, rank: int, *handlers: tuple[str, By]
-    ) -> World:
-        """Lets one rank take other launches or publishes than its plan has, or in another order."""
-        options = GradientOptions(bucket_bytes=0, comm_streams=1)
-        found = make_plans(model, grid(len(model.stages), 2), handlers, options)
-        changed = {field: getattr(found[rank], field)[part]}
-        world = World({**found, rank: dataclasses.replace(found[rank], **changed)}, 1)
-        world.run(0)
-        return world
-
-    turned, data = slice(None, None, -1), ("data", By("dp", SHARD))
-    owners = ("tie", By("pp", OWNER)), ("data", By("dp", OWNER))
-    world = wrong("publishes", turned, TIE, 2, *owners)
-    assert (world.stuck, world.stale) == ([], [(3, "0.w")])
-    two = Manifest(((entry("a", 4), entry("b", 4)),), ())
-    assert wrong("publishes", turned, two, 1, data).stuck == [(0, 0), (1, 0)]
-    assert wrong("launches", turned, two, 1, data).stuck == [(0, 0), (1, 0)]
-    assert wrong("launches", slice(1), two, 1, data).stuck == [(0, 0), (1, 0)]
 
 
 def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
