@@ -88,20 +88,6 @@ def test_a_launch_that_returns_nothing_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert "launch() returned None, expected a Work, with a wait()" in refused
 
 
-@pytest.mark.ranks(2)
-def test_a_refused_prepare_does_not_part_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has to prepare twice; the failure notice must still be the same step's."""
-    module = stage(a=(1,))
-    sync = tied(module, "a")
-    step(sync, module, a=1.0)
-    if rank() == 0:
-        for _ in range(2):
-            assert outcome(sync.prepare).startswith("StepError: ")
-    module.zero_grad()
-    refuse_launches(monkeypatch)
-    assert "no route to host" in outcome(lambda: step(sync, module, a=1.0))
-
-
 class Optioned(PipelineShared):
     def __init__(self, *, size: int = 1, path: str = "") -> None:
         if path and rank():
@@ -132,30 +118,19 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
      lambda r: {"handlers": [{"name": Optioned, "size": r}]}),
     ("ranks disagree on bucket_bytes: 100 on rank 0, 101 on rank 1; make them the same",
      lambda r: {"bucket_bytes": 100 + r}),
-    ("ranks disagree on reduce_dtype ... None ... torch.float32",
-     lambda r: {"reduce_dtype": torch.float32 if r else None}),
-    ("ranks disagree on comm_streams ... 2 on rank 1", lambda r: {"comm_streams": 1 + r}),
-    ("ranks disagree on allow_unsynced", lambda r: {"allow_unsynced": ["x"] * r}),
-    ("ranks disagree on stage_ticks", lambda r: {"stage_ticks": [1, r]}),
     ("ranks disagree on tied",
      lambda r: {"tied": [["a"], {0: "b", 1: "b"}] if r else [["a"], ["b"]]}),
     ("AgreementError ... rank 1: PluginOptionError ... no such file: groups.toml",
      lambda _: {"handlers": [{"name": Optioned, "path": "groups.toml"}]}),
     ("AgreementError ... rank 1: PluginLoadError ... no_module_1",
      lambda r: {"handlers": ["no_module_1:Handler"] if r else [SHARED]}),
-    ("PluginNotFoundError: no plug-in ... 'pipeline-shred' ... pipeline-shared",
-     lambda _: {"handlers": ["pipeline-shred"]}),
     ("AgreementError: ranks disagree on what the handlers reduce",
      lambda _: {"handlers": [Impure]}),
     ("AgreementError ... rank 1: PlanError: handler ... KeyError('dp') (test_sync_failures.py:",
      lambda _: {"handlers": [Raises]}),
     ("PlanError: 'a' on stage 0 and 'a' on stage 1 ... pipeline-shared",
      lambda _: {"handlers": [DATA]}),
-    ("AgreementError ... rank 1: PlanError ... comm_streams=0",
-     lambda r: {"comm_streams": 2 - 2 * r}),
     ("AgreementError ... rank 1: ", lambda r: {"tied": None if r else [["a"], ["b"]]}),
-    ("AgreementError ... rank 1: ", lambda r: {"allow_unsynced": None if r else ()}),
-    ("PlanError ... no such parameter: ['z']", lambda _: {"tied": [["z"]]}),
 ]  # fmt: skip
 
 
@@ -176,7 +151,6 @@ def test_models_that_differ_are_every_ranks_error() -> None:
     def differing(**own: Any) -> Callable[[], GradientSync]:
         return lambda: replicated(stage(**({"a": (2,), "b": (2,)} | (own if rank() else {}))))
 
-    half, frozen = torch.zeros(2, dtype=torch.bfloat16), nn.Parameter(torch.zeros(2), False)
     parameters = "AgreementError: ranks disagree on the parameters of stage 0"
     module = stage(a=(2 + rank(),), b=(2,))
     twice = stage(a=(2,))
@@ -185,9 +159,6 @@ def test_models_that_differ_are_every_ranks_error() -> None:
     for make, parts in (
         (lambda: tied(module, "a"), ["PlanError", "shape is (3,) and the other's (2,)"]),
         (differing(a=(3,)), [parameters, "a (3,)"]),
-        (differing(c=(2,)), [parameters]),
-        (differing(a=half), [parameters]),
-        (differing(a=frozen), [parameters]),
     ):
         refused = outcome(make)
         assert [part for part in parts if part not in refused] == [], refused

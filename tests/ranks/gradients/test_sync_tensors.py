@@ -130,38 +130,6 @@ def test_parameters_may_be_replaced_but_not_by_something_else() -> None:
     assert step(sync, module, a=1.0, b=1.0) == {"a": [2.0, 2.0], "b": [2.0]}
 
 
-def drawn(at: int) -> torch.Tensor:
-    return torch.randn(300, generator=torch.Generator().manual_seed(at))
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("wire", "wires", "copies"),
-    [(None, [BF16, FP32], 0), (FP32, [FP32] * 2, 1), (BF16, [BF16] * 2, 1)],
-)
-def test_dtypes_of_wires(wire: torch.dtype | None, wires: list[torch.dtype], copies: int) -> None:
-    """Gradients of bf16 and fp32 parameters, on their own wire and on the other's."""
-    values = torch.stack([drawn(at) for at in range(2)])
-    exact, lowered = values.sum(0), values.to(BF16).float().sum(0)
-    scale = values.abs().sum(0)
-    module = stage(low=torch.zeros(300, dtype=BF16), high=torch.zeros(300))
-    sync = tied(module, "low", "high", reduce_dtype=wire)
-    step(sync, module, low=values[rank()].to(BF16), high=values[rank()])
-    low, high = (module.get_parameter(name).grad for name in ("low", "high"))
-    assert low is not None
-    assert high is not None
-    assert (low.dtype, high.dtype) == (BF16, FP32)
-    assert sorted((b.wire_dtype for b in sync.plan.buckets), key=str) == wires
-    assert sync.statistics().copies == copies
-    assert ((low.float() - lowered).abs() <= scale * 2**-8).all()
-    assert ((high - exact).abs() <= scale * (2**-7 if wire == BF16 else 2**-24)).all()
-    if wire == FP32:  # there bf16 gradients are added exactly and rounded once
-        assert torch.equal(low, lowered.to(BF16))
-    for found in gathered((low, high)):
-        assert torch.equal(found[0], low)
-        assert torch.equal(found[1], high)
-
-
 @pytest.mark.ranks(4)
 def test_replicas_are_equal_and_reduced_over_data_then_stages() -> None:
     """All ranks begin with other values, but in the tie; then one bit of one copy flips."""
