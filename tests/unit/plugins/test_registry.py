@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -13,7 +10,7 @@ from pipegrad.comm import plain
 from pipegrad.errors import PluginConflictError, PluginContractError, PluginNotFoundError
 from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.registry import DISABLE_VARIABLE, Plugin
-from tests.support.distributions import declared, write_distribution
+from tests.support.distributions import declared
 from tests.support.plugins import (
     ACME,
     BROKEN,
@@ -76,32 +73,6 @@ value = 3
     assert summaries.pop("Outer.Sum") == "Sums everything."
     assert set(summaries.values()) == {""}
     assert "acme" not in sys.modules
-
-
-@pytest.mark.slow
-def test_listing_is_the_same_for_every_hash_seed_and_path_order(tmp_path: Path) -> None:
-    names = ["delta", "alpha", "gamma", "beta"]
-    sites = [
-        str(write_distribution(tmp_path / n, n, group=GROUP, entry_points={"sum": "x:Y", n: "x:Z"}))
-        for n in names
-    ]
-    script = f"""
-import sys
-sys.path[:0] = sys.argv[1:]
-from pipegrad.plugins.handler import GradientHandler
-from pipegrad.plugins.registry import Registry
-print(*Registry({GROUP!r}, GradientHandler), sep="\\n")
-"""
-
-    def listed(seed: str, path: list[str]) -> list[str]:
-        command = [sys.executable, "-c", script, *path]
-        environment = {**os.environ, "PYTHONHASHSEED": seed}
-        return subprocess.check_output(command, env=environment, text=True).splitlines()
-
-    first = listed("1", sites)
-    names = [line.split()[0].strip("'") for line in first]
-    assert names == ["alpha", "beta", "delta", "gamma", *["sum"] * 4]
-    assert listed("2", sites[::-1]) == first
 
 
 # --- resolving
