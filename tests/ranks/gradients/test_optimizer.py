@@ -5,18 +5,13 @@ from __future__ import annotations
 import copy
 import io
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import save
 
 from pipegrad import GradientSync, ParameterRecord
 from pipegrad.gradients.param_sync import ParameterSync
@@ -207,35 +202,6 @@ def test_a_rank_that_steps_nothing_may_leave_its_step_out(*, evaluates: bool) ->
             job.sync.stage_first_use(0)
             assert job.values == [-2.0 * number]
     assert job.arrived == [-4.0]
-
-
-@pytest.mark.parametrize("kind", ["replicate", "owner", "sharded", "mixed"])
-def test_a_state_is_read_in_another_placement(kind: str, tmp_path: Path) -> None:
-    """Issue 18, point 5. A chunk each, so no rank writes over another one's shard."""
-    job = module, sync, optimizer = train(made(kind), 0, 1)
-    sync.wait_parameters()
-    save(
-        {"model": module.state_dict(), "optimizer": optimizer.state_dict()},
-        checkpoint_id=tmp_path / kind,
-    )
-    if rank() == 0:
-        dcp_to_torch_save(tmp_path / kind, tmp_path / "whole.pt")
-    dist.barrier()
-    train(job, 2, 3)
-    right = values(job)
-    for other in ("replicate", "sharded", "mixed"):
-        found = go_on(other, torch.load(tmp_path / "whole.pt"))
-        # The norm of a clip adds its squares in another order in another placement.
-        assert furthest(found, module) <= rounding(2 * 10 * 9), other
-    # In place, into the state of an optimizer that has stepped.
-    job = module, sync, optimizer = train(made(kind), 7)
-    sync.wait_parameters()
-    state = {"model": module.state_dict(), "optimizer": optimizer.state_dict()}
-    load(state, checkpoint_id=tmp_path / kind)
-    module.load_state_dict(state["model"])
-    sync.synchronize_parameters()
-    optimizer.load_state_dict(state["optimizer"])
-    assert values(train(job, 2, 3)) == right
 
 
 def test_names_are_those_of_the_uncut_model() -> None:

@@ -85,22 +85,6 @@ def test_steps_that_reduce_nothing_add_up_as_in_one_process(way: str) -> None:
     sync.close()
 
 
-def test_a_divisor_that_is_no_power_of_two_rounds_once() -> None:
-    """Issue 16, point 13. The steps before are not divided again."""
-    torch.manual_seed(1)
-    module, true = stage(a=(50,)), torch.zeros(50, dtype=torch.float64)
-    sync = GradientSync({0: module}, ALONE, handlers=[])
-    for number in (3, 5, 7):
-        given = torch.randn(50)
-        add(sync, module, number, a=given)
-        true += given.double()
-    gradient = module.get_parameter("a").grad
-    assert gradient is not None
-    # A step has up to 7 sums, a division, and a scaling of what was there: 3 * 9 roundings.
-    assert float((gradient.double() - true).abs().max()) <= 27 * EPS * float(true.abs().max())
-    sync.close()
-
-
 REFUSED = "StepError: the gradient of '{}' is already reduced"
 ADVICE = "optimizer.zero_grad() does so for the parameters that this optimizer has"
 

@@ -9,13 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipegrad import GradientHandler, make_plan
 from pipegrad.gradients.norm import local_term
-from pipegrad.plan.options import GradientOptions
-from pipegrad_handlers.data_parallel import DataParallel
-from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
-    SHARED,
     NewStorage,
     give,
     grads,
@@ -131,7 +126,7 @@ def test_parameters_may_be_replaced_but_not_by_something_else() -> None:
 
 
 @pytest.mark.ranks(4)
-def test_replicas_are_equal_and_reduced_over_data_then_stages() -> None:
+def test_replicas_start_equal_and_a_copy_that_differs_is_named() -> None:
     """All ranks begin with other values, but in the tie; then one bit of one copy flips."""
     tie = torch.randn(5)
     torch.manual_seed(rank())
@@ -161,20 +156,6 @@ def test_replicas_are_equal_and_reduced_over_data_then_stages() -> None:
     sync.check_replicas()
     for name, p in module.named_parameters():  # of two copies nobody knows the right one
         assert torch.equal(values[name], p) == (name != "own" or rank() >= 2), name
-    # Means over data then sums over stages. And any rank's plan, made anywhere, is its own.
-    module = stage(tie=(2,), own=(2,))
-    sync = tied(module, "tie", comm_streams=1)
-    assert step(sync, module, tie=float(10 ** rank()), own=float(rank())) == {
-        "tie": [(1 + 10) / 2 + (100 + 1000) / 2] * 2,
-        "own": [0.5 if rank() < 2 else 2.5] * 2,
-    }
-    handlers: list[tuple[str, GradientHandler]] = [
-        (SHARED, PipelineShared()),
-        ("pipegrad_handlers.data_parallel:DataParallel", DataParallel()),
-    ]
-    options = GradientOptions(comm_streams=1)
-    plans = [make_plan(sync.manifest, sync.topology.at(r), handlers, options) for r in range(4)]
-    assert plans == gathered(sync.plan)
 
 
 def test_the_norm_of_float64_gradients_and_of_mixed_ones() -> None:

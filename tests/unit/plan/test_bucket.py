@@ -10,8 +10,7 @@ import pytest
 
 from pipegrad import Placement
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import Bucket, Slot, localised
-from pipegrad.plan.plan import Launch, MainRange, Plan
+from pipegrad.plan.buckets import Slot, localised
 from tests.support.gradients.placements import By
 from tests.support.gradients.plans import (
     BOTH,
@@ -23,67 +22,6 @@ from tests.support.gradients.plans import (
     grid,
     plans,
 )
-
-
-def test_a_plan_as_a_whole() -> None:
-    plan = plans(TIED, grid(3, 2), comm_streams=2)[5]
-    mean, tie = plan.routes[1][1]
-    assert (str(mean), mean.ranks) == ("replicate-mean(dp)", (4, 5))
-    assert (str(tie), tie.ranks) == ("replicate-sum(pp[0,2])", (1, 5))
-    norm = Bucket(
-        index=0,
-        ready=0,
-        holders=(2,),
-        dtype=FLOAT,
-        wire_dtype=FLOAT,
-        sum_dtype=FLOAT,
-        parameter_dtype=FLOAT,
-        route=(mean,),
-        slots=(Slot("2.ln", 0, (3,), (1,)),),
-        payload_numel=16,
-    )
-    emb = dataclasses.replace(
-        norm,
-        index=3,
-        ready=2,
-        holders=(0, 2),
-        route=(mean, tie),
-        slots=(Slot("0.emb", 0, (5, 3), (3, 1)),),
-    )
-    assert plan == Plan(
-        rank=5,
-        buckets=(norm, emb),
-        launches=(
-            Launch(bucket=0, step=0, ready=0, comm_stream=0),
-            Launch(bucket=3, step=0, ready=2, comm_stream=1),
-            Launch(bucket=3, step=1, ready=3, comm_stream=1),
-        ),
-        publishes=(),
-        main_ranges=(
-            MainRange("2.ln", 0, 3, sharded=False),
-            MainRange("0.emb", 0, 15, sharded=False),
-        ),
-        trained_numel=18,
-        syncs_parameters=False,
-        routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
-        packs=plan.packs,
-        groups=(
-            ((0, 1), 0), ((0, 1), 1), ((0, 4), 0), ((0, 4), 1), ((1, 5), 0), ((1, 5), 1),
-            ((2, 3), 0), ((2, 3), 1), ((4, 5), 0), ((4, 5), 1),
-        ),
-        digest=plan.digest,
-    )  # fmt: skip
-    first = plans(TIED, grid(3, 2))[0]
-    assert [b.index for b in first.buckets] == [2, 3]
-    # What is frozen travels only to be made equal.
-    assert contents(first) == [["0.norm"], ["0.emb"]]
-    packed = [slot.key for pack in first.packs for slot in pack.slots]
-    assert sorted(packed) == ["0.emb", "0.frozen", "0.norm"]
-    untied = dataclasses.replace(TIED, ties=())
-    for nothing in plans(untied, grid(3, 2), handlers=()).values():
-        fields = ("buckets", "launches", "routes", "packs", "groups")
-        assert [getattr(nothing, name) for name in fields] == [()] * 5
-    assert (norm.numel, norm.nbytes(0, 0), plan.reduced_bytes) == (17, 68, 3 * 68)
 
 
 def test_a_plan_prints_what_matters() -> None:

@@ -17,9 +17,8 @@ from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import MainRange, Plan, make_plans
-from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, WHOLE, By, members
-from tests.support.gradients.plans import Handlers, entry, grid
+from tests.support.gradients.plans import entry, grid
 from tests.support.plan.random_models import Case, cases, quick
 
 pytestmark = pytest.mark.slow
@@ -322,41 +321,6 @@ def test_a_mesh_in_any_order_is_right_or_refused(case: Case, seed: int) -> None:
 # --- stories
 
 TIE = Manifest(((entry("w", 40),), (entry("w", 40),)), (((0, "w"), (1, "w")),))
-
-
-@pytest.mark.parametrize(
-    "handlers",
-    [
-        [("data", By("dp", OWNER)), ("tie", PipelineShared())],
-        [("data", By("dp", SHARD)), ("tie", PipelineShared(placement="owner"))],
-    ],
-)
-def test_a_permuted_mesh_whose_parts_do_not_fit_is_refused(handlers: Handlers) -> None:
-    """Ranks 3 and 1 are last and first of their rows: they would sum other parts of `w`."""
-    permuted = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 2, 1))
-    with pytest.raises(PlanError, match=r"'0\.w': before .* ascend along every dimension"):
-        make_plans(TIE, permuted, handlers, GradientOptions(bucket_bytes=0))
-    straight = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 5, 9))
-    assert len(make_plans(TIE, straight, handlers, GradientOptions(bucket_bytes=0))) == 4
-
-
-@pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
-def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int]) -> None:
-    """By first use alone an owner that holds the later stage passed on stale rows of the other."""
-    own, other = stages  # on ranks 0 and 1, and on those behind
-    owners, others = [(1, (own,)), (0, ())], [(0, (other,))]
-    for placement in (SHARD, OWNER):
-        handlers = [("tie", By("pp", OWNER)), ("data", By("dp", placement))]
-        found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
-        back = {rank: [(x.step, x.readers) for x in plan.publishes] for rank, plan in found.items()}
-        if placement is SHARD:
-            assert back == {0: owners, 1: owners, 2: others, 3: others}
-        else:  # owners pass on what they are given
-            steps = {rank: [step for step, _ in row] for rank, row in back.items()}
-            assert steps == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
-        world = World(found, 1)
-        world.run(0)
-        assert (world.stuck, world.stale) == ([], [])
 
 
 def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
