@@ -27,7 +27,6 @@ from tests.support.gradients.cases import (
     step,
     tied,
 )
-from tests.support.gradients.kernels import kernel
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import error
 from tests.support.pipeline.sharded import TOKENS, batch, build, low_step
@@ -171,6 +170,25 @@ def test_an_optimizer_steps_what_has_its_gradients_elsewhere(accessor: type) -> 
     sync.close()
 
 
+class Kernel(torch.autograd.Function):
+    """Adds to main_grad itself, as those of Megatron and Transformer Engine do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        product: Tensor = x * weight.detach()
+        return product
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        (x,), weight = ctx.saved_tensors, ctx.weight
+        main = weight.main_grad
+        main.add_(gradient.to(main.dtype) * x.to(main.dtype))
+        weight.grad_added_to_main_grad = True
+        return gradient * weight.detach(), torch.full_like(weight, torch.nan)  # a placeholder
+
+
 @pytest.mark.ranks(2)
 def test_a_kernel_that_adds_to_main_grad_itself_is_believed() -> None:
     module = stage(w=torch.zeros(3, dtype=torch.bfloat16))
@@ -182,7 +200,8 @@ def test_a_kernel_that_adds_to_main_grad_itself_is_believed() -> None:
     for _ in range(2):
         sync.prepare()
         for _ in range(2):
-            kernel(x, weight).sum().backward()
+            product: Tensor = Kernel.apply(x, weight)  # type: ignore[no-untyped-call]
+            product.sum().backward()
         (weight * x).sum().backward()
         sync.stage_final(0)
         sync.finish()

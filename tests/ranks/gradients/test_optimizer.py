@@ -130,16 +130,6 @@ def test_a_loop_without_duties_trains_and_resumes_as_one_process(kind: str) -> N
     true, right = in_one_process()[0], values(job)
     assert furthest(job, true) <= MOST
     job[1].check_replicas()
-    # The loop of before: its optimizer does not publish, so the caller does.
-    before, sync = placed(kind)
-    groups = sync.optimizer_parameters(
-        lambda record: group_of(record.name, nn.Parameter(torch.empty(record.shape)))
-    )
-    optimizer: torch.optim.Optimizer = torch.optim.AdamW(groups, **OPTIONS)
-    for number in range(STEPS):
-        train((before, sync, optimizer), number)
-        sync.publish()
-    assert values((before, sync, optimizer)) == right
     # A state by names goes on with the same bits in another model, by torch.save and torch.load.
     module, sync, optimizer = train(made(kind), 0, 1)
     sync.wait_parameters()

@@ -128,30 +128,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
     )
 
 
-class Whitened(torch.optim.Optimizer):
-    """Somebody's optimizer of whole matrices, as Shampoo: scales by both sides of each gradient."""
-
-    def __init__(self, params: Any, lr: float = 0.01) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        assert closure is None
-        for group in self.param_groups:
-            for p in (p for p in group["params"] if p.grad is not None):
-                state = self.state[p]
-                gradient = p.grad.float()
-                for side, product in (("l", gradient @ gradient.T), ("r", gradient.T @ gradient)):
-                    state[side] = state.get(side, torch.zeros_like(product)) + product
-                scaled = [torch.linalg.inv(state[s] + torch.eye(len(state[s]))) for s in "lr"]
-                p.sub_((group["lr"] * scaled[0] @ gradient @ scaled[1]).to(p.dtype))
-
-
-Kind = Callable[..., torch.optim.Optimizer]
-KINDS: dict[str, Kind] = {
-    "Muon": partial(torch.optim.Muon, lr=0.02),
-    "Whitened": partial(Whitened, lr=0.05),
-}
+muon = partial(torch.optim.Muon, lr=0.02)
 adamw = partial(torch.optim.AdamW, lr=0.01, eps=ADAM_EPS)
 SMALL = 600  # bytes, so that there are several buckets
 IS_MATRIX = tuple(f"{index}.weight" for index in (1, 3, 5, 7, 8))
@@ -162,13 +139,13 @@ def half_then_less(step: int) -> float:
 
 
 def one_process(
-    kind: str, gradients: Callable[[int, nn.Module], None], *, tied: bool = False
+    gradients: Callable[[int, nn.Module], None], *, tied: bool = False
 ) -> dict[str, torch.Tensor]:
     """Trains the uncut model by two optimizers of torch, with the gradients that are given."""
     model = build(tied=tied)
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     optimizers = [
-        KINDS[kind]([p for name, p in named.items() if name in IS_MATRIX]),
+        muon([p for name, p in named.items() if name in IS_MATRIX]),
         adamw([p for name, p in named.items() if name not in IS_MATRIX]),
     ]
     schedules = [LambdaLR(optimizer, half_then_less) for optimizer in optimizers]
@@ -225,7 +202,6 @@ class Trained:
 
 def train(
     pipeline: int,
-    kind: str,
     shared: Any = "pipeline-shared",
     *,
     tied: bool = False,
@@ -240,7 +216,7 @@ def train(
         parts, topology, loss_fn=loss_of, handlers=[shared, "owned"], schedule="1f1b", **options
     )
     sync, data, me = scheduler.sync, topology.size("dp"), topology.coordinate("dp")
-    optimizer = scheduler.optimizer(KINDS[kind], others=adamw)
+    optimizer = scheduler.optimizer(muon, others=adamw)
     schedule, nbytes = LambdaLR(optimizer, half_then_less), 0
     for step in range(STEPS):
         inputs, target = batch(step)
@@ -263,7 +239,6 @@ def train(
     return found
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(
     ("pipeline", "data"),
     [
@@ -271,10 +246,10 @@ def train(
         for pipeline, data in ((2, 2), (1, 2), (2, 1), (1, 1))
     ],
 )
-def test_bits_are_those_of_one_process(kind: str, pipeline: int, data: int) -> None:
+def test_bits_are_those_of_one_process(pipeline: int, data: int) -> None:
     """Two terms have one sum, in any order: so gradients have the same bits, and all else too."""
-    expected = one_process(kind, of_replicas(data, 2 if pipeline > 1 else 1))
-    weights = train(pipeline, kind, bucket_bytes=SMALL).weights
+    expected = one_process(of_replicas(data, 2 if pipeline > 1 else 1))
+    weights = train(pipeline, bucket_bytes=SMALL).weights
     for name, weight in weights.items():
         assert torch.equal(weight, expected[name]), name
     assert {name for names in gathered([*weights]) for name in names} == set(expected)
@@ -283,7 +258,7 @@ def test_bits_are_those_of_one_process(kind: str, pipeline: int, data: int) -> N
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("bucket_bytes", [None, SMALL, 0])
 def test_each_matrix_is_stepped_whole_on_one_rank(bucket_bytes: int | None) -> None:
-    every = gathered(train(1, "Muon", bucket_bytes=bucket_bytes).shapes)
+    every = gathered(train(1, bucket_bytes=bucket_bytes).shapes)
     shapes = {name: tuple(p.shape) for name, p in build().named_parameters()}
     for name in IS_MATRIX:
         assert [here[name] for here in every if name in here] == [shapes[name]]
@@ -293,7 +268,7 @@ def test_each_matrix_is_stepped_whole_on_one_rank(bucket_bytes: int | None) -> N
 @pytest.mark.ranks(4)
 def test_states_and_bytes_count_each_element_once() -> None:
     """Muon keeps one number for an element, AdamW two; a ring sends 2 (n - 1) / n of all bytes."""
-    ranks, found = 4, train(1, "Muon")
+    ranks, found = 4, train(1)
     trained = {name: p.numel() for name, p in build().named_parameters() if p.requires_grad}
     of_muon = sum(numel for name, numel in trained.items() if name in IS_MATRIX)
     states = 2 * sum(trained.values()) - of_muon
@@ -311,8 +286,8 @@ def test_states_and_bytes_count_each_element_once() -> None:
     # Muon beside a tied embedding has the bits of one process. With one microbatch the owner of the
     # tie adds two terms, and then two replicas do.
     shared = {"name": "pipeline-shared", "placement": "owner"}
-    expected = one_process("Muon", of_replicas(2, 1), tied=True)
-    found = train(2, "Muon", shared, tied=True, num_microbatches=1)
+    expected = one_process(of_replicas(2, 1), tied=True)
+    found = train(2, shared, tied=True, num_microbatches=1)
     for name, weight in found.weights.items():
         assert torch.equal(weight, expected[name]), name
 
@@ -329,7 +304,8 @@ MISTAKES: dict[str, tuple[str, Any, dict[str, Any], str]] = {
         "Muon cannot step sharded parameters.*The handler 'owned' gives it whole matrices",
     ),
     "not elementwise": (
-        "owned", Whitened, {}, "Whitened cannot step sharded parameters.*others=torch.optim.AdamW"
+        "owned", torch.optim.Adafactor, {},
+        "Adafactor cannot step sharded parameters.*others=torch.optim.AdamW",
     ),
     "others of a wrong kind": (
         "owned", torch.optim.Muon, {"others": len}, "made int, expected an Optimizer"

@@ -153,11 +153,8 @@ def test_link_local_makes_copies_on_one_rank_one_object() -> None:
     ],
 )
 def test_link_local_refuses_what_cannot_be_one(other: torch.Tensor | None, found: str) -> None:
-    modules = {0: nn.Module(), 1: nn.Module()}
-    modules[0].a = nn.Parameter(torch.zeros(2))
-    modules[1].b = (
-        nn.Parameter(torch.zeros(2), requires_grad=False) if other is None else nn.Parameter(other)
-    )
+    frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
+    modules = {0: held(a=(2,)), 1: held(b=frozen if other is None else other)}
     match = rf"'a' on stage 0 is \(2,\) torch.float32 trained, 'b' on stage 1 is {found}"
     with pytest.raises(PlanError, match=match):
         link_local(modules, declared([{0: "a", 1: "b"}]))
@@ -222,13 +219,9 @@ def test_cloned_layers_are_alike_not_tied() -> None:
     layer = nn.TransformerEncoderLayer(4, 2, 8)
     encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
     layers = list(encoder.layers)
-    modules: dict[int, nn.Module] = {
-        0: nn.Sequential(nn.Linear(3, 4), *layers[:2]),
-        1: nn.Sequential(*layers[2:], nn.Linear(4, 5)),
-    }
-    likely, alike = likely_ties(prints(modules), [])
-    assert not likely
-    assert alike
+    first, last = nn.Sequential(nn.Linear(3, 4), *layers[:2]), nn.Sequential(*layers[2:])
+    likely, alike = verdict(first, last.append(nn.Linear(4, 5)))
+    assert likely == 0 < alike
 
 
 def test_a_dead_traced_copy_of_a_declared_tie_is_no_likely_tie() -> None:
@@ -259,11 +252,9 @@ def test_shapes_do_not_hide_a_tie_of_large_parameters() -> None:
     """A sample of the bits is compared; it must not take strides for another tensor."""
     torch.manual_seed(0)
     weight = torch.randn(64, 96)
-    modules = {0: nn.Module(), 1: nn.Module()}
-    modules[0].a, modules[0].own = nn.Parameter(weight), nn.Parameter(torch.randn(3))
-    modules[1].b = nn.Parameter(weight.t().contiguous().t())
-    modules[1].own = nn.Parameter(torch.randn(3))
-    assert likely_ties(prints(modules), []) == ([[(0, "a"), (1, "b")]], [])
+    turned = weight.t().contiguous().t()
+    first, last = held(a=weight, own=torch.randn(3)), held(b=turned, own=torch.randn(3))
+    assert verdict(first, last) == (1, 0)
 
 
 # By bits, by declaration and by memory. Numbers are those of issue 16.
