@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -30,6 +29,7 @@ from tests.support.gradients.cases import (
 from tests.support.pipeline.pipelines import CPU, loss_of
 from tests.support.pipeline.schedulers import error
 from tests.support.pipeline.sharded import TOKENS, batch, build, low_step
+from tests.support.pipeline.trained import differences, train
 from tests.support.rounding import ADAM_EPS, rounding
 from tests.support.versions import needs_2_13
 
@@ -76,38 +76,32 @@ def test_bf16_with_main_grad_and_master_copies_is_one_process_in_mixed_precision
     scheduler = Scheduler([Stage(module, number)], topology, schedule=schedule, **options)
     sync = scheduler.sync
     optimizer = torch.optim.AdamW(sync.optimizer_parameters(), lr=1e-2, eps=ADAM_EPS)
-    true_optimizer = torch.optim.AdamW(true.parameters(), lr=1e-2, eps=ADAM_EPS)
-    masters = {one.record.name: one.tensor for one in sync.main_parameters()}
+    masters: Any = {one.record.name: one.tensor for one in sync.main_parameters()}
     assert {tensor.dtype for tensor in masters.values()} == {torch.float32}
     early = []
+
+    def step(number: int, part: int) -> Tensor | None:
+        tokens, target = batch(10 * number + part, 8)
+        return scheduler.step(tokens, target=target).loss
+
+    def look(_: int) -> None:
+        early.append(sync.statistics().early)
+        assert all(p.grad is None for p in module.parameters())
+        for one in sync.main_parameters():
+            main = MainGrad().read(sync.parameter(one.record))
+            assert (main is None) == (one.tensor.grad is None)
+        sync.publish()
+
+    training: Any = {"steps": 3, "parts": accumulate, "clip": (0.5, 2.0)}
+    expected = train(
+        lambda number, part: low_step(true, *batch(10 * number + part, 8), 4),
+        lambda: dict(true.named_parameters(remove_duplicate=False)),
+        optimizer=torch.optim.AdamW(true.parameters(), lr=1e-2, eps=ADAM_EPS),
+        **training,
+    )
     with OrderChecker() as checker:
-        for step in range(3):
-            for part in range(accumulate):
-                tokens, target = batch(10 * step + part, 8)
-                with sync.accumulate() if part < accumulate - 1 else nullcontext():
-                    loss = scheduler.step(tokens, target=target).loss
-                assert error(loss, low_step(true, tokens, target, 4)) <= MOST
-            early.append(sync.statistics().early)
-            assert all(p.grad is None for p in module.parameters())
-            for one in sync.main_parameters():
-                main = MainGrad().read(sync.parameter(one.record))
-                assert (main is None) == (one.tensor.grad is None)
-            norm = sync.clip_grad_norm_(0.5)
-            assert error(norm, nn.utils.clip_grad_norm_(true.parameters(), 0.5)) <= MOST
-            gradients = 0
-            for name, tensor in masters.items():
-                goal = true.get_parameter(name).grad  # of "3.weight" that of "0.weight"
-                assert (tensor.grad is None) == (goal is None)
-                if goal is not None:
-                    assert error(tensor.grad, goal) <= MOST, name
-                    gradients += 1
-            assert gradients > 0
-            for each in (optimizer, true_optimizer):
-                each.step()
-                each.zero_grad()
-            sync.publish()
-            for name, tensor in masters.items():
-                assert error(tensor, true.get_parameter(name)) <= MOST, name
+        seen = train(step, lambda: masters, sync=sync, optimizer=optimizer, look=look, **training)
+    assert differences(seen, expected, MOST, parameters=MOST) == {}
     sync.check_replicas()
     scheduler.close()
     assert checker.violations == []
