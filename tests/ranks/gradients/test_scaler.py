@@ -118,16 +118,6 @@ def test_scales_and_values_are_those_of_one_process(placement: Any, kind: str, c
     assert not far(got, values, clip)
 
 
-@pytest.mark.parametrize("clip", CLIPS)
-def test_an_overflow_on_one_stage_skips_the_step_on_all(clip: str) -> None:
-    """Issue 16, point 5. The stage with the overflow skipped, the other one stepped."""
-    scales, values = trained(OPTIMIZERS["sgd"], clip)
-    module = stage(w=(12,)) if rank() == 0 else stage(v=(1,))
-    found, got = trained(OPTIMIZERS["sgd"], clip, tied(module), module)
-    assert found == scales
-    assert not far(got, values[:, :12] if rank() == 0 else values[:, 12:], clip)
-
-
 def test_copies_in_another_dtype_are_unscaled() -> None:
     """Issue 16, point 5. fp16 parameters, stepped as fp32 copies: the decisions are the same."""
     module, make = whole(torch.float16), OPTIMIZERS["sgd"]

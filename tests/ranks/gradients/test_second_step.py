@@ -26,7 +26,7 @@ from tests.support.gradients.cases import (
     stage,
     tied,
 )
-from tests.support.gradients.placements import SHARD, Job, compute
+from tests.support.gradients.placements import compute
 
 EPS = torch.finfo(torch.float32).eps
 
@@ -107,20 +107,6 @@ def test_only_what_is_reduced_is_refused_and_named(way: str) -> None:
     add(sync, module, 2, own=1.0, a=1.0)
     assert stepped(sync) == {"own": [2.0, 2.0], "a": [2.0, 2.0]}
     sync.close()
-
-
-@pytest.mark.ranks(2)
-def test_reduced_rows_are_refused_until_they_are_zeroed() -> None:
-    """Issue 16, point 13. In rows, the first step's gradient was lost in silence."""
-    job = Job(SHARD)
-    job.compute()
-    refused = outcome(job.sync.prepare)
-    assert refused.startswith(REFUSED.format("0.w"))
-    assert ADVICE in refused
-    job.optimizer.zero_grad(set_to_none=False)
-    job.compute(3.0)
-    assert set(stepped(job.sync)["w"]) == {6.0}
-    job.sync.close()
 
 
 @pytest.mark.ranks(2)

@@ -177,12 +177,6 @@ square = partial(alone, shape=(16, 16))
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("hook", CAST)
-def test_one_rank_alone_counts_as_zeros_of_the_others(hook: str) -> None:
-    assert alone(hook, 4.0 if rank() == 0 else None) == [[2.0] * 3]
-
-
-@pytest.mark.ranks(2)
 @pytest.mark.parametrize(
     "hook",
     [
