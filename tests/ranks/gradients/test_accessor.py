@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -223,20 +222,7 @@ def taken(sync: GradientSync) -> dict[str, Any]:
 
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize(
-    ("change", "right"),
-    [
-        (lambda gradient: gradient.mul_(2), [2 * (2 * n + 3.0) for n in range(STEPS)]),
-        (
-            lambda gradient: gradient.clamp_(-3.5, 3.5),
-            [min(n + 1.0, 3.5) + min(n + 2.0, 3.5) for n in range(STEPS)],
-        ),
-    ],
-    ids=["doubled", "clamped"],
-)
-def test_a_hook_registered_after_the_first_step_changes_what_leaves(
-    change: Callable[[Tensor], object], right: list[float], inside: bool
-) -> None:
+def test_a_hook_registered_after_the_first_step_changes_what_leaves(inside: bool) -> None:
     module = stage(a=(64,), b=(64,))
     a = module.get_parameter("a")
     sync = tied(module, "a", "b", bucket_bytes=0)
@@ -246,7 +232,7 @@ def test_a_hook_registered_after_the_first_step_changes_what_leaves(
     def hook(parameter: Tensor) -> None:
         launched.append(sync._parts.reducer.num_launched)
         assert parameter.grad is not None
-        change(parameter.grad)
+        parameter.grad.clamp_(-3.5, 3.5)
 
     if not inside:
         a.register_post_accumulate_grad_hook(hook)
@@ -261,7 +247,8 @@ def test_a_hook_registered_after_the_first_step_changes_what_leaves(
         sync.finish()
         if handle is not None:
             handle.remove()
-        assert grads(module) == {"a": [right[number]] * 64, "b": [2.0] * 64}
+        right = min(number + 1.0, 3.5) + min(number + 2.0, 3.5)
+        assert grads(module) == {"a": [right] * 64, "b": [2.0] * 64}
     assert launched == [0] * STEPS
     assert sync.statistics().early == 2
     sync.close()

@@ -19,7 +19,7 @@ from pipegrad import GradientSync, Placement, Topology
 from pipegrad.gradients.drift import _spread
 from pipegrad.model.dtensor import local
 from tests.support.gradients.cases import DATA, SHARED, give, outcome, rank, replicated, stage, tied
-from tests.support.gradients.placements import OWNER, SHARD, By, alone, compute, update
+from tests.support.gradients.placements import OWNER, SHARD, By, alone, compute
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -44,16 +44,38 @@ def train(trained: Trained, flips: Callable[[], object]) -> list[str]:
     """Trains, with the flip in step `AT`; returns what each step raised."""
     sync, module = trained
     optimizer = sync.optimizer(torch.optim.AdamW, lr=1e-2)
-    outcomes: list[str] = []
+    before = steps(sync, module, optimizer, num=AT - 1)
+    return before + steps(sync, module, optimizer, num=1, first=flips)
+
+
+def steps(
+    sync: GradientSync,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    num: int = 2,
+    first: Callable[[], object] = lambda: None,
+    behind: Callable[[], object] = lambda: None,
+    accumulate: int = 1,
+) -> list[str]:
+    """Trains; `first` is in each backward, `behind` after each step. Returns what they raised."""
 
     def backward() -> None:
-        if len(outcomes) + 1 == AT:
-            flips()
+        first()
         give(module, **{name: 1.0 for name, p in module.named_parameters() if p.requires_grad})
 
-    for _ in range(AT):
+    outcomes = []
+    for _ in range(num):
+        for _ in range(accumulate - 1):
+            with sync.accumulate():
+                sync.prepare()
+                backward()
+                sync.finish()
         outcomes.append(outcome(lambda: compute(sync, backward)))
-        update(sync, optimizer)
+        optimizer.step()
+        sync.publish()
+        behind()
+        optimizer.zero_grad()
     return outcomes
 
 
@@ -150,35 +172,6 @@ def test_shards_of_dtensors_are_compared_part_by_part() -> None:
 
 
 # Copies that are stepped differently: an error on all ranks; roundings are none.
-
-
-def steps(
-    sync: GradientSync,
-    module: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    *,
-    num: int = 2,
-    behind: Callable[[], object] = lambda: None,
-    accumulate: int = 1,
-) -> list[str]:
-    """Trains; returns the outcome of each step."""
-
-    def backward() -> None:
-        give(module, **{name: 1.0 for name, _ in module.named_parameters()})
-
-    outcomes = []
-    for _ in range(num):
-        for _ in range(accumulate - 1):
-            with sync.accumulate():
-                sync.prepare()
-                backward()
-                sync.finish()
-        outcomes.append(outcome(lambda: compute(sync, backward)))
-        optimizer.step()
-        sync.publish()
-        behind()
-        optimizer.zero_grad()
-    return outcomes
 
 
 def tie() -> nn.Module:

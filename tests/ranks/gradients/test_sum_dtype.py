@@ -102,18 +102,11 @@ def test_wide_sums_go_with_halves_dimensions_and_main_grad_or_are_refused() -> N
     assert bits(main_grad) == bits(torch.full((40,), 10.0))
     # What cannot add in a wider dtype is refused.
     low = torch.zeros(40, dtype=torch.bfloat16)
-    mixed = (None, torch.float32)[rank() % 2]
     hooked = DataParallel(hook="fp16_compress_hook")
     for handler, dtype, words in (
         (hooked, torch.float32, "reduces 0.w by a communication hook"),
         (By("dp", OWNER), torch.float32, "along a chain of 4 ranks"),
-        (
-            "data-parallel",
-            torch.int32,
-            "PlanError: sum_dtype is torch.int32, expected one of float",
-        ),
         ("data-parallel", "float32", "PlanError: sum_dtype is 'float32', expected one of floats"),
-        ("data-parallel", mixed, "ranks disagree on sum_dtype"),
     ):
         assert words in outcome(lambda: alone(stage(w=low), handler, sum_dtype=dtype))  # noqa: B023
 

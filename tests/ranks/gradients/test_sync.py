@@ -1,4 +1,4 @@
-"""GradientSync on hand-made gradients: values, the order of the verbs, alone."""
+"""GradientSync on hand-made gradients: values, verbs in order, tensors of any kind, copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Optimizers that would make another model of the copies or shards that they step are refused."""
+"""Optimizers of torch: those that would make another model of copies or shards are refused."""
 
 from __future__ import annotations
 

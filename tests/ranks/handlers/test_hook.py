@@ -1,4 +1,4 @@
-"""Communication hooks: torch's own numbers, flags that no hook sees, and what was not sent."""
+"""Communication hooks: torch's own numbers, what was not sent, and all that they go with."""
 
 from __future__ import annotations
 

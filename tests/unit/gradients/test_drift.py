@@ -123,7 +123,6 @@ def facts(sums: str, *groups: tuple[int, ...]) -> dict[int, Facts]:
     [
         ("aaba", "'0.w' on ranks [2], of the copies on ranks [0, 1, 2, 3]"),
         ("baaa", "'0.w' on ranks [0], of the copies on ranks [0, 1, 2, 3]"),
-        ("abac", "'0.w' over ranks [0, 1, 2, 3]"),
         ("aabb", "'0.w' over ranks [0, 1, 2, 3]"),
         ("abcd", "'0.w' over ranks [0, 1, 2, 3]"),
         (".ab.", "'0.w' over ranks [1, 2]"),

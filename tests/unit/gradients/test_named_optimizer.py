@@ -1,4 +1,4 @@
-"""State of an optimizer is found by name and location, also of several optimizers as one."""
+"""State of optimizers by name and location, of several as one; and who steps which parameters."""
 
 from __future__ import annotations
 
@@ -40,6 +40,16 @@ def test_replicas_that_train_alone_have_locations(
     assert (locations.of("0.a"), locations.joined("0.a")) == (location, joined)
 
 
+def with_names(
+    main: MainParameter, name: str = "w", joined: str = "w", strides: tuple[int, int] = (3, 1)
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of one parameter, whose state has names."""
+    optimizer = torch.optim.SGD([main.tensor], lr=0.1, momentum=0.9)
+    joins = {name: joined}
+    NamedState(optimizer, {name: main}, [["w"]], strides={"0.w": strides}, joined=joins)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("name", "joined", "saved", "is_found"),
     [
@@ -54,15 +64,8 @@ def test_state_of_another_location_is_left_out(
     name: str, joined: str, saved: str, *, is_found: bool
 ) -> None:
     """Whole state of a run without TP was loaded for a shard, and the next step failed."""
-    parameter = nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    NamedState(
-        optimizer,
-        {name: MainParameter(record("w", 2, 3), parameter)},
-        [["w"]],
-        strides={"0.w": (3, 1)},
-        joined={name: joined},
-    )
+    main = MainParameter(record("w", 2, 3), nn.Parameter(torch.ones(2, 3)))
+    optimizer = with_names(main, name, joined)
     state = optimizer.state_dict()
     state["state"] = {saved: {"momentum_buffer": torch.ones(2 if is_found else 4, 3)}}
     optimizer.load_state_dict(state)
@@ -72,11 +75,9 @@ def test_state_of_another_location_is_left_out(
 @pytest.mark.parametrize("copied", [True, False])
 def test_only_a_master_copy_is_saved_as_one(*, copied: bool) -> None:
     dtype = torch.float32 if copied else torch.bfloat16
-    parameter = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    main = {"w": MainParameter(record("w", 2, 3, dtype=torch.bfloat16), parameter)}
-    NamedState(optimizer, main, [["w"]], strides={"0.w": (3, 1)}, joined={"w": "w"})
-    state = optimizer.state_dict()["state"]
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    main = MainParameter(record("w", 2, 3, dtype=torch.bfloat16), parameter)
+    state = with_names(main).state_dict()["state"]
     assert {name: list(own) for name, own in state.items()} == ({"w": ["master"]} if copied else {})
 
 
@@ -92,14 +93,8 @@ def test_a_shard_takes_its_elements_of_a_whole_in_the_order_of_memory(
     strides: tuple[int, int], expected: list[float], *, is_flat: bool
 ) -> None:
     shard = nn.Parameter(torch.zeros(5))
-    optimizer = torch.optim.SGD([shard], lr=0.1, momentum=0.9)
-    NamedState(
-        optimizer,
-        {"w": MainParameter(record("w", 4, 3), shard, begin=4, sharded=True)},
-        [["w"]],
-        strides={"0.w": strides},
-        joined={"w": "w"},
-    )
+    main = MainParameter(record("w", 4, 3), shard, begin=4, sharded=True)
+    optimizer = with_names(main, strides=strides)
     whole = torch.arange(12.0).view(4, 3)
     in_memory = whole.reshape(-1) if strides == (3, 1) else whole.t().reshape(-1)
     state = optimizer.state_dict()

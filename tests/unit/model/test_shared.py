@@ -1,4 +1,4 @@
-"""Which parameters are one: by identity, by declaration in every form, by suspicion."""
+"""Which parameters are one: by identity, declaration, bits or memory, and what is refused."""
 
 from __future__ import annotations
 

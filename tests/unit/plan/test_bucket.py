@@ -1,4 +1,4 @@
-"""The plan: buckets whose layout all holders share, and an order that cannot deadlock."""
+"""Buckets whose layout all holders share, and owners of whole matrices with similar work."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds for every plan: shares, rows, and the ways there and back of what is placed."""
+"""What holds for every plan of a random model: layout, order, shares, and the ways back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every gradient's reductions in order, and each way in which handlers contradict each other."""
+"""Every gradient's reductions in order, where replicas train alone, and what contradicts."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from pipegrad.plugins.handler import ReductionStep
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.diloco import DiLoCo
 from pipegrad_handlers.pipeline_shared import PipelineShared
-from pipegrad_handlers.sharded import Sharded
 from tests.support.gradients.plans import Reductions, Say, entry, manifest, say
 
 OWNER, WHOLE = Placement.OWNER, Placement.WHOLE
@@ -331,7 +330,6 @@ def test_dimensions_of_one_rank_do_not_count() -> None:
             [TIES, ALONE, ("data-parallel", DataParallel())],
             "by replicate-mean(dp) over ranks",
         ),
-        (FLAT, [TIES, ALONE, ("sharded", Sharded())], "'sharded' reduces gradients by shard-mean"),
         (NESTED, [TIES, ALONE, OUT], "'dp+out' by handler 'diloco' and along 'out' by handler"),
         (
             NESTED,

@@ -16,7 +16,7 @@ from pipegrad.errors import (
     PluginNotFoundError,
     PluginOptionError,
 )
-from pipegrad.plugins.registry import REDACTED, closest_first, complaints_of, redacted
+from pipegrad.plugins.registry import REDACTED, complaints_of, redacted
 from pipegrad.train.config import Config
 from pipegrad.train.job import Job
 from pipegrad.train.reporters.reporter import reporters
@@ -163,12 +163,6 @@ def test_complaints(
     found = complaints_of(function, options, given=given)
     assert found.startswith(expected)
     assert bool(found) == bool(expected)
-
-
-def test_close_names_come_first() -> None:
-    assert closest_first("stpes", ["seed", "steps", "device"]) == "steps, device, seed"
-    assert closest_first("Adamw", ["Adam", "AdamW", "SGD"]) == "AdamW, Adam, SGD"
-    assert closest_first("x", []) == "none"
 
 
 SECRET = "hunter2"
