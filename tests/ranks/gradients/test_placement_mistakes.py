@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -18,7 +15,6 @@ from torch import nn
 from pipegrad.errors import ReduceError
 from pipegrad.gradients import param_sync
 from pipegrad.gradients.reductions import sync_parameters
-from pipegrad.testing import run_ranks
 from tests.support.gradients.cases import give, grads, outcome, rank, stage
 from tests.support.gradients.placements import (
     OWNER,
@@ -311,39 +307,6 @@ def test_an_owner_that_cannot_send_is_every_ranks_error() -> None:
         refused = outcome(job.sync.prepare), outcome(lambda: job.sync.stage_first_use(0))
     assert "ReduceError: " in refused[rank()]
     assert "no route to host" in refused[rank()]
-
-
-def die_before_publish(folder: str, placed: str) -> None:
-    """Rank 1's process ends between publish and first use of the others."""
-    job = Job(OWNER if placed == "owner" else SHARD)
-    job.step()
-    job.compute()
-    job.optimizer.step()
-    dist.barrier()
-    if rank() == 1:
-        os._exit(7)
-    job.sync.publish()
-    job.optimizer.zero_grad()
-    told = [outcome(job.sync.prepare)]
-    told += [outcome(lambda: job.sync.stage_first_use(0)) for _ in range(2)]
-    give(job.module, w=1.0)
-    told.append(outcome(lambda: (job.sync.stage_final(0), job.sync.finish())))
-    Path(folder, str(rank())).write_text(json.dumps(told))
-
-
-@pytest.mark.parametrize("placed", ["owner", "shard"])
-def test_a_peer_that_dies_is_an_error_at_each_first_use(placed: str, tmp_path: Path) -> None:
-    """The first wait forgot what had not come: the second one passed, over stale parameters."""
-    with pytest.raises(RuntimeError, match="rank 1"):
-        run_ranks(die_before_publish, 3, str(tmp_path), placed, timeout_seconds=60)
-    for number in (0, 2):
-        prepared, first, second, finished = json.loads((tmp_path / str(number)).read_text())
-        assert prepared == "None"
-        assert first == second
-        if placed == "owner" and number == 0:  # it waits for nobody, and learns of it in the end
-            assert first == "None"
-            first = finished
-        assert "StallError: rank 1 has ended without a word" in first
 
 
 @pytest.mark.ranks(2)
