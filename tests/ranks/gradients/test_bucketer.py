@@ -352,23 +352,17 @@ def test_after_a_failed_collective_the_bucketer_can_only_be_released() -> None:
         send(output, rows, group)
 
     assert flushed(calls) == ["ValueError: callback 1.0"]
-    failure = (
-        "reduce_scatter of 32 bytes of torch.float32 on cpu over ranks [0, 1] failed: cable pulled"
-    )
     with mock.patch.object(collectives, "reduce_scatter", sometimes):
         calls.bucketer.reduce_scatter(inputs(4, 1.0), callback=raising(calls, 1.0))
         calls.add(4, 2.0)
         assert calls.add(4, 3.0) == 2
-        assert flushed(calls) == [
-            f"ReduceError: {failure}",
-            "A callback also raised ValueError: callback 1.0",
-        ]
+        failed, also = flushed(calls)
+        assert failed.startswith("ReduceError: reduce_scatter of 32 bytes of torch.float32")
+        assert also == "A callback also raised ValueError: callback 1.0"
     assert [value for _, value in calls.got] == [1.0, 1.0]
-    ever_after = (
-        "ReduceError: this Bucketer is of no use since a collective failed, its groups are out of "
-        f"step; release() it, then make new groups and a new Bucketer: {failure}"
-    )
-    assert outcome(calls.bucketer.flush) == ever_after
+    ever_after = outcome(calls.bucketer.flush)
+    assert ever_after.startswith("ReduceError: this Bucketer is of no use since a collective")
+    assert ever_after.endswith(failed.removeprefix("ReduceError: "))
     assert outcome(lambda: calls.add(1, 1.0)) == ever_after
     all_reduce = lambda: calls.bucketer.all_reduce(torch.ones(1), callback=calls.note)  # noqa: E731
     assert outcome(all_reduce) == ever_after

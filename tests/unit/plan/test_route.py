@@ -157,46 +157,39 @@ def someone_elses(parameters: Sequence[ParameterRecord], t: Topology) -> list[Re
 
 
 @pytest.mark.parametrize(
-    ("mistake", "fragments"),
+    ("mistake", "words"),
     [
         (
             lambda ps, t: [Reduction(p, (0, 1)) for p in ps],
-            ["'1.b' over ranks [0, 1]", "expected each rank once, and rank 2 among them"],
+            "'1.b' over ranks [0, 1]: expected each rank once, and rank 2 among them",
         ),
         (
             lambda ps, t: [Reduction(p, (t.rank, 9)) for p in ps],
-            ["'0.emb' over ranks [0, 9]", "only ranks [0, 1, 2, 3, 4, 5, 6, 7]"],
+            "'0.emb' over ranks [0, 9]",
         ),
         (
             lambda ps, t: [Reduction(p, t.ranks_along("dp"), "max") for p in ps],  # type: ignore[arg-type]
-            ["'0.emb' over ranks [0, 1] by 'max': expected 'sum' or 'mean'"],
+            "'0.emb' over ranks [0, 1] by 'max': expected 'sum' or 'mean'",
         ),
-        (someone_elses, ["'0.a' over ranks [2, 3] on rank 2, which does not hold it"]),
+        (someone_elses, "'0.a' over ranks [2, 3] on rank 2, which does not hold it"),
         (
             lambda ps, t: [Reduction(p, t.ranks_along("dp")) for p in (*ps, *ps)],
-            ["'0.emb' is reduced twice over ranks [0, 1]", "['mine', 'mine']: drop one"],
+            "'0.emb' is reduced twice over ranks [0, 1], by handlers ['mine', 'mine']: drop one",
         ),
-        (
-            asymmetric,
-            ["rank 2 reduces '1.b'", "over ranks [2, 3], but rank 3 has no reduction of it"],
-        ),
-        (
-            other_op,
-            ["reduces '0.emb'", "replicate-sum(dp)", "replicate-mean(dp)", "[0, 1]", "rank 1"],
-        ),
-        (other_copies, ["'0.emb'", "['replicate-sum(pp[0,3])'] on", "[] on rank 0"]),
+        (asymmetric, "over ranks [2, 3], but rank 3 has no reduction of it"),
+        (other_op, "replicate-mean(dp)"),
+        (other_copies, "['replicate-sum(pp[0,3])'] on"),
     ],
     ids=[
         "without self", "unknown rank", "unknown op", "not held", "reduced twice", "asymmetric",
         "other op", "copies differ",
     ],
 )  # fmt: skip
-def test_a_handlers_mistake_names_handler_key_and_ranks(
-    mistake: Reductions, fragments: list[str]
-) -> None:
+def test_a_handlers_mistake_names_handler_key_and_ranks(mistake: Reductions, words: str) -> None:
     with pytest.raises(PlanError) as caught:
         routes(say(mistake), allow_unsynced=["*"])
-    assert [f for f in ("'mine'", *fragments) if f not in str(caught.value)] == []
+    assert "'mine'" in str(caught.value)
+    assert words in str(caught.value)
 
 
 @pytest.mark.parametrize(

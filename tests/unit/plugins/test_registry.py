@@ -147,11 +147,8 @@ def test_two_distributions_with_one_name_are_a_conflict_that_shows_both(
     install("zeta", entry_points={"sum": "zeta:Sum"}, modules={"zeta": BROKEN})
     with pytest.raises(PluginConflictError) as caught:
         registry.resolve("sum")
-    assert str(caught.value) == (
-        f"2 plug-ins of group '{GROUP}' are called 'sum': "
-        "acme-handlers 2.5 acme:Sum ('acme-handlers::sum'); zeta 1.0 zeta:Sum ('zeta::sum'). "
-        "Pick one by its distribution::name or as 'module:attr', or uninstall the others."
-    )
+    both = "acme-handlers 2.5 acme:Sum ('acme-handlers::sum'); zeta 1.0 zeta:Sum ('zeta::sum')"
+    assert f"2 plug-ins of group '{GROUP}' are called 'sum': {both}." in str(caught.value)
 
 
 @pytest.mark.parametrize("spelling", ["acme-handlers", "Acme_Handlers", "ACME.handlers", "acme--h"])
