@@ -7,20 +7,16 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]  # public
 
 from pipegrad import GradientSync
 from pipegrad.comm import agreement
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PipegradError
-from pipegrad.pipeline.transfers import Transfers
-from tests.support.gradients.cases import outcome, rank, replicated, scheduled, stage
+from tests.support.gradients.cases import rank, replicated, stage
 from tests.support.ranked import gathered
 
 
@@ -116,42 +112,3 @@ def test_verbs_in_another_order_are_refused_on_all_ranks(monkeypatch: pytest.Mon
         assert len(agree("between", int, name=f"between {number}")) == 3
         failed += all(words)
     assert 0 < failed < 40
-
-
-@pytest.mark.ranks(2, ends_world=True)  # these ranks then have counted different agreements
-def test_a_verb_of_one_rank_alone_ends_the_step_of_the_other() -> None:
-    """Rank 0 makes its optimizer again while rank 1 waits in a step for what it sends."""
-    store, stage = agreement.store(), rank()
-    dist.destroy_process_group()
-    dist.init_process_group(
-        "gloo",
-        store=PrefixStore("short", store.raw),
-        rank=stage,
-        world_size=2,
-        timeout=timedelta(seconds=8),
-    )
-    # It agrees in less, so the timeout of the process group counts.
-    scheduler = scheduled(
-        nn.Linear(2, 2), pipeline=2, handlers=["pipeline-shared"], agree_seconds=7
-    )
-    x = torch.ones(4, 2)
-    inputs, target = ((), x) if stage else ((x,), None)
-    scheduler.step(*inputs, target=target)
-    wait = Transfers.wait
-
-    def say_so_and_wait(*args: Any) -> Any:
-        store.set("rank 1 waits", "")
-        return wait(*args)
-
-    if stage == 1:
-        with mock.patch.object(Transfers, "wait", say_so_and_wait):
-            words = outcome(lambda: scheduler.step(*inputs, target=target))
-        assert words.startswith("StallError: ")  # a transfer fails as its backend says
-        assert "Timed out waiting 8000ms for recv operation to complete" in words
-        return
-    store.wait(["rank 1 waits"])
-    late = mock.Mock(wraps=agreement.store())
-    late.wait.side_effect = dist.DistStoreError("rank 1 waits too")
-    with mock.patch.object(agreement, "store", return_value=late):
-        words = outcome(lambda: scheduler.optimizer(torch.optim.SGD, lr=0.1))
-    assert "the optimizer: nothing heard from ranks [1] within 8 s" in words

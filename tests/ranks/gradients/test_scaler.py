@@ -55,42 +55,37 @@ def backward(scaler: Any, module: nn.Module, step: int) -> None:
     scaler.scale(torch.stack(terms).sum()).backward()
 
 
-def trained_by_torch(make: Optimizer, clip: str) -> Trained:
-    """One process."""
-    module = whole()
-    optimizer, scaler = make(module.parameters()), torch.amp.GradScaler("cpu", **OPTIONS)
+def trained(
+    make: Optimizer, clip: str, sync: GradientSync | None = None, module: nn.Module | None = None
+) -> Trained:
+    """On ranks, on whichever of them the parameters are; without a sync in one process."""
+    module = module or whole()
+    optimizer = sync.optimizer(make) if sync else make(module.parameters())
+    scaler: Any = (
+        pipegrad.GradScaler(sync, **OPTIONS) if sync else torch.amp.GradScaler("cpu", **OPTIONS)
+    )
     scales, values = [], []
     for step in range(STEPS):
-        backward(scaler, module, step)
-        if clip in CLIPPED:
+        run = partial(backward, scaler, module, step)
+        if sync:
+            compute(sync, run)
+        else:
+            run()
+        if clip == "unscale_" or (clip == "clip" and not sync):
             scaler.unscale_(optimizer)
+        if sync and clip:
+            sync.clip_grad_norm_(INF if clip == "measure" else MAX_NORM)
+        elif clip in CLIPPED:
             nn.utils.clip_grad_norm_(module.parameters(), MAX_NORM)
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
+        if sync:
+            sync.wait_parameters()
         scales.append(scaler.get_scale())
         values.append(torch.cat([p.detach() for p in module.parameters()]))
-    return scales, torch.stack(values)
-
-
-def trained(sync: GradientSync, module: nn.Module, make: Optimizer, clip: str) -> Trained:
-    """The same on ranks, on whichever of them the parameters are."""
-    optimizer = sync.optimizer(make)
-    scaler = pipegrad.GradScaler(sync, **OPTIONS)
-    scales, values = [], []
-    for step in range(STEPS):
-        compute(sync, partial(backward, scaler, module, step))
-        if clip == "unscale_":
-            scaler.unscale_(optimizer)
-        if clip:
-            sync.clip_grad_norm_(INF if clip == "measure" else MAX_NORM)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        sync.wait_parameters()
-        scales.append(scaler.get_scale())
-        values.append(torch.cat([p.detach() for p in module.parameters()]))
-    sync.close()
+    if sync:
+        sync.close()
     return scales, torch.stack(values)
 
 
@@ -112,32 +107,22 @@ def far(found: torch.Tensor, right: torch.Tensor, clip: str) -> bool:
 def test_scales_and_values_are_those_of_one_process(placement: Any, kind: str, clip: str) -> None:
     """Issue 18, point 4. Clipping unscales by itself, also if it clips nothing ("measure")."""
     make = OPTIMIZERS[kind]
-    scales, values = trained_by_torch(make, clip)
+    scales, values = trained(make, clip)
     assert scales[:3] == [8.0, 4.0, 4.0]  # the second step overflows
     assert torch.equal(values[0], values[1])
     assert not torch.equal(values[1], values[2])
     assert sum(after < before for before, after in itertools.pairwise(scales)) == 5
     module = whole()
-    found, got = trained(alone(module, By("dp", placement, "mean")), module, make, clip)
+    found, got = trained(make, clip, alone(module, By("dp", placement, "mean")), module)
     assert found == scales
     assert not far(got, values, clip)
-
-
-@pytest.mark.parametrize("clip", CLIPS)
-def test_an_overflow_on_one_stage_skips_the_step_on_all(clip: str) -> None:
-    """Issue 16, point 5. The stage with the overflow skipped, the other one stepped."""
-    scales, values = trained_by_torch(OPTIMIZERS["sgd"], clip)
-    module = stage(w=(12,)) if rank() == 0 else stage(v=(1,))
-    found, got = trained(tied(module), module, OPTIMIZERS["sgd"], clip)
-    assert found == scales
-    assert not far(got, values[:, :12] if rank() == 0 else values[:, 12:], clip)
 
 
 def test_copies_in_another_dtype_are_unscaled() -> None:
     """Issue 16, point 5. fp16 parameters, stepped as fp32 copies: the decisions are the same."""
     module, make = whole(torch.float16), OPTIMIZERS["sgd"]
     sync = alone(module, By("dp", SHARD, "mean"), master_dtype=torch.float32)
-    assert trained(sync, module, make, "")[0] == trained_by_torch(make, "")[0]
+    assert trained(make, "", sync, module)[0] == trained(make, "")[0]
 
 
 @pytest.mark.parametrize(

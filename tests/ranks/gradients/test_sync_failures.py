@@ -29,7 +29,6 @@ from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import (
     DATA,
     SHARED,
-    Silent,
     give,
     outcome,
     rank,
@@ -88,20 +87,6 @@ def test_a_launch_that_returns_nothing_is_told(monkeypatch: pytest.MonkeyPatch) 
     assert "launch() returned None, expected a Work, with a wait()" in refused
 
 
-@pytest.mark.ranks(2)
-def test_a_refused_prepare_does_not_part_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 0 has to prepare twice; the failure notice must still be the same step's."""
-    module = stage(a=(1,))
-    sync = tied(module, "a")
-    step(sync, module, a=1.0)
-    if rank() == 0:
-        for _ in range(2):
-            assert outcome(sync.prepare).startswith("StepError: ")
-    module.zero_grad()
-    refuse_launches(monkeypatch)
-    assert "no route to host" in outcome(lambda: step(sync, module, a=1.0))
-
-
 class Optioned(PipelineShared):
     def __init__(self, *, size: int = 1, path: str = "") -> None:
         if path and rank():
@@ -132,30 +117,19 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
      lambda r: {"handlers": [{"name": Optioned, "size": r}]}),
     ("ranks disagree on bucket_bytes: 100 on rank 0, 101 on rank 1; make them the same",
      lambda r: {"bucket_bytes": 100 + r}),
-    ("ranks disagree on reduce_dtype ... None ... torch.float32",
-     lambda r: {"reduce_dtype": torch.float32 if r else None}),
-    ("ranks disagree on comm_streams ... 2 on rank 1", lambda r: {"comm_streams": 1 + r}),
-    ("ranks disagree on allow_unsynced", lambda r: {"allow_unsynced": ["x"] * r}),
-    ("ranks disagree on stage_ticks", lambda r: {"stage_ticks": [1, r]}),
     ("ranks disagree on tied",
      lambda r: {"tied": [["a"], {0: "b", 1: "b"}] if r else [["a"], ["b"]]}),
     ("AgreementError ... rank 1: PluginOptionError ... no such file: groups.toml",
      lambda _: {"handlers": [{"name": Optioned, "path": "groups.toml"}]}),
     ("AgreementError ... rank 1: PluginLoadError ... no_module_1",
      lambda r: {"handlers": ["no_module_1:Handler"] if r else [SHARED]}),
-    ("PluginNotFoundError: no plug-in ... 'pipeline-shred' ... pipeline-shared",
-     lambda _: {"handlers": ["pipeline-shred"]}),
     ("AgreementError: ranks disagree on what the handlers reduce",
      lambda _: {"handlers": [Impure]}),
     ("AgreementError ... rank 1: PlanError: handler ... KeyError('dp') (test_sync_failures.py:",
      lambda _: {"handlers": [Raises]}),
     ("PlanError: 'a' on stage 0 and 'a' on stage 1 ... pipeline-shared",
      lambda _: {"handlers": [DATA]}),
-    ("AgreementError ... rank 1: PlanError ... comm_streams=0",
-     lambda r: {"comm_streams": 2 - 2 * r}),
     ("AgreementError ... rank 1: ", lambda r: {"tied": None if r else [["a"], ["b"]]}),
-    ("AgreementError ... rank 1: ", lambda r: {"allow_unsynced": None if r else ()}),
-    ("PlanError ... no such parameter: ['z']", lambda _: {"tied": [["z"]]}),
 ]  # fmt: skip
 
 
@@ -176,7 +150,6 @@ def test_models_that_differ_are_every_ranks_error() -> None:
     def differing(**own: Any) -> Callable[[], GradientSync]:
         return lambda: replicated(stage(**({"a": (2,), "b": (2,)} | (own if rank() else {}))))
 
-    half, frozen = torch.zeros(2, dtype=torch.bfloat16), nn.Parameter(torch.zeros(2), False)
     parameters = "AgreementError: ranks disagree on the parameters of stage 0"
     module = stage(a=(2 + rank(),), b=(2,))
     twice = stage(a=(2,))
@@ -185,22 +158,11 @@ def test_models_that_differ_are_every_ranks_error() -> None:
     for make, parts in (
         (lambda: tied(module, "a"), ["PlanError", "shape is (3,) and the other's (2,)"]),
         (differing(a=(3,)), [parameters, "a (3,)"]),
-        (differing(c=(2,)), [parameters]),
-        (differing(a=half), [parameters]),
-        (differing(a=frozen), [parameters]),
     ):
         refused = outcome(make)
         assert [part for part in parts if part not in refused] == [], refused
         assert gathered(refused) == [refused] * 2
     assert outcome(lambda: replicated(twice).close()) == "None"
-
-
-@pytest.mark.ranks(2, ends_world=True)  # behind it they have agreed differently often
-def test_a_rank_that_never_arrives_is_named() -> None:
-    if rank() == 0:
-        refused = outcome(lambda: tied(stage(a=(1,)), "a", agree_seconds=0.5))
-        assert "AgreementError: GradientSync: nothing heard" in refused
-        assert "nothing heard from ranks [1] within 0.5 s" in refused
 
 
 # A step that fails on one rank ends on all of them, and they go on together.
@@ -244,11 +206,7 @@ def test_a_handler_that_wants_to_end_the_process_is_told(monkeypatch: pytest.Mon
     again = told(sync.prepare)
     own, other = "ReduceError: this GradientSync failed", "ReduceError: this GradientSync"
     assert again.startswith(own if rank() else other)
-    if rank() == 1:
-        monkeypatch.setattr(PipelineShared, "__init__", leave)
-    at_once = told(made)
-    assert at_once.startswith("AgreementError: ")
-    assert all("SystemExit" in each for each in (refused, again, at_once))
+    assert all("SystemExit" in each for each in (refused, again))
 
 
 @pytest.mark.ranks(2)
@@ -273,30 +231,21 @@ def test_alone_an_exit_is_an_error_too() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mistake", ["'0.a' was ", "finish() before stage_final()"])
-def test_a_verb_that_one_rank_is_refused_does_not_hold_the_others(mistake: str) -> None:
+def test_a_verb_that_one_rank_is_refused_does_not_hold_the_others() -> None:
     """Issue 16, point 10 (2.3): the other rank waited as long as the process lived."""
     module, sync = made()
-    if "stage_final" not in mistake:
-        assert step(sync, module, a=1.0) == {"a": [2.0]}
-        module.zero_grad()
-        module.a.requires_grad_(rank() == 1)
-        refused = told(sync.prepare if rank() == 0 else lambda: step(sync, module, a=1.0))
-        module.a.requires_grad_(True)
-        go_on: Callable[[], object] = lambda: step(sync, module, a=1.0)  # noqa: E731
-    else:
-        sync.prepare()
-        give(module, a=1.0)
-        if rank() == 1:
-            sync.stage_final(1)
-        refused = told(sync.finish)
-        go_on = lambda: (sync.stage_final(0), sync.finish())  # noqa: E731
+    sync.prepare()
+    give(module, a=1.0)
+    if rank() == 1:
+        sync.stage_final(1)
+    refused = told(sync.finish)
     waits = "ReduceError: this rank waits for one that does not go on: rank 0: "
     assert refused.startswith("StepError: " if rank() == 0 else waits)
-    assert mistake in refused
+    assert "finish() before stage_final()" in refused
     agree("until the other is done", str)
     if rank() == 0:
-        assert told(go_on).startswith("ReduceError: a step failed on another rank: rank 1: ")
+        refused = told(lambda: (sync.stage_final(0), sync.finish()))
+        assert refused.startswith("ReduceError: a step failed on another rank: rank 1: ")
     module.zero_grad()
     assert step(sync, module, a=3.0) == {"a": [6.0]}
 
@@ -368,7 +317,7 @@ def test_no_rank_steps_on_a_failed_step_where_no_wait_blocks_the_host() -> None:
     """As with NCCL: a slower rank fails when the others have launched and waited for everything."""
     module = stage(w=(3,))
     with mock.patch.object(Groups, "block_host", return_value=False):
-        sync = tied(module, "w", handlers=[Silent])
+        sync = tied(module, "w", handlers=["noop"])
     for fails in (True, False, True):
         module.zero_grad()
         sync.prepare()

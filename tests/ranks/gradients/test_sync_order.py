@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 from unittest import mock
@@ -26,10 +26,9 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.gradients import param_sync, reductions
 from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.testing import OrderChecker
+from pipegrad_handlers.noop import Done
 from tests.support.gradients.cases import (
-    DATA,
     SHARED,
-    Done,
     give,
     grads,
     rank,
@@ -39,7 +38,6 @@ from tests.support.gradients.cases import (
 )
 from tests.support.gradients.placements import REPLICATE, SHARD, By, mesh
 from tests.support.ordering.programs import OWNED, trained, updated
-from tests.support.pairwise import everything
 
 pytestmark = pytest.mark.ranks(2)
 
@@ -200,74 +198,34 @@ def test_communicators_are_connected_before_comm_streams_begin_in_different_orde
 
 # Gradients that are placed elsewhere, and parameters that come back under the next step's forward.
 
-BOTH: dict[str, Any] = {"handlers": [OWNED, "sharded"]}
-PLACED: dict[str, dict[str, Any]] = {
-    "owner": {"handlers": [OWNED, DATA]},
-    "shard": {"handlers": [SHARED, "sharded"]},
-    "both": BOTH,
-    "both, small buckets": {**BOTH, "bucket_bytes": 0, "comm_streams": 3},
-    "both, wire of its own": {**BOTH, "reduce_dtype": torch.float64},
-    "both, wide sums": {**BOTH, "reduce_dtype": torch.bfloat16, "sum_dtype": torch.float32},
-    "both, master copies": {**BOTH, "master_dtype": torch.float64},
+# Placements, with streams, with a host that runs ahead of them, and with threads alone.
+PLACED: dict[str, tuple[dict[str, Any], str]] = {
+    "small buckets": ({"bucket_bytes": 0, "comm_streams": 3}, "streams"),
+    "wide sums": ({"reduce_dtype": torch.bfloat16, "sum_dtype": torch.float32}, "inline"),
+    "master copies": ({"master_dtype": torch.float64}, "threads"),
 }
-# Comm streams are streams, behind threads or with a host that runs ahead; or there are threads
-# alone.
-MODES = ("streams", "inline", "threads")
-PRODUCERS = (1, 2, 3, 3)
-# All placements with streams; without them those that differ most in what runs beside what.
-APART = ("both, small buckets", "both, wide sums", "both, master copies")
-WATCHED = [
-    (name, mode)
-    for name in PLACED
-    for mode in MODES
-    if mode == "streams" or name in APART or everything()
-]
 
 
-def used(step: int) -> dict[str, float]:
-    """Gradients of this rank, one of four: means over two and sums of those come out whole."""
-    return {"w": rank() + 1.0 + step, "own": 2.0 * (rank() % 2) + step}
-
-
-def watched(
-    mode: str,
-    make: Callable[[nn.Module], GradientSync],
-    module: nn.Module,
-    given: Callable[[int], Mapping[str, float]],
-) -> Any:
-    """Trains a module under a checker; returns its parameters at each forward."""
+@pytest.mark.ranks(4)
+@pytest.mark.parametrize(("options", "mode"), PLACED.values(), ids=PLACED)
+def test_whole_steps_of_a_placement_are_right_and_ordered(
+    options: dict[str, Any], mode: str
+) -> None:
+    """Two stages, two copies of each; one parameter on both, one that nobody uses."""
+    module = stage(w=(4,), own=(6,), idle=(3,))
+    numbers = (1,) * 4 if mode == "threads" else (1, 2, 3, 3)
     host = mock.patch.object(Groups, "block_host", return_value=False)
     with (
         OrderChecker(virtual_streams=mode != "threads") as checker,
         host if mode == "inline" else nullcontext(),
     ):
-        numbers = (1,) * len(PRODUCERS) if mode == "threads" else PRODUCERS
-        found = trained(checker, make(module), module, given, numbers)
+        sync = tied(module, "w", handlers=[OWNED, "sharded"], **options)
+        # Means over two ranks and sums of those come out whole.
+        given = lambda step: {"w": rank() + 1.0 + step, "own": 2.0 * (rank() % 2) + step}  # noqa: E731
+        found = trained(checker, sync, module, given, numbers)
     assert list(map(str, checker.violations)) == []
-    return found
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("name", "mode"), WATCHED)
-def test_whole_steps_of_a_placement_are_right_and_ordered(name: str, mode: str) -> None:
-    """Two stages, two copies of each; one parameter on both, one that nobody uses."""
-    module = stage(w=(4,), own=(6,), idle=(3,))
-    found = watched(mode, lambda module: tied(module, "w", **PLACED[name]), module, used)
-    steps = [{"w": 5.0 + 2 * k, "own": 1.0 + k, "idle": 0.0} for k in range(len(PRODUCERS))]
+    steps = [{"w": 5.0 + 2 * k, "own": 1.0 + k, "idle": 0.0} for k in range(4)]
     assert found == updated(steps)
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("mode", MODES)
-def test_a_chain_of_ranks_is_right_and_ordered(mode: str) -> None:
-    """Four stages: the ranks in between pass gradients down and parameters up."""
-
-    def owned(module: nn.Module) -> GradientSync:
-        topology = Topology.create(pipeline=4)
-        return GradientSync({rank(): module}, topology, tied=[["w"]], handlers=[OWNED])
-
-    found = watched(mode, owned, stage(w=(4,)), lambda step: {"w": used(step)["w"]})
-    assert found == updated([{"w": 10.0 + 4 * k} for k in range(len(PRODUCERS))])
 
 
 def test_a_stage_waits_for_its_own_parameters_alone() -> None:

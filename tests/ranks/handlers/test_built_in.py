@@ -98,11 +98,6 @@ class TestOnlyExperts(HandlerContract):
         return own / 2
 
 
-class TestNoExperts(HandlerContract):
-    handler: ClassVar[Any] = {"name": "expert-parallel", "experts": [], "axis": "dp"}
-    beside = SHARED
-
-
 class TestNoop(HandlerContract):
     handler = "noop"
 
@@ -289,32 +284,22 @@ def test_noop_leaves_gradients_and_sends_nothing(monkeypatch: pytest.MonkeyPatch
     sync.close()
 
 
-EVERY, STEPS = "every is {}, expected a whole number of steps, 1 or more", {"every": 5}
-MOMENTUM, PATTERNS = "expected at least 0 and below 1", "'*x*', expected a list of patterns"
+STEPS = {"every": 5}
+PATTERNS = "'*x*', expected a list of patterns"
 REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     "diloco": [
-        ({}, "needs the option 'every'"),
-        *(({"every": n}, EVERY.format(n)) for n in (0, 2.0, True, None)),
-        ({**STEPS, "momentum": 1}, f"momentum is 1, {MOMENTUM}"),
-        ({**STEPS, "momentum": -0.1}, f"momentum is -0.1, {MOMENTUM}"),
-        ({**STEPS, "momentum": "0.9"}, "momentum is '0.9', expected a number"),
-        ({**STEPS, "lr": 0}, "lr is 0, expected a number above 0"),
-        ({**STEPS, "lr": float("nan")}, "lr is nan, expected a number"),
         ({"evry": 5}, "has no option 'evry', needs the option 'every'"),
+        ({"every": 2.0}, "every is 2.0, expected a whole number of steps, 1 or more"),
+        ({**STEPS, "momentum": 1}, "momentum is 1, expected at least 0 and below 1"),
+        ({**STEPS, "lr": float("nan")}, "lr is nan, expected a number"),
     ],
     "expert-parallel": [
         ({"experts": "*x*"}, f"experts is {PATTERNS}"),
         ({"placement": "owner"}, "placement is 'owner', expected one of ['replicate', 'shard']"),
     ],
     "pipeline-shared": [
-        *(
-            ({"placement": p}, f"placement is {p!r}, expected one of ['replicate', 'owner']")
-            for p in ("shard", "OWNER", 0)
-        ),
-        *(
-            ({"exchange": e}, f"exchange is {e!r}, expected one of ['all-reduce', 'asymmetric']")
-            for e in (2, "pairwise")
-        ),
+        ({"placement": "OWNER"}, "placement is 'OWNER', expected one of ['replicate', 'owner']"),
+        ({"exchange": 2}, "exchange is 2, expected one of ['all-reduce', 'asymmetric']"),
         (
             {"placement": "owner", "exchange": "asymmetric"},
             "placement 'owner' has no exchange 'asymmetric': drop one",
@@ -322,8 +307,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "sequence-parallel": [
         ({"parameters": "*x*"}, f"parameters is {PATTERNS}"),
-        ({"parameters": [1]}, "parameters is [1], expected"),
-        ({}, "needs the option 'parameters'"),
         ({"parameters": ["*"], "op": "max"}, "op is 'max', expected 'sum' or 'mean'"),
     ],
 }

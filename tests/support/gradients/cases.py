@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,15 +12,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pipegrad import (
-    FlatBucket,
-    GradientHandler,
     GradientSync,
-    Reduction,
-    ReductionStep,
     Scheduler,
     Stage,
     Topology,
-    Work,
 )
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -143,18 +138,3 @@ class NewStorage(TorchDispatchMode):
             if storage.data_ptr() not in known:
                 self.nbytes += storage.nbytes()
         return result
-
-
-class Silent(GradientHandler):
-    """Plans what pipeline-shared does, and sends nothing."""
-
-    def reductions(self, parameters: Any, topology: Topology) -> Iterable[Reduction]:
-        return [Reduction(p, topology.ranks_of(p.holders)) for p in parameters if p.shared]
-
-    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
-        return Done()
-
-
-class Done:
-    def wait(self) -> None:
-        pass

@@ -45,16 +45,6 @@ def test_any_single_bit_changes_it(dtype: torch.dtype, numel: int) -> None:
 
 
 @settings(deadline=None, max_examples=60)
-@given(st.integers(2, 20_000), st.data())
-def test_any_single_bit_of_any_size(numel: int, data: st.DataObject) -> None:
-    tensor = random(numel, torch.float32)
-    before = checksum(tensor)
-    word = tensor.view(torch.int32)
-    word[data.draw(st.integers(0, numel - 1))] ^= 1 << data.draw(st.integers(0, 30))
-    assert not torch.equal(checksum(tensor), before)
-
-
-@settings(deadline=None, max_examples=60)
 @given(st.integers(2, 400_000), st.sampled_from(DTYPES[:4]), st.data())
 def test_the_full_one_sees_exchanged_elements(
     numel: int, dtype: torch.dtype, data: st.DataObject
@@ -133,7 +123,6 @@ def facts(sums: str, *groups: tuple[int, ...]) -> dict[int, Facts]:
     [
         ("aaba", "'0.w' on ranks [2], of the copies on ranks [0, 1, 2, 3]"),
         ("baaa", "'0.w' on ranks [0], of the copies on ranks [0, 1, 2, 3]"),
-        ("abac", "'0.w' over ranks [0, 1, 2, 3]"),
         ("aabb", "'0.w' over ranks [0, 1, 2, 3]"),
         ("abcd", "'0.w' over ranks [0, 1, 2, 3]"),
         (".ab.", "'0.w' over ranks [1, 2]"),

@@ -1,8 +1,9 @@
-"""State of an optimizer is found by name and location, also of several optimizers as one."""
+"""State of optimizers by name and location, of several as one; and who steps which parameters."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable, Container
 from typing import Any
 
 import pytest
@@ -10,13 +11,14 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR, StepLR
 
-from pipegrad import Topology, make_plan
+from pipegrad import ParameterRecord, Placement, Topology, make_plan
 from pipegrad.errors import PlanError
 from pipegrad.gradients.main_params import Locations, MainParameter
-from pipegrad.gradients.named_optimizer import JoinedOptimizer, NamedState, parts_in
+from pipegrad.gradients.named_optimizer import JoinedOptimizer, NamedState, parts_in, parts_of
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.diloco import DiLoCo
+from pipegrad_handlers.owned import Owned
 from tests.support.gradients.plans import manifest, record
 
 MESH = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2), ("tp", 2)), data=("dp", "out"))
@@ -38,6 +40,16 @@ def test_replicas_that_train_alone_have_locations(
     assert (locations.of("0.a"), locations.joined("0.a")) == (location, joined)
 
 
+def with_names(
+    main: MainParameter, name: str = "w", joined: str = "w", strides: tuple[int, int] = (3, 1)
+) -> torch.optim.Optimizer:
+    """Returns an optimizer of one parameter, whose state has names."""
+    optimizer = torch.optim.SGD([main.tensor], lr=0.1, momentum=0.9)
+    joins = {name: joined}
+    NamedState(optimizer, {name: main}, [["w"]], strides={"0.w": strides}, joined=joins)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("name", "joined", "saved", "is_found"),
     [
@@ -52,15 +64,8 @@ def test_state_of_another_location_is_left_out(
     name: str, joined: str, saved: str, *, is_found: bool
 ) -> None:
     """Whole state of a run without TP was loaded for a shard, and the next step failed."""
-    parameter = nn.Parameter(torch.ones(2, 3))
-    optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
-    NamedState(
-        optimizer,
-        {name: MainParameter(record("w", 2, 3), parameter)},
-        [["w"]],
-        strides={"0.w": (3, 1)},
-        joined={name: joined},
-    )
+    main = MainParameter(record("w", 2, 3), nn.Parameter(torch.ones(2, 3)))
+    optimizer = with_names(main, name, joined)
     state = optimizer.state_dict()
     state["state"] = {saved: {"momentum_buffer": torch.ones(2 if is_found else 4, 3)}}
     optimizer.load_state_dict(state)
@@ -70,11 +75,9 @@ def test_state_of_another_location_is_left_out(
 @pytest.mark.parametrize("copied", [True, False])
 def test_only_a_master_copy_is_saved_as_one(*, copied: bool) -> None:
     dtype = torch.float32 if copied else torch.bfloat16
-    parameter = torch.nn.Parameter(torch.ones(2, 3, dtype=dtype))
-    optimizer = torch.optim.SGD([parameter], lr=0.1)
-    main = {"w": MainParameter(record("w", 2, 3, dtype=torch.bfloat16), parameter)}
-    NamedState(optimizer, main, [["w"]], strides={"0.w": (3, 1)}, joined={"w": "w"})
-    state = optimizer.state_dict()["state"]
+    parameter = nn.Parameter(torch.ones(2, 3, dtype=dtype))
+    main = MainParameter(record("w", 2, 3, dtype=torch.bfloat16), parameter)
+    state = with_names(main).state_dict()["state"]
     assert {name: list(own) for name, own in state.items()} == ({"w": ["master"]} if copied else {})
 
 
@@ -90,14 +93,8 @@ def test_a_shard_takes_its_elements_of_a_whole_in_the_order_of_memory(
     strides: tuple[int, int], expected: list[float], *, is_flat: bool
 ) -> None:
     shard = nn.Parameter(torch.zeros(5))
-    optimizer = torch.optim.SGD([shard], lr=0.1, momentum=0.9)
-    NamedState(
-        optimizer,
-        {"w": MainParameter(record("w", 4, 3), shard, begin=4, sharded=True)},
-        [["w"]],
-        strides={"0.w": strides},
-        joined={"w": "w"},
-    )
+    main = MainParameter(record("w", 4, 3), shard, begin=4, sharded=True)
+    optimizer = with_names(main, strides=strides)
     whole = torch.arange(12.0).view(4, 3)
     in_memory = whole.reshape(-1) if strides == (3, 1) else whole.t().reshape(-1)
     state = optimizer.state_dict()
@@ -199,3 +196,67 @@ def test_it_runs_a_closure_once_and_takes_no_groups_later() -> None:
     assert len(joined.param_groups) == 3
     alone = torch.optim.SGD(parameters(), lr=0.1)
     assert parts_in(alone) == (alone,)
+
+
+# Which optimizer steps which parameters, and what an optimizer that cannot is told.
+
+Kind = Callable[..., torch.optim.Optimizer]
+MUON, ADAMW, ADAFACTOR = torch.optim.Muon, torch.optim.AdamW, torch.optim.Adafactor
+
+
+RECORDS = [record("matrix", 4, 3), record("bias", 4)]
+FILTERS = [record("matrix", 4, 3), record("filter", 2, 3, 5, 5)]
+
+
+def refused(
+    kind: Kind, others: Kind | None, records: list[ParameterRecord], sharded: Container[str] = ()
+) -> str:
+    messages = []
+    for part in parts_of(kind, {}, others, records=records, matrices=()):
+        try:
+            part.check(part.kind, sharded)
+        except PlanError as error:
+            messages.append(str(error))
+    [message] = messages
+    return message
+
+
+def test_each_part_says_what_it_steps() -> None:
+    [alone] = parts_of(ADAMW, {}, None, records=RECORDS, matrices=())
+    both = parts_of(MUON, {}, ADAMW, records=RECORDS, matrices=())
+    described = [(part.steps, [r.name for r in part.records]) for part in (alone, *both)]
+    assert described == [
+        ("everything", ["matrix", "bias"]),
+        ("matrices", ["matrix"]),
+        ("others", ["bias"]),
+    ]
+
+
+def test_filters_are_named_in_an_option_that_there_is() -> None:
+    """It named an option of a handler that the run did not have, as if it had it."""
+    message = refused(MUON, ADAMW, FILTERS)
+    assert "'0.filter' is (2, 3, 5, 5): name it in the option 'others' of the handler" in message
+    assert "'data-parallel' has no such option, so use 'owned' instead" in message
+    # What it says works.
+    topology = Topology.build(axes=(("pp", 1), ("dp", 2)))
+    placed = Owned(others=["filter"]).reductions(FILTERS, topology)
+    matrices = {r.record.key for r in placed if r.placement is Placement.WHOLE}
+    for part in parts_of(MUON, {}, ADAMW, records=FILTERS, matrices=matrices):
+        part.check(part.kind, {"0.filter"})
+
+
+def test_muon_is_told_to_leave_vectors_to_another_or_that_others_do_not_fit() -> None:
+    message = refused(MUON, None, RECORDS)
+    assert "but '0.bias' is (4,): let another optimizer step what is no matrix" in message
+    assert "owned" not in message
+    # It was told to set others=AdamW, and not that its others were at fault.
+    for first in (MUON, ADAMW):
+        message = refused(first, MUON, RECORDS)
+        assert "but '0.bias' is (4,): Muon is given as others, which step what is no" in message
+
+
+def test_others_that_cannot_step_shards_are_told_that_they_are_others() -> None:
+    message = refused(MUON, ADAFACTOR, RECORDS, {"0.bias"})
+    assert message.startswith("Adafactor cannot step sharded parameters")
+    assert "Adafactor is given as others, which step shards here" in message
+    assert "given as others" not in refused(ADAFACTOR, None, RECORDS, {"0.bias"})

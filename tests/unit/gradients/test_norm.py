@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 
-from pipegrad import Topology
 from pipegrad.gradients.norm import (
     NonFinite,
     clip_,
     divide_,
     in_a_sentence,
-    merge_non_finite,
     non_finite_keys,
 )
-from pipegrad.model.describe import make_manifest
 
 INF, NAN = float("inf"), float("nan")
 
@@ -37,18 +33,6 @@ def test_any_element_counts(dtype: torch.dtype) -> None:
         "fine": torch.sparse_coo_tensor(rows, torch.ones(2, 2), (3, 2), check_invariants=True),
     }
     assert non_finite_keys(sparse) == ["spoiled"]
-
-
-def test_names_are_in_the_order_of_the_model_with_all_ranks() -> None:
-    stages = {0: nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), 1: nn.Linear(2, 2)}
-    topology = Topology.build(axes=(("pp", 2), ("dp", 2)), stage_to_rank=(0, 1))
-    manifest = make_manifest(stages, topology, tied=[])
-    found = merge_non_finite(manifest, {3: ["1.bias"], 2: ["1.bias"], 1: ["0.1.weight"], 0: []})
-    assert found == (NonFinite("1.weight", (0,), (1,)), NonFinite("bias", (1,), (2, 3)))
-    assert [str(each) for each in found] == [
-        "'1.weight' (stage 0, rank 1)",
-        "'bias' (stage 1, ranks [2, 3])",
-    ]
 
 
 def test_the_sentence_has_the_first_and_how_many_others() -> None:
@@ -98,13 +82,3 @@ def test_gradients_of_any_kind_are_divided_by_a_number_on_the_device() -> None:
     assert scalar.item() == 2.0
     assert matrix.tolist() == [[1.0, 1.0], [1.0, 1.0]]
     assert sparse.to_dense().tolist() == [1.0, 0.0, 2.0]
-
-
-@pytest.mark.parametrize("max_norm", [1.0, 5.0, 9.0])
-def test_gradients_are_clipped_as_torch_does(max_norm: float) -> None:
-    """A norm below the largest one that is allowed changes nothing."""
-    parameter = nn.Parameter(torch.zeros(2))
-    parameter.grad, gradient = torch.tensor([3.0, 4.0]), torch.tensor([3.0, 4.0])
-    norm = torch.nn.utils.clip_grad_norm_([parameter], max_norm)
-    clip_([gradient], norm, max_norm)
-    assert torch.equal(gradient, parameter.grad)

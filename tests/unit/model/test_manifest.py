@@ -130,7 +130,6 @@ def test_fingerprints_are_of_bits_that_vary() -> None:
             "'weight' of stage 0 is on the meta device: materialise",
         ),
         ({"modules": {0: None}}, PlanError, "stage 0 is None, expected an nn.Module"),
-        ({"modules": {}}, TopologyError, r"rank 0 was given modules for stages \[\]"),
         ({"topology": grid(2)}, TopologyError, r"ranks \[0, 1\], the default process group 1"),
     ],
 )
@@ -147,15 +146,9 @@ def test_arguments_that_one_rank_sees_to_be_wrong(
     ("options", "message"),
     [
         ({"bucket_bytes": -1}, "bucket_bytes=-1 must be at least 0"),
-        ({"bucket_bytes": "1MB"}, "bucket_bytes is '1MB', expected a whole number"),
-        ({"bucket_bytes": True}, "bucket_bytes is True, expected a whole number"),
         ({"comm_streams": 2.0}, "comm_streams is 2.0, expected a whole number"),
-        ({"allow_unsynced": {"a"}}, "allow_unsynced is {'a'}, expected a list"),
         ({"comm_streams": 0}, "comm_streams=0 at least 1"),
-        ({"check_every": 0.5}, "check_every is 0.5, expected a whole number"),
-        ({"check_every": -1}, "check_every=-1 must be at least 0"),
         ({"stage_ticks": (1, 2)}, "stage_ticks has 2 entries for 1 stages"),
-        ({"shared_ticks": ()}, "shared_ticks has 0 entries for 1 stages"),
         ({"reduce_dtype": torch.int32}, "reduce_dtype is torch.int32, expected one of floats"),
         ({"allow_unsynced": "*.bias"}, r"allow_unsynced is '\*.bias', expected a list"),
         ({"bucket_byte": 1}, "has no option 'bucket_byte'; allowed, closest first: bucket_bytes"),
@@ -277,7 +270,6 @@ def test_declarations_that_touch_are_one_tie() -> None:
     [
         (["emb", "lm_head"], r"tie \['emb', 'lm_head'\]: no such parameter: \['lm_head'\]"),
         ({0: "emb", 1: "head"}, r"no such parameter: \[\"'head' on stage 1\"\]"),
-        ({0: "emb", 3: "head"}, "'head' on stage 3"),
         ({0: "emb", 1: "c"}, r"its shape is \(3,\) and the other's \(4, 2\)"),
         (["emb", "b", "head"], "one stage holds it as several objects"),
     ],
@@ -308,18 +300,16 @@ def test_a_tie_must_be_one_parameter(other: nn.Parameter, trait: str) -> None:
         merged(make, grid(2), ["emb", "head"])
 
 
-TRAINED = "torch.float32 grad torch.float32 trained"
 DISAGREE: dict[str, tuple[dict[str, Any], str, str, str]] = {
-    "shape": (
-        {"stages": ((0, (entry("w", 2),)),)},
-        *("the parameters of stage 0", f"w (3,) {TRAINED}", f"w (2,) {TRAINED}"),
-    ),
     "missing": (
         {"stages": ((0, ()),)},
-        *("the parameters of stage 0", f"w (3,) {TRAINED}", "nothing"),
+        *(
+            "the parameters of stage 0",
+            "w (3,) torch.float32 grad torch.float32 trained",
+            "nothing",
+        ),
     ),
-    "setting": ({"settings": (("comm_streams", "2"),)}, "comm_streams", "1", "2"),
-    "setting missing": ({"settings": ()}, "comm_streams", "1", "nothing"),
+    "setting": ({"settings": ()}, "comm_streams", "1", "nothing"),
     "device": ({"device_type": "cuda"}, "the device type", "cpu", "cuda"),
     "wrapper": (
         {"wrappers": ((0, "DistributedDataParallel"),)},
@@ -344,7 +334,6 @@ def test_ranks_that_disagree_are_told_who_says_what(
 @pytest.mark.parametrize(
     ("trait", "other"),
     [
-        ("dtype", torch.bfloat16),
         ("gradient_dtype", torch.float64),
         ("requires_grad", False),
         ("name", "v"),

@@ -1,4 +1,4 @@
-"""The plan: buckets whose layout all holders share, and an order that cannot deadlock."""
+"""Buckets whose layout all holders share, and owners of whole matrices with similar work."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pipegrad import Placement
+from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import Bucket, Slot, localised
-from pipegrad.plan.plan import Launch, MainRange, Plan
-from tests.support.gradients.placements import By
+from pipegrad.plan.buckets import Owners, Slot, localised, step_cost
+from tests.support.gradients.placements import SHARD, WHOLE, By
 from tests.support.gradients.plans import (
     BOTH,
     FLOAT,
@@ -23,67 +25,6 @@ from tests.support.gradients.plans import (
     grid,
     plans,
 )
-
-
-def test_a_plan_as_a_whole() -> None:
-    plan = plans(TIED, grid(3, 2), comm_streams=2)[5]
-    mean, tie = plan.routes[1][1]
-    assert (str(mean), mean.ranks) == ("replicate-mean(dp)", (4, 5))
-    assert (str(tie), tie.ranks) == ("replicate-sum(pp[0,2])", (1, 5))
-    norm = Bucket(
-        index=0,
-        ready=0,
-        holders=(2,),
-        dtype=FLOAT,
-        wire_dtype=FLOAT,
-        sum_dtype=FLOAT,
-        parameter_dtype=FLOAT,
-        route=(mean,),
-        slots=(Slot("2.ln", 0, (3,), (1,)),),
-        payload_numel=16,
-    )
-    emb = dataclasses.replace(
-        norm,
-        index=3,
-        ready=2,
-        holders=(0, 2),
-        route=(mean, tie),
-        slots=(Slot("0.emb", 0, (5, 3), (3, 1)),),
-    )
-    assert plan == Plan(
-        rank=5,
-        buckets=(norm, emb),
-        launches=(
-            Launch(bucket=0, step=0, ready=0, comm_stream=0),
-            Launch(bucket=3, step=0, ready=2, comm_stream=1),
-            Launch(bucket=3, step=1, ready=3, comm_stream=1),
-        ),
-        publishes=(),
-        main_ranges=(
-            MainRange("2.ln", 0, 3, sharded=False),
-            MainRange("0.emb", 0, 15, sharded=False),
-        ),
-        trained_numel=18,
-        syncs_parameters=False,
-        routes=(("2.ln", (mean,)), ("0.emb", (mean, tie))),
-        packs=plan.packs,
-        groups=(
-            ((0, 1), 0), ((0, 1), 1), ((0, 4), 0), ((0, 4), 1), ((1, 5), 0), ((1, 5), 1),
-            ((2, 3), 0), ((2, 3), 1), ((4, 5), 0), ((4, 5), 1),
-        ),
-        digest=plan.digest,
-    )  # fmt: skip
-    first = plans(TIED, grid(3, 2))[0]
-    assert [b.index for b in first.buckets] == [2, 3]
-    # What is frozen travels only to be made equal.
-    assert contents(first) == [["0.norm"], ["0.emb"]]
-    packed = [slot.key for pack in first.packs for slot in pack.slots]
-    assert sorted(packed) == ["0.emb", "0.frozen", "0.norm"]
-    untied = dataclasses.replace(TIED, ties=())
-    for nothing in plans(untied, grid(3, 2), handlers=()).values():
-        fields = ("buckets", "launches", "routes", "packs", "groups")
-        assert [getattr(nothing, name) for name in fields] == [()] * 5
-    assert (norm.numel, norm.nbytes(0, 0), plan.reduced_bytes) == (17, 68, 3 * 68)
 
 
 def test_a_plan_prints_what_matters() -> None:
@@ -115,17 +56,6 @@ def test_stage_ticks_order_the_buckets() -> None:
 # --- layout
 
 
-def test_two_ties_that_two_stages_register_in_another_order_lie_alike() -> None:
-    """Summed by local order, a and b would get each other's values: 101 twice, not 2 and 200."""
-    model = Manifest(
-        stages=((entry("a", 4), entry("b", 4)), (entry("b", 4), entry("a", 4))),
-        ties=(((0, "a"), (1, "a")), ((0, "b"), (1, "b"))),
-    )
-    first, last = plans(model, grid(2)).values()
-    assert contents(first) == contents(last) == [["0.b", "0.a"]]
-    assert first.buckets == last.buckets
-
-
 def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
     model = Manifest(((entry("a", 3), entry("b", 17), entry("c"), entry("d", 0)),), ())
     (bucket,) = plans(model, grid(1, 2))[0].buckets
@@ -139,27 +69,6 @@ def test_slots_are_aligned_to_64_bytes_of_the_wire() -> None:
     (bucket,) = plans(model, grid(1, 2), reduce_dtype=HALF)[0].buckets
     assert [slot.offset for slot in bucket.slots] == [0, 0, 32, 64]
     assert (bucket.dtype, bucket.wire_dtype, bucket.nbytes(0, 0)) == (FLOAT, HALF, 2 * 100)
-
-
-@pytest.mark.parametrize(
-    ("capacity", "expected"),
-    [
-        (64 * 6, [["0.e", "0.d", "0.c", "0.b", "0.a"]]),
-        (64 * 5, [["0.e", "0.d", "0.c"], ["0.b", "0.a"]]),
-        (64 * 3 - 1, [["0.e", "0.d"], ["0.c"], ["0.b", "0.a"]]),
-        (64, [["0.e"], ["0.d"], ["0.c"], ["0.b"], ["0.a"]]),
-        (0, [["0.e"], ["0.d"], ["0.c"], ["0.b"], ["0.a"]]),
-    ],
-)
-def test_buckets_are_cut_by_bytes_in_reverse_position(
-    capacity: int, expected: list[list[str]]
-) -> None:
-    """`c` takes three alignment units, the others one; too large for a bucket, it goes alone."""
-    sizes = {"a": 16, "b": 1, "c": 33, "d": 16, "e": 2}
-    model = Manifest((tuple(entry(name, size) for name, size in sizes.items()),), ())
-    if capacity == 64 * 6:
-        capacity += 64
-    assert contents(plans(model, grid(1, 2), bucket_bytes=capacity)[0]) == expected
 
 
 def test_dtypes_never_mix_unless_the_wire_is_one_and_gradients_are_too() -> None:
@@ -203,26 +112,6 @@ def test_a_smaller_local_shard_lies_together() -> None:
         assert part == dataclasses.replace(whole, slots=(Slot("0.w", 0, shape, stride),))
 
 
-# --- placements
-
-
-def test_after_an_owner_only_owners_launch_the_later_hops() -> None:
-    """Shards are planned before replicas, too."""
-    for placement, last in ((Placement.OWNER, []), (Placement.SHARD, [(3, 1)])):
-        handlers = [*BOTH[:1], ("placed", By("dp", placement))]
-        found = plans(TIED, grid(3, 2), handlers)
-        taken = {rank: [(x.bucket, x.step) for x in plan.launches] for rank, plan in found.items()}
-        assert taken == {
-            0: [(2, 0), (3, 0), (3, 1)], 1: [(2, 0), (3, 0), *last], 2: [(1, 0)], 3: [(1, 0)],
-            4: [(0, 0), (3, 0), (3, 1)], 5: [(0, 0), (3, 0), *last],
-        }  # fmt: skip
-        first, second = map(str, found[1].buckets[1].route)
-        assert (first, second) == (f"{placement.value}-sum(dp)", "replicate-sum(pp[0,2])")
-
-
-# --- any model, by property
-
-
 def test_the_digest_tells_plans_apart() -> None:
     options: list[dict[str, Any]] = [
         {},
@@ -233,3 +122,81 @@ def test_the_digest_tells_plans_apart() -> None:
         {"stage_ticks": (1, 2, 3)},
     ]
     assert len({plans(TIED, grid(3, 2), **each)[0].digest for each in options}) == len(options)
+
+
+# Owners of whole parameters: every rank has similar work, and a bucket is full of owners.
+
+SIZES = st.integers(0, 40)
+
+
+@pytest.mark.parametrize(
+    ("shape", "cost"),
+    [((3, 5), 45), ((5, 3), 45), ((2, 3, 4), 48), ((7,), 7), ((), 1), ((0, 3), 0), ((3, 0), 0)],
+)
+def test_a_step_costs_as_much_as_a_product_with_its_smaller_side(
+    shape: tuple[int, ...], cost: int
+) -> None:
+    assert step_cost(shape) == cost
+
+
+@settings(deadline=None, max_examples=100, derandomize=True)
+@given(st.lists(st.lists(st.tuples(SIZES, SIZES), max_size=8), max_size=6), st.integers(1, 5))
+def test_no_rank_has_more_than_another_by_more_than_one_matrix(
+    buckets: list[list[tuple[int, int]]], number: int
+) -> None:
+    owners, ranks, costs = Owners(), tuple(range(number)), [0] * number
+    for shapes in buckets:
+        for owner, shape in zip(owners.choose(ranks, shapes), shapes, strict=True):
+            costs[owner] += step_cost(shape)
+    largest = max((step_cost(shape) for shapes in buckets for shape in shapes), default=0)
+    assert max(costs) - min(costs) <= largest
+
+
+def test_other_ranks_have_other_owners() -> None:
+    owners = Owners()
+    assert owners.choose((0, 1), [(4, 4)]) == [0]
+    assert owners.choose((2, 3), [(4, 4)]) == [0]
+    assert owners.choose((0, 1), [(4, 4)]) == [1]
+
+
+def matrices(number: int) -> Manifest:
+    return Manifest((tuple(entry(f"w{i}", 4, 8) for i in range(number)),), ())
+
+
+@pytest.mark.parametrize("number", [1, 3, 8, 13])
+def test_a_bucket_has_a_matrix_for_each_rank_if_there_are_enough(number: int) -> None:
+    found = plans(matrices(number), grid(1, 4), [("w", By("dp", WHOLE))], bucket_bytes=0)
+    sizes = [len(bucket.slots) for bucket in found[0].buckets]
+    assert sizes == [4] * (number // 4) + [number % 4] * (number % 4 > 0)
+    for bucket in found[0].buckets:
+        assert sorted(bucket.whole_numels, reverse=True) == [
+            32 if rank < len(bucket.slots) else 0 for rank in range(4)
+        ]
+    stepped = [len(plan.main_ranges) for plan in found.values()]
+    assert (sum(stepped), max(stepped) - min(stepped)) == (number, number % 4 > 0)
+
+
+def test_stages_of_one_rank_are_balanced_together() -> None:
+    """The first stage alone would give its only matrix to the first rank, and so would each."""
+    model = Manifest(tuple((entry(f"w{i}", 4, 8),) for i in range(4)), ())
+    found = plans(model, grid(1, 2, (0, 0, 0, 0)), [("w", By("dp", WHOLE))])
+    assert [len(plan.main_ranges) for plan in found.values()] == [2, 2]
+    # Full buckets close as others do.
+    found = plans(matrices(32), grid(1, 2), [("w", By("dp", WHOLE))], bucket_bytes=16 * 128)
+    assert [len(bucket.slots) for bucket in found[0].buckets] == [16, 16]
+
+
+def test_a_plan_prints_which_matrices_a_rank_steps() -> None:
+    found = plans(matrices(3), grid(1, 2), [("w", By("dp", WHOLE))])
+    lines = [str(plan).splitlines()[1] for plan in found.values()]
+    assert lines == ["it steps whole: 2 parameters, 0.w0 .. 0.w2", "it steps whole: 0.w1"]
+    alone = plans(matrices(1), grid(1, 1), [("w", By("dp", WHOLE))])
+    assert str(alone[0]).splitlines()[1:] == ["it steps whole: 0.w0"]
+
+
+def test_nothing_else_may_scatter_whole_parameters() -> None:
+    topology = grid(2, 2)
+    tied = Manifest(((entry("w", 4, 4),), (entry("w", 4, 4),)), (((0, "w"), (1, "w")),))
+    handlers = [("whole", By("dp", WHOLE)), ("rows", By("pp", SHARD))]
+    with pytest.raises(PlanError, match=r"'0.w' is reduced by .* give the others .* 'replicate'"):
+        plans(tied, topology, handlers)

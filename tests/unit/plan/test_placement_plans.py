@@ -1,4 +1,4 @@
-"""What holds for every plan: shares, rows, and the ways there and back of what is placed."""
+"""What holds for every plan of a random model: layout, order, shares, and the ways back."""
 
 from __future__ import annotations
 
@@ -6,22 +6,136 @@ import dataclasses
 import itertools
 import random
 from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pipegrad import ParameterRecord, Topology, make_plan
+from pipegrad import ParameterRecord, Placement, Topology, make_plan
 from pipegrad.errors import PlanError
-from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import Bucket
+from pipegrad.model.manifest import Manifest, ParameterEntry
+from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import MainRange, Plan, make_plans
-from pipegrad_handlers.pipeline_shared import PipelineShared
+from pipegrad.plan.routes import signature, steps_taken
+from pipegrad.plugins.handler import Op
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, WHOLE, By, members
-from tests.support.gradients.plans import Handlers, entry, grid
-from tests.support.plan.random_models import Case, cases, quick
+from tests.support.gradients.plans import FLOAT, HALF, LAYOUT, contents, entry, grid
+
+quick = settings(deadline=None, max_examples=60, derandomize=True)
+AXES = ("pp", "dp", "tp")
+Style = Mapping[str, Placement | None]  # dimension -> where the sum along it lives
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a mesh, whose parameters are placed by name."""
+
+    manifest: Manifest
+    topology: Topology
+    styles: Mapping[str, Style]
+    op: Op  # along "dp"
+    options: Mapping[str, Any]
+
+    @property
+    def handlers(self) -> list[tuple[str, By]]:
+        def table(axis: str) -> dict[str, Placement]:
+            return {name: p for name, style in self.styles.items() if (p := style[axis])}
+
+        ops: dict[str, Op] = {"pp": "sum", "dp": self.op, "tp": "sum"}
+        return [(f"over-{axis}", By(axis, table(axis), op)) for axis, op in ops.items()]
+
+    @cached_property
+    def plans(self) -> dict[int, Plan]:
+        return make_plans(
+            self.manifest, self.topology, self.handlers, GradientOptions(**self.options)
+        )
+
+    @property
+    def comm_streams(self) -> int:
+        return int(self.options["comm_streams"])
+
+    def holders(self, record: ParameterRecord) -> list[int]:
+        views = map(self.topology.at, self.topology.ranks)
+        return [v.rank for v in views if not set(v.local_stages).isdisjoint(record.holders)]
+
+
+SHAPES = [(), (0,), (1,), (7,), (16,), (67,), (5, 3), (0, 3)]
+DTYPES = [FLOAT, FLOAT, FLOAT, HALF, torch.float64, torch.complex64]
+PLACED = st.sampled_from([OWNER, WHOLE, SHARD, REPLICATE, None])
+
+
+def is_possible(style: Style) -> bool:
+    """Whether a style scatters at most once, if it scatters whole parameters."""
+    scatters = [placement for placement in style.values() if placement in (WHOLE, SHARD)]
+    return len(scatters) < 2 or WHOLE not in scatters
+
+
+@st.composite
+def parameters(draw: st.DrawFn, name: str) -> ParameterEntry:
+    dtype = draw(st.sampled_from(DTYPES))
+    options: dict[str, Any] = {"dtype": dtype, "trained": draw(st.integers(0, 9)) > 0}
+    if dtype is HALF and draw(st.booleans()):
+        options["gradient_dtype"] = FLOAT
+    if draw(st.integers(0, 4)) == 0:  # channels_last
+        return entry(name, 2, 3, 2, 2, stride=(12, 1, 6, 3), **options)
+    return entry(name, *draw(st.sampled_from(SHAPES)), **options)
+
+
+@st.composite
+def topologies(draw: st.DrawFn, *, permuted: bool) -> Topology:
+    sizes = {
+        "pp": draw(st.integers(1, 4)),
+        "dp": draw(st.integers(1, 3)),
+        "tp": draw(st.integers(1, 2)),
+    }
+    axes = [(axis, sizes[axis]) for axis in draw(st.permutations(AXES))]
+    world = torch.Size(sizes.values()).numel()
+    ranks = sorted(draw(st.sets(st.integers(0, 30), min_size=world, max_size=world)))
+    places = [*range(sizes["pp"]), *draw(st.lists(st.integers(0, sizes["pp"] - 1), max_size=3))]
+    return Topology.build(
+        axes=axes,
+        ranks=draw(st.permutations(ranks)) if permuted else ranks,
+        rank=ranks[0],
+        stage_to_rank=draw(st.permutations(places)),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, permuted: bool = False) -> Case:
+    topology = draw(topologies(permuted=permuted))
+    styles = st.fixed_dictionaries(dict.fromkeys(AXES, PLACED)).filter(is_possible)
+    palette = draw(st.lists(styles, min_size=1))
+    stages: list[list[ParameterEntry]] = []
+    for stage in range(topology.num_stages):
+        names = [f"s{stage}p{i}" for i in range(draw(st.integers(0, 4)))]
+        stages.append([draw(parameters(name)) for name in names])
+    ties = []
+    for number in range(draw(st.integers(0, 3)) if len(stages) > 1 else 0):
+        held = draw(st.sets(st.sampled_from(range(len(stages))), min_size=2, max_size=4))
+        tied = draw(parameters(f"tie{number}"))
+        for stage in held:
+            stages[stage].insert(draw(st.integers(0, len(stages[stage]))), tied)
+        ties.append(tuple((stage, tied.name) for stage in sorted(held)))
+    names = sorted({one.name for held in stages for one in held})
+    ticks = draw(st.none() | st.tuples(*[st.integers(0, 5)] * len(stages)))
+    return Case(
+        Manifest(tuple(map(tuple, stages)), tuple(sorted(ties))),
+        topology,
+        {name: draw(st.sampled_from(palette)) for name in names},
+        draw(st.sampled_from(["sum", "mean"])),
+        {
+            "bucket_bytes": draw(st.sampled_from([0, 64, 100, 256, 2**20])),
+            "reduce_dtype": draw(st.sampled_from([None, None, FLOAT, HALF])),
+            "comm_streams": draw(st.integers(1, 3)),
+            "stage_ticks": ticks,
+            "allow_unsynced": ["*"],
+        },
+    )
+
 
 pytestmark = pytest.mark.slow
 
@@ -325,63 +439,6 @@ def test_a_mesh_in_any_order_is_right_or_refused(case: Case, seed: int) -> None:
 TIE = Manifest(((entry("w", 40),), (entry("w", 40),)), (((0, "w"), (1, "w")),))
 
 
-@pytest.mark.parametrize(
-    "handlers",
-    [
-        [("data", By("dp", OWNER)), ("tie", PipelineShared())],
-        [("data", By("dp", SHARD)), ("tie", PipelineShared(placement="owner"))],
-    ],
-)
-def test_a_permuted_mesh_whose_parts_do_not_fit_is_refused(handlers: Handlers) -> None:
-    """Ranks 3 and 1 are last and first of their rows: they would sum other parts of `w`."""
-    permuted = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 2, 1))
-    with pytest.raises(PlanError, match=r"'0\.w': before .* ascend along every dimension"):
-        make_plans(TIE, permuted, handlers, GradientOptions(bucket_bytes=0))
-    straight = Topology.build(axes=(("pp", 2), ("dp", 2)), ranks=(0, 3, 5, 9))
-    assert len(make_plans(TIE, straight, handlers, GradientOptions(bucket_bytes=0))) == 4
-
-
-@pytest.mark.parametrize("stages", [(0, 1), (1, 0)])
-def test_an_owner_gathers_rows_before_it_passes_them_on(stages: tuple[int, int]) -> None:
-    """By first use alone an owner that holds the later stage passed on stale rows of the other."""
-    own, other = stages  # on ranks 0 and 1, and on those behind
-    owners, others = [(1, (own,)), (0, ())], [(0, (other,))]
-    for placement in (SHARD, OWNER):
-        handlers = [("tie", By("pp", OWNER)), ("data", By("dp", placement))]
-        found = make_plans(TIE, grid(2, 2, stages), handlers, GradientOptions(bucket_bytes=0))
-        back = {rank: [(x.step, x.readers) for x in plan.publishes] for rank, plan in found.items()}
-        if placement is SHARD:
-            assert back == {0: owners, 1: owners, 2: others, 3: others}
-        else:  # owners pass on what they are given
-            steps = {rank: [step for step, _ in row] for rank, row in back.items()}
-            assert steps == {0: [1, 0], 1: [0], 2: [1, 0], 3: [0]}
-        world = World(found, 1)
-        world.run(0)
-        assert (world.stuck, world.stale) == ([], [])
-
-
-def test_the_simulation_finds_stale_parameters_and_ranks_that_wait_for_each_other() -> None:
-    def wrong(
-        field: str, part: slice, model: Manifest, rank: int, *handlers: tuple[str, By]
-    ) -> World:
-        """Lets one rank take other launches or publishes than its plan has, or in another order."""
-        options = GradientOptions(bucket_bytes=0, comm_streams=1)
-        found = make_plans(model, grid(len(model.stages), 2), handlers, options)
-        changed = {field: getattr(found[rank], field)[part]}
-        world = World({**found, rank: dataclasses.replace(found[rank], **changed)}, 1)
-        world.run(0)
-        return world
-
-    turned, data = slice(None, None, -1), ("data", By("dp", SHARD))
-    owners = ("tie", By("pp", OWNER)), ("data", By("dp", OWNER))
-    world = wrong("publishes", turned, TIE, 2, *owners)
-    assert (world.stuck, world.stale) == ([], [(3, "0.w")])
-    two = Manifest(((entry("a", 4), entry("b", 4)),), ())
-    assert wrong("publishes", turned, two, 1, data).stuck == [(0, 0), (1, 0)]
-    assert wrong("launches", turned, two, 1, data).stuck == [(0, 0), (1, 0)]
-    assert wrong("launches", slice(1), two, 1, data).stuck == [(0, 0), (1, 0)]
-
-
 def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
     """One parameter of 3 elements beside 40 empty ones: 41 flags did not fit into 16 elements."""
     model = Manifest(((entry("w", 3), *(entry(f"e{i}", 0) for i in range(40))),), ())
@@ -391,3 +448,100 @@ def test_more_flags_than_elements_make_rows_as_large_as_the_flags() -> None:
         (bucket,) = plan.buckets
         assert (len(bucket.slots), bucket.payload_numel) == (41, 2 * 48)
         assert len(bucket.region(plan.rank, 1)) == 48
+
+
+# Layout, order, and what all ranks share.
+
+
+@quick
+@given(cases())
+def test_every_trained_routed_parameter_has_one_slot_that_fits(case: Case) -> None:
+    for rank, plan in case.plans.items():
+        records = {r.key: r for r in case.manifest.records(case.topology.at(rank))}
+        routes = dict(plan.routes)
+        trained = [key for key, r in records.items() if r.requires_grad and key in routes]
+        assert sorted(key for keys in contents(plan) for key in keys) == sorted(trained)
+        packed = [slot.key for pack in plan.packs for slot in pack.slots]
+        assert sorted(packed) == sorted(routes)
+        for bucket in plan.buckets:
+            end = 0
+            for slot in bucket.slots:
+                record = records[slot.key]
+                assert slot.offset >= end
+                assert slot.offset * bucket.wire_dtype.itemsize % 64 == 0
+                assert (slot.shape, bucket.holders) == (record.shape, record.holders)
+                dtype = case.manifest.entries(slot.key)[0].gradient_dtype
+                assert bucket.dtype == dtype
+                assert bucket.wire_dtype == (case.options["reduce_dtype"] or dtype)
+                assert signature(routes[slot.key]) == signature(bucket.route)
+                end = slot.offset + slot.numel
+            assert bucket.payload_numel >= end
+            positions = [records[slot.key].position for slot in bucket.slots]
+            # Of whole parameters those of an owner lie together.
+            assert bucket.whole_numels or positions == sorted(positions, reverse=True)
+
+
+def bytes_in(bucket: Bucket, *slots: Slot) -> int:
+    """Returns how many bytes these slots take, in units of 64."""
+    return sum(64 * -(-slot.numel * bucket.wire_dtype.itemsize // 64) for slot in slots)
+
+
+@quick
+@given(cases())
+def test_a_bucket_is_full_or_the_last_of_its_kind(case: Case) -> None:
+    capacity = case.options["bucket_bytes"]
+    for plan in case.plans.values():
+        kinds: dict[object, list[Bucket]] = {}
+        for bucket in plan.buckets:
+            if not bucket.whole_numels:  # those have a parameter for each rank
+                sent = bucket.syncs_parameters and bucket.parameter_dtype
+                kind = (bucket.ready, bucket.holders, bucket.dtype, sent, signature(bucket.route))
+                kinds.setdefault(kind, []).append(bucket)
+        for buckets in kinds.values():
+            for bucket, after in itertools.pairwise(buckets):
+                assert bytes_in(bucket, *bucket.slots, after.slots[0]) > capacity
+            for bucket in buckets:
+                filled = [slot for slot in bucket.slots if slot.numel]
+                assert bytes_in(bucket, *filled) <= capacity or len(filled) == 1
+
+
+@quick
+@given(cases())
+def test_all_ranks_share_layout_groups_and_digest(case: Case) -> None:
+    found = case.plans
+    assert len({(plan.groups, plan.digest) for plan in found.values()}) == 1
+    layouts: dict[int, set[object]] = {}
+    launching, routed = set(), set()
+    for rank, plan in found.items():
+        buckets = {bucket.index: bucket for bucket in plan.buckets}
+        for index, bucket in buckets.items():
+            layout = tuple(getattr(bucket, name) for name in LAYOUT)
+            layouts.setdefault(index, set()).add((layout, signature(bucket.route)))
+            for step in bucket.route:
+                assert rank in step.ranks
+                routed.add((step.ranks, index % case.comm_streams))
+                same = {b.index: b for b in found[step.ranks[0]].buckets}[index].route
+                assert step in same
+        for launch in plan.launches:
+            launching.add((buckets[launch.bucket].route[launch.step].ranks, launch.comm_stream))
+        for pack in plan.packs:
+            launching.update((step.ranks, 0) for step in pack.route)
+    assert all(len(layout) == 1 for layout in layouts.values())
+    assert sorted(layouts) == list(range(len(layouts)))
+    groups = next(iter(found.values())).groups
+    assert launching <= set(groups) <= launching | routed
+    assert groups == tuple(sorted(groups))
+
+
+@quick
+@given(cases())
+def test_launches_are_sorted_and_complete(case: Case) -> None:
+    for rank, plan in case.plans.items():
+        assert sorted((x.bucket, x.step) for x in plan.launches) == [
+            (b.index, step) for b in plan.buckets for step in range(steps_taken(b.route, rank))
+        ]
+        order = [(x.ready, x.step, x.bucket) for x in plan.launches]
+        assert order == sorted(order)
+        ready = {bucket.index: bucket.ready for bucket in plan.buckets}
+        assert all(x.ready == ready[x.bucket] + x.step for x in plan.launches)
+        assert all(x.comm_stream == x.bucket % case.comm_streams for x in plan.launches)
