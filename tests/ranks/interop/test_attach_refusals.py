@@ -23,9 +23,17 @@ from torch.torch_version import TorchVersion
 import pipegrad
 from pipegrad import Topology
 from pipegrad.errors import PipegradError
-from tests.support.pipeline.pipelines import CPU, Case, Cut, TorchSchedule, loss_of
+from tests.support.pipeline.pipelines import (
+    CPU,
+    Case,
+    CountingData,
+    CountingShared,
+    Cut,
+    TorchSchedule,
+    launches,
+    loss_of,
+)
 from tests.support.pipeline.schedulers import error
-from tests.support.pipeline.training import CountingData, CountingShared, launches
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 

@@ -1,4 +1,7 @@
-"""A small model as a pipeline of torch: a `Case` says how it is trained, a `Cut` builds it."""
+"""A small model as a pipeline of torch: a `Case` says how it is trained, a `Cut` builds it.
+
+Its handlers count their launches.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from click.testing import CliRunner
 from torch import Tensor, nn
@@ -24,8 +28,10 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import pipegrad
-from pipegrad import Topology
+from pipegrad import FlatBucket, ReductionStep, Topology, Work
 from pipegrad.cli import main
+from pipegrad_handlers.data_parallel import DataParallel
+from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.models import LAYERS, TOKENS, VOCAB, WIDTH, build
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -47,7 +53,6 @@ class Case:
     steps: int = 8
     cut: str = "manual"  # "apart": local ties are copied apart; "split-point", "pipe-split": traced
     tied: str = "names"  # "places": stage -> name; "pipe": pipe.replicated_params
-    attached: bool = True
     accumulate: int = 1
     clip: tuple[float, float] | None = None  # maximum and type of the norm
     scale_grads: bool = True
@@ -254,3 +259,22 @@ class Splitting(nn.Sequential):
                 pipe_split()
             x = layer(x)
         return x
+
+
+launches: list[str] = []
+
+
+class CountingShared(PipelineShared):
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
+        launches.append("shared")
+        return super().launch(bucket, reduction, group)
+
+
+class CountingData(DataParallel):
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
+        launches.append("data")
+        return super().launch(bucket, reduction, group)
