@@ -14,19 +14,10 @@ Names = tuple[str, str, str]
 TEST = "test_a_fault_ends_as_stated"
 TORCHRUN = ("kill", "forward", "4")  # started by torchrun; the others are ranks without it
 SAMPLE = (
-    # These wait for a timeout, while the others run beside them.
-    ("stop", "evaluation", "2x2"),
-    ("stall", "transfer", "4"),
-    ("kill", "first step", "2x2"),
+    ("stop", "evaluation", "2x2"),  # waits for a timeout, while the others run beside it
     TORCHRUN,
-    ("slow", "parameter sync", "2x2"),
-    ("raise", "construction", "2x2"),
     ("raise", "checkpoint", "4"),
-    ("exit", "optimizer", "4"),
-    ("_exit", "reduction", "2x2"),
-    ("no gradient", "backward", "4"),
     ("shape", "forward", "2x2"),
-    ("non-finite", "reduction", "4"),
 )
 
 
