@@ -1,4 +1,7 @@
-"""A sample of the fault matrix. `python -m tests.faults` runs all of it."""
+"""Four faults of a rank end the job as stated: a kill, a stop, an error and a shape.
+
+`scripts/faults` has all faults at all places.
+"""
 
 from __future__ import annotations
 
