@@ -221,13 +221,6 @@ def copied(device: torch.device) -> Any:
     return four_steps(device, reduce_dtype=torch.float64)
 
 
-@case(lambda n: [[{"w": [3.0] * 4, "v": [6.0] * 4, "own": None}] * 2] * 2, 2)
-def tie(device: torch.device) -> Any:
-    module = stage(w=(4,), v=(4,), own=(3,)).to(device)
-    sync = tied(module, "w", "v", bucket_bytes=0)
-    return steps(sync, module, [{"w": rank() + 1.0, "v": 2 * rank() + 2.0}] * 2)
-
-
 @case(
     lambda n: [
         [{"w": [10.0] * 4, "own": [own] * 3}] * 3  # 3 + 7, means over the data ranks of each stage

@@ -73,10 +73,9 @@ CASES: dict[str, list[Case]] = {
     "2x1": [
         # The tracer copies ties apart: also those within a rank or a stage.
         Short("1F1B", cut="split-point"),
-        Short("1F1B", cut="pipe-split", tied="pipe"),
         Short("1F1B", model="within", cut="split-point", tied="pipe"),
         Short("ZBVZeroBubble", cut="split-point", tied="pipe"),
-        Short("DualPipeV", cut="pipe-split", tied="pipe", optimizer_first=True),
+        Short("DualPipeV", cut="split-point", tied="pipe", optimizer_first=True),
         Short("ZBVZeroBubble", cut="apart", optimizer_first=True),
         Short("ZBVZeroBubble", model="crossed", cut="apart", tied="places"),
         Short("1F1B", model="crossed", tied="places"),

@@ -240,25 +240,6 @@ def wandering_hooks(checker: OrderChecker) -> Any:
     return found
 
 
-@program([{"unused": None}] * 2)
-def divided(checker: OrderChecker) -> Any:
-    """A zeroed slot that nobody writes into is divided on another stream than it was zeroed on."""
-    module = stage(unused=(4,))
-    sync = replicated(module)
-    made = checker.record(CPU)
-    found = []
-    for _ in range(2):
-        with checker.on("prepare"):
-            sync.prepare(divisor=2.0)
-        with checker.on("final"):
-            checker.wait(made, CPU)
-            sync.stage_final(0)
-            sync.finish()
-            found.append(grads(module))
-    sync.close()
-    return found
-
-
 # Gradients that are placed elsewhere, and parameters that come back.
 
 OWNED = {"name": "pipeline-shared", "placement": "owner"}
