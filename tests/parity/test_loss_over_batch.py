@@ -200,7 +200,8 @@ def test_targets_and_tensors_of_the_loss_get_gradients_of_one_process() -> None:
         made = None if own.grad is None else own.grad.clone()
         for tensor in (scale, own):
             tensor.grad = None
-        twins.compare(loss, loss_fn(*twins.true(**batch()), others))
+        image, text = twins.true(**batch())
+        twins.compare(loss, loss_fn(image, text, others))
         if dist.get_rank() == 1:
             torch.testing.assert_close(wanted, scale.grad, rtol=0, atol=MOST)
             torch.testing.assert_close(made, others.grad, rtol=0, atol=MOST)

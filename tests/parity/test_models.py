@@ -29,7 +29,15 @@ from pipegrad import Scheduler, Stage, Topology, find_tied, schedules
 from tests.support.gradients.cases import rank
 from tests.support.pairwise import everything
 from tests.support.pipeline.schedulers import share
-from tests.support.pipeline.trained import Seen, backward, bits, differences, once, train
+from tests.support.pipeline.trained import (
+    Seen,
+    backward,
+    bits,
+    checked,
+    differences,
+    once,
+    train,
+)
 from tests.support.rounding import ADAM_EPS, rounding
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -219,6 +227,7 @@ def trained(name: str, schedule: str, pipeline: int) -> tuple[Seen, Any]:
 
 
 @pytest.mark.parametrize(("name", "schedule", "pipeline"), CASES)
+@checked()
 def test_loss_and_gradients_are_those_of_one_process(
     name: str, schedule: str, pipeline: int
 ) -> None:

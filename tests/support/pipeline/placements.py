@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipegrad import GradientHandler, Scheduler, Stage, cut, find_tied, schedules
-from pipegrad.plugins.handler import handlers as registry
+from pipegrad import Scheduler, Stage, cut, find_tied, schedules
 from pipegrad.schedules import Schedule
 from tests.support.gradients.placements import WHOLE, By, in_memory_order
 from tests.support.pipeline.models import LAYERS, TOKENS, WIDTH, Block, Lookup, matrix, tied
@@ -162,12 +161,6 @@ def make_schedule(name: str, num_ranks: int, num_microbatches: int) -> Schedule:
     return schedules.generate(generator, num_ranks=num_ranks, num_microbatches=num_microbatches)
 
 
-@functools.cache
-def make_handlers(name: str) -> list[GradientHandler]:
-    """Returns them found by name once: in hundreds of cases looking for them is what takes time."""
-    return [found.plugin for found in registry.resolve_all(HANDLERS[name]).values()]
-
-
 # The model.
 
 
@@ -200,8 +193,7 @@ def build(case: Case) -> nn.Sequential:
     model[6].linear.weight = model[2].linear.weight
     model[6].kept = model[1].high
     model[1].kept = model[6].norm.weight
-    built: nn.Sequential = model
-    return built
+    return model  # type: ignore[no-any-return]
 
 
 def boundaries(num_stages: int) -> list[int]:
@@ -258,10 +250,8 @@ class Run:
 
     def __init__(self, case: Case) -> None:
         self.case, model = case, build(case)
-        self.names, self.ties = (
-            {n for n, _ in model.named_parameters(remove_duplicate=False)},
-            [*find_tied(model)],
-        )
+        self.names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
+        self.ties = [*find_tied(model)]
         self.at, places = topology(case.pipeline), case.made.stage_to_rank
         parts = cut(model, len(places), boundaries=boundaries(len(places)))
         local = self.at.with_stages(places).local_stages
@@ -272,7 +262,7 @@ class Run:
             schedule=case.made,
             loss_fn=loss_of,
             tied=parts.tied,
-            handlers=make_handlers(case.handlers),
+            handlers=HANDLERS[case.handlers],
             bucket_bytes=600 if case.buckets == "small" else 2**20,
             **PRECISIONS[case.precision],
         )

@@ -100,7 +100,7 @@ def checked(*always: object) -> Callable[[Test], Test]:
                 sync_points.in_use.__exit__()
             with OrderChecker() as checker:
                 test(**given)
-            assert [*map(str, checker.violations)] == []
+            assert not checker.violations, "\n".join(map(str, checker.violations))
 
         return watched
 
@@ -285,29 +285,20 @@ def differences_of_stepped(
     return found
 
 
-def digests_of(
-    tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]
-) -> dict[str, list[set[str]]]:
-    """Returns the bits of copies, by name: a set for each rank that holds some.
+def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each.
 
     Args:
         tensors: Of this rank.
         ties: Names that belong together; each counts as the first of them.
     """
     first = {name: tie[0] for tie in ties for name in tie}
-    mine = dict[str, set[str]]()
+    mine, found = dict[str, set[str]](), dict[str, list[set[str]]]()
     for name, tensor in tensors.items():
         mine.setdefault(first.get(name, name), set()).add(digest(tensor))
-    found = dict[str, list[set[str]]]()
     for others in gathered(mine):
         for name, known in others.items():
             found.setdefault(name, []).append(known)
-    return found
-
-
-def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each."""
-    found = digests_of(tensors, ties)
     assert {name: known for name, known in found.items() if len(set().union(*known)) > 1} == {}
     return {name: len(known) for name, known in found.items()}
 
