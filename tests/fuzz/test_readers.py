@@ -2,27 +2,434 @@
 
 ``scripts/fuzz --minutes 60`` runs this for as long as it is asked to, with contents that are new
 each time; here they are the same in every run, and take some 10 s.
+
+A row has a valid content, hostile ones, and what is to hold of a value that is read. A new reader
+is a new row.
 """
 
 from __future__ import annotations
 
+import copy
 import json
+import math
 import os
 import resource
 import signal
 import sys
 import tempfile
 import time
+import warnings
+import zlib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, example, given, settings
 from hypothesis import strategies as st
+from torch.distributed.checkpoint.state_dict_saver import save
 
-from tests.fuzz.readers import READERS, Reader, values_of
+from pipegrad.comm import plain
+from pipegrad.errors import PipegradError, ScheduleError
+from pipegrad.orders import verify
+from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
+from pipegrad.picture import write_html
+from pipegrad.pipeline.edges import WORDS, Spec, header, read_header
+from pipegrad.plugins.registry import Plugin
+from pipegrad.schedules import build, lower, read_csv, write_csv
+from pipegrad.simulation.costs import Costs, Network, StageCosts
+from pipegrad.simulation.explain.explanation import explain
+from pipegrad.simulation.simulator import simulate
+from pipegrad.simulation.timeline import Timeline
+from pipegrad.train.checkpoint.storage import CHECKSUMS, CheckpointWriter, read_contents
+from pipegrad.train.checkpoint.storage import INDEX as CHECKPOINT
+from pipegrad.train.checkpoint.training_state import pack, unpack_entry
+from pipegrad.train.config import Config, load, parsed_setting
+from pipegrad.train.run_folder import MANIFEST, METRICS, cut_rows, is_of_output, read_manifest
+from tests.support.picture.timelines import SMALL
+from tests.support.train.jobs import SMALL as JOB
+
+DEEP = (b"[" * 100_000, b'{"a":' * 100_000, b"[" * 900 + b"]" * 900)
+NUMBERS = (b"9" * 5000, b"1" + b"0" * 400, b"1e999", b"-1e999", b"NaN", b"-0.0")
+STEP = 3  # of a message
+NO_TEXT = (b"", b"\xff\xfe", b"\xef\xbb\xbf{}", b"\0", b"null", b"[]", b"{}")
+
+
+@dataclass(frozen=True, repr=False)
+class Reader:
+    """How a content is read, and what is right.
+
+    Attributes:
+        read: Writes the content into a new folder and reads it; returns a value, or raises.
+        valid: Contents that are read.
+        hostile: Contents that have been found to do harm.
+        refuses: What it raises of what is wrong; of one line.
+        lines: Whether it may say several lines, one for each mistake.
+        form: How a content is altered: as "json", or as bytes.
+    """
+
+    read: Callable[[bytes, Path], object]
+    valid: tuple[bytes, ...]
+    hostile: tuple[bytes, ...] = ()
+    refuses: tuple[type[Exception], ...] = (PipegradError,)
+    lines: bool = False
+    form: str = "bytes"
+
+
+def written(content: bytes, folder: Path, name: str) -> Path:
+    path = folder / name
+    path.write_bytes(content)
+    return path
+
+
+def as_bytes(data: object) -> bytes:
+    return json.dumps(data).encode()
+
+
+# What is read, and what is to hold of it.
+
+
+def costs(content: bytes, folder: Path) -> None:
+    found = Costs.load(written(content, folder, "costs.json"))
+    assert Costs.from_json(found.to_json()) == found
+    num_stages = len(found.stages)
+    if 0 < num_stages <= 8:
+        with suppress(ScheduleError):  # of hosts that are not those of the ranks
+            program = lower(build("1f1b", num_ranks=num_stages, num_microbatches=2))
+            simulation = simulate(program, found, num_steps=2)
+            assert all(map(math.isfinite, simulation.step_seconds))
+            assert simulation.timeline is not None
+            explain(simulation.timeline, program=program, costs=found)
+
+
+def timeline(content: bytes, folder: Path) -> None:
+    found = Timeline.load(written(content, folder, "timeline.json"))
+    assert Timeline.from_json(json.loads(json.dumps(found.to_json()))) == found
+    explain(found)
+    write_html([found], folder / "page.html")
+
+
+def config(content: bytes, folder: Path) -> None:
+    found = load(written(content, folder, "job.toml"))
+    data = found.model_dump(exclude_none=True)
+    assert Config.model_validate(data).model_dump(exclude_none=True) == data
+
+
+def setting(content: bytes, _folder: Path) -> None:
+    path, _ = parsed_setting(content.decode("utf-8", "surrogateescape"))
+    assert path
+
+
+def changed(content: bytes, folder: Path) -> None:
+    job = written(JOB.encode(), folder, "job.toml")
+    load(job, [content.decode("utf-8", "surrogateescape")])
+
+
+def manifest(content: bytes, folder: Path) -> None:
+    written(content, folder, MANIFEST)
+    found = read_manifest(folder)
+    assert found is not None
+    assert isinstance(found["launches"], list)
+    assert isinstance(is_of_output(folder, Path("runs/run")), bool)
+
+
+def store_value(content: bytes, _folder: Path) -> None:
+    written_again = plain.dumps(plain.loads(content))
+    assert plain.dumps(plain.loads(written_again)) == written_again
+
+
+def metrics(content: bytes, folder: Path) -> None:
+    path = written(content, folder, METRICS)
+    cut_rows(path, 2)
+    assert set(path.read_bytes().splitlines()) <= set(content.splitlines())
+
+
+def orders(content: bytes, folder: Path) -> None:
+    path = folder / "orders.csv"
+    path.write_bytes(content)
+    verdict = verify(path, batched=True)
+    assert str(verdict)
+    verdict.as_json()
+    verdict.write_html(folder / "page.html")
+
+
+def csv(content: bytes, _folder: Path) -> None:
+    found = read_csv(content.decode("utf-8", "replace"))
+    assert read_csv(write_csv(found)) == found
+
+
+def summary(content: bytes, folder: Path) -> None:
+    written(content, folder, "fuzzed_plugin.py")
+    origin = "pipegrad.plugins.registry._origin"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(origin, lambda _: str(folder / "fuzzed_plugin.py"))
+        assert "\n" not in Plugin("x", "fuzzed_plugin:Sum").summary
+
+
+def message(content: bytes, _folder: Path) -> None:
+    whole = bytearray(content.ljust(8 * WORDS, b"\0")[: 8 * WORDS])
+    words = torch.frombuffer(whole, dtype=torch.int64).tolist()
+    key, found = read_header(STEP, words)
+    if found is not None:
+        assert header(STEP, key, found).tolist() == words
+        assert found.nbytes >= 0
+
+
+def packed(content: bytes, _folder: Path) -> None:
+    found = unpack_entry("x", torch.frombuffer(bytearray(content or b"\0"), dtype=torch.uint8))
+    numels = [value.untyped_storage().nbytes() for value in _tensors(found)]
+    assert sum(numels) <= 2 * len(content)
+
+
+def _tensors(found: object) -> list[torch.Tensor]:
+    values = list(found.values()) if isinstance(found, dict) else []
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
+@cache
+def checkpoint() -> dict[str, bytes]:
+    """Returns the files of a small checkpoint by name."""
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # there is one process
+        state, folder = {"model.w": torch.arange(4.0), "step": torch.tensor(3)}, Path(name) / "it"
+        save(state, storage_writer=CheckpointWriter(folder, {"tied": "{}"}), no_dist=True)
+        return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def index_of_checkpoint(content: bytes, folder: Path) -> None:
+    """Its checksum is right, whatever it says."""
+    expected = {**json.loads(checkpoint()[CHECKSUMS]), CHECKPOINT: zlib.crc32(content)}
+    written(as_bytes(expected), folder, CHECKSUMS)
+    contents = read_contents(written(content, folder, CHECKPOINT).parent)
+    for piece in contents.metadata.storage_data.values():
+        assert "/" not in str(piece.relative_path)
+    assert all(isinstance(value, str) for value in contents.run.values())
+
+
+def checksums(content: bytes, folder: Path) -> None:
+    written(checkpoint()[CHECKPOINT], folder, CHECKPOINT)
+    contents = read_contents(written(content, folder, CHECKSUMS).parent)
+    assert all(isinstance(value, int) for value in contents.checksums.values())
+
+
+def _index(**changed: object) -> bytes:
+    return as_bytes(json.loads(checkpoint()[CHECKPOINT]) | changed)
+
+
+TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b": torch.ones(4, dtype=torch.bfloat16)}
+
+
+@cache
+def shard() -> bytes:
+    with tempfile.TemporaryDirectory() as name:
+        write_shard(Path(name) / SINGLE, TENSORS)
+        return (Path(name) / SINGLE).read_bytes()
+
+
+def weights(name: str, content: bytes, folder: Path) -> None:
+    written(content, folder, name)
+    if name == INDEX:
+        written(shard(), folder, "1.safetensors")
+    found = Weights(folder)
+    try:
+        for tensor in found.files:
+            spec = found.spec(tensor)
+            assert tuple(found.read(tensor).shape) == spec.shape
+    finally:
+        found.close()
+
+
+def _timeline(**changed: object) -> bytes:
+    return as_bytes(SMALL.to_json() | changed)
+
+
+def _costs(**changed: object) -> bytes:
+    stage = StageCosts(0.1, 0.2, 0.1, outputs={"x": 100})
+    network = Network(125e6, 1e-4, hosts=(0, 1))
+    return as_bytes(Costs((stage, replace(stage, outputs={})), network).to_json() | changed)
+
+
+INDEXED = as_bytes({"weight_map": dict.fromkeys(TENSORS, "1.safetensors")})
+JSON = (*DEEP, *NUMBERS, *NO_TEXT)
+READERS: dict[str, Reader] = {
+    "costs": Reader(
+        costs,
+        (_costs(),),
+        (
+            *JSON,
+            _costs(network={"nic_bytes_per_second": 1e-300}),
+            _costs(stages=[{"outputs": {"x": 10**400}}] * 2),
+            _costs(codecs=[{"ranks": [0, 1], "carries": "activations", "share": 1e308}]),
+        ),
+        form="json",
+    ),
+    "timeline": Reader(
+        timeline,
+        (_timeline(),),
+        (
+            *JSON,
+            _timeline(num_microbatches=10**18),
+            _timeline(num_microbatches=10**400),
+            _timeline(name="\x1b[2J\nstep 0"),
+            _timeline(memory=[[[0.0, 10**400]], []]),
+        ),
+        form="json",
+    ),
+    "configuration": Reader(
+        config,
+        (JOB.encode(), b'[model]\nfactory = "a:b"\n[parallel]\nschedule = {name = "1f1b"}\n'),
+        (
+            *NO_TEXT,
+            b"a = " + DEEP[0],
+            b"a = " + DEEP[2],
+            b"a = " + b"{a=" * 900 + b"1" + b"}" * 900,
+            b".".join([b"a"] * 5000) + b" = 1",
+            b"[" + b".".join([b"a"] * 5000) + b"]\nb = 1",
+            *(b"[train]\nsteps = " + number for number in NUMBERS),
+            b"[train]\nsteps = 1979-05-27",
+        ),
+        lines=True,
+    ),
+    "--set": Reader(
+        setting,
+        (b"train.steps=10", b"parallel.schedule={name='1f1b'}"),
+        (
+            b"[a]\n[b]\nc=1",
+            b"a=[\n",
+            b"a=" + DEEP[0],
+            b"=",
+            b"=1",
+            b"\0=1",
+            b".".join([b"a"] * 5000) + b"=1",
+            b"a=" + NUMBERS[0],
+        ),
+    ),
+    "--set of a job": Reader(
+        changed,
+        (b"train.steps=10", b"parallel.schedule={name='1f1b'}"),
+        (
+            b".".join([b"a"] * 900) + b"=1",
+            b"train.steps=" + NUMBERS[1],
+            b"train.reporters=" + DEEP[2],
+            b"gradient_handlers=" + DEEP[2],
+        ),
+        lines=True,
+    ),
+    "manifest": Reader(
+        manifest,
+        (as_bytes({"config": {"train": {"output": "runs/run"}}, "launches": [{"launch": ["a"]}]}),),
+        (
+            *JSON,
+            as_bytes({"config": {"train": {"output": 3}}}),
+            as_bytes({"config": {"train": {"output": "~nobody\0"}}}),
+            as_bytes({"config": {"train": {"output": "x"}}, "launches": {"a": 1}}),
+            as_bytes({"launches": "text"}),
+        ),
+        refuses=(ValueError,),
+        form="json",
+    ),
+    "metrics": Reader(
+        metrics,
+        (b'{"step": 1}\n{"step": 2, "loss": 1.5}\n{"step": 3}\n',),
+        (b"[1]\n", b'{"step": "a"}\n', b"3\n"),
+    ),
+    "schedule of torch": Reader(
+        csv,
+        (b"0F0,0B0\n", b"0F0,,0B0\n1F0,1B0\n"),
+        (b"999999999F0\n", b"(" * 5000, b"0F999999999,0B0\n", b'"' + b"a" * 200_000, b"\0"),
+        lines=True,  # it shows the grid
+    ),
+    "orders": Reader(
+        orders,
+        (
+            b"0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n",
+            b"0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n",
+            b"0UNSHARD,0F0,(0I0;0F1)OVERLAP_F_B,0W0,0B1,0REDUCE_GRAD\n",
+            b"ForwardPass(buffer_id=0),SendActivation(buffer_id=0)\nRecvActivation(),ForwardPass()\n",
+            b"forward_step,send_forward,recv_backward\nrecv_forward,forward_step,backward_step\n",
+        ),
+        (b"999999999F0\n", b"(" * 5000, b"0F999999999,0B0\n", b'"' + b"a" * 200_000, b"\0"),
+    ),
+    "source of a plug-in": Reader(
+        summary,
+        (b'class Sum:\n    """Adds.\n\n    More."""\n',),
+        (b"(" * 5000, b"x = " + b"-" * 100_000 + b"1", b"a" + b".a" * 50_000, b"\0", b"\xff"),
+    ),
+    "header of a transfer": Reader(
+        message,
+        tuple(
+            header(STEP, (3, 4), spec).numpy().tobytes()
+            for spec in (Spec((2, 3), torch.float32, True), Spec((), torch.uint16, False), None)
+        ),
+        tuple(
+            b"".join(word.to_bytes(8, "little", signed=True) for word in words)
+            for words in (
+                [0x7069706567726164, -2, 0],
+                [0x7069706567726164, 99, 0],
+                [0x7069706567726164, 0, 14, *[1] * 13],
+                [0x7069706567726164, 0, -1],
+                [0x7069706567726164, 0, 2, -3, 4],
+                [0x7069706567726164, 0, 4, *[2**40] * 4],
+                [1, 0, 0],
+            )
+        ),
+    ),
+    "value of the store": Reader(
+        store_value,
+        (
+            plain.dumps({"a": [1, -(2**70), 0.5, None, True, "x", b"y"], (2,): {3, 4}}),
+            plain.dumps(Spec((2, 3), torch.float32, differentiable=True)),
+            plain.dumps(torch.arange(6.0).view(2, 3)),
+        ),
+        (
+            b"",
+            b"\x01" + b"l\x01\0\0\0" * 100_000,
+            b"\x01l\xff\xff\xff\xff",
+            b"\x01s\xff\xff\xff\x7f",
+            b"\x01r\x09\0\0\0os.system",
+            b"\x01I\xff\xff\0\0" + b"\xff" * 65535,
+        ),
+    ),
+    "packed entry": Reader(packed, (pack({"a": torch.arange(4), "b": "text"}).numpy().tobytes(),)),
+    "index of a checkpoint": Reader(
+        index_of_checkpoint,
+        (checkpoint()[CHECKPOINT],),
+        (*JSON, _index(run=[]), _index(tensors={"model.w": {}}), _index(tensors=[])),
+        form="json",
+    ),
+    "checksums": Reader(
+        checksums,
+        (checkpoint()[CHECKSUMS],),
+        (*JSON, as_bytes({CHECKPOINT: []}), as_bytes({"__0_0.distcp": 1})),
+        form="json",
+    ),
+    "index of weights": Reader(
+        partial(weights, INDEX),
+        (INDEXED,),
+        (
+            *JSON,
+            as_bytes({"weight_map": {"a.weight": "../1.safetensors"}}),
+            as_bytes({"weight_map": {"nothing": "1.safetensors", "b": "absent"}}),
+            as_bytes({"weight_map": {"a.weight": "", "b": "."}}),
+            as_bytes({"weight_map": {"a.weight": "\0"}}),
+        ),
+        form="json",
+    ),
+    "weights": Reader(
+        partial(weights, SINGLE),
+        (shard(),),
+        (
+            b"",
+            (2**63).to_bytes(8, "little"),
+            (10).to_bytes(8, "little") + b"[" * 10,
+            len(shard()).to_bytes(8, "little") + b"{}",
+        ),
+    ),
+}
 
 # For each reader.
 SECONDS = 60 * float(os.environ.get("PIPEGRAD_FUZZ_MINUTES", "0")) / len(READERS)
@@ -110,11 +517,11 @@ def altered_json(draw: Callable[..., Any], reader: Reader) -> bytes:
         if what == 0 and inside is not data:
             del inside[key]
         elif what == 1 and isinstance(inside, dict):
-            inside[draw(st.text(max_size=3))] = values_of(inside[key])
+            inside[draw(st.text(max_size=3))] = copy.deepcopy(inside[key])
         elif what == 2 and isinstance(inside, list):
-            inside.append(values_of(inside[key]))
+            inside.append(copy.deepcopy(inside[key]))
         else:
-            odd = st.sampled_from(ODD).map(values_of)
+            odd = st.sampled_from(ODD).map(copy.deepcopy)
             inside[key] = draw(st.one_of(odd, st.integers(), st.floats()))
     return json.dumps(data.get("")).encode()
 

@@ -34,6 +34,7 @@ from tests.support.gpu.worlds import (
     enter,
 )
 from tests.support.gradients.cases import grads, rank, replicated, stage, tied
+from tests.support.ordering.programs import OWNED, updated
 from tests.support.pipeline.models import TOKENS, VOCAB, build
 from tests.support.pipeline.pipelines import loss_of, stage_module
 
@@ -53,6 +54,22 @@ def case(
         return function
 
     return add
+
+
+def watched(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes a case one more: streams and events, autograd's and NCCL's too, order all of it."""
+    _, expected, sizes = CASES[function.__name__]
+
+    def checked(device: torch.device) -> Any:
+        with OrderChecker(virtual_streams=False) as checker:
+            found = function(device)
+        return found, list(map(str, checker.violations))
+
+    def without_violations(num_ranks: int) -> Sequence[Any]:
+        return [(found, []) for found in expected(num_ranks)]
+
+    CASES[f"{function.__name__}_checked"] = checked, without_violations, sizes
+    return function
 
 
 def run_cases(world: World, folder: str, names: Sequence[str]) -> dict[str, Any]:
@@ -182,6 +199,7 @@ def one_comm_stream(device: torch.device) -> Any:
     return four_steps(device, comm_streams=1)
 
 
+@watched
 @case(means, 2, 4)
 def two_comm_streams(device: torch.device) -> Any:
     return four_steps(device, comm_streams=2)
@@ -201,21 +219,6 @@ def half_precision(device: torch.device) -> Any:
 def copied(device: torch.device) -> Any:
     """Gradients of another dtype than the wire's are copied into their buckets and back."""
     return four_steps(device, reduce_dtype=torch.float64)
-
-
-@case(lambda n: [(found, []) for found in means(n)], 2, 4)
-def checked(device: torch.device) -> Any:
-    """Streams and events, autograd's and NCCL's too, order all of it."""
-    with OrderChecker(virtual_streams=False) as checker:
-        found = four_steps(device)
-    return found, list(map(str, checker.violations))
-
-
-@case(lambda n: [[{"w": [3.0] * 4, "v": [6.0] * 4, "own": None}] * 2] * 2, 2)
-def tie(device: torch.device) -> Any:
-    module = stage(w=(4,), v=(4,), own=(3,)).to(device)
-    sync = tied(module, "w", "v", bucket_bytes=0)
-    return steps(sync, module, [{"w": rank() + 1.0, "v": 2 * rank() + 2.0}] * 2)
 
 
 @case(
@@ -256,8 +259,6 @@ def accumulated(device: torch.device) -> Any:
 
 # Gradients that are placed elsewhere, and parameters that come back.
 
-OWNED = {"name": "pipeline-shared", "placement": "owner"}
-
 
 def trained(
     sync: GradientSync, module: nn.Module, gradients: Sequence[dict[str, float]]
@@ -288,14 +289,6 @@ def trained(
     return [{n: p.unique().tolist() for n, p in zip(names, one, strict=True)} for one in found]
 
 
-def updated(steps: Sequence[dict[str, float]]) -> list[dict[str, Any]]:
-    """Returns what parameters are before each of some steps and behind the last."""
-    found = [dict.fromkeys(steps[0], 0.0)]
-    for step in steps:
-        found.append({name: value - step[name] for name, value in found[-1].items()})
-    return [{name: [value] for name, value in one.items()} for one in found]
-
-
 def rows_of(num_ranks: int) -> Sequence[Any]:
     whole = num_ranks - 1.0
     steps = [
@@ -305,6 +298,7 @@ def rows_of(num_ranks: int) -> Sequence[Any]:
     return [updated(steps)] * num_ranks
 
 
+@watched
 @case(rows_of, 2, 4)
 def rows(device: torch.device, **options: Any) -> Any:
     """Each rank has rows of the means, and steps them."""
@@ -318,13 +312,6 @@ def rows_of_master_copies(device: torch.device) -> Any:
     return rows(device, master_dtype=torch.float64)
 
 
-@case(lambda n: [(found, []) for found in rows_of(n)], 2, 4)
-def rows_checked(device: torch.device) -> Any:
-    with OrderChecker(virtual_streams=False) as checker:
-        found = rows(device)
-    return found, list(map(str, checker.violations))
-
-
 def owned_of(num_ranks: int) -> Sequence[Any]:
     """A sum over two stages of means over the others; what each stage has alone is a mean."""
     both, copies = num_ranks * (num_ranks + 1) / 2, num_ranks // 2
@@ -332,19 +319,13 @@ def owned_of(num_ranks: int) -> Sequence[Any]:
     return [updated([{"w": owned, "own": mine}] * 3) for mine in own for _ in range(copies)]
 
 
+@watched
 @case(owned_of, 2, 4)
 def owned(device: torch.device) -> Any:
     """Sums are passed down to the first stage, whose parameters are passed up; rows of both."""
     module = stage(w=(4,), own=(6,)).to(device)
     sync = tied(module, "w", bucket_bytes=64, handlers=[OWNED, "sharded"])
     return trained(sync, module, [{"w": rank() + 1.0, "own": rank() + 1.0}] * 3)
-
-
-@case(lambda n: [(found, []) for found in owned_of(n)], 2, 4)
-def owned_checked(device: torch.device) -> Any:
-    with OrderChecker(virtual_streams=False) as checker:
-        found = owned(device)
-    return found, list(map(str, checker.violations))
 
 
 def ends(num_ranks: int) -> Sequence[Any]:

@@ -16,14 +16,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipegrad import Scheduler, Stage, Topology, find_tied, schedules
+from pipegrad import Scheduler, Stage, Topology
 from pipegrad.testing import run_ranks
 from tests.support.gpu.card import GPU, sleep
 from tests.support.gpu.worlds import GLOO, WORLDS, World, at_rest, enter
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.models import TOKENS, VOCAB, build
 from tests.support.pipeline.pipelines import loss_of
-from tests.support.pipeline.schedulers import ROWS, cut, error, named, share
+from tests.support.pipeline.schedulers import ROWS, error, share, topology
+from tests.support.pipeline.trained import held_by, scheduled
 from tests.support.rounding import rounding
 
 SECONDS = 60.0
@@ -41,25 +42,10 @@ def batch(step: int, shares: int, tokens: int, device: torch.device) -> tuple[Te
     return x.to(device), ((5 * x + 3) % VOCAB).to(device)
 
 
-def pipeline(
-    device: torch.device, schedule: str, size: int, **options: Any
-) -> tuple[Scheduler, list[Stage], Topology]:
-    """Returns a Scheduler of a small tied model, its stages on this rank, and where it is."""
-    at = Topology.create(pipeline=size)
-    built = schedules.build(schedule, num_ranks=size, num_microbatches=NUM_MICROBATCHES)
+def pipeline(device: torch.device, schedule: str, size: int, **options: Any) -> Scheduler:
+    """Returns a Scheduler of a small tied model."""
     model = build("tied").to(device)
-    places = built.stage_to_rank
-    stages = cut(model, places, at)
-    scheduler = Scheduler(
-        stages,
-        at,
-        schedule=schedule,
-        num_microbatches=NUM_MICROBATCHES,
-        loss_fn=loss_of,
-        tied=find_tied(model),
-        **options,
-    )
-    return scheduler, stages, at
+    return scheduled(model, schedule, topology(size), NUM_MICROBATCHES, **options)
 
 
 def against_one_process(
@@ -72,9 +58,12 @@ def against_one_process(
     **options: Any,
 ) -> str:
     """Trains some steps; returns what is wrong with gradients and losses, "" if nothing is."""
-    scheduler, stages, at = pipeline(device, schedule, size, **options)
-    whole = build("tied").to(device)
-    mine, theirs = named(stages), dict(whole.named_parameters(remove_duplicate=False))
+    scheduler, whole = pipeline(device, schedule, size, **options), build("tied").to(device)
+    at, mine, theirs = (
+        scheduler.topology,
+        held_by(scheduler),
+        dict(whole.named_parameters(remove_duplicate=False)),
+    )
     true_optimizer = torch.optim.SGD(whole.parameters(), lr=0.05)
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.05)
     wrong = []
@@ -108,12 +97,13 @@ def two(device: torch.device) -> str:
     whole = build("tied").to(device)
     wrong = []
     for step in range(3):
-        x, target = batch(step, both[0][2].size("dp"), TOKENS, device)
+        at = both[0].topology
+        x, target = batch(step, at.size("dp"), TOKENS, device)
         whole.zero_grad()
         loss_of(whole(x), target).backward()
         theirs = dict(whole.named_parameters(remove_duplicate=False))
-        for scheduler, stages, at in both:
-            mine = named(stages)
+        for scheduler in both:
+            mine = held_by(scheduler)
             for parameter in mine.values():
                 parameter.grad = None
             scheduler.step(share(x, at), target=share(target, at))
@@ -122,7 +112,7 @@ def two(device: torch.device) -> str:
                 for name, parameter in mine.items()
                 if not error(parameter.grad, theirs[name].grad) <= MOST
             ]
-    for scheduler, _, _ in both:
+    for scheduler in both:
         scheduler.close()
     return ", ".join(wrong[:5])
 

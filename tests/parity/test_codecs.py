@@ -1,13 +1,14 @@
 """Codecs: a pipeline computes what one process does that encodes and decodes between its stages.
 
 The bits are equal: encoding is the same function there, and its backward passes the gradient
-straight through, encoded with the codec of gradients and the error of the one before it.
+straight through, encoded with the codec of gradients and the error of the one before it. Replicas
+have one batch, so that their means are exact.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import pytest
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from pipegrad import Scheduler, Stage, codecs
 from pipegrad.plugins.codec import Carried
 from tests.support.pipeline.schedulers import digest, greedy, named, topology
-from tests.support.pipeline.trained import Seen, backward, on_ranks, once, train
+from tests.support.pipeline.trained import Seen, backward, checked, on_ranks, once, train
 
 WIDTH, ROWS, MICROBATCHES, STEPS = 32, 3, 4, 4
 Places = tuple[int, ...]
@@ -47,13 +48,19 @@ class Case:
     places: Places
     late: int = -1
     dtype: torch.dtype = torch.float32
+    way: str = ""  # of data parallelism, over two replicas
 
     def __str__(self) -> str:
-        return f"{self.name} {self.places} {self.late} {self.dtype}"
+        told = f"{self.name} {self.places} {self.late} {self.dtype}"
+        return f"{told} {self.way}" if self.way else told
+
+    @property
+    def pipeline(self) -> int:
+        return max(self.places) + 1
 
     @property
     def num_ranks(self) -> int:
-        return max(self.places) + 1
+        return self.pipeline * (2 if self.way else 1)
 
     @property
     def has_skip(self) -> bool:
@@ -74,6 +81,13 @@ CHOICES: dict[str, Any] = {
     "one hop": {"0-1": "int8"},
     "hops": {(2, 1): {"activations": "bf16"}, "0-1": {"gradients": "int8"}, "0-2": "fp8"},
 }
+WAYS: dict[str, list[Any]] = {
+    "": ["pipeline-shared"],
+    "data-parallel": ["data-parallel"],
+    "sharded": ["sharded"],
+    "owned": ["owned"],
+    "diloco": [{"name": "diloco", "every": STEPS + 1}],  # they do not meet
+}
 CASES = [
     *(Case(name, (0, 1, 2)) for name in CHOICES),
     *(Case(name, (0, 1, 2, 0, 1, 2)) for name in ("int8", "both")),
@@ -83,6 +97,7 @@ CASES = [
         for name in ("int8", "topk")
         for dtype in (torch.float64, torch.float16)
     ),
+    *(Case(name, (0, 1), way=way) for name in ("int8", "both") for way in WAYS if way),
 ]
 
 
@@ -211,8 +226,9 @@ def truth(case: Case) -> tuple[Seen, Tensor]:
 
 
 @pytest.mark.parametrize("case", on_ranks(CASES, CASES[2]))
+@checked(CASES[2], Case("both", (0, 1, 2, 0, 1, 2)), Case("int8", (0, 1), way="sharded"))
 def test_a_pipeline_has_the_bits_of_one_process_that_encodes(case: Case) -> None:
-    at, blocks = topology(case.num_ranks), made(case)
+    at, blocks = topology(case.pipeline), made(case)
     stages = [Stage(blocks[s], s, *case.ends(s)) for s in at.with_stages(case.places).local_stages]
     scheduler = Scheduler(
         stages,
@@ -220,6 +236,7 @@ def test_a_pipeline_has_the_bits_of_one_process_that_encodes(case: Case) -> None
         schedule=greedy(case.places, MICROBATCHES, late=case.late),
         loss_fn=loss_of,
         codecs=CHOICES[case.name],
+        handlers=WAYS[case.way],
     )
     held = {f"{stage.index}.{n}": p for stage in stages for n, p in named([stage]).items()}
 
@@ -227,13 +244,18 @@ def test_a_pipeline_has_the_bits_of_one_process_that_encodes(case: Case) -> None
         x, target = batch(case, number)
         return scheduler.step(x, target=target).loss
 
-    optimizer = torch.optim.SGD(held.values(), lr=1.0)
-    seen = train(step, lambda: held, sync=scheduler.sync, optimizer=optimizer, steps=STEPS)
+    optimizer = scheduler.optimizer(torch.optim.SGD, lr=1.0)
+    gradients_of: dict[str, Any] = {} if case.way else held  # else they may be in shards
+    sync = scheduler.sync
+    seen = train(step, lambda: gradients_of, sync=sync, optimizer=optimizer, steps=STEPS)
     x, target = batch(case, STEPS)
     result = scheduler.evaluate(x, target=target)
+    sync.wait_parameters()
+    ends = {name: digest(parameter) for name, parameter in held.items()}
     scheduler.close()
 
-    true, outputs = truth(case)
+    true, outputs = truth(replace(case, way=""))
+    assert {name: digest(true.parameters[name]) for name in held} == ends
     for number, gradients in enumerate(seen.gradients):
         for name, gradient in gradients.items():
             assert digest(gradient) == digest(true.gradients[number][name]), (number, name)

@@ -1,10 +1,12 @@
-"""Any mixture of placements on real ranks, trained for two steps, against one process."""
+"""Random mixtures of placements under GradientSync have, to the bit, what one process has."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -25,7 +27,8 @@ from tests.support.gradients.placements import (
     stepped,
     update,
 )
-from tests.support.pipeline.trained import copied
+from tests.support.pairwise import everything
+from tests.support.pipeline.trained import checked, copied
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
@@ -36,46 +39,50 @@ class Mixture:
 
     axes: Mapping[str, int]
     placed: Mapping[str, Placement]
-    mean: str = ""
-    stages: tuple[int, ...] | None = None
-    comm_streams: int = 2
-    bucket_bytes: int = 256
+    mean: str
+    stages: tuple[int, ...] | None
+    comm_streams: int
+    bucket_bytes: int
 
 
-MIXTURES = {
-    2: {
-        "owner": Mixture({"dp": 2}, {"dp": OWNER}, mean="dp"),
-        "owner of a tie": Mixture({"pp": 2}, {"pp": OWNER}, comm_streams=1),
-        "owner of a later stage": Mixture({"pp": 2}, {"pp": OWNER}, stages=(1, 0)),
-        "shard": Mixture({"dp": 2}, {"dp": SHARD}, mean="dp", comm_streams=3, bucket_bytes=0),
-        "shards of a tie": Mixture({"pp": 2}, {"pp": SHARD}, bucket_bytes=2**20),
-        "two stages a rank": Mixture({"dp": 2}, {"dp": SHARD}, stages=(0, 0)),
-    },
-    3: {
-        "owner": Mixture({"dp": 3}, {"dp": OWNER}, comm_streams=3, bucket_bytes=0),
-        "shard": Mixture({"dp": 3}, {"dp": SHARD}, comm_streams=1, bucket_bytes=2**20),
-    },
-    4: {
-        "owner": Mixture({"dp": 4}, {"dp": OWNER}, mean="dp", comm_streams=1),
-        "shard": Mixture({"dp": 4}, {"dp": SHARD}, mean="dp", bucket_bytes=2**20),
-        "shard, replicate": Mixture({"dp": 2, "tp": 2}, {"dp": SHARD, "tp": REPLICATE}, mean="tp"),
-        "owner, shard": Mixture({"dp": 2, "tp": 2}, {"dp": OWNER, "tp": SHARD}, comm_streams=3),
-        "owner, replicate": Mixture({"dp": 2, "tp": 2}, {"dp": REPLICATE, "tp": OWNER}, mean="dp"),
-        "shard, shard": Mixture({"dp": 2, "tp": 2}, {"dp": SHARD, "tp": SHARD}, mean="dp"),
-        "owner, owner": Mixture({"dp": 2, "tp": 2}, {"dp": OWNER, "tp": OWNER}, bucket_bytes=0),
-        "tie owner, shard": Mixture({"pp": 2, "dp": 2}, {"pp": OWNER, "dp": SHARD}, mean="dp"),
-        "tie owner, shard, turned": Mixture(
-            {"pp": 2, "dp": 2}, {"pp": OWNER, "dp": SHARD}, stages=(1, 0)
-        ),
-        "tie replicate, shard": Mixture({"pp": 2, "dp": 2}, {"pp": REPLICATE, "dp": SHARD}),
-        "tie shard, replicate": Mixture({"pp": 2, "dp": 2}, {"pp": SHARD, "dp": REPLICATE}),
-        "tie owner, owner": Mixture({"pp": 2, "dp": 2}, {"pp": OWNER, "dp": OWNER}),
-        "tie owner, owner, turned": Mixture(
-            {"pp": 2, "dp": 2}, {"pp": OWNER, "dp": OWNER}, stages=(1, 0)
-        ),
-        "tie replicate, owner": Mixture({"pp": 2, "dp": 2}, {"pp": REPLICATE, "dp": OWNER}),
-    },
+PLACED = {"owner": OWNER, "shard": SHARD, "replicate": REPLICATE}
+# By dimensions: meshes of how many ranks, and what is placed along each.
+ALONG: dict[tuple[str, ...], tuple[tuple[int, ...], str]] = {
+    ("dp",): ((2, 3, 4), "owner, shard"),
+    ("pp",): ((2,), "owner, shard"),
+    ("dp", "tp"): (
+        (4,),
+        "shard replicate, owner shard, replicate owner, shard shard, owner owner",
+    ),
+    ("pp", "dp"): (
+        (4,),
+        "owner shard, replicate shard, shard replicate, owner owner, replicate owner",
+    ),
 }
+
+
+def drawn() -> Iterator[Any]:
+    """Yields a random mixture for each placement; of a tie's stages either is the first."""
+    chance = random.Random(7)
+    for (axes, (sizes, rows)), again in itertools.product(ALONG.items(), range(NUM_DRAWN)):
+        for num_ranks, row, turned in itertools.product(sizes, rows.split(", "), (False, True)):
+            if turned and "pp" not in axes:
+                continue
+            exact = [axis for axis in axes if axis != "pp" and num_ranks != 3]
+            mixture = Mixture(
+                dict.fromkeys(axes, num_ranks if len(axes) == 1 else 2),
+                {axis: PLACED[name] for axis, name in zip(axes, row.split(), strict=True)},
+                mean=chance.choice(["", *exact]),
+                stages=(1, 0) if turned else chance.choice([None, (0, 0)][: 2 - ("pp" in axes)]),
+                comm_streams=chance.choice([1, 2, 3]),
+                bucket_bytes=chance.choice([0, 256, 2**20]),
+            )
+            name = f"{num_ranks} ranks, {' '.join(axes)} {row}{' turned' * turned} {again}"
+            yield pytest.param(mixture, id=name, marks=pytest.mark.ranks(num_ranks))
+
+
+NUM_DRAWN = 8 if everything() else 1
+CASES = [*drawn()]
 STEPS = 2
 NORMS = ((math.inf, 1.0), (math.inf, math.inf), (20.0, 2.0))  # the last one clips
 SILENT, LONELY = "silent", "lonely"  # nobody contributes; only the last rank that holds it does
@@ -205,14 +212,8 @@ def placed(mixture: Mixture, key: str) -> set[Placement]:
     return {p for axis, p in mixture.placed.items() if axis != "pp" or tied}
 
 
-@pytest.mark.parametrize(
-    "mixture",
-    [
-        pytest.param(mixture, id=f"{number} ranks, {name}", marks=pytest.mark.ranks(number))
-        for number, mixtures in MIXTURES.items()
-        for name, mixture in mixtures.items()
-    ],
-)
+@pytest.mark.parametrize("mixture", CASES)
+@checked(*(case.values[0] for case in CASES[::9]))
 def test_any_mixture_trains_like_one_process(mixture: Mixture) -> None:
     """Of ``empty`` no largest gradient is known: asked for one, every rank but its own hung.
 

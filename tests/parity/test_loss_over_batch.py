@@ -38,10 +38,6 @@ class Towers(nn.Module):
         return F.normalize(image, dim=-1) * self.scale.exp(), F.normalize(text, dim=-1)
 
 
-def towers() -> Any:
-    return Towers()
-
-
 def true_loss(true: nn.Module, given: dict[str, Any]) -> Tensor:
     image, text = true(**given)
     return contrastive(image, text, torch.arange(len(image)))
@@ -67,25 +63,36 @@ def batch(seed: int = 1, rows: int = ROWS) -> dict[str, Any]:
     }
 
 
-def cut(num_stages: int = 2) -> Any:
-    return pipegrad.cut(Towers(), num_stages, example=batch(rows=2))
-
-
-def scheduler_of(parts: Any, topology: Topology, **options: Any) -> Scheduler:
+def scheduler_of(parts: Any, **options: Any) -> Scheduler:
     defaults: dict[str, Any] = {"schedule": "gpipe", "num_microbatches": 4, "loss_over": "batch"}
-    return Scheduler(parts, topology, **{**defaults, **options})
+    return Scheduler(parts, Topology.create(pipeline=2), **{**defaults, **options})
 
 
-def worst(parts: Any, scheduler: Scheduler, true: nn.Module) -> float:
-    held = dict(true.named_parameters())
-    found = [
-        (parameter.grad - held[name].grad).abs().max()
-        for stage in scheduler.topology.local_stages
-        for name, parameter in parts.modules[stage].named_parameters()
-        if parameter.grad is not None
-    ]
-    assert found
-    return float(max(found))
+class Twins:
+    """The towers over two ranks, and in one process."""
+
+    def __init__(self, **options: Any) -> None:
+        self.parts, self.true = pipegrad.cut(Towers(), 2, example=batch(rows=2)), Towers()
+        self.scheduler = scheduler_of(self.parts, **options)
+        self.step, self.evaluate = self.scheduler.step, self.scheduler.evaluate
+        (stage,) = self.scheduler.topology.local_stages
+        self.held = dict(self.parts.modules[stage].named_parameters())
+
+    def compare(self, loss: object, expected: Tensor) -> None:
+        """Compares a step with one process, whose loss this is; forgets the gradients of both."""
+        expected.backward()
+        assert close(loss, expected)
+        theirs = dict(self.true.named_parameters())
+        found = {n: p.grad for n, p in self.held.items() if p.grad is not None}
+        assert found
+        for name, gradient in found.items():
+            torch.testing.assert_close(gradient, theirs[name].grad, rtol=0, atol=MOST)
+        for parameter in (*self.held.values(), *theirs.values()):
+            parameter.grad = None
+
+
+def close(loss: object, expected: Tensor) -> bool:
+    return abs(float(loss) - float(expected.detach())) <= MOST_OF_LOSS  # type: ignore[arg-type]
 
 
 @pytest.mark.ranks(2)
@@ -93,34 +100,24 @@ def worst(parts: Any, scheduler: Scheduler, true: nn.Module) -> float:
 @pytest.mark.parametrize("reduction", ["mean", "token_mean"])
 def test_its_gradients_are_those_of_one_process(number: int, reduction: str) -> None:
     """Three microbatches have four rows each, and five have not the same number."""
-    parts, true = cut(), towers()
-    scheduler = scheduler_of(
-        parts,
-        Topology.create(pipeline=2),
+    twins = Twins(
         num_microbatches=number,
         loss_fn=contrastive if reduction == "mean" else summed,
         loss_reduction=reduction,
     )
     target = torch.arange(ROWS)
     for seed in (1, 2):
-        result = scheduler.step(**batch(seed), target=target)
-        image, text = true(**batch(seed))
-        loss = contrastive(image, text, target)
-        loss.backward()
-        assert abs(float(result.loss) - float(loss.detach())) <= MOST_OF_LOSS
-        assert worst(parts, scheduler, true) <= MOST
+        result = twins.step(**batch(seed), target=target)
+        image, text = twins.true(**batch(seed))
+        twins.compare(result.loss, contrastive(image, text, target))
         if reduction == "token_mean":
             right = ((image @ text.T).argmax(1) == target).double().mean()
             assert result.metrics == {"right": pytest.approx(float(right))}
-        for parameter in [*true.parameters(), *parts.modules[dist.get_rank()].parameters()]:
-            parameter.grad = None
-    evaluated = scheduler.evaluate(**batch(2), target=target)
-    assert abs(float(evaluated.loss) - float(true_loss(true, batch(2)))) <= MOST_OF_LOSS
-    assert scheduler.evaluate(**batch(2)).loss.isnan()
-    uneven = scheduler.step(**batch(3, 11), target=target[:11], num_microbatches=5)
-    expected = true_loss(true, batch(3, 11))
-    assert abs(float(uneven.loss) - float(expected.detach())) <= MOST_OF_LOSS
-    scheduler.close()
+    assert close(twins.evaluate(**batch(2), target=target).loss, true_loss(twins.true, batch(2)))
+    assert twins.evaluate(**batch(2)).loss.isnan()
+    uneven = twins.step(**batch(3, 11), target=target[:11], num_microbatches=5)
+    twins.compare(uneven.loss, true_loss(twins.true, batch(3, 11)))
+    twins.scheduler.close()
 
 
 @pytest.mark.ranks(2)
@@ -128,7 +125,7 @@ def test_the_last_stage_may_keep_its_outputs_alone() -> None:
     """As in gradient caching: forwards without a graph, then each again with its backward."""
     forwards = list[Any]()  # references to what the last stage returned
     alive = list[int]()  # when the loss is computed
-    true, own = towers(), Towers()
+    true, own = Towers(), Towers()
     stage = dist.get_rank()
     module = own.image if stage == 0 else Text(own)
     module.register_forward_hook(lambda *a: forwards.append(weakref.ref(a[2][0])))
@@ -143,12 +140,12 @@ def test_the_last_stage_may_keep_its_outputs_alone() -> None:
         if stage
         else Stage(module, 0, ["pixels"], ["image"])
     )
-    scheduler = scheduler_of([one], Topology.create(pipeline=2), loss_fn=loss_fn)
+    scheduler = scheduler_of([one], loss_fn=loss_fn)
     target = torch.arange(ROWS)
     loss = scheduler.step(**batch(), target=target).loss
     expected = true_loss(true, batch())
     expected.backward()
-    assert abs(float(loss) - float(expected.detach())) <= MOST_OF_LOSS
+    assert close(loss, expected)
     assert len(forwards) == (8 if stage else 4)
     assert alive == ([1] if stage else [])  # the last one, whose forward has not returned
     mine = dict(own.named_parameters())
@@ -179,20 +176,15 @@ def test_a_loss_may_gather_the_rows_of_all_replicas() -> None:
         targets = all_gather_single_autograd(target.double(), 0, group)
         return contrastive(images, texts, targets.long())
 
-    parts, true = cut(), towers()
-    scheduler = scheduler_of(parts, topology, num_microbatches=3, loss_fn=loss_fn)
+    twins = Twins(num_microbatches=3, loss_fn=loss_fn)
     mine = {n: x[first : first + ROWS // 2] for n, x in batch().items()}
-    result = scheduler.step(**mine, target=torch.arange(ROWS)[first : first + ROWS // 2])
-    loss = true_loss(true, batch())
-    loss.backward()
-    assert abs(float(result.loss) - float(loss.detach())) <= MOST_OF_LOSS
-    assert worst(parts, scheduler, true) <= MOST
-    scheduler.close()
+    result = twins.step(**mine, target=torch.arange(ROWS)[first : first + ROWS // 2])
+    twins.compare(result.loss, true_loss(twins.true, batch()))
+    twins.scheduler.close()
 
 
 @pytest.mark.ranks(2)
 def test_targets_and_tensors_of_the_loss_get_gradients_of_one_process() -> None:
-    parts, true = cut(), towers()
     scale = torch.tensor(0.3, dtype=torch.float64, requires_grad=True)
     weights = torch.rand(ROWS, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     own, others = weights.clone().requires_grad_(), weights.clone().requires_grad_()
@@ -201,23 +193,20 @@ def test_targets_and_tensors_of_the_loss_get_gradients_of_one_process() -> None:
         products = scale * image @ text.T
         return (F.cross_entropy(products, torch.arange(ROWS), reduction="none") * target).mean()
 
-    scheduler = scheduler_of(parts, Topology.create(pipeline=2), loss_fn=loss_fn)
+    twins = Twins(loss_fn=loss_fn)
     for _ in range(2):
-        scheduler.step(**batch(), target=own)
+        loss = twins.step(**batch(), target=own).loss
         wanted = None if scale.grad is None else scale.grad.clone()
         made = None if own.grad is None else own.grad.clone()
         for tensor in (scale, own):
             tensor.grad = None
-        image, text = true(**batch())
-        loss_fn(image, text, others).backward()
+        image, text = twins.true(**batch())
+        twins.compare(loss, loss_fn(image, text, others))
         if dist.get_rank() == 1:
             torch.testing.assert_close(wanted, scale.grad, rtol=0, atol=MOST)
             torch.testing.assert_close(made, others.grad, rtol=0, atol=MOST)
-        assert worst(parts, scheduler, true) <= MOST
-        for parameter in (*true.parameters(), *parts.modules[dist.get_rank()].parameters()):
-            parameter.grad = None
         scale.grad = others.grad = None
-    scheduler.close()
+    twins.scheduler.close()
 
 
 @pytest.mark.ranks(4)
@@ -227,41 +216,32 @@ def test_a_tensor_of_the_loss_that_nobody_reduces_is_refused() -> None:
     def loss_fn(image: Tensor, text: Tensor, target: Tensor) -> Tensor:
         return contrastive(scale * image, text, target)
 
-    scheduler = scheduler_of(cut(), Topology.create(pipeline=2), loss_fn=loss_fn)
+    twins = Twins(loss_fn=loss_fn)
     with pytest.raises(StepError, match="make it a parameter"):
-        scheduler.step(**batch(), target=torch.arange(ROWS))
-    scheduler.close()
+        twins.step(**batch(), target=torch.arange(ROWS))
+    twins.scheduler.close()
 
 
 @pytest.mark.ranks(2)
 def test_what_cannot_be_is_refused_in_words() -> None:
-    topology, options = Topology.create(pipeline=2), {"loss_fn": contrastive}
     for schedule, early in (("1f1b", "1B0"), ("zb-h1", "1I0"), ("eager-1f1b", "1B0")):
         with pytest.raises(ScheduleError, match=rf"has the backward {early}.*Take 'gpipe'"):
-            scheduler_of(cut(), topology, schedule=schedule, **options)
+            Twins(schedule=schedule, loss_fn=contrastive)
     with pytest.raises(ScheduleError, match="loss_over is 'step', expected one of"):
-        scheduler_of(cut(), topology, loss_over="step", **options)
-    scheduler = scheduler_of(cut(), topology, **options)
+        Twins(loss_over="step", loss_fn=contrastive)
+    twins = Twins(loss_fn=contrastive)
     with pytest.raises(StepError, match="let loss_fn divide it"):
-        scheduler.step(**batch(), target=torch.arange(ROWS), loss_divisor=2.0)
-    scheduler.close()
+        twins.step(**batch(), target=torch.arange(ROWS), loss_divisor=2.0)
+    twins.scheduler.close()
 
 
 @pytest.mark.ranks(2)
 def test_a_last_stage_of_split_backwards_may_begin_behind_all_forwards() -> None:
-    parts, true = cut(), towers()
     own = [Action(1, "F", i) for i in range(3)]
     own += [Action(1, kind, i) for i in range(3) for kind in ("I", "W")]
     first = [Action(0, "F", i) for i in range(3)] + [Action(0, "B", i) for i in range(3)]
     schedule = Schedule("mine", 3, (0, 1), (tuple(first), tuple(own)))
-    scheduler = scheduler_of(
-        parts,
-        Topology.create(pipeline=2),
-        schedule=schedule,
-        num_microbatches=3,
-        loss_fn=contrastive,
-    )
-    scheduler.step(**batch(), target=torch.arange(ROWS))
-    true_loss(true, batch()).backward()
-    assert worst(parts, scheduler, true) <= MOST
-    scheduler.close()
+    twins = Twins(schedule=schedule, num_microbatches=3, loss_fn=contrastive)
+    loss = twins.step(**batch(), target=torch.arange(ROWS)).loss
+    twins.compare(loss, true_loss(twins.true, batch()))
+    twins.scheduler.close()

@@ -22,7 +22,16 @@ from tests.support.pipeline import trained
 from tests.support.pipeline.models import TOKENS, WIDTH, Block, Embed, Head
 from tests.support.pipeline.placements import HANDLERS
 from tests.support.pipeline.schedulers import ROWS, batch, error, share, topology, wrong
-from tests.support.pipeline.trained import OnMesh, Seen, backward, bits, held_by, on_ranks, once
+from tests.support.pipeline.trained import (
+    OnMesh,
+    Seen,
+    backward,
+    bits,
+    checked,
+    held_by,
+    on_ranks,
+    once,
+)
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
@@ -240,22 +249,10 @@ def truth(reduction: str) -> tuple[Seen, list[Result]]:
     return seen, results
 
 
-def gradient_errors(scheduler: Scheduler, gradients: Any, true: Any) -> dict[str, float]:
-    """Returns the errors of what this rank's optimizer steps: parameters, or shards of them."""
-    found = {}
-    for main in scheduler.sync.main_parameters():
-        name = main.record.name
-        mine, whole = gradients[f"{name} from {main.begin}"], true[name]
-        if main.sharded and mine is not None:
-            part = whole.flatten()[main.begin : main.begin + main.tensor.numel()]
-            apart = (mine - part).abs()
-            found[name] = (apart.max() / whole.abs().max()).item() if len(part) else 0.0
-        else:
-            found[name] = error(mine, whole)
-    return found
-
-
 @pytest.mark.parametrize("case", on_ranks(CASES, SMOKE))
+@checked(
+    SMOKE, Case("1f1b", "sharded", mesh="1x4"), Case("zb-h1", mesh="4x1", loss_reduction="mean")
+)
 def test_loss_metrics_and_gradients_are_those_of_one_process(case: Case) -> None:
     at, scheduler = topology(case.pipeline), case.scheduler()
     sync, results, tied = scheduler.sync, list[Any](), list[dict[str, Tensor]]()
@@ -273,18 +270,17 @@ def test_loss_metrics_and_gradients_are_those_of_one_process(case: Case) -> None
         results.append(scheduler.step(tokens, target=target, outputs=True))
         return results[-1].loss  # type: ignore[no-any-return]
 
-    def stepped() -> dict[str, Any]:
-        return {f"{one.record.name} from {one.begin}": one.tensor for one in sync.main_parameters()}
-
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=LEARNING_RATE)
-    seen = trained.train(step, stepped, sync=sync, optimizer=optimizer, **TRAINING)
+    seen = trained.train(
+        step, lambda: trained.stepped(sync), sync=sync, optimizer=optimizer, **TRAINING
+    )
     look()
     tokens, target = case.batch(EVALUATED)
     results.append(scheduler.evaluate(tokens, target=target))
 
     true, true_results = truth(case.loss_reduction)
     for number, gradients in enumerate(seen.gradients):
-        errors = gradient_errors(scheduler, gradients, true.gradients[number])
+        errors = trained.differences_of_stepped(sync, gradients, true.gradients[number])
         assert wrong(errors, MOST) == {}, f"step {number}"
         # Of two tied names the main parameter has the first.
         names = {TIED[0][0] if name in TIED[0] else name for name in true.parameters}

@@ -24,6 +24,7 @@ from tests.support.pipeline.trained import (
     Seen,
     backward,
     bits,
+    checked,
     differences,
     on_ranks,
     once,
@@ -267,6 +268,7 @@ def truth(num_stages: int, pipeline: int, data: int) -> tuple[Seen, list[Tensor]
 
 
 @pytest.mark.parametrize("case", on_ranks(CASES, Case("1f1b", 2)))
+@checked(Case("1f1b", 2))
 def test_every_batch_has_the_loss_and_gradients_of_one_process(case: Case) -> None:
     at, default = topology(case.pipeline), 2 * case.pipeline
     places = schedules.build(

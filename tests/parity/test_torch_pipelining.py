@@ -3,22 +3,41 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import pipegrad
+from pipegrad import Topology
 from tests.support.distributions import declared
-from tests.support.pipeline.models import TOKENS
-from tests.support.pipeline.pipelines import Case
+from tests.support.pipeline.models import TOKENS, build
+from tests.support.pipeline.pipelines import (
+    Case,
+    CountingData,
+    CountingShared,
+    Cut,
+    launches,
+    loss_of,
+)
 from tests.support.pipeline.schedulers import topology
-from tests.support.pipeline.trained import Seen, bits, differences, digests_of
-from tests.support.pipeline.training import Run, alone, truth
+from tests.support.pipeline.trained import (
+    Seen,
+    adamw,
+    bits,
+    checked,
+    copied,
+    differences,
+    once,
+    train,
+)
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
-from tests.support.versions import marks_of, needs_2_13
+from tests.support.versions import marks_of
 
 FILES = tuple(f"file {name}" for name in declared("pipegrad.schedules"))
 
@@ -27,6 +46,8 @@ Short = partial(Case, optimizer="AdamW", steps=4)
 Standing = partial(Case, optimizer="standstill", steps=3)
 Buckets = partial(Short, "1F1B", model="crossed")
 DOUBLE = (("reduce_dtype", torch.float64),)
+OWNED = {"name": "pipeline-shared", "placement": "owner"}
+PLACED = Short("1F1B", options=(("handlers", (OWNED, "sharded")), ("comm_streams", 2)))
 
 # By mesh: pipeline x data. Over each of 4x1 and 2x2 every schedule of torch is there.
 CASES: dict[str, list[Case]] = {
@@ -52,10 +73,9 @@ CASES: dict[str, list[Case]] = {
     "2x1": [
         # The tracer copies ties apart: also those within a rank or a stage.
         Short("1F1B", cut="split-point"),
-        Short("1F1B", cut="pipe-split", tied="pipe"),
         Short("1F1B", model="within", cut="split-point", tied="pipe"),
         Short("ZBVZeroBubble", cut="split-point", tied="pipe"),
-        Short("DualPipeV", cut="pipe-split", tied="pipe", optimizer_first=True),
+        Short("DualPipeV", cut="split-point", tied="pipe", optimizer_first=True),
         Short("ZBVZeroBubble", cut="apart", optimizer_first=True),
         Short("ZBVZeroBubble", model="crossed", cut="apart", tied="places"),
         Short("1F1B", model="crossed", tied="places"),
@@ -93,6 +113,7 @@ CASES: dict[str, list[Case]] = {
         Standing("ZBVZeroBubble", model="half-used"),
         Short("Interleaved1F1B", model="non-reentrant"),
         Short("1F1B", wrapper="ddp", options=(("handlers", ("pipeline-shared",)),)),
+        PLACED,  # parameters come back
     ],
     "2x3": [
         Case("1F1B", model="three-way", num_microbatches=6),
@@ -103,6 +124,104 @@ CASES: dict[str, list[Case]] = {
 }
 EVERY = [(mesh, case) for mesh, cases in CASES.items() for case in cases]
 SMOKE = Short("1F1B", accumulate=2)
+
+
+@once
+def truth(case: Case, num_data_ranks: int) -> Seen:
+    """Returns how one process trains the uncut model, given a case from `alone`."""
+    model = build(case.model)
+    held = dict(model.named_parameters(remove_duplicate=False))
+
+    def step(number: int, part: int) -> Tensor:
+        tokens, target = case.batch(number, part, num_data_ranks)
+        loss = loss_of(model(tokens), target)
+        (loss * (1 if case.scale_grads else case.num_microbatches)).backward()
+        return loss
+
+    optimizer = make_optimizer(case.optimizer, list(model.parameters()))
+    seen = train(step, lambda: held, optimizer=optimizer, **case.training)
+    if case.optimizer != "standstill":  # whose steps are all the first one
+        seen.gradients = seen.gradients[:1]
+    return seen
+
+
+def alone(case: Case) -> Case:
+    """Returns what one process can know of `case`."""
+    return replace(
+        case,
+        schedule="",
+        cut="",
+        tied="",
+        evaluate=False,
+        wrapper="",
+        optimizer_first=False,
+        options=(),
+    )
+
+
+def make_optimizer(name: str, parameters: Sequence[nn.Parameter]) -> torch.optim.Optimizer:
+    if name == "AdamW":
+        return adamw(parameters)
+    standing = name == "standstill"
+    return torch.optim.SGD(parameters, lr=0.0 if standing else 0.05, momentum=0.9)
+
+
+class Run:
+    """One case on one rank.
+
+    Attributes:
+        inert: Whether evaluation left every bit of every gradient, and launched nothing.
+        early: Buckets of the last step that were sent before their stage ended.
+        num_buckets: How many there are.
+    """
+
+    def __init__(self, case: Case, topology: Topology) -> None:
+        self.case = case
+        self.cut = Cut(case, topology)
+        self.schedule = self.cut.schedule()
+        self.inert, self.early, self.num_buckets = True, 0, 0
+        make = partial(make_optimizer, case.optimizer)
+        early_optimizer = make(self.cut.parameters()) if case.optimizer_first else None
+        options: Any = {"handlers": (CountingShared, CountingData), **dict(case.options)}
+        self.sync = pipegrad.attach(self.schedule, topology=topology, tied=self.cut.tied, **options)
+        self.is_placed = any(one.sharded for one in self.sync.main_parameters())
+        late = self.sync.optimizer(make) if self.is_placed else make(self.cut.parameters())
+        self.optimizer = early_optimizer or late
+
+    def train(self) -> Seen:
+        seen = train(
+            self._step,
+            lambda: {} if self.is_placed else dict(self.cut.named()),
+            sync=self.sync,
+            optimizer=self.optimizer,
+            **self.case.training,
+        )
+        self.early = self.sync.statistics().early
+        self.num_buckets = len(self.sync.plan.buckets)
+        self.sync.wait_parameters()
+        seen.parameters = copied(dict(self.cut.named()))
+        self.sync.check_replicas()
+        self.sync.close()
+        return seen
+
+    def _step(self, number: int, part: int) -> Tensor | None:
+        inputs, losses = self.cut.inputs(number, part), list[Tensor]()
+        if self.case.evaluate:
+            self._evaluate(inputs)
+        self.schedule.step(*inputs["args"], target=inputs["target"], losses=losses)
+        if self.case.evaluate:
+            self._evaluate(inputs)
+        return torch.stack(losses).mean() if losses else None
+
+    def _evaluate(self, inputs: dict[str, Any]) -> None:
+        gradients = [p.grad for p in self.cut.parameters()]
+        before = [None if g is None else g.clone() for g in gradients]
+        num_launches, statistics = len(launches), self.sync.statistics()
+        self.schedule.eval(*inputs["args"], target=inputs["target"], losses=[])
+        for parameter, gradient, copy in zip(self.cut.parameters(), gradients, before, strict=True):
+            self.inert &= parameter.grad is gradient
+            self.inert &= gradient is None or copy is None or torch.equal(gradient, copy)
+        self.inert &= num_launches == len(launches) and statistics == self.sync.statistics()
 
 
 def params(chosen: Iterable[tuple[str, Case]]) -> list[Any]:
@@ -138,6 +257,7 @@ def trained(mesh: str, case: Case) -> tuple[Run, Seen, Seen]:
 
 
 @pytest.mark.parametrize(("mesh", "case"), params(EVERY))
+@checked(PLACED, Short("InterleavedZeroBubble"), Short("DualPipeV"))
 def test_trains_as_one_process_does(mesh: str, case: Case) -> None:
     run, seen, true = trained(mesh, case)
 
@@ -154,30 +274,3 @@ def test_trains_as_one_process_does(mesh: str, case: Case) -> None:
         # One by one, before the stage ends: on six ranks fourteen parameters.
         counts = gathered((run.num_buckets, run.early))
         assert [sum(column) for column in zip(*counts, strict=True)] == [6 * 14, 6 * 14]
-
-
-@pytest.mark.ranks(4)
-def test_without_attach_ties_across_ranks_are_wrong() -> None:
-    run, seen, true = trained("4x1", Case("1F1B", attached=False, steps=2))
-
-    wrong = {*differences(seen, true, most("4x1", run.case), later=math.inf)}
-    assert set().union(*gathered(wrong)) == {"step 0 0.weight", "step 0 7.weight"}
-    assert {*differences(seen, true, 0.1, later=math.inf)} == wrong
-    one, other = digests_of(seen.parameters, run.cut.ties)["0.weight"]
-    assert len(one) == len(other) == 1
-    assert one != other
-
-
-@needs_2_13
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("scale_grads", [True, False])
-def test_without_attach_a_tie_within_a_rank_is_divided_twice(scale_grads: bool) -> None:
-    """torch divides at the end of each stage. Without that division it needs no help."""
-    case = Case("ZBVZeroBubble", attached=False, steps=2, scale_grads=scale_grads)
-    _, seen, true = trained("4x1", case)
-
-    for limit in (0.1, most("4x1", case)):
-        wrong = {*differences(seen, true, limit, later=math.inf)}
-        ties = {"step 0 0.weight", "step 0 7.weight"} if scale_grads else set()
-        if limit == 0.1 or not scale_grads:
-            assert set().union(*gathered(wrong)) == ties

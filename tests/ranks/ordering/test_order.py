@@ -1,4 +1,4 @@
-"""OrderChecker on ranks: right programs pass, and what nobody waits for is found."""
+"""OrderChecker on ranks: right programs pass, and a collective that nobody waits for is found."""
 
 from __future__ import annotations
 
@@ -122,16 +122,6 @@ def test_live(live: str, waits: bool) -> None:
 # Small steps of GradientSync, drained in every order that their waits allow.
 
 
-# Sites whose absence shows in the bits of a step; the others order steps, threads or frees.
-SHOWN = (
-    "buffer.written",
-    "comm-stream.producers",
-    "comm-stream.task-done",
-    "comm-stream.result",
-    "reduce.collective",
-)
-
-
 def drained(name: str, mutant: str | None = None) -> tuple[int, int]:
     """Returns the number of orders of a program and of those with other bits.
 
@@ -170,6 +160,6 @@ def test_every_legal_order_of_a_step_gives_the_bits_of_a_serial_run() -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("mutant", SHOWN)
-def test_without_a_wait_some_order_gives_others(mutant: str) -> None:
-    assert drained("copied", mutant)[1] > 0  # in its buckets each of them shows
+def test_without_a_wait_some_order_gives_others() -> None:
+    """One of the waits, all of which the mutation gate switches off."""
+    assert drained("copied", "comm-stream.result")[1] > 0  # in its buckets it shows

@@ -32,13 +32,11 @@ from pipegrad.observe.recording import read_clock
 from pipegrad.pipeline import edges
 from pipegrad.pipeline.edges import Edges
 from pipegrad.pipeline.measure import measure_hops
-from pipegrad.plugins.handler import HandlerSpec
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
 from pipegrad.train.checkpoint.saving import Staging
 from tests.support.gpu import programs
 from tests.support.gradients.cases import give, grads, rank, replicated, stage, tied
-from tests.support.gradients.placements import WHOLE, By
 from tests.support.ordering.producers import CPU, Producers
 
 Run = Callable[[OrderChecker], Any]
@@ -188,19 +186,11 @@ def steps(
 NUMBERS = (1, 2, 3, 3)  # of producers, in each step
 
 
-@program([means(step) for step in range(4)], "inline", "on_host")
+@program([means(step) for step in range(4)])
 def viewed(checker: OrderChecker) -> Any:
     """Autograd writes into buckets, on several streams; comm streams are threads, as with gloo."""
     module = model()
     return steps(checker, replicated(module, bucket_bytes=256, comm_streams=2), module, NUMBERS)
-
-
-@program([means(step) for step in range(4)])
-def copied(checker: OrderChecker) -> Any:
-    """Gradients of another dtype than the wire's are copied into their buckets and back."""
-    module = model()
-    sync = replicated(module, bucket_bytes=256, reduce_dtype=torch.float64)
-    return steps(checker, sync, module, NUMBERS)
 
 
 @program([{"a": [3.0 + step] * 3, "b": [9.0 + 3 * step] * 2} for step in range(3)])
@@ -245,45 +235,6 @@ def wandering_hooks(checker: OrderChecker) -> Any:
         with checker.on(f"finish {step}"):
             sync.finish()
             found = grads(module) if step == 2 else None
-        module.zero_grad()
-    sync.close()
-    return found
-
-
-@program([{"unused": None}] * 2)
-def divided(checker: OrderChecker) -> Any:
-    """A zeroed slot that nobody writes into is divided on another stream than it was zeroed on."""
-    module = stage(unused=(4,))
-    sync = replicated(module)
-    made = checker.record(CPU)
-    found = []
-    for _ in range(2):
-        with checker.on("prepare"):
-            sync.prepare(divisor=2.0)
-        with checker.on("final"):
-            checker.wait(made, CPU)
-            sync.stage_final(0)
-            sync.finish()
-            found.append(grads(module))
-    sync.close()
-    return found
-
-
-@program([{"w": [3.0] * 4, "v": [3.0] * 4}] * 2)
-def tie(checker: OrderChecker) -> Any:
-    """Tied gradients: a sum, with nothing behind the collective in its comm stream."""
-    module = stage(w=(4,), v=(4,))
-    sync = tied(module, "w", "v", bucket_bytes=0)
-    producers = Producers(checker, list(module.parameters()), 2)
-    found = []
-    for _ in range(2):
-        sync.prepare()
-        with producers.backward():
-            total = (module.get_parameter("w") + module.get_parameter("v")).sum()
-            (total * (rank() + 1.0)).backward()
-        sync.stage_final(rank())
-        sync.finish()
-        found.append(grads(module))
         module.zero_grad()
     sync.close()
     return found
@@ -349,18 +300,6 @@ def trained(
     return [{name: p.unique().tolist() for name, p in one.items()} for one in found]
 
 
-def sharded(checker: OrderChecker, handler: HandlerSpec = "sharded") -> Any:
-    module = model()
-    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=[handler])
-    return trained(checker, sync, module, used, NUMBERS)
-
-
-def owned(checker: OrderChecker, handler: HandlerSpec = OWNED) -> Any:
-    module = stage(w=(4,), v=(4,))
-    sync = tied(module, "w", "v", bucket_bytes=0, handlers=[handler])
-    return trained(checker, sync, module, parts, NUMBERS)
-
-
 def parts(step: int) -> dict[str, float]:
     return {"w": rank() + 1.0, "v": rank() + 1.0 + step}
 
@@ -374,13 +313,9 @@ PASSED = updated([{"w": 3.0, "v": 3.0 + 2 * step} for step in range(4)])
 @program(ROWS, "inline", "on_host")
 def rows(checker: OrderChecker) -> Any:
     """Each rank steps rows; comm streams are threads, as with gloo."""
-    return sharded(checker)
-
-
-@program(ROWS, "inline")
-def wholes(checker: OrderChecker) -> Any:
-    """Each rank steps some parameters whole; parts of a bucket have different sizes."""
-    return sharded(checker, By("dp", WHOLE, "mean"))
+    module = model()
+    sync = replicated(module, bucket_bytes=256, comm_streams=2, handlers=["sharded"])
+    return trained(checker, sync, module, used, NUMBERS)
 
 
 @program(ROWS)
@@ -419,16 +354,12 @@ def freed(checker: OrderChecker) -> Any:
     return programs.freed(programs.Virtual(checker), {})
 
 
-@program(PASSED, "inline", "on_host")
+@program(PASSED)
 def passed(checker: OrderChecker) -> Any:
     """The first rank steps: gradients are passed down to it, parameters up from it."""
-    return owned(checker)
-
-
-@program(PASSED, "inline", "on_host")
-def met(checker: OrderChecker) -> Any:
-    """Both ranks send their part and add what comes: of the first one's its rows."""
-    return owned(checker, EXCHANGED)
+    module = stage(w=(4,), v=(4,))
+    sync = tied(module, "w", "v", bucket_bytes=0, handlers=[OWNED])
+    return trained(checker, sync, module, parts, NUMBERS)
 
 
 @program(None)
@@ -478,34 +409,6 @@ def met_late(checker: OrderChecker) -> Any:
     return grads(module)
 
 
-@program([[2.0] * 3, [4.0] * 3, [6.0] * 3])
-def exchanges(checker: OrderChecker) -> Any:
-    """Rank 0 sends as late as it may. What nobody waits for is ended behind the next call."""
-    del checker
-    late: list[Late] = []
-    receive, send = dist.irecv, dist.isend
-
-    def irecv(tensor: torch.Tensor, **options: Any) -> Late:
-        late.append(Late(lambda: receive(tensor, **options), lazy=False))
-        return late[-1]
-
-    def isend(tensor: torch.Tensor, **options: Any) -> Late:
-        late.append(Late(lambda: send(tensor, **options), lazy=rank() == 0))
-        return late[-1]
-
-    got: list[torch.Tensor] = []
-    bucketer = Bucketer(capacity_bytes=2 * 4 * 4)
-    with mock.patch.object(dist, "irecv", irecv), mock.patch.object(dist, "isend", isend):
-        for value in (1.0, 2.0, 3.0):
-            bucketer.reduce_scatter([torch.full((3,), value)] * 2, callback=got.append)
-            for message in late:
-                message.wait()
-            bucketer.flush()
-        for message in late:
-            message.wait()
-    return [view.tolist() for view in got]
-
-
 @program(True)
 def sums(checker: OrderChecker) -> Any:
     """Inputs from two streams, callbacks on a third; buckets that fill, overflow and are reused."""
@@ -551,7 +454,7 @@ def sums_inline(checker: OrderChecker) -> Any:
 PIPELINED = [[24.0, 12.0, 12.0], [48.0, 24.0, 24.0]]  # the loss, the gradient of a weight
 
 
-@program(PIPELINED, "on_host")
+@program(PIPELINED)
 def transfers(checker: OrderChecker) -> Any:
     """A pipeline: values and their gradients are on their way while both stages compute."""
     del checker
@@ -575,14 +478,6 @@ def lengths_without_tags(checker: OrderChecker) -> Any:
     del checker
     with mock.patch.object(edges, "has_tags", return_value=False):
         return pipeline(LENGTHS)
-
-
-@program(GROWING)
-def encoded_without_tags(checker: OrderChecker) -> Any:
-    """A message is decoded into other memory, and the next one arrives in its place."""
-    del checker
-    with mock.patch.object(edges, "has_tags", return_value=False):
-        return pipeline(LENGTHS, codecs="bf16")
 
 
 @program(GROWING)
@@ -675,12 +570,11 @@ class Scale(nn.Module):
         return given * self.weight
 
 
-def pipeline(lengths: Sequence[int] = (0, 0), **options: Any) -> list[list[float]]:
+def pipeline(lengths: Sequence[int] = (0, 0)) -> list[list[float]]:
     """Steps of four microbatches; the gradient of either weight is the sum of the inputs.
 
     Args:
         lengths: Of the values of each step, all of whose elements are the length then.
-        **options: Of the Scheduler.
     """
     stage = Scale()
     scheduler = Scheduler(
@@ -690,7 +584,6 @@ def pipeline(lengths: Sequence[int] = (0, 0), **options: Any) -> list[list[float
         num_microbatches=4,
         loss_fn=lambda out, _: out.sum(),
         handlers=["noop"],
-        **options,
     )
     found = []
     for step, length in enumerate(lengths, 1):

@@ -1,4 +1,7 @@
-"""A small model as a pipeline of torch: a `Case` says how it is trained, a `Cut` builds it."""
+"""A small model as a pipeline of torch: a `Case` says how it is trained, a `Cut` builds it.
+
+Its handlers count their launches.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from click.testing import CliRunner
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage, SplitPoint, pipe_split, pipeline
+from torch.distributed.pipelining import PipelineStage, SplitPoint, pipeline
 from torch.distributed.pipelining.schedules import (
     PipelineScheduleMulti,
     PipelineScheduleSingle,
@@ -24,8 +28,10 @@ from torch.distributed.pipelining.schedules import (
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
 import pipegrad
-from pipegrad import Topology
+from pipegrad import FlatBucket, ReductionStep, Topology, Work
 from pipegrad.cli import main
+from pipegrad_handlers.data_parallel import DataParallel
+from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.pipeline.models import LAYERS, TOKENS, VOCAB, WIDTH, build
 
 TorchSchedule = PipelineScheduleSingle | PipelineScheduleMulti
@@ -45,9 +51,8 @@ class Case:
     optimizer: str = "SGD"  # "AdamW", "standstill": every step is the first one again
     num_microbatches: int = 4
     steps: int = 8
-    cut: str = "manual"  # "apart": local ties are copied apart; "split-point", "pipe-split": traced
+    cut: str = "manual"  # "apart": local ties are copied apart; "split-point": traced
     tied: str = "names"  # "places": stage -> name; "pipe": pipe.replicated_params
-    attached: bool = True
     accumulate: int = 1
     clip: tuple[float, float] | None = None  # maximum and type of the norm
     scale_grads: bool = True
@@ -81,7 +86,7 @@ class Case:
 
     @property
     def traced(self) -> bool:
-        return self.cut in ("split-point", "pipe-split")
+        return self.cut == "split-point"
 
 
 def changed(case: Any) -> dict[str, Any]:
@@ -222,11 +227,8 @@ class Cut:
     def _traced(self, model: nn.Sequential) -> list[_PipelineStageBase]:
         starts = range(self._layers, LAYERS, self._layers)
         example = (torch.zeros(1, TOKENS, dtype=torch.long),)
-        if self.case.cut == "split-point":
-            spec = {str(layer): SplitPoint.BEGINNING for layer in starts}
-            pipe = pipeline(model, mb_args=example, split_spec=spec)
-        else:
-            pipe = pipeline(Splitting(model, set(starts)), mb_args=example)
+        spec = {str(layer): SplitPoint.BEGINNING for layer in starts}
+        pipe = pipeline(model, mb_args=example, split_spec=spec)
         if self.case.tied == "pipe":
             self.tied = pipe.replicated_params
         group = self.placed.group_along("pp")
@@ -241,16 +243,20 @@ def load(schedule: PipelineScheduleMulti, write: Callable[[Path], object]) -> No
         schedule._load_csv(str(path))
 
 
-class Splitting(nn.Sequential):
-    """Marks its cuts in its own forward."""
+launches: list[str] = []
 
-    def __init__(self, model: nn.Sequential, starts: set[int]) -> None:
-        super().__init__(*model)
-        self._starts = starts
 
-    def forward(self, x: Tensor) -> Tensor:
-        for index, layer in enumerate(self):
-            if index in self._starts:
-                pipe_split()
-            x = layer(x)
-        return x
+class CountingShared(PipelineShared):
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
+        launches.append("shared")
+        return super().launch(bucket, reduction, group)
+
+
+class CountingData(DataParallel):
+    def launch(
+        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
+    ) -> Work:
+        launches.append("data")
+        return super().launch(bucket, reduction, group)

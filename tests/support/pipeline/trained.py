@@ -2,12 +2,14 @@
 
 `train` trains either, whatever runs a step: a Scheduler, a schedule of torch under attach, or the
 uncut model. `differences` says how far apart they are, and `bits` whether copies are the same.
+A test that is `checked` also shows that no access is left to luck.
 """
 
 from __future__ import annotations
 
 import functools
 import io
+import os
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,7 +23,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrad import GradientSync, Scheduler, Topology, find_tied, schedules
+from pipegrad.comm import sync_points
 from pipegrad.schedules import Schedule
+from pipegrad.testing import OrderChecker
+from tests.support.gradients.placements import in_memory_order
 from tests.support.pipeline.models import build
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import (
@@ -73,6 +78,33 @@ def on_ranks(cases: Iterable[OnRanks], smoke: OnRanks | None = None, **options: 
         marks += [pytest.mark.smoke] if case == smoke else []
         found.append(pytest.param(case, id=str(case), marks=marks))
     return found
+
+
+Test = Callable[..., None]
+
+
+def checked(*always: object) -> Callable[[Test], Test]:
+    """Lets a test on ranks run under an OrderChecker, which must find nothing.
+
+    It does so with these parameters. With PIPEGRAD_CHECK_ORDER=1, for the night, with all of them.
+    """
+
+    def add(test: Test) -> Test:
+        @functools.wraps(test)
+        def watched(**given: Any) -> None:
+            is_night = os.environ.get("PIPEGRAD_CHECK_ORDER") == "1"
+            if not is_night and not any(value in always for value in given.values()):
+                test(**given)
+                return
+            if isinstance(sync_points.in_use, OrderChecker):  # of the process, by the threads alone
+                sync_points.in_use.__exit__()
+            with OrderChecker() as checker:
+                test(**given)
+            assert not checker.violations, "\n".join(map(str, checker.violations))
+
+        return watched
+
+    return add
 
 
 def once(function: Callable[..., T]) -> Callable[..., T]:
@@ -224,29 +256,49 @@ def differences(
     return wrong(found, most) | wrong(numbers, later or most) | wrong(ends, parameters or 0.0)
 
 
-def digests_of(
-    tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]
-) -> dict[str, list[set[str]]]:
-    """Returns the bits of copies, by name: a set for each rank that holds some.
+def stepped(sync: GradientSync) -> dict[str, nn.Parameter]:
+    """Returns what this rank's optimizer steps, by name and first element."""
+    return {f"{one.record.name} from {one.begin}": one.tensor for one in sync.main_parameters()}
+
+
+def differences_of_stepped(
+    sync: GradientSync,
+    gradients: Mapping[str, Tensor | None],
+    true: Mapping[str, Tensor | None],
+) -> dict[str, float]:
+    """Returns the errors of gradients of what `stepped` returns, relative to whole ones, by name.
+
+    Args:
+        sync: Whose optimizer steps.
+        gradients: Of parameters, or of shards of them.
+        true: Of one process.
+    """
+    found = {}
+    for one in sync.main_parameters():
+        mine, whole = gradients[f"{one.record.name} from {one.begin}"], true[one.record.name]
+        if not one.sharded or mine is None or whole is None:
+            found[one.record.name] = error(mine, whole)
+        elif len(mine):
+            alike = torch.empty_like(sync.parameter(one.record)).copy_(whole)
+            part = in_memory_order(alike)[one.begin : one.begin + len(mine)]
+            found[one.record.name] = ((mine - part).abs().max() / whole.abs().max()).item()
+    return found
+
+
+def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
+    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each.
 
     Args:
         tensors: Of this rank.
         ties: Names that belong together; each counts as the first of them.
     """
     first = {name: tie[0] for tie in ties for name in tie}
-    mine = dict[str, set[str]]()
+    mine, found = dict[str, set[str]](), dict[str, list[set[str]]]()
     for name, tensor in tensors.items():
         mine.setdefault(first.get(name, name), set()).add(digest(tensor))
-    found = dict[str, list[set[str]]]()
     for others in gathered(mine):
         for name, known in others.items():
             found.setdefault(name, []).append(known)
-    return found
-
-
-def bits(tensors: Mapping[str, Tensor | None], ties: Sequence[Sequence[str]]) -> dict[str, int]:
-    """Asserts that copies have the same bits on all ranks; returns how many ranks hold each."""
-    found = digests_of(tensors, ties)
     assert {name: known for name, known in found.items() if len(set().union(*known)) > 1} == {}
     return {name: len(known) for name, known in found.items()}
 

@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch.cuda import _gpu_trace
 
-from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.errors import OrderError
 from pipegrad.gradients.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
@@ -327,13 +326,6 @@ def test_real_events_of_cuda_are_followed() -> None:
         assert clock(48) == {"x": 1}  # the host waited, so all that it launches is behind
         _gpu_trace.EventDeletionCallbacks.fire_callbacks(7)
     _gpu_trace.EventRecordCallbacks.fire_callbacks(7, 16)  # nobody listens any more
-
-
-def test_sites_say_why_they_are_there() -> None:
-    assert all(site.reason and site.enabled for site in sync_points.sites.values())
-    with sync_points.sites["comm-stream.result"].off():
-        assert not sync_points.sites["comm-stream.result"].enabled
-    assert sync_points.sites["comm-stream.result"].enabled
 
 
 def test_memory_that_another_storage_has_already_is_another_one() -> None:
