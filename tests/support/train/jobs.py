@@ -38,6 +38,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def with_job(folder: Path, name: str = "small.toml", text: str = SMALL) -> Path:
     """Writes a job, and the modules that jobs can name, into a folder; returns the folder."""
+    folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     for module in ("factories.py", "data_functions.py"):
         (folder / module).write_text(Path(__file__).with_name(module).read_text())

@@ -86,6 +86,8 @@ def test_a_file_that_is_no_timeline_is_one_line(
         (("spans", 0, 2), "soon", "spans.0.2: should be a valid number"),
         (("spans", 0, 3), -5.0, "spans.0: expected a begin and a later end"),
         (("spans", 0, 5), 99, "spans.0: stage 99 is none"),
+        (("spans", 0, 6), 99, "microbatch 99 is none of a step's"),
+        (("num_microbatches",), 10**18, "at most 1,000,000"),
         (("colour",), "red", "colour is unknown, found 'red'"),
     ],
 )
