@@ -16,7 +16,7 @@ from pipegrad.testing import HandlerContract
 from tests.parity import test_fsdp, test_models, test_placements, test_torch_pipelining
 from tests.ranks.examples import test_examples
 from tests.ranks.gradients import test_accessor, test_shards
-from tests.ranks.train import test_dimensions, test_dimensions_in_jobs
+from tests.ranks.train import test_dimensions, test_resume
 from tests.support.pipeline import schedulers
 from tests.support.pipeline.graphs import _difference
 from tests.support.rounding import rounding
@@ -50,7 +50,7 @@ JUDGES: dict[str, Judge] = {
     ),
     "handlers": lambda found, true: HandlerContract()._close(found, true),
     "trainer, one step": by_norm(rounding(test_dimensions.TOKENS)),
-    "trainer, jobs": by_norm(rounding(test_dimensions_in_jobs.TOKENS)),
+    "trainer, jobs": by_norm(rounding(test_resume.TOKENS)),
     "example of attach": within(rounding(test_examples.TOKENS)),
     "example of torchtitan": by_norm(rounding(test_examples.TITAN_TOKENS)),
     "examples of models": within(test_models.MOST),

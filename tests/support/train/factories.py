@@ -223,17 +223,6 @@ def counting() -> nn.Sequential:
     return embedded(Counting(), nn.Dropout().eval(), square())
 
 
-def late() -> nn.Sequential:
-    """Fails in the third step of four microbatches; torch runs it once more, to learn shapes."""
-
-    def fail(hidden: Tensor, calls: int) -> Tensor:
-        if calls > 9:
-            raise ValueError("no more")
-        return hidden
-
-    return embedded(square(), fail)
-
-
 def sequence_first() -> nn.Sequential:
     """The batch is the second dimension between its stages."""
     return embedded(lambda x: x.transpose(0, 1), square(), lambda x: x.transpose(0, 1), square())
