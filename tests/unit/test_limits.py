@@ -1,4 +1,4 @@
-"""What is too large or no file is refused in one line, and what is no text is shown as text."""
+"""What is too large or no file is refused in one line, and names of others write no escapes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -53,17 +52,12 @@ def timeline(tmp_path: Path, **changed: object) -> Path:
     [
         (["interleaved-1f1b", *SIZE, "--set", "stages_per_rank=100000000"], "at most 1,000,000"),
         (["interleaved-1f1b", *SIZE, "--set", f"stages_per_rank={10**30}"], "far too many stages"),
-        (["interleaved-1f1b", *SIZE, "--set", "stages_per_rank=10000"], "40,000 stages: expected"),
-        (["interleaved-1f1b", *SIZE, "--set", "stages_per_rank=1.5"], "is 1.5, expected at least"),
         (["gpipe", "--ranks", "5000", "--microbatches", "1"], "5,000 stages: expected at most"),
     ],
 )
-@pytest.mark.parametrize("command", ["schedule", "simulate"])
-def test_a_schedule_too_large_is_refused_before_it_is_made(
-    command: str, words: Sequence[str], says: str
-) -> None:
+def test_a_schedule_too_large_is_refused_before_it_is_made(words: Sequence[str], says: str) -> None:
     """Security, F6. Stages were not counted: 7.6 GB."""
-    assert says in refused(command, *words)
+    assert says in refused("schedule", *words)
 
 
 def test_steps_count_too() -> None:
@@ -86,46 +80,10 @@ def test_long_work_says_what_it_is_at(monkeypatch: pytest.MonkeyPatch) -> None:
     assert run("simulate", "1f1b", *SIZE).stderr == ""
 
 
-@pytest.mark.parametrize(
-    ("changed", "says"),
-    [
-        ({"num_microbatches": 10**18}, "at most 1,000,000"),
-        ({"num_microbatches": 10**400}, "far too many microbatches"),
-        ({"num_microbatches": 0}, "expected at least 1"),
-        ({"step_ends": [1e300]}, "step_ends: expected seconds that ascend"),
-        ({"memory": [[[0.0, 10**400]], [[0.0, 1]]]}, "memory: expected seconds and bytes"),
-        ({"spans": [[0, "F", 0, 1, 0, 0, 0, -1, 10**12, ""]]}, "expected integers of 32 bits"),
-        ({"spans": [[0, "F", 0, 1, 0, 0, 99, -1, -1, ""]]}, "microbatch 99 is none of a step's"),
-    ],
-)
-def test_a_timeline_with_numbers_of_no_run_is_refused(
-    tmp_path: Path, changed: dict[str, Any], says: str
-) -> None:
-    """Security, F6. 1.7 KB with 10**18 microbatches ran on for ever."""
-    assert says in refused("trace", timeline(tmp_path, **changed))
-
-
 def test_microbatches_that_a_file_only_names_cost_nothing(tmp_path: Path) -> None:
     """Security, F6. 1.7 KB that named the most of them took 20 s."""
     result = run("trace", timeline(tmp_path, num_microbatches=500_000))
     assert "step 0 was recorded in part: 4 computes of at least 2,000,000" in result.output
-
-
-@pytest.mark.parametrize(
-    "costs",
-    [
-        {"network": {"nic_bytes_per_second": 1e-300}, "stages": [{}] * 4},
-        {"stages": [{"outputs": {"x": 10**400}}] * 4},
-        {"stages": [{"forward_seconds": 10**400, "backward_seconds": 10**400}] * 4},
-        {"stages": [{"forward_seconds": 1e308}] * 4},
-        {"stages": [{}] * 4, "codecs": [{"ranks": [0, 1], "carries": "gradients", "share": 1e308}]},
-    ],
-)
-def test_costs_that_would_overflow_are_refused(tmp_path: Path, costs: dict[str, Any]) -> None:
-    """Security, F8. They ended in an OverflowError."""
-    path = tmp_path / "costs.json"
-    path.write_text(json.dumps(costs))
-    assert f"{path} holds no costs: " in refused("simulate", "1f1b", *SIZE, "--costs", path)
 
 
 def test_costs_at_the_limits_are_simulated() -> None:
@@ -135,24 +93,16 @@ def test_costs_at_the_limits_are_simulated() -> None:
     assert costs.network.seconds(0, 1, 2**63 - 1) == pytest.approx(2**63 / 1e-9)
     with pytest.raises(ScheduleError, match="at least 1e-09"):
         LinkCosts(0, 1, bytes_per_second=1e-10)
+    with pytest.raises(ScheduleError, match="forward_seconds is too large"):
+        StageCosts(1e308, 1e308)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["trace"],
-        ["plan"],
-        ["train"],
-        ["simulate", "1f1b", *SIZE, "--costs"],
-        ["launch"],
-    ],
-    ids=lambda words: words[0],
-)
-def test_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path, words: Sequence[str]) -> None:
+@pytest.mark.parametrize("command", ["train", "trace"])
+def test_a_pipe_or_a_device_is_not_waited_for(tmp_path: Path, command: str) -> None:
     """Security, F6. A FIFO hung."""
     os.mkfifo(tmp_path / "pipe")
-    assert "expected a file" in refused(*words, tmp_path / "pipe")
-    assert "expected a file" in refused(*words, "/dev/zero")
+    assert "expected a file" in refused(command, tmp_path / "pipe")
+    assert "expected a file" in refused(command, "/dev/zero")
 
 
 def test_files_and_json_have_limits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

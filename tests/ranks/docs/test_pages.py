@@ -16,6 +16,7 @@ from torch.nn import functional
 from tests.support import with_transformers  # noqa: F401
 from tests.support.page_run import run_page
 from tests.support.pages import BLOCKS, ROOT, SCRIPTS, Block, file_of, num_ranks
+from tests.support.train.jobs import by_hand
 
 RUNNING = [page for page, blocks in BLOCKS.items() if any(block.runs for block in blocks)]
 
@@ -95,15 +96,9 @@ def one_process() -> list[float]:
     head.weight = embedding.weight
     model = nn.Sequential(embedding, nn.Linear(64, 64), nn.Linear(64, 64), head)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    losses = []
-    for _ in range(10):
-        tokens = torch.randint(256, (16,))
-        loss = functional.cross_entropy(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    batches = (torch.randint(256, (16,)) for _ in range(10))
+    found = by_hand(batches, lambda x: functional.cross_entropy(model(x), x), optimizer)
+    return [loss for loss, _ in found]
 
 
 @pytest.mark.parametrize(

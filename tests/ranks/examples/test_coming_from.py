@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import re
 import shutil
-from collections.abc import Iterator
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from tests.ranks.examples.test_examples import run_example
 from tests.support.pages import BLOCKS
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
-from tests.support.train.jobs import EXAMPLES
+from tests.support.train.jobs import EXAMPLES, by_hand
 from tests.support.train.launched import Launched, torchrun
 
 SCRIPTS = EXAMPLES / "coming_from"
@@ -54,17 +53,11 @@ def check_equal(before: list[str], after: list[str]) -> None:
 
 @pytest.mark.ranks(4)
 @pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_losses_are_those_of_the_script_before(name: str, tmp_path: Path) -> None:
-    before = run(f"{name}_before", tmp_path / "before")
-    check_equal(before, run(f"{name}_after", tmp_path / "after"))
-
-
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize("name", ["ddp", "fsdp2"])
-def test_a_run_that_was_interrupted_goes_on_to_the_bit(
+def test_losses_are_those_of_the_script_before_also_if_it_was_interrupted(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole = run(f"{name}_after", tmp_path / "whole", "--epochs", "2")
+    whole = run(f"{name}_after", tmp_path / "whole")
+    check_equal(run(f"{name}_before", tmp_path / "before"), whole)
     calls, step = count(), LambdaLR.step
 
     def interrupted(self: LambdaLR, *args: Any) -> None:
@@ -76,51 +69,21 @@ def test_a_run_that_was_interrupted_goes_on_to_the_bit(
         patch.setattr(LambdaLR, "step", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run(f"{name}_after", tmp_path / "cut")
-    resumed = run(f"{name}_after", tmp_path / "cut", "--epochs", "2", "--resume")
-    assert resumed == whole[len(whole) // 2 :]
+    resumed = run(f"{name}_after", tmp_path / "cut", "--resume")
+    assert resumed == whole[len(whole) // EPOCHS :]
 
 
 @pytest.mark.ranks(4)
-@pytest.mark.parametrize("which", ["before", "after"])
-def test_bf16_is_near_to_one_process_in_bf16(which: str, tmp_path: Path) -> None:
+def test_bf16_is_near_to_the_script_before_in_bf16(tmp_path: Path) -> None:
     """Autocast rounds each value of a forward to bf16, and adds in float32."""
-    lines = run(f"ddp_{which}", tmp_path / which, "--bf16")
+    before, after = (
+        losses(run(f"ddp_{which}", tmp_path / which, "--bf16")) for which in ("before", "after")
+    )
     # What differs in the last bits of float32 may become different numbers of bf16. Each of the
     # values of which the loss is the mean then errs by an eps, in either direction.
-    most = rounding(1, dtype=torch.bfloat16) / TOKENS**0.5
-    assert losses(lines) == pytest.approx(one_process(), rel=most)
-    assert losses(lines) != pytest.approx(one_process(enabled=False), rel=rounding(24 * TOKENS))
-
-
-def one_process(*, enabled: bool = True) -> list[float]:
-    """Returns the losses of the uncut model in one process, under autocast if it is enabled."""
-    space: dict[str, Any] = {}
-    exec((SCRIPTS / "gpt.py").read_text(), space)
-    torch.manual_seed(0)
-    model, loss_fn = space["GPT"](), space["loss_fn"]
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
-    source = (SCRIPTS / "ddp_before.py").read_text()
-    [factor] = re.findall(r"^def factor.*?(?=\n\n\n)", source, re.MULTILINE | re.DOTALL)
-    named: dict[str, Any] = {"warm_up": 4, "total": EPOCHS * STEPS}
-    exec("import math\n" + factor, named)
-    lr_schedule = LambdaLR(optimizer, named["factor"])
-    train, held_out = space["text"](256, seed=1)[:], space["text"](64, seed=2)[:]
-    autocast = torch.autocast("cpu", torch.bfloat16, enabled=enabled)
-    found = list[float]()
-    for epoch in range(EPOCHS):
-        order = torch.randperm(256, generator=torch.Generator().manual_seed(epoch))
-        for rows in order.chunk(STEPS):
-            with autocast:
-                loss = loss_fn(model(train[0][rows]), train[1][rows])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            lr_schedule.step()
-            optimizer.zero_grad()
-            found.append(loss.item())
-        with torch.no_grad(), autocast:
-            found.append(loss_fn(model(held_out[0]), held_out[1]).item())
-    return found
+    assert after == pytest.approx(before, rel=rounding(1, dtype=torch.bfloat16) / TOKENS**0.5)
+    in_fp32 = losses(run("ddp_before", tmp_path / "in fp32"))
+    assert after != pytest.approx(in_fp32, rel=rounding(24 * TOKENS))
 
 
 def test_torchrun_runs_an_accelerate_script_before_and_after(tmp_path: Path) -> None:
@@ -212,18 +175,13 @@ def test_the_short_difference_runs(sign: str, monkeypatch: pytest.MonkeyPatch) -
         assert loss.item() == pytest.approx(true, rel=rounding(step * TOKENS))
 
 
-def short_losses(replicas: int) -> Iterator[float]:
-    """Yields the losses of one process that trains on the batches of all replicas."""
+def short_losses(replicas: int) -> list[float]:
+    """Returns the losses of one process that trains on the batches of all replicas."""
     space: dict[str, Any] = {}
     exec(START, space)
     model, loss_fn, data = space["GPT"](), space["loss_fn"], space["data"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     order = torch.randperm(len(data), generator=torch.Generator().manual_seed(0))
-    for rows in order.split(16 * replicas):
-        tokens, target = data[rows]
-        loss = loss_fn(model(tokens), target)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        yield loss.item()
+    batches = (data[rows] for rows in order.split(16 * replicas))
+    found = by_hand(batches, lambda x: loss_fn(model(x[0]), x[1]), optimizer, clip=1.0)
+    return [loss for loss, _ in found]

@@ -14,14 +14,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
 
 import pipegrad
 from pipegrad import Topology
 from tests.ranks.examples.test_examples import run_example
 from tests.support import with_transformers  # noqa: F401
 from tests.support.rounding import rounding
-from tests.support.train.jobs import EXAMPLES, trainer_of
+from tests.support.train.jobs import EXAMPLES, by_hand, trainer_of
 
 transformers = pytest.importorskip("transformers")
 
@@ -56,15 +55,13 @@ def perplexity(folder: Path, base: Path) -> float:
 def loss_of_one_process(base: Path) -> float:
     """Returns the loss of the last step."""
     model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
-    loss = torch.tensor(0.0)
-    for batch in islice(batches(base), STEPS):
-        loss = model(**batch).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-    return loss.item()
+    found = by_hand(
+        islice(batches(base), STEPS),
+        lambda batch: model(**batch).loss,
+        torch.optim.AdamW(model.parameters(), lr=3e-4),
+        clip=1.0,
+    )
+    return found[-1][0]
 
 
 @pytest.mark.ranks(4)

@@ -167,13 +167,6 @@ def test_a_plan_of_many_ranks() -> None:
     assert told["collectives"] == 16 * sum(r["collectives"] for r in told["pipeline_ranks"])
 
 
-def test_a_plan_has_as_many_ranks_as_the_file_asks_for(folder: Path) -> None:
-    path = str(folder / "small.toml")
-    assert plan(path)["ranks"] == 1
-    sizes = ["--set", "parallel.pipeline=2", "--set", "parallel.data=2"]
-    assert plan(path, *sizes)["ranks"] == 4
-
-
 def test_a_plan_takes_no_memory_where_the_factory_allows(folder: Path) -> None:
     path = str(folder / "small.toml")
     big = plan(path, "--set", "model.width=1000000000", "--set", "model.layers=0")  # a terabyte

@@ -30,7 +30,16 @@ from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train import data_functions
 from tests.support.train.factories import tied
-from tests.support.train.jobs import Trained, refusal, started, trained, trainer_of, with_job
+from tests.support.train.jobs import (
+    Trained,
+    by_hand,
+    cross_entropy,
+    refusal,
+    started,
+    trained,
+    trainer_of,
+    with_job,
+)
 
 pytestmark = pytest.mark.ranks(2)
 JOB = """
@@ -52,9 +61,8 @@ def dataset(name: str, **options: object) -> str:
 def one_process(smoothing: float = 0.0, *, is_ragged: bool = False) -> list[float]:
     """Returns losses of the uncut model on five batches, epoch after epoch, by hand."""
     model = started(tied)
-    optimizer = torch.optim.AdamW(model.parameters())
-    losses = []
-    for step in range(12):
+
+    def loss_of(step: int) -> torch.Tensor:
         if is_ragged:
             # Row by row, without padding: each target counts alike.
             rows = data_functions.ragged_batch(step % 5)
@@ -63,12 +71,9 @@ def one_process(smoothing: float = 0.0, *, is_ragged: bool = False) -> list[floa
         else:
             whole = data_functions.rows_of(step % 5)
             logits, target = model(whole[:, :-1]), whole[:, 1:]
-        found = data_functions.smoothed(logits, target, smoothing)
-        found.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(found.item())
-    return losses
+        return data_functions.smoothed(logits, target, smoothing)
+
+    return [loss for loss, _ in by_hand(range(12), loss_of, torch.optim.AdamW(model.parameters()))]
 
 
 CASES = {
@@ -163,17 +168,6 @@ def test_what_the_page_shows_trains(
         with report.running():
             report.step(alone.steps[0])
         assert Path("losses.csv").read_text() == f"1,{alone.losses[0]}\n"
-
-
-@pytest.mark.parametrize("case", ["a generator", "replicas, a loader", "replicas, drawn"])
-def test_a_run_goes_on_in_the_middle_of_an_epoch(job: Path, case: str) -> None:
-    """It is saved after step 7, in the second epoch."""
-    through = trained(job, *CASES[case], until=12)
-    first = trained(job, *CASES[case], until=7, save=f"saved {case}")
-    behind = trained(job, *CASES[case], f"train.resume='saved {case}'", until=12)
-    through.goes_on(first, behind)
-    assert behind.notes == ()
-    assert [step.tokens_seen for step in behind.steps] == [n * TOKENS for n in range(8, 13)]
 
 
 def test_data_ranks_with_the_same_batch_are_noted(job: Path) -> None:
@@ -362,30 +356,20 @@ def streaming(job: Path) -> Path:
 def streamed_losses(job: Path) -> list[float]:
     """Returns losses of the uncut model on the batches of a stream, by hand."""
     model = started(tied)
-    optimizer, losses = torch.optim.AdamW(model.parameters()), list[float]()
     with contextlib.chdir(job.parent):
         batches = corpus.streamed(load(job, STREAM))
         epochs = [[*batches(0, 1, epoch, 0)] for epoch in (1, 2, 3)]
     assert 5 < len(epochs[0]) < 9
-    for whole in [batch for epoch in epochs for batch in epoch][:12]:
-        loss = functional.cross_entropy(model(whole[:, :-1]).flatten(0, 1), whole[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    return losses
+    found = by_hand(
+        [batch for epoch in epochs for batch in epoch][:12],
+        lambda whole: cross_entropy(model(whole[:, :-1]), whole[:, 1:]),
+        torch.optim.AdamW(model.parameters()),
+    )
+    return [loss for loss, _ in found]
 
 
 @pytest.mark.parametrize("settings", [[], ["parallel.data=2"]])
-def test_a_stream_is_that_of_one_process_and_goes_on_where_it_was(
-    streaming: Path, settings: list[str]
-) -> None:
-    """It is saved in the middle of the second epoch."""
+def test_a_stream_is_that_of_one_process(streaming: Path, settings: list[str]) -> None:
     through = checked(streaming, *STREAM, *settings)
     check_losses(through, streamed_losses(streaming))
     assert [step.tokens_seen for step in through.steps] == [n * TOKENS for n in range(1, 13)]
-    name = f"saved {len(settings)}"
-    first = trained(streaming, *STREAM, *settings, until=8, save=name)
-    behind = trained(streaming, *STREAM, *settings, f"train.resume='{name}'", until=12)
-    through.goes_on(first, behind)
-    assert behind.notes == ()

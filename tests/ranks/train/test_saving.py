@@ -185,12 +185,6 @@ def test_a_run_goes_on_in_its_folder_to_the_bit_until_it_is_complete(folder: Pat
     assert ran(folder, "train.resume=half/checkpoint-8", "train.steps=9", VEE).notes == ()
 
 
-def test_auto_without_a_run_begins_one(folder: Path) -> None:
-    new = ["train.output=new", "train.resume=auto", "train.steps=1"]
-    assert ran(folder, *new).code == 0
-    assert names(folder / "new") == ["checkpoint-1"]
-
-
 @pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143), ("SIGUSR1", 138)])
 def test_a_signal_ends_all_ranks_after_one_step(folder: Path, name: str, code: int) -> None:
     """It comes to rank 1 alone, after step 3."""

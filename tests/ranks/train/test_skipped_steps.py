@@ -8,18 +8,12 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.nn import functional
 
 from pipegrad.errors import DriftError, StepError
-from pipegrad.train.config import load
-from pipegrad.train.corpus import read_corpus
 from pipegrad.train.reporters.reporter import StepMetrics
 from pipegrad.train.trainer import Trainer
 from tests.support.ranked import gathered
-from tests.support.rounding import rounding
-from tests.support.train.factories import tied
-from tests.support.train.jobs import started, trainer_of, with_job
+from tests.support.train.jobs import trainer_of, with_job
 
 pytestmark = pytest.mark.ranks(4)
 SKIP = "gradients.non_finite=skip"
@@ -154,28 +148,6 @@ def test_fp16_skips_and_halves_the_scale(folder: Path, settings: list[str]) -> N
     assert found.scales == [65536.0, 65536.0, 32768.0, *[16384.0] * 4]
     assert str(found.notes[2]).endswith(" is not finite, and the loss scale is 32768 now")
     assert [step.learning_rate for step in found.steps] == RATES
-
-
-def test_fp16_is_autocast_of_one_process(folder: Path) -> None:
-    steps = spoiled(folder, FP16).steps[:2]
-    model, corpus = started(tied), read_corpus(load(folder / "small.toml"))
-    optimizer = torch.optim.AdamW(model.parameters())
-    scaler = torch.amp.GradScaler("cpu")
-    for number, metrics in enumerate(steps, start=1):
-        tokens, target = corpus.batch(number, seed=0, size=8)
-        losses = []
-        for part, goal in zip(tokens.chunk(8), target.chunk(8), strict=True):
-            with torch.autocast("cpu", dtype=torch.float16):
-                logits = model(part)
-            losses.append(functional.cross_entropy(logits.flatten(0, 1).float(), goal.flatten()))
-            scaler.scale(losses[-1] / 8).backward()
-        scaler.unscale_(optimizer)
-        nn.utils.clip_grad_norm_(model.parameters(), float("inf"))
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
-        most = rounding(number * 8 * 16) if number == 1 else 1e-3  # of fp16, rounded by 2**-11
-        assert metrics.loss == pytest.approx(torch.stack(losses).mean().item(), rel=most)
 
 
 JOB = ["parallel.pipeline=2", "parallel.boundaries=[2]", "gradients.check_every=3"]

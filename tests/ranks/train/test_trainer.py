@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from functools import cache
@@ -11,17 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
 
 from pipegrad.errors import StepError
-from pipegrad.testing import run_ranks
 from pipegrad.train.config import load
 from pipegrad.train.corpus import read_corpus
 from pipegrad.train.job import Job
 from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 from tests.support.train.factories import tied
-from tests.support.train.jobs import EXAMPLES, Trained, started, trained, trainer_of, with_job
+from tests.support.train.jobs import (
+    EXAMPLES,
+    Trained,
+    by_hand,
+    cross_entropy,
+    started,
+    trained,
+    trainer_of,
+    with_job,
+)
 
 TIED_GPT = EXAMPLES / "tied_gpt.toml"
 STEPS = 25
@@ -38,20 +47,18 @@ def truth() -> list[tuple[float, float]]:
         [{"params": decayed, "weight_decay": 0.1}, {"params": undecayed, "weight_decay": 0.0}],
         lr=3e-3,
     )
-    told = []
-    for step in range(1, STEPS + 1):
-        begin = 0.1 + 0.9 * min(step - 1, 20) / 20  # LinearLR, then the cosine of 180 steps
-        turn = 0.5 * (1 + math.cos(math.pi * max(step - 21, 0) / 180))
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * begin * turn
-        tokens, target = corpus.batch(step, seed=0, size=16)
-        loss = functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        told.append((loss.item(), norm.item()))
-    return told
+
+    def factor(done: int) -> float:
+        begin = 0.1 + 0.9 * min(done, 20) / 20  # LinearLR, then the cosine of 180 steps
+        return begin * 0.5 * (1 + math.cos(math.pi * max(done - 20, 0) / 180))
+
+    return by_hand(
+        (corpus.batch(step, seed=0, size=16) for step in range(1, STEPS + 1)),
+        lambda batch: cross_entropy(model(batch[0]), batch[1]),
+        optimizer,
+        clip=1.0,
+        schedule=LambdaLR(optimizer, factor),
+    )
 
 
 CUTS = {  # ranks, steps, settings
@@ -136,39 +143,25 @@ def test_a_module_that_is_no_sequential_trains_as_one_process(
     config = load(job, NET)
     corpus, model = read_corpus(config), Job(config, 1).model()
     assert type(model).__name__ == "Net"
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    truth = by_hand(
+        (corpus.batch(number, seed=0, size=8) for number in (1, 2, 3)),
+        lambda batch: cross_entropy(model(batch[0]), batch[1]),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        clip=1.0,
+    )
     run = trained(job, *NET, *settings, until=3)
-    for number, step in enumerate(run.steps, 1):
-        tokens, target = corpus.batch(number, seed=0, size=8)
-        loss = functional.cross_entropy(model(tokens).flatten(0, 1), target.flatten())
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        assert (step.loss, step.grad_norm) == pytest.approx(
-            (loss.item(), norm.item()), rel=rounding(number * 8 * 16)
-        )
+    for step, true in zip(run.steps, truth, strict=True):
+        most = rounding(step.step * 8 * 16)
+        assert (step.loss, step.grad_norm) == pytest.approx(true, rel=most)
     if "eval.every=2" in settings:
         assert run.steps[1].held_out_loss is not None
         assert run.steps[1].sample
 
 
-V_SCHEDULE = """
-from pipegrad.schedules import Action, Schedule, ScheduleGenerator
-class V(ScheduleGenerator):
-    def generate(self, *, num_ranks, num_microbatches):
-        def row(stages):
-            forwards = [Action(s, "F", m) for s in stages for m in range(num_microbatches)]
-            backwards = [Action(s, "B", m) for s in stages[::-1] for m in range(num_microbatches)]
-            return (*forwards, *backwards)
-        last = 2 * num_ranks - 1
-        rows = tuple(row([r, last - r]) for r in range(num_ranks))
-        places = (*range(num_ranks), *reversed(range(num_ranks)))
-        return Schedule("v", num_microbatches, places, rows)
-"""
 CASES = {
     "fp32": [],
     "bf16": ["train.precision=bf16"],
+    "fp16": ["train.precision=fp16"],
     "dropout": ["model.dropout=0.5"],
     "dropout, recomputed": ["model.dropout=0.5", "train.recompute=true"],
     "dropout, replicas": ["model.dropout=0.5", "parallel.data=2"],
@@ -177,7 +170,6 @@ CASES = {
     "sequence first, alone": ["model.factory=factories:sequence_first", "parallel.data=2"],
     "channels first": ["model.factory=factories:channels_first", "parallel.boundaries=[2]"],
     "channels first back": ["model.factory=factories:channels_first", "parallel.boundaries=[1]"],
-    "a V": ["parallel.schedule=v_schedule:V"],
     "decay": ["optimizer.weight_decay=10"],
     "less decay": ["optimizer.weight_decay=10", "optimizer.decay_norms_and_biases=false"],
     "a stage without parameters": ["model.factory=factories:bare", "parallel.boundaries=[2]"],
@@ -188,9 +180,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = with_job(tmp_path_factory.mktemp("small"))
-    (folder / "v_schedule.py").write_text(V_SCHEDULE)
-    return folder / "small.toml"
+    return with_job(tmp_path_factory.mktemp("small")) / "small.toml"
 
 
 @cache
@@ -224,9 +214,9 @@ def test_options_change_what_they_say(job: Path) -> None:
     assert steps(job, "half the wire")[0][1:] != plain[0][1:]
     assert steps(job, "half the wire")[0] == pytest.approx(plain[0], rel=1e-2)
     assert steps(job, "dropout, recomputed") == steps(job, "dropout")
-    for one, other in (("a V", "fp32"), ("sequence first", "sequence first, alone")):
-        for found, expected in zip(steps(job, one), steps(job, other), strict=True):
-            assert found == pytest.approx(expected, rel=rounding(8 * 16) if found[0] == 1 else 1e-4)
+    one, other = (steps(job, name) for name in ("sequence first", "sequence first, alone"))
+    for found, expected in zip(one, other, strict=True):
+        assert found == pytest.approx(expected, rel=rounding(8 * 16) if found[0] == 1 else 1e-4)
 
 
 @pytest.mark.ranks(2)
@@ -245,39 +235,30 @@ def test_trying_a_model_out_leaves_no_trace(job: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.ranks(2)
-def test_bf16_is_autocast_of_one_process(job: Path) -> None:
-    config = load(TIED_GPT, ["data.sequence_length=16", "model.factory=factories:tied"])
-    found = steps(job, "bf16")
-    model, corpus = started(tied), read_corpus(config)
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_low_precision_is_autocast_of_one_process(job: Path, precision: str) -> None:
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float16
+    found = steps(job, precision)
+    model, corpus = started(tied), read_corpus(load(job))
     optimizer = torch.optim.AdamW(model.parameters())
+    scaler = torch.amp.GradScaler("cpu", enabled=precision == "fp16")
     for number, loss, norm in found:
         tokens, target = corpus.batch(number, seed=0, size=8)
         losses = []
         for part, goal in zip(tokens.chunk(4), target.chunk(4), strict=True):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
+            with torch.autocast("cpu", dtype=dtype):
                 logits = model(part)
-            losses.append(functional.cross_entropy(logits.flatten(0, 1).float(), goal.flatten()))
-            (losses[-1] / 4).backward()
+            losses.append(cross_entropy(logits.float(), goal))
+            scaler.scale(losses[-1] / 4).backward()
+        scaler.unscale_(optimizer)
         true_norm = nn.utils.clip_grad_norm_(model.parameters(), math.inf)
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
-        most = rounding(number * 8 * 16)
+        most = rounding(number * 8 * 16) if number == 1 or precision == "bf16" else 1e-3
         assert loss == pytest.approx(torch.stack(losses).mean().item(), rel=most)
-        assert norm == pytest.approx(true_norm.item(), rel=1e-3)  # of bf16, rounded by 2**-8
+        assert norm == pytest.approx(true_norm.item(), rel=1e-3)  # rounded by 2**-8 or 2**-11
     assert found[0][1] != steps(job, "fp32")[0][1]
-
-
-def fail_late(job: Path) -> str:
-    with pytest.raises((ValueError, StepError)) as caught:
-        trained(job, "model.factory=factories:late", "parallel.boundaries=[1]", until=3)
-    return f"{type(caught.value).__name__}: {caught.value}"
-
-
-def test_a_stage_that_fails_in_a_step_is_told_to_the_ranks_that_wait_for_it(job: Path) -> None:
-    first, second = run_ranks(fail_late, 2, job)
-    assert second == "ValueError: no more"
-    told = f"rank 1: {second} In 1F1 on pipeline rank 1."
-    assert first == f"StepError: a step failed on another rank: {told}"
 
 
 @pytest.mark.ranks(2)
@@ -290,3 +271,19 @@ def test_gradients_that_are_not_finite_end_the_run_and_spare_the_parameters(
         trainer.step(1)
     assert gathered(str(caught.value)) == [str(caught.value)] * 2
     assert all(bool(tensor.isfinite().all()) for tensor in trainer._state.tensors().values())
+
+
+@pytest.mark.ranks(1)
+def test_a_closed_trainer_leaves_torch_with_the_algorithms_that_it_found(tmp_path: Path) -> None:
+    job = with_job(tmp_path) / "small.toml"
+    with contextlib.chdir(tmp_path):
+        for before in (False, True):
+            torch.use_deterministic_algorithms(before)
+            try:
+                trainer = trainer_of(job, f"train.deterministic={str(not before).lower()}")
+                during = torch.are_deterministic_algorithms_enabled()
+                trainer.close()
+                after = torch.are_deterministic_algorithms_enabled()
+            finally:
+                torch.use_deterministic_algorithms(False)
+            assert (during, after) == (not before, before)

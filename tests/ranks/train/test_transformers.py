@@ -6,7 +6,6 @@ import contextlib
 import json
 import math
 import re
-from functools import cache
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,7 @@ from pipegrad.train.config import load
 from pipegrad.train.corpus import read_corpus
 from tests.support.ranked import gathered
 from tests.support.rounding import ADAM_EPS, rounding
-from tests.support.train.jobs import Trained, refusal, trained, trainer_of
+from tests.support.train.jobs import by_hand, refusal, trained, trainer_of
 from tests.support.train.transformers_jobs import (
     HERE,
     SEED,
@@ -66,16 +65,12 @@ def loss_of(model: nn.Module, path: Path, step: int, *, masked: bool = False) ->
 def one_process(path: Path, *, masked: bool) -> Truth:
     """Returns loss and gradient norm of each step of the uncut model, trained by hand."""
     model = uncut(path.with_name("config.json"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPS, weight_decay=0.0)
-    found = []
-    for step in range(1, STEPS + 1):
-        loss = loss_of(model, path, step, masked=masked)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        found.append((loss.item(), norm.item()))
-    return found
+    return by_hand(
+        range(1, STEPS + 1),
+        lambda step: loss_of(model, path, step, masked=masked),
+        torch.optim.AdamW(model.parameters(), lr=1e-2, eps=ADAM_EPS, weight_decay=0.0),
+        clip=1.0,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -128,35 +123,15 @@ def test_any_cut_trains_as_one_process(
         assert (steps[-1].sample or "").startswith("The ")
 
 
-@cache
-def run(path: Path, until: int = STEPS) -> Trained:
-    """Trains the job until a step; saves its half as a checkpoint and as a model."""
-    if until == STEPS:
-        return trained(path, until=STEPS)
-    half = trained(path, until=until, save="half")
-    with contextlib.chdir(path.parent):
-        trainer = trainer_of(path, "train.resume=half")
-        trainer.save_model(path.with_name("half model"))
-        trainer.close()
-    return half
-
-
-@pytest.mark.ranks(2)
-def test_a_resumed_run_is_the_run_that_was_never_stopped(path: Path) -> None:
-    through, first = run(path), run(path, 3)
-    second = trained(path, "train.resume=half", until=STEPS)
-    through.goes_on(first, second)
-    assert second.notes == ()
-    other = trained(path, "train.resume=half", "parallel.data=2", until=STEPS)
-    assert other.losses == pytest.approx(through.losses[3:], rel=rounding(STEPS * TOKENS))
-
-
 @pytest.mark.ranks(2)
 def test_transformers_reads_what_a_run_has_saved(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    half = run(path, 3)
+    half = trained(path, until=3, save="half")
     monkeypatch.chdir(path.parent)
+    trainer = trainer_of(path, "train.resume=half")
+    trainer.save_model(path.with_name("half model"))
+    trainer.close()
     saved = transformers.AutoModelForCausalLM.from_pretrained(path.with_name("half model"))
     state = dict(saved.named_parameters())  # a tied one once
     held = {name: x for values in gathered(half.values) for name, x in values.items()}
@@ -244,17 +219,14 @@ def test_the_tokenizer_of_a_directory_makes_the_tokens(
 
 CASES = {
     "model={pretrained='nowhere'}": "model.pretrained = 'nowhere': there is no .*nowh",
-    "model.config=nowhere.json": "model.config = 'nowhere.json': there is no .*now",
     "model={pretrained='.'}": "has neither model.safetensors nor model.saf",
     "model.config=classifier.json": (
         "it is a Qwen3ForSequenceClassification, and the trainer trains causal language models"
     ),
-    "model.config=bert.json": "BertForMaskedLM, and the trainer trains causal",
     "model.config=roberta.json": (
         "it is a RobertaForCausalLM with is_decoder = false, and the trainer trains causal"
     ),
     "model.config=t5.json": "AutoModelForCausalLM cannot be made of it",
-    "model.config=job.toml": "is no configuration of transformers",
     "data.sequence_length=33": (
         "sequence_length = 33: the model has positions for 32 tokens .max_position_embeddings."
     ),
@@ -272,7 +244,6 @@ CASES = {
     ),
     "model.width=3": "model of transformers has no option 'width'; allow",
     "model.dtype=int8": "model.dtype = 'int8': expected one of .'float32'",
-    "model.factory=a:b": "should have one of the keys factory, ",
     f"data={{dataset='{HERE}:unknown_name'}}": (
         r"its batches have \['length'\], which Qwen3ForCausalLM does not take"
     ),
@@ -290,7 +261,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     sizes = json.loads(path.with_name("config.json").read_text())
     configs = {
         "classifier": sizes | {"architectures": ["Qwen3ForSequenceClassification"]},
-        "bert": {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
         "t5": {"model_type": "t5", "architectures": ["T5ForConditionalGeneration"]},
         "hidden": sizes | {"output_hidden_states": True},
         "roberta": {"model_type": "roberta", "num_hidden_layers": 2},

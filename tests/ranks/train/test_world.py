@@ -31,12 +31,7 @@ CASES: dict[str, tuple[Mapping[str, str], str]] = {
     "MPICH": ({"PMI_SIZE": "2"}, "PMI_SIZE is 2, but RANK is not set"),
     "no rank": ({"WORLD_SIZE": "2"}, "WORLD_SIZE is 2, but RANK is not set"),
     "a rank alone": ({"RANK": "0"}, "RANK is set, but WORLD_SIZE, MASTER_ADDR, MASTER_PORT not."),
-    "no address": (
-        {"RANK": "0", "WORLD_SIZE": "1", "MASTER_PORT": "1"},
-        "RANK is set, but MASTER_ADDR not.",
-    ),
     "a word": ({**WHOLE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', expected a number"),
-    "a local word": ({**WHOLE, "LOCAL_RANK": "x"}, "LOCAL_RANK is 'x', expected a number"),
     "a negative rank": ({**WHOLE, "RANK": "-1"}, "RANK is '-1', expected a number"),
     "a rank too high": ({**WHOLE, "RANK": "1"}, "RANK is 1, expected less than WORLD_SIZE, 1"),
 }

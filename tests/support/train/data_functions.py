@@ -105,10 +105,6 @@ def without_ranks() -> list[Any]:
     return listed()
 
 
-def needs_rows(rows: int) -> list[Tensor]:
-    return [rows_of(0)[:rows]]
-
-
 def fails_on_one() -> Iterator[Tensor]:
     """Fails at the third batch, on the last rank."""
     yield from listed(2)
@@ -132,10 +128,6 @@ def none_later() -> list[Any]:
     return [rows_of(0), None]
 
 
-def large_tokens() -> list[Tensor]:
-    return [rows_of(0) + 200]
-
-
 def last_smaller() -> list[Tensor]:
     return [rows_of(0), rows_of(1)[:1]]
 
@@ -148,10 +140,6 @@ def smoothed(output: Tensor, target: Tensor, smoothing: float = 0.0) -> Tensor:
 
 def not_reduced(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
-
-
-def no_number(output: Tensor, target: Tensor) -> float:
-    return smoothed(output, target).item()
 
 
 def no_gradient(output: Tensor, target: Tensor) -> Tensor:

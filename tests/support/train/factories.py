@@ -14,9 +14,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
-
-from pipegrad import Topology
 
 
 class Does(nn.Module):
@@ -99,10 +96,6 @@ def no_module() -> int:
     return 3
 
 
-def not_sequential() -> nn.Module:
-    return nn.Linear(2, 2)
-
-
 def few_logits() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(256, 8), nn.Linear(8, 100))
 
@@ -122,10 +115,6 @@ def not_finite() -> nn.Sequential:
 
 def no_tensor() -> nn.Sequential:
     return embedded(lambda hidden: (hidden,))
-
-
-def pooled() -> nn.Sequential:
-    return embedded(lambda hidden: hidden.mean(1))
 
 
 def explodes() -> nn.Sequential:
@@ -151,12 +140,6 @@ def exits() -> nn.Sequential:
     sys.exit(0)
 
 
-def exits_on_one() -> nn.Sequential:
-    if dist.get_rank() == 1:
-        sys.exit(3)
-    return tied()
-
-
 def exits_forward() -> nn.Sequential:
     return embedded(lambda _: sys.exit("bye"))
 
@@ -176,14 +159,6 @@ def differing() -> nn.Sequential:
 
 def empty() -> nn.Sequential:
     return nn.Sequential()
-
-
-def dtensors(*, topology: Topology) -> nn.Sequential:
-    head = nn.Linear(8, 256, bias=False)
-    assert topology.mesh is not None
-    lying = distribute_tensor(head.weight, topology.mesh["dp"], [Replicate()])
-    head.weight = nn.Parameter(lying)
-    return nn.Sequential(nn.Embedding(256, 8), head)
 
 
 class Net(nn.Module):
@@ -209,11 +184,6 @@ class Twice(Net):
 
 
 not_callable = 3
-
-
-def two_tensors() -> nn.Sequential:
-    """Right in one piece, and cut anywhere but between its middle layers."""
-    return embedded(lambda hidden: (hidden, hidden), lambda both: both[0] + both[1])
 
 
 def in_place() -> nn.Sequential:
@@ -251,27 +221,6 @@ class Counting(nn.Module):
 
 def counting() -> nn.Sequential:
     return embedded(Counting(), nn.Dropout().eval(), square())
-
-
-class Scaled(nn.Sequential):
-    """More than its layers in order; made like a factory."""
-
-    def __init__(self) -> None:
-        super().__init__(*tied())
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return 2 * super().forward(tokens)  # type: ignore[no-any-return, no-untyped-call]
-
-
-def late() -> nn.Sequential:
-    """Fails in the third step of four microbatches; torch runs it once more, to learn shapes."""
-
-    def fail(hidden: Tensor, calls: int) -> Tensor:
-        if calls > 9:
-            raise ValueError("no more")
-        return hidden
-
-    return embedded(square(), fail)
 
 
 def sequence_first() -> nn.Sequential:

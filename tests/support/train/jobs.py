@@ -5,15 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LRScheduler
 
 from pipegrad.cli import main
 from pipegrad.errors import PipegradError
@@ -38,6 +41,7 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 def with_job(folder: Path, name: str = "small.toml", text: str = SMALL) -> Path:
     """Writes a job, and the modules that jobs can name, into a folder; returns the folder."""
+    folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     for module in ("factories.py", "data_functions.py"):
         (folder / module).write_text(Path(__file__).with_name(module).read_text())
@@ -74,6 +78,32 @@ def started(factory: Callable[[], nn.Module]) -> nn.Module:
     recorded = RecordedModel(factory, 0)
     recorded.load([recorded.model])
     return recorded.model
+
+
+def by_hand(
+    batches: Iterable[Any],
+    loss_of: Callable[[Any], Tensor],
+    optimizer: torch.optim.Optimizer,
+    *,
+    clip: float = math.inf,
+    schedule: LRScheduler | None = None,
+) -> list[tuple[float, float]]:
+    """Trains an uncut model in one process; returns loss and gradient norm of each step."""
+    found, parameters = [], [p for group in optimizer.param_groups for p in group["params"]]
+    for batch in batches:
+        loss = loss_of(batch)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(parameters, clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        if schedule is not None:
+            schedule.step()
+        found.append((loss.item(), norm.item()))
+    return found
+
+
+def cross_entropy(logits: Tensor, target: Tensor) -> Tensor:
+    return functional.cross_entropy(logits.flatten(0, 1), target.flatten())
 
 
 def trainer_of(job: Path, *settings: str) -> Trainer:

@@ -1,19 +1,12 @@
-"""Runs under torchrun whose ranks are killed, and go on: python -m tests.support.train.restarts.
-
-Prints a line for each kill, and compares the end with a run that nobody killed.
-"""
+"""Runs under torchrun whose ranks are killed, and go on; how they are compared."""
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import os
 import random
 import signal
-import sys
-import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -24,7 +17,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.cli import main as pipegrad
 from pipegrad.testing import run_ranks
-from pipegrad.train.checkpoint.storage import CheckpointReader, checkpoints, read_contents
+from pipegrad.train.checkpoint.storage import CheckpointReader, read_contents
 from pipegrad.train.checkpoint.training_state import unpack
 from tests.support.train.jobs import with_job
 from tests.support.train.launched import Launched, torchrun
@@ -132,33 +125,3 @@ def plain(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [plain(inner) for inner in value]
     return value.tolist() if isinstance(value, Tensor) else value
-
-
-def main() -> None:
-    """Kills a run, and prints what became of it."""
-    parser = argparse.ArgumentParser()
-    for name, value in {"kills": 20, "while-writing": 10, "steps": 200, "seed": 0}.items():
-        parser.add_argument(f"--{name}", type=int, default=value)
-    options = parser.parse_args()
-    draw, write = random.Random(options.seed), sys.stdout.write
-    kinds = [number < options.while_writing for number in range(options.kills)]
-    draw.shuffle(kinds)
-    with tempfile.TemporaryDirectory() as name:
-        true, folder = whole(Path(name) / "whole", options.steps), job(Path(name) / "killed")
-        began = time.monotonic()
-        launched = start(folder, f"--max-restarts={options.kills}", steps=options.steps)
-        for number, writing in enumerate(kinds):
-            # The kills spread over the run, at random.
-            spread = [(number + i) * options.steps // options.kills for i in (0, 1)]
-            target = draw.randrange(*spread)
-            launched.until(lambda target=target: num_rows(folder) >= target)  # type: ignore[misc]
-            kill_one(launched, folder, draw, writing=writing)
-            write(f"killed after step {target}{', while writing' if writing else ''}\n")
-        write(f"torchrun ended with {launched.wait()} after {time.monotonic() - began:.0f} s\n")
-        last, last_true = (checkpoints(f / "run")[0] for f in (folder, true))
-        write(f"losses equal: {losses(true) == losses(folder)}\n")
-        write(f"tensors that differ: {differences(last_true, last)}\n")
-
-
-if __name__ == "__main__":
-    main()

@@ -87,10 +87,8 @@ def test_options_are_given_to_the_ranks_and_by_default_4_compare_all_steps(ranks
     ("error", "says"),
     [
         (ConfigError("there is no file"), "there is no file"),
-        (RuntimeError("rank 2 has failed"), "RuntimeError: rank 2 has failed"),
         (TimeoutError("too late"), "too late"),
         (SystemExit(3), "SystemExit: 3"),
-        (ZeroDivisionError(), "ZeroDivisionError"),
     ],
 )
 def test_an_audit_that_cannot_be_run_has_the_exit_code_2(
@@ -121,10 +119,7 @@ def test_an_error_of_the_users_code_names_rank_and_line(ranks: Ranks) -> None:
     assert "Traceback" in run("--traceback").stderr
 
 
-@pytest.mark.parametrize(
-    "words",
-    ["--steps 0", "--tolerance 0", "--tolerance -1", "--ranks 0", "--ranks 257", "--timeout 0"],
-)
+@pytest.mark.parametrize("words", ["--steps 0", "--tolerance 0", "--ranks 257", "--timeout 0"])
 def test_numbers_out_of_range_are_refused(ranks: Ranks, words: str) -> None:
     result = run(*words.split())
     assert result.exit_code == 2

@@ -74,8 +74,6 @@ def test_auto_chooses_with_what_is_measured_here(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--ranks", "4", "--rank", "4"], "--rank 4: the job has ranks 0 to 3"),
-        (["--ranks", str(10**9)], "expected a whole number from 1 to 1,048,576"),
-        (["--costs", "nowhere.json"], "there is no file nowhere.json"),
         (["--costs", TIED_GPT], "tied_gpt.toml holds no costs"),
         (["--set", "optimizer.name=SparseAdam"], "optimizer"),
     ],
@@ -362,24 +360,16 @@ def test_a_page_and_a_trace(tmp_path: Path) -> None:
         (["1f1c", *SIZE], "1f1b"),
         (["1f1b", "--ranks", "0", "--microbatches", "8"], "'0': expected a whole number of at"),
         (["1f1b", *SIZE, "--forward-ms", "-1"], "'-1': expected a number of at least 0"),
-        (["1f1b", *SIZE, "--forward-ms", "nan"], "'nan': expected a number of at least 0"),
-        (["1f1b", *SIZE, "--mib", "inf"], "'inf': expected a number of at least 0"),
         (["1f1b", *SIZE, "--gbit", "0"], "'0': expected a number above 0"),
         (["1f1b", *SIZE, "--weight-ms", "30"], "weight_seconds is 0.03, a part of backward"),
         (["1f1b", *SIZE, "--set", "stages=3"], "stages"),
-        (["1f1b", *SIZE, "--set", "stages"], "expected key=value"),
-        (["interleaved-1f1b", "--ranks", "4", "--microbatches", "6"], "a multiple of 4"),
         (["hop-aware-1f1b", *SIZE, "--set", "hop_seconds=[1]"], "compute_seconds"),
         (["gpipe", "--ranks", "9999", "--microbatches", "999"], "at most 1,000,000"),
-        (["1f1b", *SIZE, "--costs", "absent.json"], "there is no file absent.json"),
         (["1f1b", *SIZE, "--costs", "absent.json", "--mib", "1"], "--mib and --costs: absent.json"),
         (["1f1b", *SIZE, "--codecs", "int9"], "known, closest first: int8"),
-        (["1f1b", *SIZE, "--codecs", "{'0-7' = 'int8'}"], "0-7, which nothing crosses"),
-        (["1f1b", *SIZE, "--codecs", "{activations = 'topk'}"], "for gradients alone"),
         (["1f1b", *SIZE, "--codecs", "{"], "is not TOML"),
         (["1f1b", *SIZE, "--save", "absent/folder.json"], "No such file or directory"),
         (["1f1b", *SIZE, "--steps", "0"], "'0': expected a whole number from 1 to 10,000"),
-        (["1f1b", *SIZE, "--ranks", "four"], "'four': expected a whole number of at least 1"),
     ],
 )
 def test_bad_input(arguments: Sequence[str], message: str) -> None:
@@ -401,11 +391,3 @@ def test_costs_of_other_stages_and_of_no_time(tmp_path: Path) -> None:
     result = run("1f1b", *SIZE, "--costs", str(path))
     assert result.exit_code == 0
     assert "step 0 took 0.00 us. " in result.output
-
-
-def test_a_schedule_may_have_one_rank_and_one_microbatch_but_not_none() -> None:
-    one = CliRunner().invoke(main, ["schedule", "gpipe", "--ranks", "1", "--microbatches", "1"])
-    assert one.exit_code == 0, one.output
-    assert "0F0" in one.output
-    none = CliRunner().invoke(main, ["schedule", "gpipe", "--ranks", "1", "--microbatches", "0"])
-    assert none.exit_code == 2

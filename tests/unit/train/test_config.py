@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import runpy
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -130,10 +129,3 @@ def test_a_refusal_names_where_the_value_comes_from(path: Path) -> None:
         with pytest.raises(ConfigError) as caught:
             config.refuse(key, "no")
         assert str(caught.value) == expected
-
-
-def test_the_example_is_valid_and_says_where_the_keys_are() -> None:
-    text = (ROOT / "examples" / "tied_gpt.toml").read_text()
-    assert load(ROOT / "examples" / "tied_gpt.toml").train.steps == 200
-    assert "docs/config.md" in text
-    assert tomllib.loads(text)["parallel"]["schedule"] == "1f1b"

@@ -73,26 +73,19 @@ def test_ordinary_batches(batch: object) -> None:
     ("batch", "says"),
     [
         (None, "it is None: expected a tensor of tokens"),
-        ("text", "it is str: "),
-        (3, "it is int: "),
         ((TOKENS, TOKENS, TOKENS), "it has 3 tensors: expected tokens, or inputs and targets"),
         ({"input_ids": TOKENS, "attention_mask": TOKENS}, r"it has the names \['input_ids', 'att"),
         (
             {"input_ids": 1, "mask": 2, "labels": 3},
             "it has the names .*: the first layer takes one",
         ),
-        ({}, "it has the names "),
         (TOKENS[0], r"it has one tensor, int64 \(4,\): expected tokens \(rows, 2 or more\)"),
-        (torch.rand(2, 3), r"it has one tensor, float32 \(2, 3\): expected tokens"),
         (TOKENS[:, :1], r"it has one tensor, int64 \(3, 1\)"),
         ((TOKENS, TOKENS[:2]), r"inputs are int64 \(3, 4\) and targets int64 \(2, 4\): expected"),
-        ((TOKENS, torch.tensor(3)), r".*targets int64 \(\): expected as many rows"),
         ([[1, 2, 3], [4, 5]], "a list in it is no tensor: .*rows need one length"),
         ({"text": ["one", "two"]}, "a list in it is no tensor: "),
-        (np.array(["one", "two"]), "a ndarray in it is no tensor: "),
         (np.array([[1], [2, 3]], object), "a ndarray in it is no tensor: "),
         ({"input_ids": [*TOKENS]}, "a list of 3 tensors in it: expected one tensor; a DataLoader"),
-        ([], "it has one tensor, float32"),
     ],
 )
 def test_whatever_is_no_batch_says_what_it_is(batch: object, says: str) -> None:
@@ -181,7 +174,6 @@ def exiting() -> Iterator[Tensor]:
         # One iterator, always the same.
         (partial(iter, iter([TOKENS] * 7)), "the function has no batch in epoch 2 after 7 batches"),
         (lambda: 3, "fails at batch 1: TypeError.*not iterable"),
-        (lambda: None, "fails at batch 1: TypeError.*not iterable"),
         (failing, r"fails at batch 2: KeyError\('no such shard'\) \(test_dataset.py:"),
         (exiting, r"fails at batch 1: SystemExit\(0\)"),
         (lambda: [(INPUTS, TARGETS), (INPUTS, TARGETS * 1.0)], "the targets of batch 2 are float"),

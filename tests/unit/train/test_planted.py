@@ -14,7 +14,6 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 import pipegrad
 from pipegrad.errors import ConfigError, PipegradError
-from pipegrad.partition.weights.files import INDEX, Weights
 from pipegrad.picture.figure import write_figure
 from pipegrad.picture.html_page import write_html
 from pipegrad.picture.perfetto import write_perfetto
@@ -173,38 +172,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path, name: str, use: Wr
         use(tmp_path)
 
 
-def read_index(folder: Path) -> None:
-    Weights(folder)
-
-
-def read_with_index(folder: Path) -> None:
-    (folder / "checkpoint.json").touch()
-    read_contents(folder)
-
-
-DEEP: dict[str, tuple[Write, str]] = {
-    "checksums.json": (read_with_index, "checksums.json has other bytes than were written"),
-    "manifest.json": (read_manifest, "manifest.json is not what a run has written: "),
-    "timeline.json": (lambda run: Timeline.load(run / "timeline.json"), "holds no timeline: "),
-    "costs.json": (lambda run: Costs.load(run / "costs.json"), "holds no costs: "),
-    INDEX: (read_index, f"{INDEX} is no index of safetensors files: "),
-}
-
-
-@pytest.mark.parametrize("content", [b"[" * 100_000, b'{"weight_map":%s}' % (b"9" * 5000), b"\xff"])
-@pytest.mark.parametrize(("name", "read", "says"), [(n, *row) for n, row in DEEP.items()])
-def test_what_is_too_deep_or_too_long_is_refused_in_a_line(
-    tmp_path: Path, name: str, read: Write, says: str, content: bytes
-) -> None:
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises((PipegradError, ValueError)) as caught:
-        read(tmp_path)
-    assert says in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert len(str(caught.value)) < 500
-
-
-@pytest.mark.parametrize("value", [b"[" * 10**5, b'{"step": %s}' % (b"9" * 5000), b'{"step": []}'])
+@pytest.mark.parametrize("value", [b"[" * 10**5, b'{"step": []}'])
 def test_rows_that_no_run_has_written_are_cut_off(tmp_path: Path, value: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n' + value + b"\n")

@@ -95,8 +95,6 @@ def test_labels_are_shifted_and_targets_are_not(batch: object, names: int) -> No
             {"input_ids": IDS, "labels": IDS[:, 1:]},
             r"input_ids are int64 \(2, 4\) and labels int64",
         ),
-        ({"input_ids": IDS, "text": ["a", "b"]}, "a list in it is no tensor"),
-        ({"input_ids": [[1, 2], [1]], "labels": [[1, 2], [1]]}, "rows need one length"),
     ],
 )
 def test_a_batch_that_is_none_is_refused(batch: object, says: str) -> None:
