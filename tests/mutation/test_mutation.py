@@ -1,9 +1,9 @@
 """The mutation gate: without any one wait, record or hold, a program is wrong, and a test says so.
 
-Every site of `pipegrad.comm.sync_points` is switched off in turn, in each function that uses it, and
-a program of `tests/support/ordering/programs.py` must notice: a violation, a wrong number, an error,
-or a hang. `killers.json` has the program of each; ``python -m tests.mutation`` writes it. At night
-all programs are tried if that one does not notice.
+Every site of `pipegrad.comm.sync_points` is switched off in turn, in each function that uses it,
+and a program of `tests/support/ordering/programs.py` must notice: a violation, a wrong number, an
+error, or a hang. `killers.json` has the program of each; ``python -m tests.mutation`` writes it. At
+night all programs are tried if that one does not notice.
 """
 
 from __future__ import annotations
