@@ -401,3 +401,42 @@ def test_actions_are_pinned_by_digest_and_may_only_read() -> None:
         assert used, workflow
         assert [digest for digest in used if not re.fullmatch("[0-9a-f]{40}", digest)] == []
         assert "\npermissions:\n  contents: read\n" in text
+
+
+# --- nothing lies about
+
+AT_THE_ROOT = {
+    *(".ci", ".github", ".gitignore", "CHANGELOG.md", "CONTRIBUTING.md", "LICENSE", "README.md"),
+    *("benchmarks", "constraints.txt", "docs", "examples", "handlers", "pipegrad"),
+    *("pyproject.toml", "scripts", "tests"),
+}
+PAGES = re.compile(r"(docs/.*|examples/.*|benchmarks/.*|tests/.*|[A-Z]+)\.(md|rst)")
+
+
+@pytest.fixture(scope="module")
+def tracked() -> list[str]:
+    """The files that git knows, by their path from the root."""
+    listed = run("git", "ls-files", "-z", cwd=ROOT).split("\0")
+    return [name for name in listed if name and (ROOT / name).exists()]
+
+
+def test_the_root_has_sixteen_names(tracked: list[str]) -> None:
+    assert {name.partition("/")[0] for name in tracked} == AT_THE_ROOT
+
+
+def test_every_picture_example_and_script_is_on_a_page(tracked: list[str]) -> None:
+    text = "\n".join((ROOT / name).read_text() for name in tracked if PAGES.fullmatch(name))
+    shown = re.compile(r"docs/((pictures|drawings)/)?[^/]+\.(svg|png)|examples/.*|scripts/[^/]+")
+    assert [n for n in tracked if shown.fullmatch(n) and Path(n).name not in text] == []
+
+
+def test_every_benchmark_has_a_page_that_names_its_scripts(tracked: list[str]) -> None:
+    numbers = (ROOT / "docs" / "numbers.md").read_text()
+    for folder in sorted({Path(name).parent for name in tracked if name.startswith("benchmarks/")}):
+        files = {name: (ROOT / name).read_text() for name in tracked if Path(name).parent == folder}
+        page = str(folder / "README.md")
+        assert page in numbers, page
+        for name in files.keys() - {page}:
+            imported = rf"^\s*(from|import) (\S+\.)?{Path(name).stem}\b"
+            users = [n for n, text in files.items() if re.search(imported, text, re.MULTILINE)]
+            assert Path(name).name in files[page] or set(users) - {name}, name
