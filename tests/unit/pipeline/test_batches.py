@@ -183,11 +183,9 @@ X, MASK = rows(), rows(seed=1)
 SPELLINGS: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
     "by position": ((X, MASK), {}),
     "by name": ((), {"x": X, "mask": MASK}),
-    "both": ((X,), {"mask": MASK}),
     "a tuple": (((X, MASK),), {}),
     "a list": (([X, MASK],), {}),
     "a dict": (({"x": X, "mask": MASK},), {}),
-    "an OrderedDict": ((OrderedDict(mask=MASK, x=X),), {}),
     "a UserDict": ((UserDict(mask=MASK, x=X),), {}),
     "a dict and a name": (({"x": X},), {"mask": MASK}),
     "a dataclass": ((Data(X, MASK),), {}),

@@ -108,13 +108,6 @@ def test_interleaved_states_what_it_takes() -> None:
         schedules.build("interleaved-1f1b", num_ranks=4, num_microbatches=4, stages_per_rank=0)
 
 
-def test_split_backward_is_placed_too() -> None:
-    made = rows("0F0 0I0 0W0", "1F0 1I0 1W0")
-    assert str(made) == "rank 0  0F0         0I0 0W0\nrank 1      1F0 1I0 1W0"
-    assert made.stage_ticks == (4, 3)
-    assert str(made.grid[0][1]) == "None"
-
-
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [

@@ -53,13 +53,6 @@ def test_what_is_written_is_read(name: str) -> None:
     assert read_csv(write_csv(made), name=name) == made
 
 
-def test_a_split_backward_is_read_and_written() -> None:
-    made = read_csv(SPLIT)
-    assert (made.name, made.num_microbatches, made.stage_to_rank) == ("csv", 2, (0, 1))
-    assert [str(action) for action in made.actions[1]] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
-    assert read_csv(write_csv(made)) == made
-
-
 @pytest.mark.parametrize("name", [*installed(), "split"])
 def test_torch_reads_the_same_actions(name: str, tmp_path: Path) -> None:
     made = read_csv(SPLIT) if name == "split" else built(name)
