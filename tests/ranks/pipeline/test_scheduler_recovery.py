@@ -90,8 +90,12 @@ class Training:
             )
             for stage in self.at.local_stages
         }
+        skip = ["skip"] if how == "skips" else []
         self.scheduler = Scheduler(
-            [Stage(part, stage, *self.names(how, stage)) for stage, part in self.parts.items()],
+            [
+                Stage(part, s, ["x", *skip * (s == self.last)], ["x", *skip * (s == 0)])
+                for s, part in self.parts.items()
+            ],
             self.at,
             num_microbatches=MICROBATCHES,
             loss_fn=self.loss,
@@ -102,13 +106,6 @@ class Training:
         )
         self.sync, self.close = self.scheduler.sync, self.scheduler.close
         self.optimizer = torch.optim.AdamW(self.sync.optimizer_parameters(), lr=0.1, eps=ADAM_EPS)
-
-    def names(self, how: str, stage: int) -> tuple[list[str], list[str]]:
-        skips = how == "skips"
-        return (
-            ["x", *["skip"] * (skips and stage == self.last)],
-            ["x", *["skip"] * (skips and stage == 0)],
-        )
 
     def loss(self, out: Tensor, target: Tensor) -> Tensor:
         self.parts[self.last].play("loss")
