@@ -170,18 +170,6 @@ def several_tensors() -> list[Part]:
     ]
 
 
-@wired((0, 1, 1, 0), first="F")
-@wired((0, 1, 0, 1))
-def views() -> list[Part]:
-    """What leaves is what came in, in a buffer that is used again; and so back."""
-    return [
-        (Piece(lambda m, x: m.linear(x).mT), "x", "x"),
-        (Plain(lambda x: x.view_as(x)), "x", "x"),
-        (Plain(lambda x: x.transpose(1, 2)), "x", "x"),
-        (Plain(lambda x: x), "x", "x"),
-    ]
-
-
 def added(x: Tensor, p: Tensor) -> Tensor:
     """Returns a sum whose gradient, and that of p and that of x, torch leaves in one storage."""
     return (x.flatten() + p.flatten()).view(x.shape)
