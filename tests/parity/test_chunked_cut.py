@@ -28,11 +28,8 @@ MORE: Mapping[str, Family] = {
         "GraniteForCausalLM",
         GROUPED | {"logits_scaling": 3.0, "tie_word_embeddings": True},
     ),
-    "Cohere": Family("CohereConfig", "CohereForCausalLM", GROUPED | {"logit_scale": 0.3}),
     "T5": DEEPER["T5"],
     "GPT-2": DEEPER["GPT-2"],
-    "BERT": DEEPER["BERT"],
-    "Llama 3.2": DEEPER["Llama 3.2"],
 }
 
 

@@ -175,7 +175,8 @@ def test_ranks_that_disagree_all_raise_and_go_on(
 class SlowHop(sync_points.Backend):
     """A network whose last hop takes long, both ways."""
 
-    seconds = 0.02
+    def __init__(self, seconds: float = 0.02) -> None:
+        self.seconds = seconds
 
     def send(self, group: dist.ProcessGroup, tensor: Tensor, peer: int, tag: int) -> Work:
         is_forward = dist.get_process_group_ranks(group)[-1] == 2
@@ -187,7 +188,7 @@ class SlowHop(sync_points.Backend):
 @pytest.mark.parametrize("name", ["hop-aware-1f1b", "hop-aware-zb-h1", "auto", "adaptive-1f1b"])
 def test_by_name_alone_hops_are_measured_in_the_second_step(name: str) -> None:
     """Over a network whose last hop is slow."""
-    with sync_points.using(SlowHop()), closing(Adapting(name)) as pipeline:
+    with sync_points.using(network := SlowHop()), closing(Adapting(name)) as pipeline:
         scheduler = pipeline.scheduler
         assert pipeline.step() == pipeline.step() == "True"
         assert (scheduler.times, pipeline.warm_ups(), scheduler.choice) == (None, BEGIN, None)
@@ -201,7 +202,7 @@ def test_by_name_alone_hops_are_measured_in_the_second_step(name: str) -> None:
         assert isinstance(planned, MeasuredGenerator)
         made = planned.planned(times).generate(num_ranks=RANKS, num_microbatches=OWN)
         assert warm_ups == warm_ups_of(made)
-    assert times.hop_seconds[1] >= SlowHop.seconds
+    assert times.hop_seconds[1] >= network.seconds
     assert all(seconds > 0 for seconds in times.compute_seconds)
     splits = name == "hop-aware-zb-h1"
     assert [seconds > 0 for seconds in times.weight_seconds] == [splits] * RANKS
@@ -232,25 +233,14 @@ def test_options_that_differ_are_refused_and_with_costs_nothing_is_measured() ->
 # measure_hops: each hop's own time, the same on all ranks.
 
 
-SLOW_SECONDS = 0.2
-
-
-class SlowSecondHop(sync_points.Backend):
-    """A network whose second hop takes long, both ways; messages carry their hop's number."""
-
-    def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        if tag == 1:
-            time.sleep(SLOW_SECONDS)
-        return super().send(group, tensor, peer, tag)
-
-
 @pytest.mark.ranks(3)
 def test_each_hop_is_measured_by_itself_and_told_to_all() -> None:
-    with sync_points.using(SlowSecondHop()):
+    slow_seconds = 0.2
+    with sync_points.using(SlowHop(slow_seconds)):
         found = measure_hops(Topology.create(pipeline=3), num_bytes=2**16, repeats=3)
     assert gathered(found) == [found] * 3
     fast, slow = found
-    assert 0 < fast < SLOW_SECONDS <= slow
+    assert 0 < fast < slow_seconds <= slow
 
 
 @pytest.mark.ranks(2)

@@ -123,9 +123,7 @@ LEAF = "a leaf Variable that requires grad is being used in an in-place operatio
 HABITS = {
     "returns its input": Habit(1, lambda m, x: x),
     "returns a view of its input": Habit(1, lambda m, x: x[:, :]),
-    "returns a row of its input": Habit(1, lambda m, x: x[:1]),
     "returns what it has cached": Habit(0, lambda m, x: m.cached),
-    "returns what it has cached, in the middle": Habit(1, lambda m, x: m.cached),
     "returns a buffer": Habit(0, lambda m, x: m.buffer),
     "returns a parameter": Habit(1, lambda m, x: m.position),
     "returns a buffer that it writes": Habit(0, writes(lambda m, x: m.buffer)),
@@ -136,7 +134,6 @@ HABITS = {
     ),
     "returns its input beside its output": Habit(1, plain, first=lambda m, x: (plain(m, x), x)),
     "keeps a row of its output": Habit(0, keeps_row, "", AGAIN),
-    "keeps its input": Habit(1, lambda m, x: plain(m, x, m.swap(x).detach()), "", AGAIN),
     "keeps its input, detached": Habit(1, lambda m, x: plain(m, x, m.swap(x.detach())), "", AGAIN),
     "keeps an input without a gradient": Habit(
         1,
@@ -145,7 +142,6 @@ HABITS = {
         AGAIN,
         first=lambda m, x: (plain(m, x), x.detach().sign()),
     ),
-    "keeps the batch": Habit(0, lambda m, x: plain(m, x, m.swap(x)), "", AGAIN),
     "writes into its input": Habit(1, lambda m, x: plain(m, x.mul_(2)), LEAF, LEAF),
     "writes into its input, detached": Habit(1, writes_input, "", GIVEN),
     "writes into the batch": Habit(0, lambda m, x: plain(m, x.mul_(2)), "", GIVEN),
@@ -160,11 +156,9 @@ HABITS = {
     ),
     "returns now a gradient, now none": Habit(1, lambda m, x: m.swap(x), GRADIENT, GRADIENT),
     "returns a transposed tensor": Habit(0, lambda m, x: plain(m, x).t().contiguous().t()),
-    "returns every other row": Habit(0, lambda m, x: plain(m, torch.cat([x, x]))[::2]),
     "returns a subclass": Habit(0, lambda m, x: plain(m, x).as_subclass(Named)),
     "returns a conjugated view": Habit(0, lambda m, x: torch.complex(y := plain(m, x), y).conj()),
     "returns a negated view": Habit(0, lambda m, x: torch.complex(y := plain(m, x), y).conj().imag),
-    "adds a parameter to its input": Habit(1, lambda m, x: x + m.position),
 }
 
 

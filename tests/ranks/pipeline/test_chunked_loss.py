@@ -1,4 +1,7 @@
-"""Chunked cross-entropy as the loss of a last stage, against one process that makes all logits."""
+"""Chunked cross-entropy of a tied head in a pipeline with FSDP2, against one process.
+
+Its values are in tests/unit/pipeline/test_chunked_loss.py.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +18,7 @@ from torch.nn.functional import cross_entropy
 import pipegrad
 from pipegrad.losses import chunked_cross_entropy
 from tests.support.gradients.cases import outcome
-from tests.support.pairwise import pairwise
-from tests.support.pipeline.placements import HANDLERS
-from tests.support.pipeline.schedulers import digest, error
-from tests.support.ranked import gathered
+from tests.support.pipeline.schedulers import error
 from tests.support.rounding import rounding
 
 pytestmark = pytest.mark.ranks(4)
@@ -49,11 +49,10 @@ class Last(nn.Module):
         return found
 
 
-def build(*, tied: bool = True) -> tuple[First, Last]:
+def build() -> tuple[First, Last]:
     torch.manual_seed(4)
-    first, head = First(), nn.Linear(WIDTH, CLASSES, bias=not tied)
-    if tied:
-        head.weight = first.embedding.weight
+    first, head = First(), nn.Linear(WIDTH, CLASSES, bias=False)
+    head.weight = first.embedding.weight
     return first, Last(head)
 
 
@@ -71,16 +70,15 @@ def token_mean(hidden: Tensor, target: Tensor, *, head: nn.Linear) -> tuple[Tens
     return loss, (target != -100).sum()
 
 
-def one_process(tied: bool, *, low: bool) -> tuple[dict[str, Tensor], list[float]]:
+def one_process() -> tuple[dict[str, Tensor], list[float]]:
     """Returns the parameters of a training with all logits, by name, and the losses."""
-    first, last = build(tied=tied)
+    first, last = build()
     parameters = list(dict.fromkeys((*first.parameters(), *last.parameters())))
     losses = []
     for step in range(STEPS):
         tokens, target = batch(step)
-        with torch.autocast("cpu", enabled=low):
-            logits = last.head(last(first(tokens)))
-            loss = cross_entropy(logits.flatten(0, 1), target.flatten())
+        logits = last.head(last(first(tokens)))
+        loss = cross_entropy(logits.flatten(0, 1), target.flatten())
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
@@ -92,70 +90,10 @@ def one_process(tied: bool, *, low: bool) -> tuple[dict[str, Tensor], list[float
     return {name: p.detach() for name, p in named}, losses
 
 
-WAYS: dict[str, dict[str, Any]] = {
-    "1f1b": {},
-    "gpipe": {"schedule": "gpipe"},
-    "zb-h1": {"schedule": "zb-h1"},
-    "head first": {"schedule": {"name": "zb-h1", "head_w_first": True}},
-    "recompute": {"recompute": True},
-    "scaler": {"scale": 8.0},
-    "autocast": {"low": True},
-    "autocast, split": {"low": True, "schedule": "zb-h1"},
-    "untied, bias": {"tied": False},
-    "untied, bias, split": {"tied": False, "schedule": "zb-h1"},
-}
-
-
-@pytest.mark.parametrize(
-    ("way", "placement"),
-    pairwise(WAYS, ["replicate", "sharded", "owner", "asymmetric"]),
-)
-def test_a_training_is_that_of_one_process(way: str, placement: str) -> None:
-    options = dict(WAYS[way])
-    tied, low = options.pop("tied", True), options.pop("low", False)
-    recompute, scale = options.pop("recompute", False), options.pop("scale", None)
-    wanted, losses = one_process(tied, low=low)
-    at = pipegrad.Topology.create(pipeline=2)
-    modules, here = build(tied=tied), at.coordinate("pp")
-    module: Any = copy.deepcopy(modules[here])
-    scheduler = pipegrad.Scheduler(
-        [pipegrad.Stage(module, here, recompute=recompute)],
-        at,
-        num_microbatches=MICROBATCHES,
-        loss_fn=partial(token_mean, head=module.head) if here else None,
-        loss_reduction="token_mean",
-        tied=[{0: "embedding.weight", 1: "head.weight"}] if tied else [],
-        handlers=HANDLERS[placement],
-        **{"schedule": "1f1b", **options},
-    )
-    optimizer = scheduler.optimizer(torch.optim.SGD, lr=RATE)
-    scaler = None if scale is None else pipegrad.GradScaler(scheduler.sync, init_scale=scale)
-    most = 8 * torch.finfo(torch.bfloat16).eps if low else MOST
-    for step, loss in enumerate(losses):
-        mine = [x.chunk(2)[at.coordinate("dp")] for x in batch(step)]
-        with torch.autocast("cpu", enabled=low):
-            result = scheduler.step(mine[0], target=mine[1])
-        assert abs(float(result.loss) - loss) <= most * abs(loss)
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-        optimizer.zero_grad()
-    scheduler.sync.wait_parameters()
-    for name, parameter in module.named_parameters(str(here)):
-        assert error(parameter.detach(), wanted[name]) <= most, name
-    if tied:
-        shared = module.head.weight if here else module.embedding.weight
-        assert len(set(gathered(digest(shared)))) == 1
-    del scaler
-    scheduler.close()
-
-
 @pytest.mark.parametrize("keep", [None, True])
 def test_a_head_that_fsdp2_shards_is_right_or_refused(keep: bool | None) -> None:
     """Behind the forward of what it wraps last, FSDP2 leaves a stage whole unless told not to."""
-    wanted, losses = one_process(True, low=False)
+    wanted, losses = one_process()
     at = pipegrad.Topology.create(pipeline=2)
     here = at.coordinate("pp")
     module: Any = copy.deepcopy(build()[here])
@@ -186,20 +124,3 @@ def test_a_head_that_fsdp2_shards_is_right_or_refused(keep: bool | None) -> None
         for name, parameter in sharded.items():
             assert error(parameter.full_tensor().detach(), wanted[name]) <= MOST, name
     scheduler.close()
-
-
-def test_a_head_that_no_stage_holds_is_refused() -> None:
-    """Bound by a functools.partial it was not looked at before the first step."""
-    at = pipegrad.Topology.create(pipeline=2)
-    here = at.coordinate("pp")
-    loss_fn = partial(chunked_cross_entropy, head=nn.Linear(WIDTH, CLASSES))
-    found = outcome(
-        lambda: pipegrad.Scheduler(
-            [pipegrad.Stage(nn.Linear(WIDTH, WIDTH), here)],
-            at,
-            schedule="1f1b",
-            num_microbatches=MICROBATCHES,
-            loss_fn=loss_fn,
-        )
-    )
-    assert "PlanError: the loss has parameters ['weight', 'bias'] that no stage holds" in found

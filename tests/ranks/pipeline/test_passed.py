@@ -100,17 +100,6 @@ def test_a_later_step_is_refused_by_who_reads_the_loss_else_two_steps_later_on_a
     job.scheduler.close()
 
 
-def test_one_pipeline_alone_may_have_different_batches_and_is_named() -> None:
-    job = Job()
-    own = normal(0, rank() if job.replica else 0)
-    shared = normal(0, job.replica, 1)
-    assert refused(AgreementError, lambda: job.step(own, shared)) == WORDS.format(1, 3, "x")
-    job.right(0)
-    result = job.step(own, shared)
-    assert refused(StepError, lambda: result.loss).startswith(WORDS.format(1, 3, "x"))
-    job.scheduler.close()
-
-
 def test_ready_microbatches_and_trees_are_compared_whole() -> None:
     job = Job()
     x, y = normal(0, job.replica), normal(1, job.replica)

@@ -12,7 +12,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
 
 from pipegrad.comm.agreement import agree
 from pipegrad.pipeline import wiring
@@ -138,17 +137,6 @@ def test_ranks_that_disagree_all_raise_soon_and_go_on(given: tuple[Any, Any]) ->
         assert [evaluate(8), evaluate(6, num_microbatches=3), pipeline.step(8)] == RIGHT
 
 
-@pytest.mark.ranks(4)
-@pytest.mark.parametrize(("others", "schedule"), [([2], "1f1b"), ([0, 1, 3], "zb-h1")])
-def test_any_rank_of_four_may_disagree(others: list[int], schedule: str) -> None:
-    """One rank in the middle, or all but one, have another number."""
-    with closing(Pipeline(4, schedule=schedule)) as pipeline:
-        for _ in range(2):  # first, and later
-            said = disagree(pipeline, pipeline.step, 6 if rank() in others else None)
-            assert said.startswith("AgreementError: " if rank() in others else ELSEWHERE)
-            assert pipeline.step(8) == pipeline.step(12, num_microbatches=6) == "True"
-
-
 NO_NUMBER = "StepError: num_microbatches is {}, expected a whole number"
 
 
@@ -161,13 +149,10 @@ NO_NUMBER = "StepError: num_microbatches is {}, expected a whole number"
             3,
             "ScheduleError: schedule '1f1b' is of 2 ranks and 4 microbatches, asked for are",
         ),
-        ("1f1b", 0, WRONG[0]),
         ("gpipe", -1, WRONG[0].replace("and 0", "and -1")),
         ("1f1b", True, NO_NUMBER.format("True")),
         ("1f1b", np.int64(3), "True"),
         ("1f1b", torch.tensor(3), NO_NUMBER.format("tensor(3)")),
-        ("1f1b", torch.tensor([3, 4]), "RuntimeError: Boolean value of Tensor with more than"),
-        ("1f1b", "3", NO_NUMBER.format("'3'")),
     ],
 )
 def test_a_number_without_a_schedule_is_refused(schedule: Any, number: Any, words: str) -> None:
@@ -208,11 +193,9 @@ GOOD, PART = {"x": X, "target": Y}, "StepError: microbatch"
     [
         ([GOOD, {"target": Y}, GOOD, GOOD], 0, f"{PART} 1: inputs ['x'] are missing"),
         ([GOOD, GOOD, {"x": X}, GOOD], 1, f"{PART} 2: the last stage's rank needs target="),
-        ([], -1, "ScheduleError: a schedule has at least 1 rank and 1 microbatch"),
-        (iter([GOOD] * OWN), -1, "StepError: microbatches is a list_iterator, expected a list"),
         ([GOOD, GOOD, GOOD, {"x": X[:, :1], "target": Y}], 0, "RuntimeError: "),
     ],
-    ids=["an input is missing", "a target", "none", "an iterator", "a stage cannot take it"],
+    ids=["an input is missing", "a target", "a stage cannot take it"],
 )
 def test_a_wrong_ready_microbatch_is_one_error(given: Any, source: int, why: str) -> None:
     with closing(Pipeline()) as pipeline:
@@ -223,27 +206,8 @@ def test_a_wrong_ready_microbatch_is_one_error(given: Any, source: int, why: str
         assert pipeline.step(8) == "True"
 
 
-def test_an_interrupt_or_a_missing_output_names_its_place() -> None:
-    """A stage returns a dict, and in one microbatch no tensor where a later stage names one."""
-    modules = [Layer(lambda linear, x: {"x": linear(x), "cache": None, "n": 3}), Layer()]
-    calls: list[int] = []
-
-    def forgets(linear: Any, x: Tensor) -> dict[str, Any]:
-        calls.append(len(calls))
-        return {"x": linear(x) if len(calls) != 3 else None, "n": 3}
-
-    x, y = batch(8)
-    with closing(make(*modules)) as scheduler:
-        assert train(scheduler, x, target=y) > 0
-        modules[0]._function = forgets
-        said = outcome(partial(train, scheduler, x, target=y))
-        why = "StepError: stage 0 returned {'x': 'NoneType', 'n': 'int'}, expected a tensor for"
-        assert said.startswith(blamed(0, why))
-        if rank():
-            assert said.endswith("In 0F2 on pipeline rank 0.")
-        assert train(scheduler, x, target=y) > 0
-    # An interrupt behind a meeting is no hang. Ctrl-C on rank 1 behind a meeting, when rank 0 goes
-    # on with the number.
+def test_an_interrupt_behind_a_meeting_is_no_hang() -> None:
+    """Ctrl-C on rank 1 behind a meeting, when rank 0 goes on with the number."""
     with closing(Pipeline()) as pipeline:
         assert pipeline.step(8, num_microbatches=2) == "True"
         target = "pipegrad.pipeline.programs.same"

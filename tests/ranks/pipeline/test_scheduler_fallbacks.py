@@ -21,39 +21,6 @@ from tests.support.pipeline.trained import Twins, held_by, tied
 pytestmark = pytest.mark.ranks(2)
 
 
-class Multiply(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return x @ weight
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        return grad @ weight.T, x.flatten(0, -2).T @ grad.flatten(0, -2)
-
-
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        return 2 * grad
-
-
-class Custom(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = super().forward(Multiply.apply(x, self.linear.weight))  # type: ignore[no-untyped-call]
-        return out
-
-
-class CustomWithoutWeights(Block):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(Doubled.apply(x))  # type: ignore[no-untyped-call]
-
-
 def third(make: Callable[[], nn.Module]) -> nn.Sequential:
     """Returns the tied model with another third layer, which is in its first stage."""
     found = tied()
@@ -69,12 +36,10 @@ def compiled() -> nn.Module:
     ("make", "num_warnings"),  # of each rank
     [
         (partial(third, compiled), (1, 0)),
-        (partial(third, Custom), (1, 0)),
-        (partial(third, CustomWithoutWeights), (0, 0)),
         (partial(build, "reentrant"), (1, 1)),
         (partial(build, "non-reentrant"), (1, 1)),
     ],
-    ids=["compiled", "custom", "custom without weights", "reentrant", "non-reentrant"],
+    ids=["compiled", "reentrant", "non-reentrant"],
 )
 def test_what_cannot_wait_is_right_and_said_once_a_stage(
     make: Callable[[], nn.Sequential], num_warnings: tuple[int, int]

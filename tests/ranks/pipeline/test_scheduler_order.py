@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing, nullcontext
+from contextlib import closing
 from typing import Any
 from unittest import mock
 
@@ -19,7 +19,7 @@ from pipegrad.pipeline import edges
 from pipegrad.schedules.program.program import Op
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import DATA, SHARED, rank
-from tests.support.ordering.programs import OWNED, off
+from tests.support.ordering.programs import OWNED
 from tests.support.pairwise import pairwise
 from tests.support.pipeline.chains import (
     HEAD_FIRST,
@@ -41,12 +41,15 @@ from tests.support.ranked import gathered
 
 TWO_EACH = (INTERLEAVED, "zbv", "zbv head_w_first")  # stages a rank
 TIED = ("tied", "placed")
-MUTANTS = "transfer.sending", "parameter-sync.updated", "comm-stream.result in Reducer.wait_for"
-RANKS, STREAMS = (2, 4), (True, False)
+RANKS = 2, 4
+# The gate has each wait of the program's (tests/mutation): here are the ways a step takes.
 CHECKED = [
-    *pairwise((*SCHEDULES, *SPLIT), ("plain", "tied", "placed", "skips"), RANKS, STREAMS),
-    *pairwise(HEAD_FIRST, ("tied",), RANKS, STREAMS),
-    *pairwise((INTERLEAVED, "zbv"), ("far",), RANKS, STREAMS),
+    ("1f1b", "tied", 2, True),
+    ("eager-1f1b", "skips", 4, False),
+    (INTERLEAVED, "far", 2, True),
+    ("zb-h1", "placed", 4, True),
+    ("zb-h1 head_w_first", "tied", 4, False),
+    ("zbv", "skips", 4, True),
 ]
 
 
@@ -68,19 +71,18 @@ def tied(kind: str, schedule: str) -> dict[str, Any]:
     return {"tied": shared, "handlers": handlers, "bucket_bytes": 4 * WIDTH}
 
 
-def check(kind: str, schedule: str, *, streams: bool, mutant: str | None = None) -> OrderChecker:
+def check(kind: str, schedule: str, *, streams: bool) -> OrderChecker:
     """Takes three steps and an evaluation under a checker; parameters go back under forwards."""
     pipeline = 2 if kind in TIED else dist.get_world_size()
     options = tied(kind, schedule) if kind in TIED else {"handlers": [DATA]}
     with OrderChecker(virtual_streams=streams, log=True) as checker:
         scheduler = make(pipeline, schedule, stages(kind, schedule), **options)
         optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=2**-9)
-        with nullcontext() if mutant is None else off(mutant):
-            for _ in range(3):
-                step(scheduler)
-                optimizer.step()
-                scheduler.sync.publish()
-                optimizer.zero_grad()
+        for _ in range(3):
+            step(scheduler)
+            optimizer.step()
+            scheduler.sync.publish()
+            optimizer.zero_grad()
         x = torch.ones(4, WIDTH)
         scheduler.evaluate(x, target=x)
         scheduler.close()
@@ -106,17 +108,6 @@ def test_no_access_is_left_to_luck(schedule: str, kind: str, streams: bool) -> N
         assert num("collectives of pipegrad comm stream") >= 3
     if kind == "placed":
         assert num("message") >= 3 * 2  # a gradient and a parameter, each step
-
-
-@pytest.mark.ranks(2)
-@pytest.mark.parametrize(
-    ("mutant", "kind"),
-    [*zip(MUTANTS, ("plain", "placed", "placed"), strict=True)],
-)
-def test_what_nobody_holds_or_waits_for_is_seen(mutant: str, kind: str) -> None:
-    """It would be no harm to a checker that did not see it."""
-    violations = check(kind, "1f1b", streams=True, mutant=mutant).violations
-    assert any(gathered(list(map(str, violations))))
 
 
 @pytest.mark.parametrize(
@@ -199,8 +190,10 @@ class Noted(sync_points.Backend):
     ("schedule", "kind"),
     [
         pytest.param(schedule, kind, marks=pytest.mark.ranks(num_ranks))
-        for schedule, kind, num_ranks in pairwise(
-            (*SCHEDULES, *SPLIT, *HEAD_FIRST), ("plain", "skips"), RANKS
+        for schedule, kind, num_ranks in (
+            *pairwise((*SCHEDULES, *SPLIT, *HEAD_FIRST), ("plain", "skips"), RANKS),
+            (INTERLEAVED, "far", 2),
+            ("zbv", "far", 2),
         )
     ],
 )
@@ -218,7 +211,8 @@ def test_devices_receive_in_the_order_of_the_sends(schedule: str, kind: str) -> 
     for of_rank in gathered(noted.edges):
         for edge, messages in of_rank.items():
             ends.setdefault(edge, []).append(messages)
-    assert ends
+    # A skip that would hold up what the next stage takes has a connection of its own.
+    assert len(ends) == 2 if kind == "far" else ends
     assert [edge for edge, (one, other) in ends.items() if one != other] == []
 
 

@@ -1,10 +1,11 @@
-"""Steps of a pipeline with replicas that fail: one cause on all ranks, and then exact training."""
+"""A step that fails anywhere is one error on all ranks, names its place, and leaves no trace."""
 
 from __future__ import annotations
 
 import asyncio
 import random
 import threading
+from collections import Counter
 from collections.abc import Callable
 from contextlib import closing
 from typing import Any
@@ -16,98 +17,132 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
-from tests.support.gradients.cases import outcome, rank
+from tests.support.gradients.cases import rank
 from tests.support.pipeline import scales
+from tests.support.pipeline.codecs import Fails
 from tests.support.rounding import ADAM_EPS, rounding
 
 WIDTH, ROWS, MICROBATCHES = 4, 8, 4
-TIE = [{0: "tied.weight", 1: "tied.weight"}]
-HANDLERS: dict[str, list[Any]] = {
-    "replicate": ["pipeline-shared", "data-parallel"],
-    "owner": [{"name": "pipeline-shared", "placement": "owner"}, "data-parallel"],
-    "sharded": ["pipeline-shared", "sharded"],
+REPLICAS = ["pipeline-shared", "data-parallel"]
+HEAD_FIRST = {"name": "zb-h1", "head_w_first": True}
+# The ranks of stages, a schedule, and handlers. With fewer ranks than four there are replicas.
+WAYS: dict[str, tuple[tuple[int, ...], Any, list[Any]]] = {
+    "replicate": ((0, 1), "1f1b", REPLICAS),
+    "owner": (
+        (0, 1),
+        HEAD_FIRST,
+        [{"name": "pipeline-shared", "placement": "owner"}, "data-parallel"],
+    ),
+    "sharded": ((0, 1), "gpipe", ["pipeline-shared", "sharded"]),
+    "chain": ((0, 1, 2, 3), "zb-h1", ["pipeline-shared"]),
+    "skips": ((0, 1, 0, 1), "interleaved-1f1b", REPLICAS),
 }
 pytestmark = pytest.mark.ranks(4)
 
 
 class Part(nn.Module):
-    """A stage with a tied weight and one of its own, that raises where it is told to."""
+    """A stage with a weight that the ends tie and one of its own, that raises where it is told to.
 
-    def __init__(self, stage: int) -> None:
+    The first stage of four on two ranks makes a skip, which the last one takes.
+    """
+
+    def __init__(self, stage: int, *, is_end: bool) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.tied = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.stage = stage
+        torch.manual_seed(0 if is_end else 10 + stage)
+        self.tied = nn.Linear(WIDTH, WIDTH, bias=False, dtype=torch.float64)
         torch.manual_seed(stage + 1)
-        self.own = nn.Linear(WIDTH, WIDTH)
+        self.own = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         self.trick: tuple[str, int, BaseException] | None = None
-        self.calls = 0
+        self.calls = Counter[str]()
+        self.own.weight.register_hook(lambda _: self.play("hook"))
+        self.tied.weight.register_hook(lambda _: self.play("tie"))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def play(self, kind: str) -> None:
+        """Raises if it is this call that is to fail."""
+        microbatch, self.calls[kind] = self.calls[kind] % MICROBATCHES, self.calls[kind] + 1
+        if self.trick is not None and self.trick[:2] == (kind, microbatch):
+            raise self.trick[2]
+
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
+        self.play("F")
         out: Tensor = self.own(self.tied(x).tanh())
-        microbatch, self.calls = self.calls % MICROBATCHES, self.calls + 1
-        if self.trick is not None and self.trick[1] == microbatch:
-            kind, _, error = self.trick
-            if kind == "F":
-                raise error
-            out.register_hook(lambda _: fail(error))
-        return out
+        if out.requires_grad:
+            out.register_hook(lambda _: self.play("B"))
+        return out if skip is None else out + skip
 
 
-def fail(error: BaseException) -> None:
-    raise error
+class Forks(Part):
+    def forward(self, x: Tensor, skip: Tensor | None = None) -> Any:
+        return super().forward(x), x.sin() * self.own.bias
 
 
 class Training:
-    """Two stages, two replicas; steps that are taken, and those that fail, without zero_grad."""
+    """A pipeline, perhaps with a replica; steps that are taken and fail, without zero_grad."""
 
-    def __init__(self, how: str = "replicate", **options: Any) -> None:
-        self.at = Topology.create(pipeline=2)
-        self.stage, self.replica = self.at.coordinate("pp"), self.at.coordinate("dp")
-        self.module = Part(self.stage)
-        self.loss_error: BaseException | None = None
+    def __init__(self, how: str = "replicate") -> None:
+        places, schedule, handlers = WAYS[how]
+        self.at = Topology.create(pipeline=max(places) + 1, stage_to_rank=places)
+        self.replica, self.last = self.at.coordinate("dp"), len(places) - 1
+        self.parts = {
+            stage: (Forks if how == "skips" and stage == 0 else Part)(
+                stage, is_end=stage in (0, self.last)
+            )
+            for stage in self.at.local_stages
+        }
+        skip = ["skip"] if how == "skips" else []
         self.scheduler = Scheduler(
-            [Stage(self.module, self.stage)],
+            [
+                Stage(part, s, ["x", *skip * (s == self.last)], ["x", *skip * (s == 0)])
+                for s, part in self.parts.items()
+            ],
             self.at,
             num_microbatches=MICROBATCHES,
             loss_fn=self.loss,
-            tied=TIE,
-            handlers=HANDLERS[how],
-            **{"schedule": "1f1b", **options},
+            tied=[{0: "tied.weight", self.last: "tied.weight"}],
+            handlers=handlers,
+            schedule=schedule,
+            codecs=Fails,
         )
         self.sync, self.close = self.scheduler.sync, self.scheduler.close
         self.optimizer = torch.optim.AdamW(self.sync.optimizer_parameters(), lr=0.1, eps=ADAM_EPS)
 
     def loss(self, out: Tensor, target: Tensor) -> Tensor:
-        if self.loss_error is not None:
-            raise self.loss_error
+        self.parts[self.last].play("loss")
         return (out - target).square().mean()
 
     def batch(self, seed: int) -> tuple[Tensor, Tensor]:
         torch.manual_seed(2 * seed + self.replica)
-        x, y = torch.randn(2, ROWS, WIDTH).unbind()
+        x, y = torch.randn(2, ROWS, WIDTH, dtype=torch.float64).unbind()
         return x, y
 
     def step(self, seed: int, between: Callable[[], object] = str) -> str:
         """Takes a step; returns what it raised, if it did. Gradients are zeroed behind it only."""
-        self.module.calls = 0
+        for part in self.parts.values():
+            part.calls.clear()
         x, y = self.batch(seed)
         try:
             float(self.scheduler.step(x, target=y).loss)
         except BaseException as error:  # noqa: BLE001 - whatever it is
-            return f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", [])
+            return " ".join([f"{type(error).__name__}: {error}", *notes])
         between()
         self.optimizer.step()
         self.sync.publish()
         self.optimizer.zero_grad()
         return ""
 
-    def failing(self, seed: int, where: int, kind: str, microbatch: int, error: Any) -> str:
-        if rank() == where:
-            if kind == "loss":
-                self.loss_error = error
-            self.module.trick = kind, microbatch, error
+    def failing(self, seed: int, stage: int, kind: str, microbatch: int, error: Any) -> str:
+        """Takes a step that fails here, if a stage is given."""
+        if kind == "wait" and stage >= 0:
+            return interrupted(self, seed, "wait", microbatch)
+        if stage >= 0:
+            self.parts[stage].trick = kind, microbatch, error
+            Fails.told[kind] = microbatch + 1
         said = self.step(seed)
-        self.module.trick = self.loss_error = None
+        Fails.told.clear()
+        for part in self.parts.values():
+            part.trick = None
         return said
 
     def evaluate(self) -> None:
@@ -116,7 +151,7 @@ class Training:
 
     def values(self) -> list[Tensor]:
         self.sync.wait_parameters()
-        return [p.detach().clone() for p in self.module.parameters()]
+        return [p.detach().clone() for part in self.parts.values() for p in part.parameters()]
 
 
 def equal(one: Training, other: Training, within: float = 0.0) -> bool:
@@ -124,47 +159,57 @@ def equal(one: Training, other: Training, within: float = 0.0) -> bool:
     return all((a - b).abs().max() <= within * b.abs().max() for a, b in pairs)
 
 
-@pytest.mark.parametrize("how", HANDLERS)
+# Where a step fails: in a stage's forward or backward, in a hook of a weight of its own or of the
+# tie, in a codec, in the loss, and by Ctrl-C behind the wait for a transfer.
+SENDS, RECEIVES = (
+    [f"{one} activations", f"{other} gradients"]
+    for one, other in (("encode", "decode"), ("decode", "encode"))
+)
+KINDS = ["F", "B", "hook", "tie", "loss", *SENDS, *RECEIVES, "wait"]
+
+
+def stages_that_can(kind: str, num_stages: int) -> list[int]:
+    first, last = kind in RECEIVES, num_stages - (kind in SENDS)
+    return [num_stages - 1] if kind == "loss" else [*range(first, last)]
+
+
+@pytest.mark.parametrize("how", WAYS)
 def test_random_failures_are_one_error_on_all_ranks_and_training_goes_on(how: str) -> None:
-    """Among good steps, compared with a training that never fails."""
+    """Among good steps, compared with a training that never fails. Each kind comes once.
+
+    The error is what was raised, interrupts too, and names the action.
+    """
     choose = random.Random(16)  # the same on all ranks
-    schedule = {"replicate": "1f1b", "owner": "zb-h1", "sharded": "gpipe"}[how]
-    training, twin = Training(how, schedule=schedule), Training(how, schedule=schedule)
-    for number in range(6):
+    places, schedule, _ = WAYS[how]
+    is_split, num_replicas = "zb-h1" in str(schedule), 4 // (max(places) + 1)
+    letters = {"F": "F", "loss": "F", "B": "BI"[is_split], "hook": "BW"[is_split]}
+    training, twin = Training(how), Training(how)
+    for number, kind in enumerate(choose.sample(KINDS, len(KINDS))):
         if number or how == "owner":  # else it fails in the first step
             for one in (training, twin):
                 one.step(number)
-        for _ in range(choose.choice([1, 1, 2])):
-            where = choose.randrange(4)
-            kind = choose.choice(["F", "B", *(["loss"] if where // 2 else [])])
-            why = f"{number} {kind} on {where}"
-            microbatch = choose.randrange(MICROBATCHES)
-            said = training.failing(number, where, kind, microbatch, OSError(why))
-            if rank() == where:
-                assert said == f"OSError: {why}"
-            else:
-                assert f"rank {where}: OSError: {why}" in said
-                assert said.startswith("StepError: ")
+        stage, microbatch = choose.choice(stages_that_can(kind, len(places))), choose.randrange(4)
+        where = num_replicas * places[stage] + choose.randrange(num_replicas)
+        errors: list[BaseException] = [KeyboardInterrupt(), SystemExit(0), OSError("lost")]
+        error = choose.choice([*errors, asyncio.CancelledError()])
+        here = stage if rank() == where else -1
+        said = training.failing(number, here, kind, microbatch, error)
+        why = "KeyboardInterrupt" if kind == "wait" else type(error).__name__
+        if kind in SENDS + RECEIVES:
+            why = f"ValueError: no {kind}"
+        assert said.startswith(why if rank() == where else "StepError: "), (number, kind)
+        assert rank() == where or f"rank {where}: {why}" in said, (number, kind)
+        if kind in letters:
+            action = f"{stage}{letters[kind]}{microbatch}"
+            assert said.endswith(f"In {action} on pipeline rank {places[stage]}."), (number, kind)
         assert [one.step(-1 - number) for one in (training, twin)] == ["", ""]
         # A split backward may go another way behind a failed one, whose error holds its graph:
         # through autograd's node, not by addmm_, and on some processors that rounds otherwise.
         limit = rounding(2 * ROWS * (2 * number + 2))  # of both replicas
-        assert equal(training, twin, limit if schedule == "zb-h1" else 0.0)
+        assert equal(training, twin, limit if is_split else 0.0), (number, kind)
     training.sync.check_replicas()
     training.close()
     twin.close()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(0), asyncio.CancelledError()])
-def test_an_interrupt_is_told_and_raised_as_it_is(error: BaseException) -> None:
-    """Issue 16, point 9 (runtime, 9): nobody was told, and the other ranks waited."""
-    with closing(Training()) as training, closing(Training()) as twin:
-        for number, (kind, where) in enumerate((("F", 1), ("B", 1), ("loss", 2))):
-            said = training.failing(number, where, kind, 2, error)
-            name = type(error).__name__
-            assert said.startswith(name) if rank() == where else f"rank {where}: {name}" in said
-            assert [one.step(number) for one in (training, twin)] == ["", ""]
-            assert equal(training, twin)
 
 
 class Interrupting(sync_points.Backend):
@@ -203,16 +248,11 @@ def interrupted(training: Training, seed: int, what: str, number: int, *, times:
         return training.step(seed)
 
 
-@pytest.mark.parametrize("where", [[1], [0, 1, 2, 3]], ids=["one", "all"])
-def test_an_interrupt_behind_a_transfer_is_no_hang(where: list[int]) -> None:
+def test_an_interrupt_of_all_ranks_behind_a_transfer_is_no_hang() -> None:
     """gloo waits for ever with a message that has come: Ctrl-C on all ranks never ended."""
     with closing(Training()) as training, closing(Training()) as twin:
         for seed, number in enumerate((0, 3, 6)):  # in the first step and later
-            if rank() in where:
-                said = interrupted(training, seed, "wait", number)
-                assert said.startswith("KeyboardInterrupt")
-            else:
-                assert "rank 1: KeyboardInterrupt" in training.step(seed)
+            assert interrupted(training, seed, "wait", number).startswith("KeyboardInterrupt")
             assert [one.step(seed) for one in (training, twin)] == ["", ""]
             assert equal(training, twin)
 
@@ -235,7 +275,7 @@ def test_what_nobody_can_know_is_final(what: str, times: int) -> None:
             assert training.step(seed).startswith(refusals)
 
 
-def test_replicas_have_batches_of_their_own_size_and_refuse_together() -> None:
+def test_replicas_have_batches_of_their_own_size() -> None:
     """Issue 16, point 10 (runtime, 1): SIGABRT, and outputs of memory that nobody had written."""
 
     at = Topology.create(pipeline=2)
@@ -254,17 +294,6 @@ def test_replicas_have_batches_of_their_own_size_and_refuse_together() -> None:
     outputs = [o.shape for o in scheduler.evaluate(x).outputs]
     assert outputs == ([x.shape] if at.coordinate("pp") else [])
     scheduler.close()
-    # What one rank is refused all are. Rank 0 alone waits before it saves; then all ranks load, and
-    # make replicas equal.
-    with closing(Training("sharded")) as training:
-        training.step(0)
-        if rank() == 0:
-            training.sync.wait_parameters()
-        said = outcome(training.sync.synchronize_parameters)
-        assert said.startswith("AgreementError: rank 1: StepError: ")
-        assert "(synchronize_parameters: 3 of 4 ranks failed" in said
-        assert "call wait_parameters() before" in said
-        training.sync.wait_parameters()
 
 
 @pytest.mark.parametrize("how", ["owner", "sharded"])

@@ -5,27 +5,19 @@ from __future__ import annotations
 import cProfile
 import gc
 import re
-import time
 from contextlib import closing
-from dataclasses import dataclass, field
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
-from pipegrad import FlatBucket, GradientHandler, ReductionStep, Scheduler, Stage, Work
+from pipegrad import Scheduler, Stage
 from pipegrad.comm.activity import Details, activities
-from pipegrad.comm.agreement import store
-from pipegrad_handlers.data_parallel import DataParallel
-from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.support.gradients.cases import DATA, rank
-from tests.support.pipeline.chains import INTERLEAVED, WIDTH, Scale, make, step
-from tests.support.ranked import gathered
+from tests.support.pipeline.chains import INTERLEAVED, WIDTH, make, step
 
 pytestmark = pytest.mark.ranks(4)
 
@@ -60,119 +52,6 @@ def test_a_trace_has_each_action_and_each_bucket_once_in_the_schedules_order(sch
     assert [b[: len(p)] for b, p in zip(buckets, planned, strict=True)] == planned
     assert all(bucket.endswith(" replicate-mean(dp)") for bucket in buckets)
     assert len(planned) == num_stages
-
-
-# When buckets leave, on the clock that all ranks of a machine share.
-
-
-@dataclass
-class Moments:
-    """Nanoseconds: when a rank's backwards began and ended, its buckets left and were reduced.
-
-    Attributes:
-        key: What this rank notes in the store when a bucket leaves.
-        awaited: What its last backward waits for.
-    """
-
-    backwards: list[tuple[int, int]] = field(default_factory=list)
-    launches: list[tuple[int, int]] = field(default_factory=list)
-    key: str = ""
-    awaited: str = ""
-
-
-now = Moments()  # of this process
-
-
-class Slow(torch.autograd.Function):
-    """Is slow ahead of the gradients of the stage's parameters."""
-
-    @staticmethod
-    def forward(ctx: Any, out: Tensor) -> Tensor:
-        return out.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
-        began = time.monotonic_ns()
-        if now.awaited and len(now.backwards) == 3:
-            store().wait([now.awaited], timedelta(seconds=60))
-        now.backwards.append((began, time.monotonic_ns()))
-        return grad
-
-
-class Slowly(Scale):
-    def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
-        slow: Tensor = Slow.apply(super().forward(x))  # type: ignore[no-untyped-call]
-        return slow
-
-
-class Noted:
-    """Work that notes when it ends."""
-
-    def __init__(self, work: Work, began: int) -> None:
-        self.work = work
-        self.began = began
-
-    def wait(self) -> None:
-        self.work.wait()
-        now.launches.append((self.began, time.monotonic_ns()))
-
-
-class Notes(GradientHandler):
-    def launch(self, bucket: FlatBucket, reduction: ReductionStep, group: Any) -> Work:
-        began = time.monotonic_ns()
-        if now.key:
-            store().set(now.key, "")
-        return Noted(super().launch(bucket, reduction, group), began)
-
-
-class NotedCopies(Notes, DataParallel):
-    pass
-
-
-class NotedTie(Notes, PipelineShared):
-    pass
-
-
-def moments(pipeline: int, schedule: str, **options: Any) -> list[Moments]:
-    """Returns those of the second step, of all ranks.
-
-    The first stage ends its last backward when a bucket of the last stage has left.
-    """
-    global now  # noqa: PLW0603 - of this process
-    now, num_copies = Moments(), 4 // pipeline
-    with closing(make(pipeline, schedule, lambda s: Stage(Slowly(s), s), **options)) as scheduler:
-        step(scheduler)
-        now = Moments(key=f"{pipeline} {schedule} {rank()}")
-        if rank() < num_copies:
-            now.awaited = f"{pipeline} {schedule} {rank() + 4 - num_copies}"
-        dist.barrier()
-        step(scheduler)
-    return gathered(now)
-
-
-TIMED = pytest.mark.parametrize("schedule", ["1f1b", "eager-1f1b"])
-
-
-@TIMED
-def test_buckets_leave_at_the_last_backward_before_the_pipeline_has_drained(schedule: str) -> None:
-    ranks = moments(2, schedule, handlers=[NotedCopies])
-    assert [(len(r.backwards), len(r.launches)) for r in ranks] == [(4, 1)] * 4
-    for place, found in enumerate(ranks):
-        last_began, _ = found.backwards[-1]
-        launched, _ = found.launches[0]
-        first_stage = ranks[place % 2]  # of the same pipeline
-        assert last_began < launched
-        assert place < 2 or launched < first_stage.backwards[-1][1]
-    # A tie is summed when both its stages have ended each launching at its own end.
-    ranks = moments(4, schedule, tied=[{0: "weight", 3: "weight"}], handlers=[NotedTie])
-    assert [len(found.launches) for found in ranks] == [1, 0, 0, 1]
-    first, *_, last = ranks
-    drained = first.backwards[-1][1]
-    assert last.backwards[-1][0] < last.launches[0][0] < drained  # without waiting for the first
-    assert first.backwards[-1][0] < first.launches[0][0]
-    for found in (first, last):
-        assert first.launches[0][0] < found.launches[0][1]  # a sum needs both
-        assert drained < found.launches[0][1]
 
 
 # Those of Python and of C, of torch's module and of autograd too.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import closing
 from functools import partial
 from typing import Any
@@ -38,9 +37,7 @@ pytestmark = pytest.mark.ranks(2)
     ("x", "target", "by", "words"),
     [
         (X.numpy(), Y, 0, "the input 'x' is a ndarray, expected a tensor"),
-        (list("abcd"), Y, 0, "the input 'x' is a list, expected a tensor"),
         (X, np.ones(ROWS), 1, "the target is a ndarray, expected a tensor"),
-        (X, {"y": Y, "z": list("abcd")}, 1, "the target['z'] is a list, expected a tensor"),
     ],
 )
 @pytest.mark.parametrize("verb", ["step", "evaluate"])
@@ -84,24 +81,6 @@ def test_what_is_declared_whole_is_not_cut_and_steps_say_so() -> None:
         assert said == f"ScheduleError: whole is {found}, {wanted}"
     differs = outcome(partial(make_with, whole=("x",) if rank() else ()))
     assert differs.startswith("AgreementError: ranks disagree on the schedule")
-    # A table that is cut though every step has the same is warned of. Issue 16, point 4: rotary
-    # frequencies of as many rows as the batch were cut.
-    first = Layer(lambda linear, x, rope, mask: linear(x * rope * mask))
-    rope, mask = normal(ROWS, WIDTH, seed=2), torch.ones(ROWS, 1, dtype=torch.float64)
-    with (
-        warnings.catch_warnings(record=True) as caught,
-        closing(make(first, Layer(), names={0: (("x", "rope", "mask"),)})) as scheduler,
-    ):
-        warnings.simplefilter("always")
-        for _ in range(3):
-            train(scheduler, X.clone(), rope, mask, target=Y)
-    told = [w for w in caught if "whole" in str(w.message)]
-    if rank() == 0:
-        (warning,) = told
-        said = str(warning.message)
-        assert said.startswith("the input 'rope' is the same tensor as in the step before")
-        assert said.endswith("make the Scheduler with whole=('rope',)")
-        assert warning.filename == train.__code__.co_filename
 
 
 ORDERS = pytest.mark.parametrize(

@@ -97,16 +97,12 @@ def assert_right(schedule: str, units: float = 1.0, **options: Any) -> None:
     scheduler.close()
 
 
-PLAIN: list[tuple[str, dict[str, Any]]] = [
-    *(("gpipe", {}), ("gpipe", {"recompute": True}), ("1f1b", {}), ("1f1b", {"depth": 0})),
-    *(("eager-1f1b", {"depth": 0}), ("eager-1f1b", {}), ("zb-h1", {})),
-    *(("zb-h1", {"recompute": True}), ("zb-h1", {"depth": 0})),
-]
-WAYS = [
-    *((schedule, options, True) for schedule, options in PLAIN),
-    *((schedule, {"codecs": Single}, True) for schedule in ("gpipe", "1f1b", "zb-h1")),
-    # Without tags headers go between hosts.
-    *((schedule, {}, False) for schedule in ("gpipe", "1f1b", "zb-h1")),
+# Without tags headers go between hosts. tests/fuzz/test_wirings draws schedules and recompute.
+WAYS: list[tuple[str, dict[str, Any], bool]] = [
+    ("gpipe", {"recompute": True}, True),
+    ("eager-1f1b", {"depth": 0}, True),
+    ("zb-h1", {"codecs": Single}, True),
+    ("1f1b", {}, False),
     ("1f1b", {"codecs": Single}, False),
 ]
 
@@ -295,23 +291,6 @@ def test_a_rank_that_is_a_step_ahead_has_other_shapes(*, tags: bool) -> None:
             results.append(verb(x, target=x))
         found = [result.loss.item() for result in results]
     assert found == [pytest.approx(loss, rel=1e-6) for loss in true]
-
-
-@pytest.mark.ranks(4, seconds=60)
-def test_sequences_of_any_length_go_through_four_stages_in_time() -> None:
-    """Megatron-LM issue 5100: variable lengths, four stages and 1F1B never ended there."""
-    modules, twins = [[Layer() for _ in range(4)] for _ in range(2)]
-    scheduler = make(*modules, num_microbatches=8, loss_fn=total)
-    for step in range(6):
-        lengths = torch.randint(1, LONGEST, (8,), generator=torch.Generator().manual_seed(step))
-        parts = [normal(ROWS, n, WIDTH, seed=n) for n in lengths.tolist()]
-        for module in (*modules, *twins):
-            module.zero_grad()
-        losses = [total(nn.Sequential(*twins)(part), part) for part in parts]
-        torch.stack(losses).mean().backward()
-        scheduler.step(microbatches=[{"x": part, "target": part} for part in parts])
-        assert farthest(modules[rank()], twins[rank()]) <= 2 * MOST
-    scheduler.close()
 
 
 def test_a_header_of_another_rank_makes_no_memory() -> None:

@@ -1,4 +1,7 @@
-"""Stages that are hung together by names, in every way a pipeline must be able to."""
+"""Stages that are hung together by names: what one process has of them, and those once wrong.
+
+tests/fuzz/test_wirings.py draws others: skips, masks, values without gradients, frozen stages.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
 
 from pipegrad.schedules import Kind
-from tests.support.pipeline.models import TOKENS, VOCAB, WIDTH
+from tests.support.pipeline.models import TOKENS, WIDTH
 from tests.support.pipeline.schedulers import ROWS
 from tests.support.pipeline.trained import Seen, train
 
@@ -58,7 +61,6 @@ class Wiring:
     first: Kind = "B"
     num_microbatches: int = 6
     given: Callable[[int], dict[str, object]] = lambda rows: {}
-    lenient: bool = False
     loss: Callable[[Tensor, Tensor], Tensor] = mean_square
     options: tuple[tuple[str, Any], ...] = ()
     late: int = -1  # as in `greedy`
@@ -99,15 +101,8 @@ def alone(parts: Sequence[Part], given: Mapping[str, Any]) -> Tensor:
     """Returns what the last stage makes, in one process."""
     known = dict(given)
     for module, inputs, outputs in parts:
-        keywords: Sequence[str] = getattr(module, "keywords", ())
-        positions = [known[name] for name in inputs.split() if name not in keywords]
-        out = module(*positions, **{name: known[name] for name in keywords})
-        names = outputs.split()
-        if isinstance(out, Mapping):
-            known |= {name: out[name] for name in names}
-        else:
-            values = out if isinstance(out, tuple | list) else (out,)
-            known |= dict(zip(names, values, strict=True))
+        out = module(*(known[name] for name in inputs.split()))
+        known |= dict(zip(outputs.split(), out if isinstance(out, tuple) else (out,), strict=True))
     last: Tensor = known[parts[-1][2]]
     return last
 
@@ -153,12 +148,11 @@ def evaluated(wiring: Wiring, parts: Any, number: int) -> tuple[Tensor, Tensor]:
 wirings: list[Wiring] = []
 
 
-def wired(*placements: Sequence[int], **options: Any) -> Callable[..., Parts]:
+def wired(*placements: tuple[int, ...], **options: Any) -> Callable[[Parts], Parts]:
     """Makes a function that returns stages a case of each of these placements."""
 
-    def add(parts: Parts, name: str = "") -> Parts:
-        name = name or parts.__name__
-        wirings.extend(Wiring(name, parts, tuple(p), **options) for p in placements)
+    def add(parts: Parts) -> Parts:
+        wirings.extend(Wiring(parts.__name__, parts, p, **options) for p in placements)
         return parts
 
     return add
@@ -176,166 +170,6 @@ def several_tensors() -> list[Part]:
     ]
 
 
-@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1), (0, 1, 1, 1), (0, 0, 0, 1), (0,) * 4)
-def skips() -> list[Part]:
-    """A value for three stages, and its gradients back: wherever those are."""
-    return [
-        (Piece(lambda m, x: (m.linear(x), x.cos() * m.linear(x))), "x", "x skip"),
-        (Piece(lambda m, x, skip: (m.linear(x) + skip, x * 2)), "x skip", "x other"),
-        (Piece(lambda m, x, skip: m.linear(x) * skip.sigmoid()), "x skip", "x"),
-        (Piece(lambda m, x, skip, other: m.linear(x) + skip + other), "x skip other", "x"),
-    ]
-
-
-class Masked(Piece):
-    """Takes a mask by keyword alone; behind it what passes whole."""
-
-    keywords = ("attention_mask", "scale", "nothing")
-
-    def __init__(self) -> None:
-        super().__init__(lambda *_: None)
-
-    def forward(  # type: ignore[override]
-        self,
-        hidden: Tensor,
-        *,
-        attention_mask: Tensor,
-        scale: float,
-        nothing: object,
-    ) -> Tensor:
-        assert type(scale) is float
-        assert nothing is None
-        attention = (hidden @ hidden.mT * scale).masked_fill(~attention_mask[:, None], -1e9)
-        attended: Tensor = self.linear(attention.softmax(-1) @ hidden)
-        return hidden + attended
-
-
-def masks(rows: int) -> dict[str, object]:
-    mask = torch.rand(rows, TOKENS) < 0.7
-    mask[:, 0] = True
-    return {"attention_mask": mask, "scale": 0.3, "nothing": None, "whole": torch.tensor(2.0)}
-
-
-@wired((0, 1, 2, 3), (0, 1, 1, 0), given=masks)
-def named_inputs_of_middle_stages() -> list[Part]:
-    return [
-        (block(), "x", "x"),
-        (Masked(), "x attention_mask scale nothing", "x"),
-        (Masked(), "scale attention_mask x nothing", "x"),
-        (Piece(lambda m, whole, x: m.linear(x) * whole), "whole x", "x"),
-    ]
-
-
-def tokens(rows: int) -> dict[str, object]:
-    return {"x": torch.randint(VOCAB, (rows, TOKENS))}
-
-
-@wired((0, 1, 2), (0, 1, 0), (0, 1, 1), given=tokens)
-def integers_and_bools() -> list[Part]:
-    """A stage that only sends what has no gradient, and one that sends both."""
-
-    def first(m: Piece, x: Tensor) -> tuple[Tensor, ...]:
-        return m.table[x], (x + 1) % VOCAB, x > VOCAB // 2  # type: ignore[index]
-
-    def second(m: Piece, x: Tensor, ids: Tensor, keep: Tensor) -> tuple[Tensor, Tensor]:
-        return (m.linear(x) + m.table[ids]) * keep[..., None], ids * 3 % VOCAB  # type: ignore[index]
-
-    return [
-        (Piece(first, table=(VOCAB, WIDTH)), "x", "x ids keep"),
-        (Piece(second, table=(VOCAB, WIDTH)), "x ids keep", "x ids"),
-        (
-            Piece(
-                lambda m, x, ids, keep: m.linear(x) + m.table[ids] * ~keep[..., None],
-                table=(VOCAB, WIDTH),
-            ),
-            "x ids keep",
-            "x",
-        ),
-    ]
-
-
-@wired((0, 1, 2), given=tokens)
-def nothing_but_integers() -> list[Part]:
-    return [
-        (Plain(lambda x: (x + 1) % VOCAB), "x", "x"),
-        (Piece(lambda m, x: m.table[x], table=(VOCAB, WIDTH)), "x", "x"),
-        (block(), "x", "x"),
-    ]
-
-
-def frozen(*stages: int) -> Parts:
-    """Returns what makes three stages, some of them frozen."""
-    return lambda: [(block().requires_grad_(s not in stages), "x", "x") for s in range(3)]
-
-
-FROZEN = {
-    "frozen_first": ((0,), ((0, 1, 2), (0, 1, 0), (0, 0, 1))),
-    "frozen_middle": ((1,), ((0, 1, 2), (0, 1, 0))),
-    "frozen_but_the_last": ((0, 1), ((0, 1, 2), (0, 1, 0))),
-    "frozen_last": ((2,), ((0, 1, 2), (0, 1, 0))),
-}
-for name, (stages, placements) in FROZEN.items():
-    wired(*placements)(frozen(*stages), name)
-
-
-@wired((0, 1, 2), (0, 1, 1), (0, 0, 1), (0, 0, 0), lenient=True)
-def unused_by_consumers() -> list[Part]:
-    """One value nobody computes with, one of two consumers does; one for one microbatch alone."""
-    return [
-        (Piece(lambda m, x: (m.linear(x), x * m.p, x * m.q), p=(), q=()), "x", "x none half"),
-        (Piece(lambda m, x, none, half: m.linear(x)), "x none half", "x"),
-        (Piece(lambda m, x, none, half: m.linear(x) * half), "x none half", "x"),
-    ]
-
-
-@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 0, 0), first="F")
-@wired((0, 1, 2, 3), (0, 1, 0, 1), (0, 1, 1, 0), (0, 0, 1, 1))
-def views() -> list[Part]:
-    """What leaves is what came in, in a buffer that is used again; and so back."""
-    return [
-        (Piece(lambda m, x: m.linear(x).mT), "x", "x"),
-        (Plain(lambda x: x.view_as(x)), "x", "x"),
-        (Plain(lambda x: x.transpose(1, 2)), "x", "x"),
-        (Plain(lambda x: x), "x", "x"),
-    ]
-
-
-@wired((0, 1, 2, 3), (0, 1, 1, 0), (0, 1, 0, 1))
-def views_that_others_take_too() -> list[Part]:
-    return [
-        (block(), "x", "x"),
-        (Plain(lambda x: (x, x.view_as(x), x[:, 1:])), "x", "x y z"),
-        (Plain(lambda x, y: (x.mT, y)), "x y", "x y"),
-        (Piece(lambda m, x, y, z: m.linear(x.mT) + y * z.mean()), "x y z", "x"),
-    ]
-
-
-@wired((0, 1, 2), (0, 1, 0))
-def outputs_in_a_mapping_and_in_sequences() -> list[Part]:
-    return [
-        (Piece(lambda m, x: {"b": m.linear(x), "more": None, "a": x.sin()}), "x", "a b"),
-        (Piece(lambda m, a, b: [m.linear(a) - b]), "a b", "x"),
-        (Piece(lambda m, x: (m.linear(x),)), "x", "x"),
-    ]
-
-
-@wired((0, 1, 2), (0, 1, 0))
-def a_parameter_that_is_handed_on() -> list[Part]:
-    return [
-        (Piece(lambda m, x: (m.linear(x), m.p, m.p.view(WIDTH, 1)), p=(WIDTH,)), "x", "x p q"),
-        (Piece(lambda m, x, p: m.linear(x) * p), "x p", "x"),
-        (Piece(lambda m, x, p, q: m.linear(x) + p + x @ q), "x p q", "x"),
-    ]
-
-
-@wired((0, 1), (0, 0))
-def scalars() -> list[Part]:
-    return [
-        (Piece(lambda m, x: (m.linear(x), m.linear(x).sum())), "x", "x total"),
-        (Piece(lambda m, x, total: m.linear(x) * total), "x total", "x"),
-    ]
-
-
 def added(x: Tensor, p: Tensor) -> Tensor:
     """Returns a sum whose gradient, and that of p and that of x, torch leaves in one storage."""
     return (x.flatten() + p.flatten()).view(x.shape)
@@ -344,7 +178,7 @@ def added(x: Tensor, p: Tensor) -> Tensor:
 BATCH = ROWS, TOKENS, WIDTH
 
 
-@wired((0, 1, 2), (0, 1, 0), options=(("handlers", ("noop",)),))
+@wired((0, 1, 0), options=(("handlers", ("noop",)),))
 @wired((0, 1, 2), num_microbatches=1, options=(("handlers", ("noop",)),))
 @wired((0, 1, 2), num_microbatches=1, options=(("reduce_dtype", torch.float64),))
 def gradients_of_parameters_in_received_ones() -> list[Part]:
@@ -369,8 +203,8 @@ class FromTheSecondOn(nn.Module):
         return x * 1.0 if self.calls % 6 == 1 else x + self.p.view(x.shape)
 
 
-@wired((0, 1, 2), (0, 1, 0), first="F")
-@wired((0, 1, 2), (0, 1, 0))
+@wired((0, 1, 0), first="F")
+@wired((0, 1, 2))
 def a_parameter_that_the_first_microbatch_does_not_use() -> list[Part]:
     return [(block(), "x", "x"), (FromTheSecondOn(), "x", "x"), (Plain(lambda x: x * x), "x", "x")]
 
@@ -385,7 +219,7 @@ def gradients_of_values_in_those_of_parameters() -> list[Part]:
     return [(block(), "x", "x"), (square_of_sum(), "x", "x")]
 
 
-@wired((0, 0, 0), (0, 1, 1), (0, 1, 2))
+@wired((0, 0, 0), (0, 1, 1))
 def gradients_of_two_values_in_one_storage() -> list[Part]:
     """A stage before adds to one of them."""
     return [
@@ -406,7 +240,7 @@ def gradients_of_two_values_in_one_storage_joined() -> list[Part]:
     ]
 
 
-@wired((0, 1), (0, 0), loss=lambda loss, _: loss)
+@wired((0, 1), loss=lambda loss, _: loss)
 def losses_that_arrive() -> list[Part]:
     """The loss function hands on what a stage before the last has computed."""
     return [

@@ -68,9 +68,6 @@ WRAPPERS: dict[str, Callable[[nn.Module], Any]] = {
     "scripted": torch.jit.script,
     "traced": lambda module: torch.jit.trace(module, (torch.ones(1), torch.ones(1))),
     "checkpointed": checkpoint_wrapper,
-    "checkpointed and compiled": lambda module: torch.compile(
-        checkpoint_wrapper(module), backend="eager"
-    ),
 }
 
 

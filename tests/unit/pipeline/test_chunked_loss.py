@@ -21,6 +21,7 @@ from pipegrad.pipeline.shares import MeansOfMicrobatches
 from pipegrad.pipeline.split_backward import PACKED, accumulate, backward_inputs, by_parameter
 from pipegrad.plan.check import refuse_loss_parameters
 from tests.support.pairwise import pairwise
+from tests.support.pipeline.graphs import Products
 from tests.support.rounding import rounding
 
 TOKENS, CLASSES, WIDTH = 37, 53, 8
@@ -154,19 +155,10 @@ def test_what_is_frozen_gets_no_gradient_and_costs_none(trained: str) -> None:
 
 def test_no_gradient_is_computed_without_a_backward() -> None:
     hidden, target, head = drawn()
-    products = 0
-
-    class Products(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> object:
-            nonlocal products
-            products += func._schema.name in ("aten::mm", "aten::addmm")
-            return func(*args, **(kwargs or {}))
-
-    with torch.no_grad(), Products():  # type: ignore[no-untyped-call]
+    products = Products()
+    with torch.no_grad(), products:
         loss = chunked_cross_entropy(hidden, target, head)
-    assert products == 1
+    assert products.count == 1
     assert loss == chunked_cross_entropy(hidden, target, head)
 
 
@@ -234,19 +226,11 @@ def test_a_weight_that_changed_behind_the_forward_is_refused() -> None:
         loss.backward()
 
 
-class Scaled(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"head": Scaled(WIDTH, CLASSES)}, "the head is a Scaled, which may do more"),
-        ({"head": nn.Sequential()}, "the head is a Sequential"),
         ({"head": torch.ones(CLASSES, WIDTH + 1)}, "expected (classes, 8)"),
         ({"target": torch.ones(TOKENS)}, "expected classes as integers, (37,)"),
-        ({"target": torch.ones(TOKENS - 1, dtype=torch.long)}, "the target is torch.int64 (36,)"),
         ({"reduction": "batchmean"}, "expected one of ['mean', 'sum', 'none']"),
     ],
 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -75,11 +74,8 @@ def test_its_corner_cases_are_1f1b_and_eager(
         ((), {}, [1]),
         ((0, 1.5, 0), {}, [5, 4, 2, 1]),
         ((1.5, 0, 0), {}, [5, 3, 2, 1]),
-        ((0, 0, 1.5), {}, [5, 4, 3, 1]),
-        ((1.51,), {}, [4, 1]),
         ((6.0, 3.0), {}, [9, 4, 1]),
         ((0.1 + 0.2,), {"compute_seconds": 0.6}, [3, 1]),
-        ((1, 2), {"compute_seconds": 2, "threshold": 0}, [6, 4, 1]),
         ((0.75,), {"threshold": 0.5}, [2, 1]),
         ((0.76,), {"threshold": 0.5}, [3, 1]),
         ((0.01,), {"threshold": 0}, [3, 1]),
@@ -94,14 +90,6 @@ def test_each_hop_adds_what_it_needs(
     assert warm_ups(made) == expected
     assert made.stage_to_rank == tuple(range(len(expected)))
     assert len(made.grid[0]) == 2 * (64 + len(expected) - 1)
-
-
-def test_one_slow_hop_costs_40_activations_where_eager_takes_64() -> None:
-    hops = [0, 0, 0, 0.5 * COMPUTE_SECONDS, 0, 0, 0]
-    eager = schedules.build("eager-1f1b", num_ranks=8, num_microbatches=64)
-    assert (sum(warm_ups(build(hops))), sum(warm_ups(eager))) == (40, 64)
-    assert warm_ups(build(hops)) == [9, 8, 7, 6, 4, 3, 2, 1]
-    assert seconds(build(hops), hops) == seconds(eager, hops)
 
 
 @pytest.mark.parametrize(
@@ -131,36 +119,22 @@ def test_all_hops_together_lose_no_more_than_the_threshold(threshold: float) -> 
         (NAME, {"hop_seconds": [0, -1, 0]}, r"hop_seconds\[1\] is -1, expected a finite number"),
         (
             NAME,
-            {"hop_seconds": [0, math.nan]},
-            r"hop_seconds\[1\] is nan, expected a finite number",
-        ),
-        (
-            NAME,
             {"hop_seconds": {0: 1.0, 1: 2.0}},
             "expected a sequence of numbers, one for each",
         ),
-        (NAME, {"hop_seconds": "12"}, "hop_seconds is '12', expected a sequence of numbers"),
         (NAME, {"compute_seconds": 0}, "compute_seconds is 0, expected a finite number above 0"),
-        (NAME, {"compute_seconds": math.nan}, "compute_seconds is nan, expected"),
-        (NAME, {"hop_seconds": None}, "give both in one unit, or none of them"),
         (NAME, {"compute_seconds": None}, "give both in one unit, or none of them"),
         (NAME, {"threshold": -0.1}, "threshold is -0.1, expected at least 0 and below 1"),
-        (NAME, {"threshold": 1}, "threshold is 1, expected at least 0 and below 1"),
-        (NAME, {"threshold": math.nan}, "threshold is nan, expected at least 0 and below 1"),
-        (SPLIT, {"hop_seconds": [0, -1, 0]}, r"hop_seconds\[1\] is -1, expected a finite number"),
         (
             SPLIT,
             {"weight_seconds": 1},
             "weight_seconds is 1 and compute_seconds is 1: expected a",
         ),
-        (SPLIT, {"weight_seconds": -0.1}, "weight_seconds is -0.1 and compute_seconds is 1"),
-        (SPLIT, {"weight_seconds": math.nan}, "weight_seconds is nan"),
         (
             SPLIT,
             {"compute_seconds": None, "hop_seconds": None, "weight_seconds": 1.0},
             "and compute_seco",
         ),
-        (SPLIT, {"compute_seconds": None}, "give both in one unit, or none of them"),
         (SPLIT, {"max_live_activations": 0}, "max_live_activations is 0, expected a whole number"),
     ],
 )
@@ -241,12 +215,8 @@ def test_where_hops_take_no_time_it_is_zb_h1(
         ((), {}, [1]),
         # Of many microbatches, a fast hop costs too small a share of the step.
         ((0.5, 0.5, 0.5), {}, [4, 3, 2, 1]),
-        ((0.51, 0.51, 0.51), {"threshold": 0}, [7, 5, 3, 1]),
-        ((0.5, 0.5, 0.5), {"threshold": 0}, [7, 5, 3, 1]),
         ((1.0, 1.0, 1.0), {}, [7, 5, 3, 1]),
         ((1.01, 1.01, 1.01), {"threshold": 0}, [10, 7, 4, 1]),
-        ((0, 1.0, 0), {}, [5, 4, 2, 1]),
-        ((1.0, 0, 0), {}, [5, 3, 2, 1]),
         ((3.0, 0, 2.0), {"threshold": 0}, [9, 5, 4, 1]),
         ((0.1 + 0.2,), {"compute_seconds": 0.9, "threshold": 0}, [3, 1]),
         # W of a quarter hides less, and a little more of F and I hides nothing.
@@ -256,8 +226,6 @@ def test_where_hops_take_no_time_it_is_zb_h1(
         ((1e308,), {"compute_seconds": 1e-308}, [64, 1]),
         ((1e9, 0), {}, [64, 2, 1]),
         ((1.0, 1.0, 1.0), {"max_live_activations": 4}, [4, 3, 2, 1]),
-        ((1.0, 1.0, 1.0), {"max_live_activations": 6}, [6, 5, 3, 1]),
-        ((1.0, 1.0, 1.0), {"max_live_activations": 5}, [5, 4, 3, 1]),
         ((1.0, 1.2, 1.0), {"max_live_activations": 5}, [5, 4, 2, 1]),
         ((1.0, 1.0, 1.0), {"max_live_activations": 64}, [7, 5, 3, 1]),
     ],
@@ -313,27 +281,6 @@ def test_where_hops_are_alike_and_slow_one_activation_less_costs_time(seconds: f
         assert makespan(leaner, SECONDS, hops) > bound(hops, 80) + 0.05
 
 
-@pytest.mark.parametrize("extra", [0, 1, 2])
-@pytest.mark.parametrize("seconds", [0.0, 0.2, 0.5, 0.6, 0.9, 1.2, 1.8, 2.4])
-def test_a_hop_costs_what_the_docstring_says(seconds: float, extra: int) -> None:
-    hops = [seconds] * 3
-    num_warmups = [1 + (1 + extra) * rest for rest in (3, 2, 1, 0)]
-    fill, drain = max(0, 2 * seconds - extra * 2), max(0, seconds - extra)
-    steady = max(0, 2 * seconds - 1 - extra * 3)
-
-    def cost(num_microbatches: int) -> float:
-        made = split_in_turns("made", num_warmups, num_microbatches)
-        return makespan(made, SECONDS, hops) - bound(hops, num_microbatches)
-
-    assert cost(32) <= 3 * (fill + drain) + 32 * steady + 1e-9
-    if not steady:
-        assert cost(32) == pytest.approx(3 * (fill + drain))
-    # 168 microbatches are whole rounds of rank 0.
-    each = (cost(248) - cost(80)) / 168
-    # Three hops are as slow. A microbatch goes there and back while rank 0 has this many others.
-    assert each == pytest.approx(steady * 3 / num_warmups[0])
-
-
 @pytest.mark.parametrize("threshold", [0.02, 0.05, 0.3])
 @pytest.mark.parametrize("hops", some_hops(12 if everything() else 6), ids=str)
 def test_all_split_hops_together_lose_no_more_than_the_threshold(
@@ -361,11 +308,6 @@ def test_within_a_limit_it_is_near_the_best_that_fits(hops: list[float], limit: 
 
 
 def test_numbers_that_do_not_fit_the_pipeline_are_refused() -> None:
-    expected = "hop-aware-zb-h1 over 4 ranks has 3 hops, found 2 hop_seconds"
-    with pytest.raises(ScheduleError, match=expected):
-        schedules.build(
-            SPLIT, num_ranks=4, num_microbatches=4, hop_seconds=[0, 0], compute_seconds=1
-        )
     with pytest.raises(ScheduleError, match="max_live_activations is 3, and zb-h1 itself holds 4"):
         build([0.0] * 3, name=SPLIT, max_live_activations=3)
     # Of three microbatches nobody holds more than three.

@@ -13,9 +13,11 @@ from hypothesis import given, settings
 from pipegrad import schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Action, Schedule
-from pipegrad.schedules.program.lower import chain, lower
+from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Channel, Collective, Item, Link, Op, Program
 from pipegrad.schedules.program.verify import verify
+from pipegrad.simulation.costs import Costs, Network, StageCosts
+from tests.support.schedules.makespan import recorded
 from tests.support.schedules.programs import places_of, programs, rows
 
 quick = settings(deadline=None, max_examples=60, derandomize=True)
@@ -104,40 +106,6 @@ def test_a_value_goes_to_each_rank_once_and_its_gradient_comes_back_once(program
     assert (again[0].items, again[0].channels) == (again[1].items, again[1].channels)
 
 
-def test_two_stages_of_a_rank_share_a_transfer() -> None:
-    """The value is received by the earlier forward; its gradient leaves after both backwards."""
-    schedule = rows("0F0 0B0", "1F0 2F0 2B0 1B0", stages=(0, 1, 1))
-    program = lower(schedule, links=[Link("h", 0, (1, 2)), Link("x", 1, (2,))], depth=0)
-    assert (
-        program.listing(1)
-        == """\
-rank 1
-  post-receive   h of 0F0 from rank 0
-  wait-receive   h of 0F0 from rank 0
-  compute        1F0
-  compute        2F0
-  last-backward  stage 2
-  compute        2B0
-  final          stage 2
-  last-backward  stage 1
-  compute        1B0
-  send           gradient of h of 0F0 to rank 0
-  final          stage 1
-  release        gradient of h of 0F0 to rank 0"""
-    )
-    assert len(program.channels) == 2
-    assert verify(program).receive_buffers == (1, 1)
-
-
-@pytest.mark.parametrize("stages_per_rank", [1, 2, 3])
-def test_stages_of_one_rank_transfer_nothing(stages_per_rank: int) -> None:
-    options = {"num_ranks": 1, "num_microbatches": 3, "stages_per_rank": stages_per_rank}
-    program = lower(schedules.build("interleaved-1f1b", **options))
-    assert program.links == chain(stages_per_rank)
-    assert program.channels == ()
-    assert {item.op for item in program.decoded(0)} == {Op.COMPUTE, Op.LAST_BACKWARD, Op.FINAL}
-
-
 # Receives.
 
 
@@ -166,24 +134,6 @@ def test_1f1b_holds_as_many_buffers_as_are_in_flight(
     assert max(held) <= num_ranks + 2 * depth
 
 
-@pytest.mark.parametrize(
-    ("schedule", "held"),
-    [
-        ("1f1b", (3, 8, 7, 3)),
-        ("eager-1f1b", (3, 10, 8, 3)),
-        ("gpipe", (3, 19, 19, 16)),
-        ("interleaved-1f1b", (9, 14, 12, 10)),
-        ("zb-h1", (3, 10, 11, 6)),
-        ("zbv", (3, 14, 14, 8)),
-        ("v-half", (5, 14, 13, 7)),
-        ("v-min", (4, 10, 9, 5)),
-    ],
-)
-def test_two_receives_of_an_edge_are_posted_ahead(schedule: str, held: tuple[int, ...]) -> None:
-    """Each one more costs a rank in the middle two buffers, and gained nothing."""
-    assert verify(lower(build(schedule, 4, 16))).receive_buffers == held
-
-
 @quick
 @given(program=programs())
 def test_waits_stand_directly_before_the_first_action_that_reads(program: Program) -> None:
@@ -210,6 +160,7 @@ def reads(program: Program, item: Item, action: Action) -> bool:
 
 @pytest.mark.parametrize("depth", range(5))
 def test_depth_is_how_many_receives_of_an_edge_are_posted_ahead(depth: int) -> None:
+    """Two by default: each one more costs a rank in the middle two buffers, and gained nothing."""
     program = lower(build("gpipe", 2, 6), depth=depth)
     ahead, found = 0, list[int]()
     for op, _, _ in program.decoded(1):
@@ -217,6 +168,7 @@ def test_depth_is_how_many_receives_of_an_edge_are_posted_ahead(depth: int) -> N
         if op is Op.WAIT_RECEIVE:
             found.append(ahead)
     assert found == [min(depth, left) for left in (5, 4, 3, 2, 1, 0)]
+    assert (program == lower(program.schedule)) == (depth == 2)
 
 
 @pytest.mark.parametrize(
@@ -344,3 +296,126 @@ def test_all_but_stage_0_reduce_before_the_step_ends(name: str, num_ranks: int) 
                 launched[by_end[item.which]] = ticks[before[-1]]
         assert launched == dict(enumerate(ends))
         assert all(launched[stage] < ends[0] for stage in range(1, len(places)))
+
+
+# Skips have a connection of their own where they would hold up what the next stage takes.
+
+NEXT = tuple(Link("x", stage, (stage + 1,)) for stage in range(3))
+LOOP, V, ROW = (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 3)  # stages to ranks
+
+
+def skips(places: tuple[int, ...], *others: Link) -> list[tuple[str, str, int, int]]:
+    """Returns the names of skips, which way they go, and between which ranks."""
+    num_ranks = 1 + max(places)
+    order = [*range(4), *range(7, 3, -1)]
+    actions = tuple(
+        tuple(
+            Action(step if step < 4 else step - 4, "F" if step < 4 else "B", 0)
+            for step in order
+            if places[step % 4] == rank
+        )
+        for rank in range(num_ranks)
+    )
+    program = lower(Schedule("some", 1, places, actions), links=[*NEXT, *others])
+    return sorted((program.links[c.link].name, *c[1:]) for c in program.skips)
+
+
+@pytest.mark.parametrize(
+    ("places", "others", "expected"),
+    [
+        (ROW, [Link("skip", 0, (3,))], []),  # nothing else goes from rank 0 to rank 3
+        (LOOP, [], []),
+        (LOOP, [Link("skip", 0, (3,))], [("skip", "B", 1, 0), ("skip", "F", 0, 1)]),
+        (V, [Link("skip", 0, (2,))], [("skip", "B", 1, 0), ("skip", "F", 0, 1)]),
+        (V, [Link("skip", 0, (3,))], []),  # it stays on its rank
+        # The next stage takes it, too.
+        (LOOP, [Link("skip", 0, (1, 3))], []),
+        (LOOP, [Link("skip", 0, (2, 3))], [("skip", "B", 1, 0), ("skip", "F", 0, 1)]),
+        (LOOP, [Link("mask", 0, (3,), False)], [("mask", "F", 0, 1)]),
+        (LOOP, [Link("skip", 1, (3,))], []),
+        # From rank 1 only the gradient of x comes back to rank 0, and none of a mask.
+        ((0, 1, 1, 1), [Link("skip", 0, (2,))], [("skip", "B", 1, 0), ("skip", "F", 0, 1)]),
+    ],
+)
+def test_a_value_that_skips_stages_beside_one_that_does_not(
+    places: tuple[int, ...], others: list[Link], expected: list[tuple[str, str, int, int]]
+) -> None:
+    assert skips(places, *others) == expected
+
+
+def test_an_evaluation_knows_the_same_channels() -> None:
+    schedule = build("interleaved-1f1b", 2, 2)
+    links = [*NEXT, Link("skip", 0, (3,))]
+    training = lower(schedule, links=links)
+    evaluation = lower(schedule, links=links, forward_only=True)
+    assert training.skips == {Channel(3, "F", 0, 1), Channel(3, "B", 1, 0)}
+    assert evaluation.skips == {Channel(3, "F", 0, 1)}
+
+
+def arrivals(program: Program) -> dict[str, float]:
+    """Returns when values of the first microbatch come to rank 1, if NICs send a byte a second."""
+    stages = (StageCosts(1.0, 2.0, outputs={"x": 1, "skip": 10}),) * 4
+    timeline = recorded(program, Costs(stages, Network(nic_bytes_per_second=1.0)))
+    spans = (s for s in timeline.spans if s.kind == "transfer" and (s.rank, s.peer) == (0, 1))
+    return {s.label.split(" of ")[0]: s.end for s in spans if s.label.endswith("of 0F0")}
+
+
+def test_in_a_simulation_both_share_the_nic() -> None:
+    """Behind the skip x would come at 1 + 10 + 1."""
+    schedule = build("interleaved-1f1b", 2, 2)
+    program = lower(schedule, links=[Link("skip", 0, (3,)), *NEXT])
+    found = arrivals(program)
+    assert found["x"] == pytest.approx(1 + 2)
+    assert found["skip"] > 12
+
+
+# Word for word.
+
+
+def test_a_skip_and_a_value_with_two_consumers_in_full() -> None:
+    """h goes to ranks 1 and 2, and its gradients are summed; skip goes to rank 2 alone."""
+    links = [Link("h", 0, (1, 2)), Link("skip", 0, (2,)), Link("x", 1, (2,))]
+    tied = Collective("tied", (0, 2), (0, 2), comm_stream=0, readers=(0, 2))
+    schedule = rows("0F0 0B0", "1F0 1I0 1W0", "2F0 2B0", stages=(0, 1, 2))
+    program = lower(schedule, links=links, depth=0, collectives=[tied])
+    listings = [program.listing(rank) for rank in range(3)]
+    assert str(program) == "\n".join(listings)
+    assert (
+        "\n".join(listings[:2])
+        == """\
+rank 0
+  first-use      stage 0
+  compute        0F0
+  send           h of 0F0 to rank 1
+  send           h of 0F0 to rank 2
+  send           skip of 0F0 to rank 2
+  post-receive   gradient of h of 0F0 from rank 1
+  post-receive   gradient of h of 0F0 from rank 2
+  post-receive   gradient of skip of 0F0 from rank 2
+  wait-receive   gradient of h of 0F0 from rank 1
+  wait-receive   gradient of h of 0F0 from rank 2
+  wait-receive   gradient of skip of 0F0 from rank 2
+  release        h of 0F0 to rank 1
+  release        h of 0F0 to rank 2
+  release        skip of 0F0 to rank 2
+  join           gradients of h of 0F0
+  last-backward  stage 0
+  compute        0B0
+  final          stage 0
+  launch         tied
+  publish        tied
+rank 1
+  post-receive   h of 0F0 from rank 0
+  wait-receive   h of 0F0 from rank 0
+  compute        1F0
+  send           x of 1F0 to rank 2
+  post-receive   gradient of x of 1F0 from rank 2
+  wait-receive   gradient of x of 1F0 from rank 2
+  release        x of 1F0 to rank 2
+  compute        1I0
+  send           gradient of h of 0F0 to rank 0
+  inputs-final   stage 1
+  compute        1W0
+  final          stage 1
+  release        gradient of h of 0F0 to rank 0"""
+    )

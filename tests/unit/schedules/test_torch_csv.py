@@ -53,13 +53,6 @@ def test_what_is_written_is_read(name: str) -> None:
     assert read_csv(write_csv(made), name=name) == made
 
 
-def test_a_split_backward_is_read_and_written() -> None:
-    made = read_csv(SPLIT)
-    assert (made.name, made.num_microbatches, made.stage_to_rank) == ("csv", 2, (0, 1))
-    assert [str(action) for action in made.actions[1]] == ["1F0", "1I0", "1F1", "1I1", "1W0", "1W1"]
-    assert read_csv(write_csv(made)) == made
-
-
 @pytest.mark.parametrize("name", [*installed(), "split"])
 def test_torch_reads_the_same_actions(name: str, tmp_path: Path) -> None:
     made = read_csv(SPLIT) if name == "split" else built(name)
@@ -111,26 +104,18 @@ def test_line_endings_do_not_matter(ending: str) -> None:
     ("text", "message"),
     [
         ("0F0,0B0\n1F0,1X0", "file, line 2, cell 2: '1X0' is not understood; expected stage, ki"),
-        ("0F0,0B0x", "line 1, cell 2: '0B0x' is not understood"),
-        ("0F0,,-1B0", "line 1, cell 3: '-1B0' is not understood"),
         ("0F0,0B0;0W0", "line 1, cell 2: '0B0;0W0' is not understood"),
         ("0F0,(0B0;0X0)OVERLAP_F_B", "line 1, cell 2: '0X0' is not understood"),
-        ("0F0,(0B0)OVERLAP", r"line 1, cell 2: '\(0B0\)OVERLAP' is not understood"),
         ("0F9999999999,0B0", "line 1, cell 1: '0F9999999999' is not understood"),
         ("0F0,0SEND_F0", "cell 2: 0SEND_F0 is a transfer; give the compute-only file, pipegrad"),
-        ("0F0\n1RECV_F0", "line 2, cell 1: 1RECV_F0 is a transfer"),
         ("0F0,,0B0\n,0F1", "line 2, cell 2: 0F1 is of stage 0, which line 1 has already"),
         ("0F0,0B0\n2F0,2B0", "file has a stage 2 but no stage 1; expected all from 0 on"),
-        ("1F0,1B0", "file has a stage 1 but no stage 0"),
         ("0F1,0B1", "file has a microbatch 1 but no microbatch 0"),
         ("0F0,0F999999999", "file has a microbatch 999999999 but no microbatch 1"),
         ("", "file has no cells; expected a line for each rank"),
-        (" \n\n", "file has no cells; expected a line for each rank"),
         ("0F0,0B0\n,,", "file, line 2 has no cells; each rank holds a stage"),
         ("0F0,0B0\n\n1F0,1B0", "file, line 2 has no cells"),
-        ("0UNSHARD,0F0,0B0\n1UNSHARD", "file, line 2 has no cells"),
         ("0" * 200_000, "file is not a CSV file: field larger than"),
-        ("0F0,0B0,0B0", "'file' is not complete: .* found 0B0 2 times"),
         ("0F0,0B0\n1F0", r"'file' is not complete: .* stage 1 microbatch 0 has \['F'\]"),
         ("0B0,0F0", "'file' cannot go on"),
     ],
@@ -178,12 +163,9 @@ class Skips(ScheduleGenerator):
     [
         (["egar", *SIZE], "is called 'egar'; known, closest first: 1f1b, adaptive-1f1b, auto"),
         (["1f1b", "--ranks", "0", "--microbatches", "2"], "'0': expected a whole number of"),
-        (["1f1b", "--ranks", "2"], "Missing option '--microbatches'"),
         (["1f1b", *SIZE, "--format", "csv"], "'csv' is not one of 'text', 'torch-csv'"),
         (["1f1b", *SIZE, "--set", "depth=3"], "has no option 'depth'"),
-        (["1f1b", *SIZE, "--set", "depth"], "--set depth: expected key=value"),
         (["hop-aware-1f1b", *SIZE, "--set", "compute_seconds=1"], "hop_seconds is None and comp"),
-        (["interleaved-1f1b", "--ranks", "2", "--microbatches", "3"], "the nearest is 4"),
         (
             [f"{__name__}:Skips", "--ranks", "3", "--microbatches", "2", "--format", "torch-csv"],
             "torch sends the output of a stage to the next stage only: run it by pipegrad.Sched",

@@ -71,6 +71,10 @@ WRONG: dict[str, tuple[Schedule, list[str]]] = {
         rows("0F0 0B0 1B0", "1F0"),
         [f"{INCOMPLETE}1B0 on rank 0", "rank 0  0F0   0B0   >1B0<", "rank 1  1F0"],
     ),
+    "missing": (
+        rows("0F0 0B0", "1F0"),
+        [f"{INCOMPLETE}stage 1 microbatch 0 has ['F']", "rank 0  0F0   0B0", "rank 1  >1F0<"],
+    ),
     "backward first": (
         rows("0F0 0F1 0B0 0B1", "1B0 1F0 1F1 1B1", num_microbatches=2),
         [

@@ -8,11 +8,10 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given, settings
 
-from pipegrad.schedules.program.lower import lower
-from pipegrad.schedules.program.program import Collective, Link, Op, Program, decode
+from pipegrad.schedules.program.program import Op, Program, decode
 from pipegrad.schedules.program.verify import verify
 from tests.support.schedules.harm import assert_marked, move, quick, refused, seeds, swap, times
-from tests.support.schedules.programs import DeadlockError, Run, places_of, programs, rows
+from tests.support.schedules.programs import DeadlockError, Run, places_of, programs
 
 pytestmark = pytest.mark.slow
 Harm = Callable[[Program, random.Random], Program | None]
@@ -104,28 +103,6 @@ def test_a_missing_launch_is_refused_with_its_rank(program: Program, seed: int) 
     assert refused(program) == f"rank {rank} never launches {collective.name}"
 
 
-@quick
-@given(program=programs(min_ranks=2), seed=seeds)
-def test_swapped_collectives_are_refused_with_their_ranks(program: Program, seed: int) -> None:
-    chance = random.Random(seed)
-    places = program.schedule.stage_to_rank
-    ranks = tuple(sorted(chance.sample(range(max(places) + 1), 2)))
-    stages = tuple(sorted(places.index(rank) for rank in ranks))
-    pair = [Collective(name, ranks, stages, comm_stream=7) for name in ("left", "right")]
-    both = lower(program.schedule, links=program.links, collectives=(*program.collectives, *pair))
-    verify(both)
-    rank = chance.choice(ranks)
-    number = len(program.collectives)
-    left, right = [p for p, i in places_of(both, rank, Op.LAUNCH) if i.which >= number]
-    other = ranks[rank == ranks[0]]
-    text = refused(swap(both, rank, left, right))
-    assert text.startswith("collectives wait for each other, in the orders they launch:\n  rank ")
-    assert f"\n  rank {rank}, comm stream 7: right, over ranks {list(ranks)}" in text
-    assert f"\n  rank {other}, comm stream 7: left, over ranks {list(ranks)}" in text
-    with pytest.raises(DeadlockError):
-        Run(swap(both, rank, left, right), seed)
-
-
 @settings(quick, max_examples=200)
 @given(program=programs(min_ranks=3), seed=seeds)
 def test_early_releases_are_refused_if_and_only_if_a_run_never_ends(
@@ -146,26 +123,3 @@ def test_early_releases_are_refused_if_and_only_if_a_run_never_ends(
         assert_marked(text, program)
     else:
         verify(program)
-
-
-def test_a_release_that_its_peer_cannot_answer_is_refused() -> None:
-    order = ("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2F1 3F0 3F1 3B0 3B1 2B0 2B1")
-    schedule = rows(*order, stages=(0, 1, 2, 2), num_microbatches=2)
-    links = [*(Link("x", stage, (stage + 1,)) for stage in range(3)), Link("skip", 0, (3,))]
-    program = lower(schedule, links=links, depth=0)
-    verify(program)
-    (sent, _), *_ = places_of(program, 0, Op.SEND)[1:]
-    (release,) = [
-        place
-        for place, item in places_of(program, 0, Op.RELEASE)
-        if program.words(item) == "release        skip of 0F0 to rank 2"
-    ]
-    assert refused(move(program, 0, release, sent + 1)) == (
-        "schedule 'mine' cannot go on: ranks wait for each other:\n"
-        "  rank 0: release        skip of 0F0 to rank 2, for 0F1\n"
-        "  rank 1: wait-receive   x of 0F1 from rank 0, for 1F1\n"
-        "  rank 2: wait-receive   x of 1F1 from rank 1, for 2F1\n"
-        "rank 0  0F0   >0F1< 0B0   0B1\n"
-        "rank 1  1F0   >1F1< 1B0   1B1\n"
-        "rank 2  2F0   >2F1< 3F0   3F1   3B0   3B1   2B0   2B1"
-    )
