@@ -143,10 +143,10 @@ def ahead(*, schedule: str, ties: bool) -> Twins:
 
     If labels are even, the loss of a microbatch weighted by its labels is that of the whole batch.
     """
-    from tests.support.partition.ahead import llama_ahead
+    from tests.support.partition.ahead import deepseek_ahead
 
     boundaries = ["model.layers.1", "model.layers.3", "model.embed_tokens#1"]
-    build: Any = partial(llama_ahead, ties=ties)
+    build: Any = partial(deepseek_ahead, ties=ties)
     twins = Twins(build, 4, schedule=schedule, cut={"boundaries": boundaries})
     embedding = ["model.embed_tokens.weight"]
     assert twins.cut.tied == [[*embedding, "lm_head.weight"] if ties else embedding]

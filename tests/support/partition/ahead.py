@@ -1,4 +1,4 @@
-"""A Llama with multi-token prediction: transformers has the model, but not these modules.
+"""DeepSeek-V3 with multi-token prediction: transformers has the model, but not these modules.
 
 Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, section 2.2.
 """
@@ -11,12 +11,15 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import (
+    DeepseekV3DecoderLayer,
+    DeepseekV3RMSNorm,
+)
 
-from tests.support.partition.families import GROUPED
+from tests.support.partition.families import SIZES
 
 WEIGHT = 0.3  # of the losses of tokens ahead, as a mean over depths
 DEPTHS = 2
@@ -28,10 +31,10 @@ class Ahead(nn.Module):
     def __init__(self, config: Any, number: int) -> None:
         super().__init__()
         width = config.hidden_size
-        self.enorm, self.hnorm = LlamaRMSNorm(width), LlamaRMSNorm(width)
+        self.enorm, self.hnorm = DeepseekV3RMSNorm(width), DeepseekV3RMSNorm(width)
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
-        self.block = LlamaDecoderLayer(config, config.num_hidden_layers + number)
-        self.norm = LlamaRMSNorm(width)
+        self.block = DeepseekV3DecoderLayer(config, config.num_hidden_layers + number)
+        self.norm = DeepseekV3RMSNorm(width)
 
     def forward(self, hidden: Tensor, embedded: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
         both = torch.cat([self.enorm(embedded), self.hnorm(hidden)], -1)
@@ -46,8 +49,8 @@ class AheadOutput(CausalLMOutputWithPast):  # type: ignore[misc]
     mtp_loss: Tensor | None = None
 
 
-class LlamaAheadForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
-    """A Llama whose embedding and head are those of the modules that look ahead, too."""
+class DeepseekV3AheadForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
+    """DeepSeek-V3 whose embedding and head are those of the modules that look ahead, too."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -64,34 +67,45 @@ class LlamaAheadForCausalLM(LlamaForCausalLM):  # type: ignore[misc]
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         hidden = x = self.model(**given).last_hidden_state
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
-        options = {"position_ids": positions}
-        options["attention_mask"] = create_causal_mask(
+        mask = create_causal_mask(
             config=self.config,
             inputs_embeds=hidden,
             attention_mask=attention_mask,
             past_key_values=None,
             position_ids=positions,
         )
-        options["position_embeddings"] = self.model.rotary_emb(hidden, positions)
-        tokens, losses = input_ids, []
-        logits, loss, mtp_loss = self.lm_head(hidden), None, None
-        for depth, module in enumerate(self.mtp, 1):
+        options = {
+            "attention_mask": mask,
+            "position_ids": positions,
+            "position_embeddings": self.model.rotary_emb(hidden, positions),
+        }
+        tokens, ahead = input_ids, []
+        for module in self.mtp:
             tokens = F.pad(tokens[:, 1:], (0, 1))
             x, normed = module(x, self.model.embed_tokens(tokens), **options)
-            if labels is not None:
-                following = F.pad(labels[:, depth:], (0, depth), value=-100)
-                losses.append(self._loss(self.lm_head(normed), following))
+            ahead.append(normed)
+        logits, loss, mtp_loss = self.lm_head(hidden), None, None
         if labels is not None:
+            size = self.config.vocab_size
+            loss = self.loss_function(logits, labels, size)
+            following = [F.pad(labels[:, k:], (0, k), value=-100) for k in range(1, DEPTHS + 1)]
+            losses = [
+                self.loss_function(self.lm_head(h), y, size)
+                for h, y in zip(ahead, following, strict=True)
+            ]
             mtp_loss = sum(losses) / DEPTHS
-            loss = self._loss(logits, labels) + WEIGHT * mtp_loss
+            loss = loss + WEIGHT * mtp_loss
         return AheadOutput(loss=loss, logits=logits, mtp_loss=mtp_loss)
 
-    def _loss(self, logits: Tensor, labels: Tensor) -> Any:
-        return self.loss_function(logits, labels, self.config.vocab_size)
 
-
-def llama_ahead(*, ties: bool = False) -> Any:
+def deepseek_ahead(*, ties: bool = False) -> Any:
     """Returns a small one, with the same bits in every process."""
     torch.manual_seed(7)
-    sizes = GROUPED | {"num_hidden_layers": 4, "tie_word_embeddings": ties}
-    return LlamaAheadForCausalLM(LlamaConfig(**sizes)).double().train()
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    groups = {"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "n_shared_experts": 1}
+    ranks = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+    sizes = SIZES | {"num_hidden_layers": 4, "num_key_value_heads": 2, "v_head_dim": 8}
+    config = DeepseekV3Config(
+        **sizes, **experts, **groups, **ranks, tie_word_embeddings=ties, output_router_logits=False
+    )
+    return DeepseekV3AheadForCausalLM(config).train()

@@ -221,7 +221,9 @@ def test_stages_save_what_peft_saves(kind: str, tmp_path: Path) -> None:
 
     name, targets, more = KINDS[kind]
     torch.manual_seed(7)
-    model = peft.get_peft_model(FAMILIES["llama"].model(), adapter(name, targets, **more))
+    base = FAMILIES["llama"].model()
+    base.name_or_path = "base"  # is in the configuration
+    model = peft.get_peft_model(base, adapter(name, targets, **more))
     if kind == "two adapters":
         model.add_adapter("other", adapter("LoraConfig", ["v_proj"], modules_to_save=["lm_head"]))
     with torch.no_grad():
