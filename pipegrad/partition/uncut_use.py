@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, Self
+from functools import wraps
+from types import MethodType
+from typing import Any, NoReturn, Self
 
 from torch import nn
 
 from pipegrad.errors import StepError, level_of_caller
 from pipegrad.partition.weights.adapter import refuse_merging
+
+# Of transformers and peft. They write a configuration before they ask for values.
+_SAVING = ("save_pretrained", "push_to_hub")
 
 
 class _Refusal:
@@ -88,7 +93,22 @@ def refuse_uncut(
             setattr(module, table, getattr(module, table).copy())
         module.register_forward_pre_hook(refusal)
         module.register_state_dict_pre_hook(refusal)
+        for name in _SAVING:
+            if method := getattr(type(module), name, None):
+                vars(module)[name] = MethodType(_refusing(method, refusal), module)
     refuse_merging(model, words)
+
+
+def _refusing(method: Callable[..., Any], refusal: _Refusal) -> Callable[..., Any]:
+    """Returns a method that refuses before it writes, unless it is given the values to save."""
+
+    @wraps(method)
+    def refusing(module: nn.Module, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        if kwargs.get("state_dict") is None:
+            refusal(module)
+        return method(module, *args, **kwargs)
+
+    return refusing
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Heads, batches, adapters and modes of cut models, against one process."""
+"""Heads, batches, losses of routers and ahead, and modes of cut models, against one process."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ from torch.distributed.tensor import DTensor
 import pipegrad
 from pipegrad import Topology
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
-from tests.support.partition.families import DEEP, HEADS, ROWS, TOKENS, Batch
+from tests.support.partition.families import DEEP, HEADS, ROUTED, ROWS, TOKENS, Batch
 from tests.support.partition.families import FAMILIES as DEEPER
-from tests.support.partition.routed import ROUTED
 from tests.support.partition.twins import Twins, difference
 from tests.support.rounding import ADAM_EPS, rounding
 
@@ -28,7 +27,7 @@ pytest.importorskip("transformers")
 MOST = 1e-6  # losses and norms of transformers compute in float32, whatever the dtype of the model
 # Weights, activations and gradients are rounded to 8 bits.
 MOST_BFLOAT16 = rounding(ROWS * TOKENS, dtype=torch.bfloat16)
-FAMILIES = {name: DEEPER[name].with_layers(DEEP) for name in ("Llama 3.2", "GPT-2", "BERT", "T5")}
+FAMILIES = {name: DEEPER[name].with_layers(DEEP) for name in ("Llama 3.2", "BERT", "T5")}
 LLAMA = FAMILIES["Llama 3.2"]
 RESTARTED = torch.cat([torch.arange(4), torch.arange(TOKENS - 4)]).expand(ROWS, -1).contiguous()
 
@@ -58,16 +57,14 @@ def batches(*changes: dict[str, Any], family: str = "Llama 3.2", **options: Any)
     return run
 
 
-def alone(kind: Callable[[Batch], object]) -> Twins:
-    twins = Twins(LLAMA.build)
-    twins.step(LLAMA.batch(1), kind(LLAMA.batch(1)))
-    return twins
-
-
-def encoding(batch: Batch) -> object:
+def alone() -> Twins:
+    """Each step is given all by position: a dict, and what a tokenizer makes."""
     import transformers
 
-    return transformers.BatchEncoding(batch)
+    twins = Twins(LLAMA.build)
+    for kind in (dict, transformers.BatchEncoding):
+        twins.step(LLAMA.batch(1), kind(LLAMA.batch(1)))
+    return twins
 
 
 def mean_of(model: nn.Module, parts: Sequence[Batch], what: str = "loss", first: int = 1) -> Tensor:
@@ -141,20 +138,20 @@ def _loads(model: Any, batch: Batch) -> Tensor:
     return torch.stack(loads).mean(0)
 
 
-def ahead(num_stages: int = 2, *, schedule: str, ties: bool) -> Twins:
+def ahead(*, schedule: str, ties: bool) -> Twins:
     """The last stage has the modules that look ahead alone, with the embedding and the head.
 
     If labels are even, the loss of a microbatch weighted by its labels is that of the whole batch.
     """
     from tests.support.partition.ahead import deepseek_ahead
 
-    boundaries = ["model.layers.1", "model.layers.3", "model.embed_tokens#1"][-num_stages + 1 :]
+    boundaries = ["model.layers.1", "model.layers.3", "model.embed_tokens#1"]
     build: Any = partial(deepseek_ahead, ties=ties)
-    twins = Twins(build, num_stages, schedule=schedule, cut={"boundaries": boundaries})
+    twins = Twins(build, 4, schedule=schedule, cut={"boundaries": boundaries})
     embedding = ["model.embed_tokens.weight"]
     assert twins.cut.tied == [[*embedding, "lm_head.weight"] if ties else embedding]
     held = [{*dict(stage.named_parameters())} for stage in twins.cut.modules.values()]
-    assert [embedding[0] in names for names in held] == [True, *[False] * (num_stages - 2), True]
+    assert [embedding[0] in names for names in held] == [True, False, False, True]
     uneven = LLAMA.batch(1)
     parts = [{n: x[i : i + 2] for n, x in uneven.items()} for i in range(0, ROWS, 2)]
     twins.step(uneven, true=mean_of(twins.true, parts))
@@ -162,14 +159,6 @@ def ahead(num_stages: int = 2, *, schedule: str, ties: bool) -> Twins:
     twins.step(even)
     found = twins.scheduler.evaluate(even).metrics["mtp_loss"]
     twins.errors.append(abs(found - twins.true(**even).mtp_loss.item()))
-    return twins
-
-
-def other_number() -> Twins:
-    twins = Twins(LLAMA.build)
-    for number in (2, 8):
-        batch = LLAMA.batch(number)
-        twins.step(batch, given=batch | {"num_microbatches": number})
     return twins
 
 
@@ -197,40 +186,6 @@ def accumulated() -> Twins:
     return twins
 
 
-def adapted(family: str, schedule: str = "1f1b", **options: Any) -> Twins:
-    """Trains adapters: the base stays as it is."""
-    pytest.importorskip("peft")
-
-    def build() -> nn.Module:
-        import peft
-
-        model = FAMILIES[family].build()
-        torch.manual_seed(11)
-        config = peft.LoraConfig(r=4, init_lora_weights=False, **options)
-        adapted: nn.Module = peft.get_peft_model(model, config)
-        return adapted.to(FAMILIES[family].dtype)
-
-    twins = Twins(build, schedule=schedule)
-    before = {n: p.detach().clone() for n, p in twins.held.items() if not p.requires_grad}
-    names = {n for n, p in twins.held.items() if p.requires_grad}
-    optimizer = twins.scheduler.optimizer(torch.optim.SGD, lr=0.01)
-    for step in range(2):
-        batch: dict[str, Any] = FAMILIES[family].batch(step)
-        twins.scheduler.step(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
-    moved = {name for name, value in before.items() if not torch.equal(value, twins.held[name])}
-    assert moved == set(), "the base was trained"
-    assert names, "a rank has no adapter"
-    own = torch.optim.SGD([p for p in twins.true.parameters() if p.requires_grad], lr=0.01)
-    for step in range(2):
-        twins.true(**FAMILIES[family].batch(step)).loss.backward()
-        own.step()
-        own.zero_grad()
-    twins.step(FAMILIES[family].batch(3))
-    return twins
-
-
 def checkpointed(when: str) -> Twins:
     """Layers run their forward again in their backward."""
 
@@ -255,23 +210,6 @@ def checkpointed(when: str) -> Twins:
     return twins
 
 
-def prompted() -> Twins:
-    """Peft puts the forward of the model inside in the place of its own."""
-    peft = pytest.importorskip("peft")
-
-    def build() -> nn.Module:
-        config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
-        model: nn.Module = peft.get_peft_model(LLAMA.build(), config).to(LLAMA.dtype)
-        for name, parameter in model.named_parameters():
-            if "adaption_gate" in name:
-                nn.init.ones_(parameter)
-        return model
-
-    twins = Twins(build)
-    twins.step(LLAMA.batch(1))
-    return twins
-
-
 def compiled() -> Twins:
     twins = Twins(LLAMA.build)
     for stage in twins.own:
@@ -279,19 +217,6 @@ def compiled() -> Twins:
             if any(True for _ in layer.parameters()):
                 layer.compile(backend="aot_eager")
     twins.step(LLAMA.batch(1))
-    return twins
-
-
-def frozen() -> Twins:
-    def build() -> nn.Module:
-        model: Any = LLAMA.with_layers(4).build()
-        for part in (model.model.embed_tokens, model.model.layers[0], model.model.layers[3]):
-            part.requires_grad_(requires_grad=False)
-        return model  # type: ignore[no-any-return]
-
-    twins = Twins(build, schedule="zb-h1")
-    twins.step(LLAMA.batch(1))
-    twins.step(LLAMA.batch(2))
     return twins
 
 
@@ -305,72 +230,43 @@ def rounded(*, auto: bool) -> Twins:
     return twins
 
 
-def converted() -> Twins:
-    twins = Twins(LLAMA.build, prepare=lambda cut: [m.float() for m in cut.modules.values()])
-    twins.true.float()
-    twins.step(LLAMA.batch(1))
-    return twins
-
-
 CASES: dict[str, Run] = {
     **{f"head {name}": partial(head, name) for name in HEADS},
-    "without a mask": batches({"attention_mask": None}),
-    "a mask of bool": batches({"attention_mask": LLAMA.batch(0)["attention_mask"].bool()}),
-    "positions of one row": batches({"position_ids": torch.arange(TOKENS)[None]}),
-    "positions of each row": batches({"position_ids": RESTARTED}),
+    "arguments that change from step to step": batches(
+        {"attention_mask": None},
+        {"attention_mask": LLAMA.batch(0)["attention_mask"].bool()},
+        {"position_ids": torch.arange(TOKENS)[None]},
+        {"position_ids": RESTARTED},
+        {"logits_to_keep": 0, "use_cache": False, "return_dict": True},
+        {n: x[:7] for n, x in LLAMA.batch(0).items()},
+    ),
     # Only without a cache a model sees that positions restart. A pipeline has none.
     "packed rows": batches({"position_ids": RESTARTED, "attention_mask": None, "use_cache": False}),
-    "arguments that are no tensors": batches(
-        {"logits_to_keep": 0, "use_cache": False, "return_dict": True}
-    ),
     "token types": batches({"token_type_ids": RESTARTED % 2}, family="BERT"),
-    "seven rows": batches({n: x[:7] for n, x in LLAMA.batch(0).items()}),
-    "a dict alone": partial(alone, dict),
-    "a BatchEncoding alone": partial(alone, encoding),
+    "a BatchEncoding alone": alone,
     "ready microbatches": ready,
     "other lengths in other steps": other_lengths,
     "embeddings in the place of tokens": partial(embedded, has_example=True),
     "embeddings, cut by tokens": partial(embedded, has_example=False),
-    "other numbers of microbatches": other_number,
     "a loss of one's own": own_loss,
     "routers of Qwen3-MoE": partial(routed, "Qwen3-MoE", "aux_loss", schedule="zb-h1", first=1),
-    "tokens ahead": partial(ahead, schedule="1f1b", ties=False),
-    "tokens ahead, tied, zb-h1": partial(ahead, schedule="zb-h1", ties=True),
     "routers of NLLB-MoE": partial(routed, "NLLB-MoE", "encoder_aux_loss", "decoder_aux_loss"),
     "routers of Switch": partial(
         routed, "Switch", "encoder_z_loss", "decoder_aux_loss", output_router_logits=True
     ),
     "accumulated steps": accumulated,
-    "LoRA, Llama": partial(adapted, "Llama 3.2", target_modules=["q_proj", "v_proj"]),
-    "LoRA, Llama, zb-h1": partial(adapted, "Llama 3.2", "zb-h1", target_modules="all-linear"),
-    "LoRA, GPT-2": partial(adapted, "GPT-2", target_modules=["c_attn"], fan_in_fan_out=True),
-    "LoRA, T5": partial(adapted, "T5", target_modules=["q", "v"]),
-    "prompts inside of attention": prompted,
-    "LoRA and the embedding's rows": partial(
-        adapted, "Llama 3.2", target_modules=["q_proj", "embed_tokens"]
-    ),
-    "LoRA and a trained tie": partial(
-        adapted,
-        "Llama 3.2",
-        target_modules=["q_proj"],
-        modules_to_save=["embed_tokens", "lm_head"],
-        ensure_weight_tying=True,
-    ),
     "checkpointing before the cut": partial(checkpointed, "before"),
     "checkpointing after the cut": partial(checkpointed, "after"),
     "compiled layers": compiled,
-    "frozen layers": frozen,
     "bfloat16": partial(rounded, auto=False),
     "autocast": partial(rounded, auto=True),
-    "converted after the cut": converted,
 }
 
 
 @pytest.mark.ranks(4, seconds=400.0)
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-@pytest.mark.parametrize("ties", [False, True])
+@pytest.mark.parametrize(("schedule", "ties"), [("1f1b", False), ("zb-h1", True)])
 def test_a_fourth_stage_looks_ahead(schedule: str, *, ties: bool) -> None:
-    errors = ahead(4, schedule=schedule, ties=ties).close()
+    errors = ahead(schedule=schedule, ties=ties).close()
     assert len(errors) == 5
     assert max(errors) <= MOST
 

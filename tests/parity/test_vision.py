@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,6 @@ from tests.support import with_transformers  # noqa: F401 - a fork server import
 from tests.support.pairwise import everything
 from tests.support.partition.twins import Twins, difference
 from tests.support.partition.vision import VISION, example, seen
-from tests.support.pipeline.trained import on_ranks
 
 pytest.importorskip("transformers")
 
@@ -21,28 +21,25 @@ MOST = 1e-6  # losses of transformers compute in float32, whatever the dtype of 
 WAYS = [*itertools.product((2, 4), ("1f1b", "zb-h1"))]
 
 
-@dataclass(frozen=True)
-class Case:
-    family: str
-    num_ranks: int
-    schedule: str
-
-    def __str__(self) -> str:
-        return f"{self.family}, {self.schedule}, {self.num_ranks} ranks"
+# Several outputs of a tower, images and videos, tiles, zeros where images lack, sounds.
+KINDS = ("Qwen3-VL", "Qwen2.5-VL, videos", "LLaVA-Next", "Idefics3", "Qwen2-Audio")
 
 
-CASES = [
-    Case(family, *way)
-    for at, family in enumerate(VISION)
-    for way in (WAYS if everything() else [WAYS[at % len(WAYS)]])
-]
+def cases() -> Iterator[Any]:
+    for at, family in enumerate(KINDS):
+        for num_ranks, schedule in WAYS if everything() else [WAYS[at % len(WAYS)]]:
+            marks = [pytest.mark.ranks(num_ranks, seconds=SECONDS)]
+            marks += [] if at else [pytest.mark.smoke]
+            yield pytest.param(family, num_ranks, schedule, marks=marks)
 
 
-@pytest.mark.parametrize("case", on_ranks(CASES, CASES[0], seconds=SECONDS))
-def test_losses_and_gradients_of_uneven_images_are_those_of_one_process(case: Case) -> None:
-    family = VISION[case.family]
+@pytest.mark.parametrize(("name", "num_ranks", "schedule"), [*cases()])
+def test_losses_and_gradients_of_uneven_images_are_those_of_one_process(
+    name: str, num_ranks: int, schedule: str
+) -> None:
+    family = VISION[name]
     options = {"example": example(family)}
-    twins = Twins(family.build, case.num_ranks, schedule=case.schedule, cut=options)
+    twins = Twins(family.build, num_ranks, schedule=schedule, cut=options)
     for seed in (100, 101):  # one microbatch of four has no image
         twins.step(family.batch(seed))
     batch = family.batch(102)

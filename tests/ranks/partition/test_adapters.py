@@ -28,11 +28,13 @@ LORA: dict[str, Any] = {"r": 2, "target_modules": ["q_proj", "v_proj"], **TASK}
 TOKENS: dict[str, Any] = {"token_indices": [3, 5], "target_modules": ["embed_tokens"], **TASK}
 PROMPT: dict[str, Any] = {"num_virtual_tokens": 3, **TASK}
 BOTH = ["embed_tokens", "lm_head"]
-FORWARD: dict[str, Any] = {"feedforward_modules": ["down_proj"], **TASK}
 TIED = "tied modules beside LoRA"
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "LoRA": ("LoraConfig", {**LORA, "target_modules": "all-linear"}),
-    "DoRA": ("LoraConfig", {**LORA, "use_dora": True}),
+    "rows of the embedding": (
+        "LoraConfig",
+        {**LORA, "target_modules": ["q_proj", "embed_tokens"]},
+    ),
     "a head beside LoRA": ("LoraConfig", {**LORA, "modules_to_save": ["lm_head"]}),
     TIED: (
         "LoraConfig",
@@ -40,10 +42,17 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "tokens beside LoRA": ("LoraConfig", {**LORA, "trainable_token_indices": [3, 5]}),
     "tokens": ("TrainableTokensConfig", TOKENS),
-    "IA3": ("IA3Config", {**FORWARD, "target_modules": ["k_proj", "v_proj", "down_proj"]}),
-    "a prompt": ("PromptTuningConfig", PROMPT),
     "an encoded prompt": ("PromptEncoderConfig", {**PROMPT, "encoder_hidden_size": 8}),
     "a prefix": ("PrefixTuningConfig", PROMPT),
+    "a computed prefix": (
+        "PrefixTuningConfig",
+        {**PROMPT, "prefix_projection": True, "encoder_hidden_size": 4},
+    ),
+    # Peft exchanges the forward of attention for its own.
+    "prompts inside of attention": (
+        "AdaptionPromptConfig",
+        {"adapter_len": 3, "adapter_layers": 2, **TASK},
+    ),
 }
 
 
@@ -72,7 +81,8 @@ def test_an_adapter_trains_as_in_one_process_and_loads_into_plain_peft(
         return model.train()
 
     true, parts = build(), cut(build(), 2)
-    scheduler = Scheduler(parts, Topology.create(pipeline=2), schedule="1f1b", num_microbatches=4)
+    schedule = "zb-h1" if kind == "LoRA" else "1f1b"
+    scheduler = Scheduler(parts, Topology.create(pipeline=2), schedule=schedule, num_microbatches=4)
     optimizer = scheduler.optimizer(torch.optim.SGD, lr=0.5)
     expected = torch.optim.SGD([p for p in true.parameters() if p.requires_grad], lr=0.5)
     for seed in range(2):

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from tests.support import with_transformers  # noqa: F401 - a fork server imports it once
-from tests.support.pairwise import pairwise
 from tests.support.partition.families import FAMILIES, HEADS, ROWS, TOKENS, Family
 from tests.support.partition.twins import Twins, difference
 
@@ -51,11 +50,36 @@ def added(batch: Batch) -> Batch:
     return batch | {"attention_mask": torch.where(mask, 0.0, -torch.inf).double()}
 
 
-NAMES = ("Llama 3.2", "GPT-2", "Gemma3", "Mistral", "Phi3", "OPT", "GPT-NeoX", "Qwen3")
-MODELS = {name: FAMILIES[name].with_layers(4) for name in NAMES}
+# Rotated positions, learnt ones, and those that a mask makes; windows.
+MODELS = {n: FAMILIES[n].with_layers(4) for n in ("Llama 3.2", "GPT-2", "OPT", "Gemma3")}
 MODELS["tokens"] = HEADS["Llama, tokens"]
 MODELS["eager"] = replace(
     MODELS["Gemma3"], options={**MODELS["Gemma3"].options, "attn_implementation": "eager"}
+)
+SMALL: dict[str, Any] = {"vocab_size": 61, "hidden_size": 16, "pad_token_id": 0}
+ROTATED = SMALL | {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+ROTATED |= {"intermediate_size": 24, "num_experts_per_tok": 1, "experts_implementation": "eager"}
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4, "qk_nope_head_dim": 4}
+# What attention does in its own way.
+MODELS["distances in scores"] = Family(
+    "BloomConfig", "BloomForCausalLM", SMALL | {"n_layer": 2, "n_head": 2}
+)
+MODELS["chunks of its own"] = Family(
+    "Llama4TextConfig",
+    "Llama4ForCausalLM",
+    ROTATED
+    | {"head_dim": 8, "intermediate_size_mlp": 24, "num_local_experts": 2}
+    | {"attention_chunk_size": 4, "no_rope_layer_interval": 2},
+)
+MODELS["sinks"] = Family(
+    "GptOssConfig",
+    "GptOssForCausalLM",
+    ROTATED | {"head_dim": 8, "num_local_experts": 4, "sliding_window": 4},
+)
+MODELS["latent keys"] = Family(
+    "DeepseekV3Config",
+    "DeepseekV3ForCausalLM",
+    ROTATED | LATENT | {"v_head_dim": 8, "first_k_dense_replace": 2},
 )
 WAYS: dict[str, dict[str, Any]] = {
     "1f1b": {"schedule": "chunked-1f1b"},
@@ -78,16 +102,23 @@ def twins(family: Family, **options: Any) -> Twins:
     return Twins(family.build, cut={"carry": "cache"}, prepare=prepare, **options)
 
 
-def fits(model: str, kind: str) -> bool:
-    """Whether a model takes such a mask. What eager attention hides of a text sees all of it."""
-    if model == "OPT":  # it makes positions of a mask of two dimensions
-        return kind not in ("square", "added")
-    return model != "eager" or kind not in ("masked", "square")
-
-
 @pytest.mark.parametrize(
     ("model", "way", "chunks", "kind"),
-    pairwise(MODELS, WAYS, CHUNKS, KINDS, allowed=lambda m, _, __, kind: fits(m, kind)),
+    [
+        ("Llama 3.2", "split", "uneven", "packed"),
+        ("Llama 3.2", "split, recompute", "3", "masked"),
+        ("GPT-2", "recompute", "3", "whole"),
+        ("GPT-2", "1f1b", "uneven", "square"),
+        ("OPT", "1f1b", "3", "masked"),
+        ("Gemma3", "split", "uneven", "masked"),
+        ("Gemma3", "recompute", "single", "packed"),
+        ("eager", "1f1b", "uneven", "added"),
+        ("tokens", "split", "uneven", "masked"),
+        ("distances in scores", "1f1b", "3", "whole"),
+        ("chunks of its own", "split", "uneven", "packed"),
+        ("sinks", "1f1b", "uneven", "packed"),
+        ("latent keys", "split", "3", "masked"),
+    ],
 )
 def test_chunks_have_the_gradients_of_the_whole_text(
     model: str, way: str, chunks: str, kind: str

@@ -28,9 +28,6 @@ LABELS = BATCH["labels"]
 # What a step is given in the place of a part of the batch -> words of the error on some rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a cache": ({"use_cache": True}, "['use_cache'] cannot be had in a pipeline"),
-    "hidden states": ({"output_hidden_states": True}, "cannot be had in a pipeline"),
-    "a tuple": ({"return_dict": False}, "needs the names of the outputs"),
-    "a divisor of the loss": ({"num_items_in_batch": 7}, "which it counts itself"),
     "no labels": ({"labels": None}, "needs ['labels'], of which the model computes its loss"),
     "a target": ({"target": LABELS}, "give these and no target="),
     "a list": ({"labels": LABELS.tolist()}, "is a list, expected a tensor"),

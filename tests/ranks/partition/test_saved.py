@@ -10,12 +10,10 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
-import pipegrad
 from pipegrad import find_tied
 from pipegrad.errors import AgreementError, WeightsError
 from pipegrad.partition.weights.files import INDEX, write_shard
@@ -44,26 +42,6 @@ def sharded(stages: dict[int, nn.Module], mesh: DeviceMesh) -> None:
             fully_shard(module, mesh=mesh["dp"])
 
 
-@pytest.mark.ranks(2)
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")
-def test_ranks_save_the_adapters_that_peft_saves(tmp_path: Path) -> None:
-    """Each rank has values for its own stage alone."""
-    import peft
-
-    torch.manual_seed(7)
-    config = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
-    model = peft.get_peft_model(FAMILIES["llama"].model(), config)
-    true = {name: t.clone() for name, t in peft.get_peft_model_state_dict(model).items()}
-    cut = pipegrad.cut(model, num_stages=2)
-    cut.load([rank()])
-    own = {id(parameter) for parameter in cut.modules[rank()].parameters()}
-    for parameter in cut.modules[1 - rank()].parameters():
-        if id(parameter) not in own:
-            parameter.data.fill_(torch.nan)
-    cut.save_pretrained(tmp_path)
-    assert_same(load_file(tmp_path / "adapter_model.safetensors"), true)
-
-
 @pytest.mark.ranks(PIPELINE * DATA, seconds=300)
 @pytest.mark.parametrize(
     ("name", "way"), [("llama", "plain"), ("t5", "plain"), ("t5", "fsdp"), ("mixtral", "fsdp")]
@@ -85,19 +63,6 @@ def test_ranks_load_and_save_what_transformers_reads(name: str, way: str, tmp_pa
         assert_same(tensors(type(true).from_pretrained(saved)), tensors(true))
         files = json.loads((saved / INDEX).read_text())["weight_map"]
         assert len(set(files.values())) == 2 * PIPELINE
-
-
-@pytest.mark.ranks(PIPELINE * DATA, seconds=300)
-def test_four_ranks_start_what_one_process_does(tmp_path: Path) -> None:
-    mesh = init_device_mesh("cpu", (PIPELINE, DATA), mesh_dim_names=("pp", "dp"))
-    config, kind = FAMILIES["llama"].model().config, type(FAMILIES["llama"].model())
-    model, whole = (meta_model(config, kind=kind) for _ in range(2))
-    stages = own_stages("llama", model, mesh)
-    torch.manual_seed(rank())
-    start_stages(model, stages.values(), seed=3)
-    save_stages(tmp_path, model, stages, tied=find_tied(model))
-    start_stages(whole, [whole], seed=3)
-    assert_same(tensors(kind.from_pretrained(tmp_path)), tensors(whole))
 
 
 @pytest.mark.ranks(PIPELINE * DATA, seconds=300)
@@ -151,17 +116,3 @@ def test_a_mistake_of_one_rank_is_an_error_of_all(tmp_path: Path) -> None:
             lambda: save_stages(whole, model, stages),
             *("rank 2: WeightsError", "-0.safetensors cannot be written: No space left on device"),
         )
-
-
-@pytest.mark.parametrize("file", [INDEX, "model.safetensors"])
-def test_one_process_without_a_group_needs_no_ranks(tmp_path: Path, file: str) -> None:
-    """The same functions, for who has one process."""
-    model = FAMILIES["llama"].model()
-    if file == INDEX:
-        save_stages(tmp_path, model, {0: model}, tied=find_tied(model))
-    else:
-        model.save_pretrained(tmp_path)
-    assert (tmp_path / file).exists()
-    loaded = meta_model(tmp_path)
-    load_stages(tmp_path, loaded, [loaded])
-    assert_same(tensors(loaded), tensors(model))

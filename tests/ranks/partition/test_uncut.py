@@ -6,6 +6,7 @@ import copy
 import io
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -152,22 +153,28 @@ def small_qwen(transformers: Any) -> Any:
     return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**small, **heads))
 
 
-def test_tools_of_peft_that_read_or_change_layers_are_refused() -> None:
-    """generate() mixed trained and untrained layers; merge_and_unload() gave them to be saved."""
+def test_tools_of_peft_that_read_or_change_layers_are_refused(tmp_path: Path) -> None:
+    """generate() mixed trained and untrained layers; merge_and_unload() gave them to be saved.
+
+    Saving wrote a configuration before it was refused: the folder looked like a model.
+    """
     transformers, peft = pytest.importorskip("transformers"), pytest.importorskip("peft")
     base = small_qwen(transformers)
     model: Any = peft.get_peft_model(base, peft.LoraConfig(r=2, target_modules=["q_proj"]))
     parts = cut(model, 2)
     topology = Topology.create(pipeline=2)
     scheduler = Scheduler(parts, topology, schedule="1f1b", num_microbatches=2)
+    here = tmp_path / "saved"
     uses: list[Callable[[], object]] = [
         lambda: model.generate(TOKENS, max_new_tokens=1),
         lambda: model.base_model.model(TOKENS),
         lambda: base.model(TOKENS),
         lambda: base.generate(TOKENS, max_new_tokens=1),
         lambda: peft.get_peft_model_state_dict(model),
-        lambda: model.save_pretrained("unused"),
-        lambda: base.save_pretrained("unused"),
+        lambda: model.save_pretrained(here),
+        lambda: base.save_pretrained(here),
+        lambda: base.model.save_pretrained(here),
+        lambda: base.push_to_hub("pipegrad/none"),
         base.model.state_dict,
         model.merge_and_unload,
         model.merge_adapter,
@@ -177,9 +184,13 @@ def test_tools_of_peft_that_read_or_change_layers_are_refused() -> None:
     for use in uses:
         with pytest.raises(StepError, match=r"save by cut\.save_pretrained\(\), and generate from"):
             use()
+        assert not here.exists()
     batch = {"input_ids": TOKENS, "labels": TOKENS}
     assert scheduler.step(batch).loss.isfinite()
     assert scheduler.evaluate(batch).loss.isfinite()
+    # Copies have values of their own, as `gather` writes them. Others may be given.
+    copy.deepcopy(base).save_pretrained(tmp_path / f"copy {rank()}")
+    base.save_pretrained(here / f"{rank()}", state_dict=copy.deepcopy(base).state_dict())
     scheduler.close()
 
 

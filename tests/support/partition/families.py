@@ -140,14 +140,7 @@ FAMILIES = {
             },
         },
     ),
-    "Qwen2": Family("Qwen2Config", "Qwen2ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
     "Qwen3": Family("Qwen3Config", "Qwen3ForCausalLM", GROUPED | {"tie_word_embeddings": True}),
-    "Qwen3-MoE": Family(
-        "Qwen3MoeConfig",
-        "Qwen3MoeForCausalLM",
-        GROUPED | EXPERTS | {"num_experts": 4, "moe_intermediate_size": 8},
-        dtype=torch.float32,  # torch multiplies groups of matrices in no float64
-    ),
     # Its attention is nan in float64, at tokens that may attend to none.
     "Gemma2": Family(
         "Gemma2Config",
@@ -161,24 +154,17 @@ FAMILIES = {
         GROUPED | {"sliding_window": 4, "sliding_window_pattern": 3},
     ),
     "Mistral": Family("MistralConfig", "MistralForCausalLM", GROUPED | {"sliding_window": 4}),
-    "Phi3": Family("Phi3Config", "Phi3ForCausalLM", SIZES | {"resid_pdrop": 0.0}),
     "OPT": Family(
         "OPTConfig",
         "OPTForCausalLM",
         {n: x for n, x in SIZES.items() if n != "intermediate_size"}
         | {"ffn_dim": 24, "word_embed_proj_dim": 8, "dropout": 0.0},
     ),
-    "GPT-NeoX": Family("GPTNeoXConfig", "GPTNeoXForCausalLM", SIZES | {"rotary_pct": 0.5}),
     "Mixtral": Family(
         "MixtralConfig",
         "MixtralForCausalLM",
         GROUPED | EXPERTS | {"num_local_experts": 4},
         dtype=torch.float32,
-    ),
-    "Mixtral, expert by expert": Family(
-        "MixtralConfig",
-        "MixtralForCausalLM",
-        GROUPED | EXPERTS | {"num_local_experts": 4, "experts_implementation": "eager"},
     ),
     "BERT": Family("BertConfig", "BertForMaskedLM", SIZES | NO_DROPOUT),
     "T5": Family(
@@ -245,33 +231,53 @@ REAL = torch.linspace(-1, 1, ROWS, dtype=torch.float64)
 SPAN = {"start_positions": CLASSES, "end_positions": CLASSES + 2}
 CLASSIFIER = "ForSequenceClassification"
 HEADS = {
-    "Llama, classes": Family(
-        "LlamaConfig", f"Llama{CLASSIFIER}", DECODER, labelled(labels=CLASSES)
-    ),
-    "GPT-2, classes": Family(
-        "GPT2Config",
-        f"GPT2{CLASSIFIER}",
-        dict(FAMILIES["GPT-2"].options) | {"n_layer": DEEP, "num_labels": 3, "pad_token_id": 0},
-        labelled(labels=CLASSES),
-    ),
     "BERT, classes": Family("BertConfig", f"Bert{CLASSIFIER}", ENCODER, labelled(labels=CLASSES)),
     "BERT, a number": Family(
         "BertConfig", f"Bert{CLASSIFIER}", ENCODER | {"num_labels": 1}, labelled(labels=REAL)
     ),
-    "BERT, several classes at once": Family(
-        "BertConfig",
-        f"Bert{CLASSIFIER}",
-        ENCODER,
-        labelled(labels=(REAL[:, None] > REAL[:3]).double()),
-    ),
-    "RoBERTa, tokens": Family("RobertaConfig", "RobertaForTokenClassification", ENCODER, tagged),
     "Llama, tokens": Family("LlamaConfig", "LlamaForTokenClassification", DECODER, tagged),
-    "BERT, masked": Family("BertConfig", "BertForMaskedLM", ENCODER, text),
     "BERT, next": Family("BertConfig", "BertLMHeadModel", ENCODER | {"is_decoder": True}, text),
     "BART, decoder alone": Family("BartConfig", "BartForCausalLM", FAMILIES["BART"].options, text),
     "BERT, answers": Family(
         "BertConfig", "BertForQuestionAnswering", ENCODER | {"num_labels": 2}, labelled(**SPAN)
     ),
-    "Llama, answers": Family("LlamaConfig", "LlamaForQuestionAnswering", DECODER, labelled(**SPAN)),
     "BERT, choices": Family("BertConfig", "BertForMultipleChoice", ENCODER, choices),
+}
+ROUTER: dict[str, Any] = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+# Models whose own loss has a balance loss of their routers.
+ROUTED = {
+    "Qwen3-MoE": Family(
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        GROUPED
+        | EXPERTS
+        | ROUTER
+        | {"num_hidden_layers": 4, "num_experts": 4, "moe_intermediate_size": 8},
+        dtype=torch.float32,  # torch multiplies groups of matrices in no float64
+    ),
+    # Its balance losses are computed of labels alone, and never without.
+    "NLLB-MoE": Family(
+        "NllbMoeConfig",
+        "NllbMoeForConditionalGeneration",
+        DECODED
+        | ROUTER
+        | {"encoder_layers": 2, "decoder_layers": 2, "num_experts": 4, "expert_capacity": 64}
+        | {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "router_jitter_noise": 0.0}
+        | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0}
+        | dict.fromkeys(("attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0),
+        translated,
+        torch.float32,
+    ),
+    # Its z-losses and balance losses are those of an argument, and no configuration asks for them.
+    "Switch": Family(
+        "SwitchTransformersConfig",
+        "SwitchTransformersForConditionalGeneration",
+        {"vocab_size": VOCAB, "d_model": WIDTH, "d_kv": 8, "d_ff": 24, "num_heads": 2}
+        | {"num_layers": 2, "num_decoder_layers": 2, "expert_capacity": 64, "dropout_rate": 0.0}
+        | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1, "num_experts": 4}
+        | {"router_jitter_noise": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
+        | dict.fromkeys(("router_z_loss_coef", "router_aux_loss_coef"), 0.5),
+        translated,
+        torch.float32,
+    ),
 }

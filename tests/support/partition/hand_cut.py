@@ -105,11 +105,6 @@ FAMILIES = {
     "mixtral": Family(
         "MixtralForCausalLM", _LLAMA | {"num_local_experts": 4, "tie_word_embeddings": False}
     ),
-    "qwen3-moe": Family(
-        "Qwen3MoeForCausalLM",
-        _LLAMA
-        | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "head_dim": 8},
-    ),
 }
 
 

@@ -97,18 +97,6 @@ def with_videos(generator: torch.Generator, *, dim: int) -> Batch:
     }
 
 
-def in_sizes(generator: torch.Generator) -> Batch:
-    """Returns what Mistral3 takes: images of two sizes, filled up to the larger one."""
-    counts = spread(generator)
-    sizes = [[((8, 16), (16, 16))[(i + n) % 2] for n in range(c)] for i, c in enumerate(counts)]
-    batch = mixed(generator, [[h * w // 64 for h, w in one] for one in sizes])
-    images = torch.zeros(sum(counts), 3, 16, 16, dtype=torch.float64)
-    batch["image_sizes"] = torch.tensor([size for one in sizes for size in one])
-    for image, (height, width) in zip(images, batch["image_sizes"].tolist(), strict=True):
-        image[:, :height, :width] = torch.randn(3, height, width, generator=generator)
-    return batch | {"pixel_values": images}
-
-
 def heard(generator: torch.Generator) -> Batch:
     """Returns what Qwen2-Audio takes: a row for each sound."""
     counts = spread(generator)
@@ -118,18 +106,12 @@ def heard(generator: torch.Generator) -> Batch:
     return batch | {"input_features": sounds, "feature_attention_mask": mask}
 
 
-def whole_images(
-    generator: torch.Generator, *, tokens: int, size: int = 8, types: str = ""
-) -> Batch:
+def whole_images(generator: torch.Generator, *, tokens: int) -> Batch:
     """Returns what LLaVA takes: a row for each image, all of one number of tokens."""
     counts = spread(generator)
     batch = mixed(generator, [[tokens] * count for count in counts])
-    batch["pixel_values"] = torch.randn(
-        sum(counts), 3, size, size, generator=generator, dtype=torch.float64
-    )
-    if types:
-        batch[types] = (batch["input_ids"] == IMAGE).long()
-    return batch
+    images = torch.randn(sum(counts), 3, 8, 8, generator=generator, dtype=torch.float64)
+    return batch | {"pixel_values": images}
 
 
 def tiled(generator: torch.Generator) -> Batch:
@@ -145,15 +127,14 @@ def tiled(generator: torch.Generator) -> Batch:
     return batch | {"pixel_values": images}
 
 
-def padded(generator: torch.Generator, *, tokens: int, size: int = 8) -> Batch:
+def padded(generator: torch.Generator, *, tokens: int) -> Batch:
     """Returns what Idefics3 takes: as many images for each sample, those that lack being zeros."""
     counts = spread(generator)
     batch = mixed(generator, [[tokens] * count for count in counts])
-    images = torch.randn(ROWS, max(counts), 3, size, size, generator=generator, dtype=torch.float64)
+    images = torch.randn(ROWS, max(counts), 3, 8, 8, generator=generator, dtype=torch.float64)
     for sample, count in enumerate(counts):
         images[sample, count:] = 0
-    batch["pixel_values"] = images
-    return batch
+    return batch | {"pixel_values": images}
 
 
 def towers(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
@@ -162,7 +143,6 @@ def towers(vision: dict[str, Any], **text: Any) -> dict[str, Any]:
 
 QWEN = {"patch_size": 4, "spatial_merge_size": 2, "temporal_patch_size": 2, "num_heads": 2}
 LLAMA = {"model_type": "llama"}
-SIGLIP = CLIP | {"model_type": "siglip_vision_model", "vision_use_head": False}
 
 QWEN25 = Family(
     "Qwen2_5_VLConfig",
@@ -178,16 +158,6 @@ QWEN25 = Family(
 )
 
 VISION = {
-    "Qwen2-VL": Family(
-        "Qwen2VLConfig",
-        "Qwen2VLForConditionalGeneration",
-        towers(
-            QWEN | {"depth": 2, "embed_dim": 16, "hidden_size": WIDTH, "mlp_ratio": 2},
-            rope_parameters=MROPE,
-        )
-        | TOKENS,
-        partial(in_patches, dim=96),
-    ),
     "Qwen2.5-VL": QWEN25,
     "Qwen3-VL": Family(
         "Qwen3VLConfig",
@@ -214,43 +184,13 @@ VISION = {
         | {"image_token_index": IMAGE, "image_grid_pinpoints": [[8, 16], [16, 16]]},
         tiled,
     ),
-    "PaliGemma": Family(
-        "PaliGemmaConfig",
-        "PaliGemmaForConditionalGeneration",
-        towers(SIGLIP | {"projection_dim": WIDTH}, model_type="gemma")
-        | {"image_token_index": IMAGE, "projection_dim": WIDTH, "hidden_size": WIDTH},
-        partial(whole_images, tokens=4, types="token_type_ids"),
-    ),
-    "Gemma3": Family(
-        "Gemma3Config",
-        "Gemma3ForConditionalGeneration",
-        towers(SIGLIP, model_type="gemma3_text", sliding_window=6)
-        | {"mm_tokens_per_image": 4, "image_token_index": IMAGE}
-        | {"boi_token_index": START, "eoi_token_index": END},
-        partial(whole_images, tokens=4, types="token_type_ids"),
-    ),
     "Idefics3": Family(
         "Idefics3Config",
         "Idefics3ForConditionalGeneration",
         towers(dict(CLIP), **LLAMA) | {"image_token_id": IMAGE, "scale_factor": 2},
         partial(padded, tokens=1),
     ),
-    "SmolVLM": Family(
-        "SmolVLMConfig",
-        "SmolVLMForConditionalGeneration",
-        towers(dict(CLIP), **LLAMA) | {"image_token_id": IMAGE, "scale_factor": 2},
-        partial(padded, tokens=1),
-    ),
     "Qwen2.5-VL, videos": replace(QWEN25, make_batch=partial(with_videos, dim=96)),
-    "Mistral3": Family(
-        "Mistral3Config",
-        "Mistral3ForConditionalGeneration",
-        towers(
-            CLIP | {"model_type": "pixtral", "image_size": 16, "head_dim": 8}, model_type="mistral"
-        )
-        | {"image_token_index": IMAGE, "spatial_merge_size": 2},
-        in_sizes,
-    ),
     "Qwen2-Audio": Family(
         "Qwen2AudioConfig",
         "Qwen2AudioForConditionalGeneration",

@@ -76,6 +76,8 @@ def test_names_and_indices_are_taken_as_told(boundaries: list[int | str]) -> Non
         (2, "parameters", ["layer.2"], r"boundaries \['layer.2'\] are no layers"),
         (3, "parameters", ["head", "layers.2"], "names of layers in their order"),
         (2, "parameters", [0], "ascending indices from 1 to 7"),
+        (3, "parameters", [2, 2], "ascending indices from 1 to 7"),
+        (2, "parameters", [], r"boundaries \[\] do not cut 8 layers into 2 stages"),
     ],
 )
 def test_what_cannot_be_is_refused(

@@ -1,10 +1,8 @@
-"""Caches that stages carry: families in chunks, memory, lengths of chunks, and refusals."""
+"""Caches that stages carry: their memory, lengths of chunks, and what is refused."""
 
 from __future__ import annotations
 
-import copy
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate, pairwise
 from typing import Any
@@ -14,66 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad.errors import PipegradError, StepError, TopologyError
+from pipegrad.errors import StepError, TopologyError
 from pipegrad.partition.carried_cache import _extended
-from tests.support.pairwise import everything
-from tests.support.partition import small_models
-from tests.support.partition.chunked import step
-from tests.support.partition.families import FAMILIES, HEADS
+from tests.support.partition.families import FAMILIES, GROUPED, HEADS, ROUTED, Family
 
 pytest.importorskip("transformers")
-
-# Learnt positions; ALiBi; windows; chunked attention; sinks; latent keys; a mask of its own.
-SAMPLE: tuple[str, ...] = (
-    "llama",
-    "gpt2",
-    "bloom",
-    "falcon",
-    "gpt_neo",
-    "gemma3_text",
-    "gpt_oss",
-    "deepseek_v3",
-)
-SAMPLE += ("mixtral", "olmo2", "granite", "phi3", "llama4_text", "codegen", "biogpt", "opt")
-
-
-def causal() -> list[str]:
-    kinds = [kind for kind, (_, head) in small_models.types().items() if head == "CAUSAL_LM"]
-    return kinds if everything() else [kind for kind in kinds if kind in SAMPLE]
-
-
-def packed(batch: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    rows, tokens = batch["input_ids"].shape
-    positions = torch.cat([torch.arange(7), torch.arange(tokens - 7)])
-    others = {name: x for name, x in batch.items() if name != "attention_mask"}
-    return others | {"position_ids": positions.repeat(rows, 1)}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("is_packed", [False, True])
-@pytest.mark.parametrize("kind", causal())
-def test_a_family_in_chunks_has_the_gradients_of_the_whole_text(kind: str, is_packed: bool) -> None:
-    try:
-        model = small_models.make(kind)
-    except Exception as error:  # noqa: BLE001 - transformers makes no small one
-        pytest.skip(str(error))
-    batch: Any = small_models.batch_of(model, 1)
-    if batch["input_ids"].dim() > 2:
-        pytest.skip("it takes codes of sounds, and no texts")
-    batch = packed(batch) if is_packed else batch
-    true = copy.deepcopy(model)
-    wanted = true(**batch, use_cache=False).loss
-    wanted.backward()
-    try:
-        cut = pipegrad.cut(model, 2, carry="cache")
-        loss = step(cut, batch, (5, 3, batch["input_ids"].shape[1] - 8))
-    except PipegradError as error:
-        if kind in SAMPLE:
-            raise
-        pytest.skip(str(error))
-    found = {name: p.grad for name, p in model.named_parameters()}
-    gradients = {name: p.grad for name, p in true.named_parameters()}
-    assert small_models.worst(loss, found, wanted.item(), gradients) <= (small_models.MOST, "~")
 
 
 def cut_of(family: str, **options: Any) -> Any:
@@ -143,17 +86,17 @@ def test_windows_make_late_chunks_no_shorter() -> None:
 
 CUTS: dict[str, tuple[Any, str]] = {
     "an encoder": (FAMILIES["T5"], "has an encoder"),
-    "both sides": (HEADS["BERT, masked"], "takes no past_key_values"),
+    "both sides": (FAMILIES["BERT"], "takes no past_key_values"),
     "a decoder that sees later tokens": (
         replace(HEADS["BERT, next"], options={**HEADS["BERT, next"].options, "is_decoder": False}),
         "sees later tokens",
     ),
-    "balance": (
-        replace(
-            FAMILIES["Mixtral"],
-            options={**FAMILIES["Mixtral"].options, "output_router_logits": True},
+    "balance": (ROUTED["Qwen3-MoE"], "output_router_logits"),
+    "a recurrent state": (
+        Family(
+            "BambaConfig", "BambaForCausalLM", GROUPED | {"mamba_n_heads": 4, "mamba_d_head": 8}
         ),
-        "output_router_logits",
+        "LinearAttentionLayer",
     ),
 }
 
@@ -163,11 +106,6 @@ def test_a_model_whose_gradients_would_differ_is_refused_at_the_cut(what: str) -
     family, words = CUTS[what]
     with pytest.raises(TopologyError, match=words):
         pipegrad.cut(family.build(), 2, carry="cache")
-
-
-def test_a_recurrent_state_is_refused_at_the_cut() -> None:
-    with pytest.raises(TopologyError, match="LinearAttentionLayer"):
-        pipegrad.cut(small_models.make("bamba"), 2, carry="cache")
 
 
 def test_what_is_no_model_of_transformers_carries_no_cache() -> None:

@@ -1,9 +1,8 @@
-"""cut of an nn.Sequential: balanced or as told, names kept, nothing copied."""
+"""cut of an nn.Sequential: names kept, nothing copied, and states of other stages warned of."""
 
 from __future__ import annotations
 
-import itertools
-import random
+from pathlib import Path
 
 import pytest
 import torch
@@ -96,20 +95,6 @@ def test_a_layer_that_is_there_twice_is_in_both_stages_and_modes_are_kept() -> N
     assert cut.modules[1][0] is built[1]  # type: ignore[index]
 
 
-@pytest.mark.parametrize("seed", range(20))
-def test_the_largest_stage_is_as_small_as_can_be(seed: int) -> None:
-    chance = random.Random(seed)
-    sizes = [chance.randrange(10) for _ in range(chance.randint(1, 8))]
-    model, num_stages = layers(*sizes), chance.randint(1, len(sizes))
-    cut = cut_of(model, num_stages)
-    best = min(
-        max(sum(sizes[a:b]) for a, b in itertools.pairwise((0, *starts, len(sizes))))
-        for starts in itertools.combinations(range(1, len(sizes)), num_stages - 1)
-    )
-    assert max(map(held, cut.modules.values())) == best
-    assert cut_of(model, num_stages).boundaries == cut.boundaries
-
-
 def test_a_parameter_counts_once_in_a_stage_and_equal_layers_are_spread_evenly() -> None:
     model = layers(10, 4, 4, 4)
     for at in (1, 2):
@@ -121,30 +106,47 @@ def test_a_parameter_counts_once_in_a_stage_and_equal_layers_are_spread_evenly()
     assert len(cut_of(layers(*[3] * 300), 16).modules) == 16  # which takes no time
 
 
-@pytest.mark.parametrize("boundaries", [[1, 2], (2, 3), [1, 3]])
-def test_boundaries_are_taken_as_told(boundaries: list[int]) -> None:
-    cut = cut_of(layers(1, 2, 3, 4), 3, boundaries=boundaries)
-    assert cut.boundaries == tuple(boundaries)
-    assert sum(len(list(m.children())) for m in cut.modules.values()) == 4
-
-
 @pytest.mark.parametrize(
-    ("model", "num_stages", "boundaries", "message"),
+    ("model", "num_stages", "message"),
     [
-        (nn.Linear(2, 2), 1, None, "nobody knows what Linear takes"),
-        (Scaled(nn.Linear(2, 2)), 1, None, "nobody knows what Scaled takes"),
-        (with_own(), 2, None, r"holds \['scale'\] beside its layers"),
-        (layers(1, 2), 3, None, "2 layers cannot be cut into 3 stages: choose 1 to 2"),
-        (layers(1, 2), 0, None, "cannot be cut into 0 stages"),
-        (layers(1, 2, 3), 2, [], r"boundaries \[\] do not cut 3 layers into 2 stages"),
-        (layers(1, 2, 3), 2, [3], "ascending indices from 1 to 2"),
-        (layers(1, 2, 3), 2, [0], r"boundaries \[0\]"),
-        (layers(1, 2, 3), 3, [2, 1], "give 2 ascending"),
-        (layers(1, 2, 3), 3, [1, 1], "give 2 ascending"),
+        (Scaled(nn.Linear(2, 2)), 1, "nobody knows what Scaled takes"),
+        (with_own(), 2, r"holds \['scale'\] beside its layers"),
+        (layers(1, 2), 0, "cannot be cut into 0 stages"),
     ],
 )
-def test_what_cannot_be_cut_is_refused(
-    model: nn.Module, num_stages: int, boundaries: list[int] | None, message: str
-) -> None:
+def test_what_cannot_be_cut_is_refused(model: nn.Module, num_stages: int, message: str) -> None:
     with pytest.raises(TopologyError, match=message):
-        cut_of(model, num_stages, boundaries=boundaries)
+        cut_of(model, num_stages)
+
+
+@pytest.mark.parametrize("kind", ["sequential", "structural"])
+def test_a_state_of_another_stage_warns_in_one_line(kind: str) -> None:
+    plain = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model = plain if kind == "sequential" else Looped()
+    example = None if kind == "sequential" else {"x": torch.ones(1, 2)}
+    made = cut_of(model, 2, example=example)
+    whole = model.state_dict()
+    first, second = (made.modules[stage] for stage in range(2))
+    other = second.state_dict()
+    words = (
+        "^the state has layers of stage 1, and this module is stage 0: load what a rank of stage 0 "
+        "has saved$"
+    )
+    with (
+        pytest.warns(UserWarning, match=words) as warned,
+        pytest.raises(RuntimeError, match="Miss"),
+    ):
+        first.load_state_dict(other)
+    assert [Path(each.filename).name for each in warned] == ["test_sequential.py"]
+    nested = nn.ModuleDict({"a": first})
+    with pytest.warns(UserWarning, match=words):
+        nested.load_state_dict({f"a.{n}": x for n, x in other.items()}, strict=False)
+    # Its own state, that of the whole model, one with a part of it, and nothing.
+    state = {name: x + 1 for name, x in first.state_dict().items()}
+    first.load_state_dict(state)
+    assert all(torch.equal(x, state[name]) for name, x in first.state_dict().items())
+    model.load_state_dict(whole)
+    first.load_state_dict(whole, strict=False)
+    first.load_state_dict(other | {min(state): state[min(state)]}, strict=False)
+    first.load_state_dict({}, strict=False)
+    second.load_state_dict(other)

@@ -4,9 +4,11 @@ A configuration is shrunk by the names and defaults of its fields. What a family
 is in `OPTIONS`. A batch has what the forward takes, and labels that count unevenly: none of rows 2
 and 3 counts. transformers is imported in functions: its import takes seconds.
 """
+# ruff: noqa: ANN401 - models and configurations of transformers
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -22,6 +24,7 @@ from torch import Tensor
 
 import pipegrad
 from pipegrad.errors import PipegradError
+from scripts.making.chunked import step
 from tests.support.partition.twins import difference
 from tests.support.pipeline.schedulers import share, topology
 
@@ -740,6 +743,32 @@ def compare(
     except Exception as error:  # noqa: BLE001 - whatever it is, it is a row
         row["died"] = sentence(error)
     return row
+
+
+def check_chunks(kind: str, *, is_packed: bool = False) -> tuple[float, str]:
+    """Returns the largest error of texts in chunks of time, in one process, and whose it is.
+
+    Args:
+        kind: A family with a head that predicts the next token.
+        is_packed: Whether a row has two documents.
+
+    Raises:
+        PipegradError: If the cut or the step is refused.
+    """
+    model = make(kind)
+    batch = batch_of(model, 1)
+    rows, tokens = batch["input_ids"].shape
+    if is_packed:
+        del batch["attention_mask"]
+        positions = torch.cat([torch.arange(7), torch.arange(tokens - 7)])
+        batch["position_ids"] = positions.repeat(rows, 1)
+    true = copy.deepcopy(model)
+    wanted = true(**batch, use_cache=False).loss
+    wanted.backward()
+    loss = step(pipegrad.cut(model, 2, carry="cache"), batch, (5, 3, tokens - 8))
+    found = {name: p.grad for name, p in model.named_parameters()}
+    gradients = {name: p.grad for name, p in true.named_parameters()}
+    return worst(loss, found, wanted.item(), gradients)
 
 
 def _cut(kind: str, num_stages: int, true: Truth, row: dict[str, Any], dtype: torch.dtype) -> Any:

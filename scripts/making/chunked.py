@@ -1,4 +1,5 @@
 """Texts in chunks of time, by hand: the stages of a cut in one process, without a Scheduler."""
+# ruff: noqa: ANN401 - what stages hand on
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Mixtures of experts of transformers whose own loss has losses of their routers."""
+"""Mixtures of experts of transformers whose own loss has a balance loss of their routers.
+
+Tests have one of each kind: `ROUTED` of tests/support/partition/families.py.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,11 @@ from typing import Any
 
 import torch
 
-from tests.support.partition.families import DECODED, GROUPED, SIZES, Family, translated
+from tests.support.partition.families import GROUPED, ROUTER, SIZES, Family
+from tests.unit.partition.test_changes import compare_with_uncut
 
 _LAYERS = {"num_hidden_layers": 4}
-_ROUTER = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+_ROUTER = {"num_experts_per_tok": 2} | ROUTER
 _MAMBA = {"mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 _LINEAR = {"linear_num_value_heads": 2, "linear_num_key_heads": 2} | dict.fromkeys(
     ("linear_key_head_dim", "linear_value_head_dim"), 8
@@ -20,7 +24,6 @@ _LOCAL, _GLOBAL = {"num_local_experts": 4}, {"num_experts": 4}
 _NARROW = {"moe_intermediate_size": 8}
 _SHARED = {"shared_expert_intermediate_size": 8}
 _MIXED = {"layer_types": ["linear_attention", "full_attention"] * 2}
-_SEQ2SEQ = DECODED | {"encoder_layers": 2, "decoder_layers": 2, "num_experts": 4}
 
 
 def _causal(name: str, *options: dict[str, Any], config: str | None = None) -> Family:
@@ -31,7 +34,6 @@ def _causal(name: str, *options: dict[str, Any], config: str | None = None) -> F
 ROUTED = {
     "Mixtral": _causal("Mixtral", _HEADS, _LOCAL),
     "Qwen2-MoE": _causal("Qwen2Moe", _PLAIN, _GLOBAL, _NARROW, _SHARED),
-    "Qwen3-MoE": _causal("Qwen3Moe", _HEADS, _GLOBAL, _NARROW),
     "Qwen3-Next": _causal("Qwen3Next", _HEADS, _GLOBAL, _NARROW, _SHARED, _LINEAR, _MIXED),
     "Qwen3.5-MoE": _causal(
         "Qwen3_5Moe",
@@ -99,28 +101,14 @@ ROUTED = {
     "DeepSeek-V4": _causal(
         "DeepseekV4", _HEADS, {"n_routed_experts": 4, "n_shared_experts": 1}, _NARROW
     ),
-    # Its balance losses are computed of labels alone, and never without.
-    "NLLB-MoE": Family(
-        "NllbMoeConfig",
-        "NllbMoeForConditionalGeneration",
-        _SEQ2SEQ
-        | {"encoder_sparse_step": 2, "decoder_sparse_step": 2, "expert_capacity": 64}
-        | {"encoder_layerdrop": 0.0, "decoder_layerdrop": 0.0, "router_jitter_noise": 0.0}
-        | dict.fromkeys(("attention_dropout", "activation_dropout", "moe_token_dropout"), 0.0)
-        | {"output_router_logits": True, "router_aux_loss_coef": 0.5},
-        translated,
-        torch.float32,
-    ),
-    # Its z-losses and balance losses are those of an argument, and no configuration asks for them.
-    "Switch": Family(
-        "SwitchTransformersConfig",
-        "SwitchTransformersForConditionalGeneration",
-        {"vocab_size": 61, "d_model": 16, "d_kv": 8, "d_ff": 24, "num_heads": 2, "num_experts": 4}
-        | {"num_layers": 2, "num_decoder_layers": 2, "expert_capacity": 64, "dropout_rate": 0.0}
-        | {"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
-        | {"router_jitter_noise": 0.0, "decoder_start_token_id": 0, "pad_token_id": 0}
-        | dict.fromkeys(("router_z_loss_coef", "router_aux_loss_coef"), 0.5),
-        translated,
-        torch.float32,
-    ),
 }
+
+
+def check(name: str) -> None:
+    """Compares a cut into three, in one process, with the uncut model.
+
+    Raises:
+        AssertionError: If the loss or a gradient differs.
+        PipegradError: If the cut is refused.
+    """
+    compare_with_uncut(ROUTED[name].build(), torch.randint(3, 61, (2, 9)))
