@@ -225,7 +225,7 @@ def truth(case: Case) -> tuple[Seen, Tensor]:
         return seen, torch.cat([alone(case, every, part, 0, {}) for part in parts])
 
 
-@pytest.mark.parametrize("case", on_ranks(CASES, CASES[2]))
+@pytest.mark.parametrize("case", on_ranks(CASES))
 @checked(CASES[2], Case("both", (0, 1, 2, 0, 1, 2)), Case("int8", (0, 1), way="sharded"))
 def test_a_pipeline_has_the_bits_of_one_process_that_encodes(case: Case) -> None:
     at, blocks = topology(case.pipeline), made(case)

@@ -331,13 +331,7 @@ def optimizer_of(parameters: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.ranks(2, seconds=400.0)
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.smoke] if name == "head BERT, classes" else [])
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", CASES)
 def test_loss_and_gradients_are_those_of_one_process(name: str) -> None:
     errors = CASES[name]().close()
     assert errors

@@ -45,12 +45,11 @@ SHAPES = {
 }
 
 
-def cases() -> Iterator[Any]:
+def cases() -> Iterator[tuple[str, str, int]]:
     every = [*itertools.product(SCHEDULES, (2, 4))]
     for family, ways in SHAPES.items():
         for way in every if everything() else ways:
-            is_smoke = family == "T5" and way == ("1f1b", 2)
-            yield pytest.param(family, *way, marks=[pytest.mark.smoke] if is_smoke else [])
+            yield family, *way
 
 
 def batch(family: str, step: int) -> dict[str, Any]:

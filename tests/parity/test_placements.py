@@ -57,11 +57,10 @@ def cases() -> Iterator[Case]:
 
 
 CASES = [*dict.fromkeys(cases())]
-SMOKE = next(case for case in CASES if (case.handlers, case.mesh) == ("owner+sharded", "2x2"))
 ORDERED = [case for case in cases_of(CHAINS) if case.mesh == "2x3"]
 
 
-@pytest.mark.parametrize("case", on_ranks(CASES, SMOKE))
+@pytest.mark.parametrize("case", on_ranks(CASES))
 @checked(*ORDERED)
 def test_every_rank_ends_up_with_what_one_process_has(case: Case) -> None:
     run = Run(case)

@@ -267,7 +267,7 @@ def truth(num_stages: int, pipeline: int, data: int) -> tuple[Seen, list[Tensor]
     return train(step, lambda: held, steps=len(STEPS)), evaluated
 
 
-@pytest.mark.parametrize("case", on_ranks(CASES, Case("1f1b", 2)))
+@pytest.mark.parametrize("case", on_ranks(CASES))
 @checked(Case("1f1b", 2))
 def test_every_batch_has_the_loss_and_gradients_of_one_process(case: Case) -> None:
     at, default = topology(case.pipeline), 2 * case.pipeline

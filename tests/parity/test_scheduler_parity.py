@@ -137,7 +137,7 @@ def seen_of(case: Case, **options: Any) -> tuple[Seen, Seen]:
     return seen, truth(rows)
 
 
-@pytest.mark.parametrize("case", on_ranks(CASES, Case("1f1b", 2, 4)))
+@pytest.mark.parametrize("case", on_ranks(CASES))
 @checked(*CASES[::12])
 def test_losses_and_every_gradient_are_those_of_one_process(case: Case) -> None:
     seen, true = seen_of(case)

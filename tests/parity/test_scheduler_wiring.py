@@ -31,7 +31,7 @@ truth = once(trained_alone)
 WIRINGS = list(variants())
 
 
-@pytest.mark.parametrize("wiring", on_ranks(WIRINGS, WIRINGS[0]))
+@pytest.mark.parametrize("wiring", on_ranks(WIRINGS))
 def test_a_wiring_computes_what_one_process_does(wiring: Wiring) -> None:
     at, parts = topology(wiring.num_ranks), wiring.built()
     stages = [

@@ -123,7 +123,6 @@ CASES: dict[str, list[Case]] = {
     ],
 }
 EVERY = [(mesh, case) for mesh, cases in CASES.items() for case in cases]
-SMOKE = Short("1F1B", accumulate=2)
 
 
 @once
@@ -230,11 +229,7 @@ def params(chosen: Iterable[tuple[str, Case]]) -> list[Any]:
             mesh,
             case,
             id=f"{mesh}: {case}",
-            marks=[
-                pytest.mark.ranks(int(mesh[0]) * int(mesh[2])),
-                *marks_of(case),
-                *([pytest.mark.smoke] if case == SMOKE else []),
-            ],
+            marks=[pytest.mark.ranks(int(mesh[0]) * int(mesh[2])), *marks_of(case)],
         )
         for mesh, case in chosen
     ]

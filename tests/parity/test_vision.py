@@ -28,8 +28,7 @@ KINDS = ("Qwen3-VL", "Qwen2.5-VL, videos", "LLaVA-Next", "Idefics3", "Qwen2-Audi
 def cases() -> Iterator[Any]:
     for at, family in enumerate(KINDS):
         for num_ranks, schedule in WAYS if everything() else [WAYS[at % len(WAYS)]]:
-            marks = [pytest.mark.ranks(num_ranks, seconds=SECONDS)]
-            marks += [] if at else [pytest.mark.smoke]
+            marks = pytest.mark.ranks(num_ranks, seconds=SECONDS)
             yield pytest.param(family, num_ranks, schedule, marks=marks)
 
 

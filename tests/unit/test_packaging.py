@@ -270,7 +270,6 @@ print(json.dumps([name for name in {heavy} if name in sys.modules]))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("statement", "heavy"),
     [
@@ -356,7 +355,6 @@ def python(tmp_path: Path) -> Path:
     return python
 
 
-@pytest.mark.slow
 def test_the_wheel_holds_the_typed_packages(wheels: list[Path]) -> None:
     wheel = next(path for path in wheels if path.name.startswith("pipegrad-"))
     names = zipfile.ZipFile(wheel).namelist()
@@ -369,7 +367,6 @@ def test_the_wheel_holds_the_typed_packages(wheels: list[Path]) -> None:
     assert page <= set(names)
 
 
-@pytest.mark.slow
 def test_somebody_elses_handler_is_installed_listed_used_and_uninstalled(
     wheels: list[Path], python: Path, tmp_path: Path
 ) -> None:

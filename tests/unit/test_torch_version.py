@@ -29,7 +29,6 @@ def beside_old_torch(
     )  # fmt: skip
 
 
-@pytest.mark.slow
 def test_importing_pipegrad_beside_an_old_torch_says_what_is_needed(tmp_path: Path) -> None:
     """Issue 16, point 17. The import ended in an ImportError of some name inside of torch."""
     ran = beside_old_torch(tmp_path, "-c", "import pipegrad")
@@ -39,7 +38,6 @@ def test_importing_pipegrad_beside_an_old_torch_says_what_is_needed(tmp_path: Pa
     )
 
 
-@pytest.mark.slow
 def test_pytest_runs_beside_an_old_torch_and_an_audit_says_what_is_needed(tmp_path: Path) -> None:
     """Security, F10. The plug-in broke every run of pytest, of any project."""
     (tmp_path / "test_other.py").write_text("def test_other(): pass\n")

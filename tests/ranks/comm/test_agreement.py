@@ -27,7 +27,6 @@ def raise_on(failing: Mapping[int, Exception]) -> int:
     return rank()
 
 
-@pytest.mark.smoke
 @pytest.mark.ranks(3)
 def test_all_agree_or_all_fail_in_the_same_words() -> None:
     assert agree("one", lambda: {"rank": rank()}) == [{"rank": 0}, {"rank": 1}, {"rank": 2}]

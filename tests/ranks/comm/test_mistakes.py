@@ -12,15 +12,9 @@ from tests.support.train.launched import Launched, torchrun
 
 MOST_LINES = 6  # of all ranks together
 WARNED = ("clip",)  # a warning, and the run goes on
-QUICK = ("loader",)
-NAMES = [
-    pytest.param(name, marks=[pytest.mark.smoke] if name in QUICK else [])
-    for name in MISTAKES
-    if name not in WARNED
-]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [name for name in MISTAKES if name not in WARNED])
 def test_a_mistake_prints_one_message(tmp_path: Path, name: str) -> None:
     """Each of them printed 56 to 251 lines, of all ranks in turn."""
     done = made(name, tmp_path)

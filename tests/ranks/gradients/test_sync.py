@@ -35,7 +35,6 @@ from tests.support.ranked import gathered
 from tests.support.rounding import rounding
 
 
-@pytest.mark.smoke
 @pytest.mark.ranks(2)
 def test_ties_registered_in_another_order_get_their_own_sums() -> None:
     """By local order both a and b would be 101 (or 1001) on one of the ranks."""

@@ -48,7 +48,6 @@ def refuse_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.ranks(2)
-@pytest.mark.smoke
 def test_a_failure_in_a_comm_stream_is_every_ranks_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """Values arrive in the first step. In the second, rank 1 cannot send."""
     module = stage(a=(1,), b=(1,))

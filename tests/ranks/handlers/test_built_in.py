@@ -48,7 +48,6 @@ class TestDataParallelInBf16(HandlerContract):
     relative_error = 2**-7  # bfloat16 rounds by 2**-8 at most: both halves, and then their sum
 
 
-@pytest.mark.smoke
 class TestPipelineShared(HandlerContract):
     handler = "pipeline-shared"
     beside = ("data-parallel",)

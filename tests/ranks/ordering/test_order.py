@@ -22,11 +22,9 @@ from tests.support.gradients.cases import rank, replicated, stage, tied
 from tests.support.ordering.producers import CPU, Producers
 from tests.support.ordering.programs import PROGRAMS, run_programs, wrong
 
-NAMES = [pytest.param(n, marks=[pytest.mark.smoke] * (n == "viewed")) for n in PROGRAMS]
-
 
 @pytest.mark.ranks(2)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_gradients_are_right_and_ordered(name: str) -> None:
     assert wrong(name, run_programs([name])[name]) is None
 

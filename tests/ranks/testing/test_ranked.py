@@ -13,7 +13,6 @@ pytest_plugins = ["pytester"]
 CASES = {"one": lambda: 1, "two": lambda: 2}
 
 
-@pytest.mark.smoke
 @pytest.mark.ranks(2)
 @pytest.mark.parametrize("made", CASES.values(), ids=CASES)
 @pytest.mark.parametrize(("a", "b"), [(1, 2), pytest.param(3, 4, id="x")])

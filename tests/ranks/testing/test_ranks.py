@@ -127,7 +127,6 @@ def notes(error: BaseException) -> str:
     return "\n".join(error.__notes__)
 
 
-@pytest.mark.smoke
 def test_results_come_in_rank_order() -> None:
     assert run_ranks(rank, 4) == [0, 1, 2, 3]
 

@@ -51,7 +51,6 @@ def said(folder: Path) -> dict[str, str]:
     return dict(zip(CALLS, first, strict=True))
 
 
-@pytest.mark.smoke
 def test_a_run_prints_lines_and_a_summary(said: dict[str, str]) -> None:
     lines = [line.split() for line in said["run"].splitlines()]
     steps = [words for words in lines if words[:1] == ["step"] and words[1].isdigit()]

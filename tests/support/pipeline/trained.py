@@ -70,14 +70,12 @@ class OnMesh:
         return self.pipeline * self.data
 
 
-def on_ranks(cases: Iterable[OnRanks], smoke: OnRanks | None = None, **options: float) -> list[Any]:
-    """Returns cases as parameters, each on its number of ranks, and one with the mark `smoke`."""
-    found = []
-    for case in cases:
-        marks = [pytest.mark.ranks(case.num_ranks, **options)]
-        marks += [pytest.mark.smoke] if case == smoke else []
-        found.append(pytest.param(case, id=str(case), marks=marks))
-    return found
+def on_ranks(cases: Iterable[OnRanks], **options: float) -> list[Any]:
+    """Returns cases as parameters, each on its number of ranks."""
+    return [
+        pytest.param(case, id=str(case), marks=pytest.mark.ranks(case.num_ranks, **options))
+        for case in cases
+    ]
 
 
 Test = Callable[..., None]

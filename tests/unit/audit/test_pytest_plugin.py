@@ -145,7 +145,6 @@ def twice():
 """
 
 
-@pytest.mark.slow
 def test_audits_run_in_ranks_of_their_own(tmp_path: Path) -> None:
     (tmp_path / "somebodys.py").write_text(SCRIPT)
     targets = [f"--pipegrad-audit=somebodys.py:{name}" for name in ("audited", "twice")]

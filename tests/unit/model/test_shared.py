@@ -403,7 +403,6 @@ def test_parameters_that_share_memory() -> None:
             link_local({0: held(a=big), 1: held(b=view)}, ())
 
 
-@pytest.mark.slow
 def test_the_cost_of_ties_is_linear() -> None:
     """Issue 16, point 10 (3.6). 2000 ties took 7.3 s of CPU time, 500 took 0.4 s."""
 

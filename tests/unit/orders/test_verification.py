@@ -52,10 +52,7 @@ def test_an_evaluation_that_lacks_a_forward_says_which() -> None:
 # Torch's schedules.
 
 
-SIZES = [2, 3, 4, *(pytest.param(n, marks=pytest.mark.slow) for n in range(5, 17))]
-
-
-@pytest.mark.parametrize("num_ranks", SIZES)
+@pytest.mark.parametrize("num_ranks", range(2, 17))
 @pytest.mark.parametrize("name", MULTI)
 def test_what_torch_lowers_is_right_on_all_communicators(name: str, num_ranks: int) -> None:
     schedule = multi(name, num_ranks, 2 * num_ranks)
@@ -463,7 +460,6 @@ def test_json_has_the_same(tmp_path: Path) -> None:
     assert (table["is_right"], table["circle"], table["live_activations"]) == (True, [], [1, 1])
 
 
-@pytest.mark.slow
 def test_64_ranks_and_256_microbatches_are_verified_in_seconds(tmp_path: Path) -> None:
     path = tmp_path / "large.csv"
     multi("ScheduleInterleaved1F1B", 64, 256)._dump_csv(str(path))

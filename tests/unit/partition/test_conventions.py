@@ -14,7 +14,6 @@ from pipegrad.partition.conventions import Conventions, sample_of
 from tests.support.partition.families import DECODER, ENCODER, FAMILIES, HEADS, Family
 from tests.support.partition.vision import SPREAD, VISION, seen
 
-pytestmark = pytest.mark.slow  # transformers is imported
 transformers = pytest.importorskip("transformers")
 
 LABELS = torch.tensor([[-100, 5, 6, -100], [7, 8, 9, -100]])

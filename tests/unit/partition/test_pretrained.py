@@ -25,8 +25,6 @@ from pipegrad.partition.weights.pretrained import (
 from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, joined, tensors
 
-pytestmark = pytest.mark.slow  # transformers is imported
-
 
 @pytest.mark.parametrize("shard", ["5GB", "20KB"])
 @pytest.mark.parametrize("name", FAMILIES)

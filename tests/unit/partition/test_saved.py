@@ -19,8 +19,6 @@ from pipegrad.partition.weights.pretrained import meta_model
 from pipegrad.partition.weights.saved import save_stages
 from tests.support.partition.hand_cut import FAMILIES, assert_same, logits, tensors
 
-pytestmark = pytest.mark.slow  # transformers is imported
-
 CONFIGS = ["config.json", "generation_config.json"]
 
 

@@ -16,7 +16,6 @@ from pipegrad.simulation.timeline import Timeline, in_percent
 from tests.support.picture.browser import Page, browser
 from tests.support.picture.timelines import SMALL, SPANS, repeated, simulated
 
-pytestmark = pytest.mark.slow  # it starts a browser
 ONE_RANK: dict[str, Any] = {"num_ranks": 1, "stage_to_rank": (0, 0)}
 EVIL = "<img src=x onerror=document.title='broken'>"
 

@@ -15,7 +15,6 @@ from pipegrad.picture import figure, write_figure
 from pipegrad.simulation.timeline import Span, Timeline
 from tests.support.picture.timelines import SMALL, SPANS, simulated
 
-pytestmark = pytest.mark.slow
 SVG = "{http://www.w3.org/2000/svg}"
 MEASURED = replace(SMALL, source="measured")
 

@@ -192,13 +192,7 @@ graphs = [
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
 
-every = pytest.mark.parametrize(
-    "graph",
-    [
-        pytest.param(graph, id=str(graph), marks=[pytest.mark.slow] * ("compiled" in str(graph)))
-        for graph in graphs
-    ],
-)
+every = pytest.mark.parametrize("graph", graphs, ids=str)
 
 
 @every
@@ -341,7 +335,6 @@ gradients: dict[str, Tensor] = {
 
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey the gradient layout contract")
-@pytest.mark.slow
 @pytest.mark.parametrize("gradient", list(gradients.values()), ids=list(gradients))
 def test_adds_to_any_gradient(gradient: Tensor, x: Tensor) -> None:
     layer = linear()
@@ -351,7 +344,6 @@ def test_adds_to_any_gradient(gradient: Tensor, x: Tensor) -> None:
     assert torch.allclose(layer.weight.grad, x.sum(0))
 
 
-@pytest.mark.slow
 def test_a_weight_that_is_meta_has_a_meta_gradient() -> None:
     layer = nn.Linear(WIDTH, WIDTH, device="meta")
     compute(inputs_of(layer(torch.ones(4, WIDTH, device="meta"))))
@@ -380,7 +372,6 @@ def kept(module: nn.Module, x: Tensor, *, keep_root: bool = False) -> tuple[list
     return after_inputs, after_weights
 
 
-@pytest.mark.slow
 def test_operands_alone_are_kept_and_nothing_of_a_checkpoint(x: Tensor) -> None:
     module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
     # The operand of the second layer, and the gradients of both.
@@ -395,7 +386,6 @@ def test_operands_alone_are_kept_and_nothing_of_a_checkpoint(x: Tensor) -> None:
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.slow
 def test_a_failed_step_keeps_nothing(x: Tensor, *, is_checkpointed: bool) -> None:
     module = nn.Sequential(linear(), nn.GELU(), linear(), nn.GELU())
     preset_gradients(module)

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -136,8 +135,6 @@ def cases(draw: st.DrawFn, *, permuted: bool = False) -> Case:
         },
     )
 
-
-pytestmark = pytest.mark.slow
 
 # --- who steps what
 

@@ -225,7 +225,6 @@ def test_collectives_over_ranks_without_their_stages_are_refused(
 # Speed.
 
 
-@pytest.mark.slow
 def test_a_million_items_are_proven_in_seconds() -> None:
     large = lower(OneForwardOneBackward().generate(num_ranks=64, num_microbatches=1590))
     assert large.num_items >= 1_000_000

@@ -13,7 +13,6 @@ from pipegrad.schedules.program.verify import verify
 from tests.support.schedules.harm import assert_marked, move, quick, refused, seeds, swap, times
 from tests.support.schedules.programs import DeadlockError, Run, places_of, programs
 
-pytestmark = pytest.mark.slow
 Harm = Callable[[Program, random.Random], Program | None]
 
 

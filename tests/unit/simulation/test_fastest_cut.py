@@ -143,7 +143,6 @@ def test_rounding_decides_nothing() -> None:
     assert found("1f1b", 3, costs) == (3, 6)
 
 
-@pytest.mark.slow
 def test_a_hundred_layers_over_sixteen_ranks() -> None:
     draw = random.Random(0)
     each = layers(*(draw.choice([1.0, 1.2, 2.0]) for _ in range(100)), kib=1024)

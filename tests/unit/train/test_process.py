@@ -41,7 +41,6 @@ def started(store: Store, ranks: list[int]) -> dict[int, str | None]:
     return found
 
 
-@pytest.mark.slow
 def test_a_later_start_does_not_see_an_earlier_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     monkeypatch.setenv(LAUNCH, "")
@@ -119,7 +118,6 @@ with signals.Signals():
 """
 
 
-@pytest.mark.slow
 def test_a_second_signal_ends_a_process_that_hangs() -> None:
     ended = subprocess.run(
         [sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=300, check=False

@@ -139,7 +139,6 @@ corpus.read_corpus(Config(model=Model(factory="a:b"), data=Data(files=["a"], seq
 """
 
 
-@pytest.mark.slow
 def test_a_cache_whose_writer_was_killed_is_written_again() -> None:
     Path("a").write_bytes(b"abcd")
     environment = os.environ | {"HF_DATASETS_CACHE": str(Path("cache").resolve())}
