@@ -185,8 +185,8 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         for report in terminalreporter.stats.get(outcome, [])
         if isinstance(report, pytest.TestReport)
     ]
-    found = {report.nodeid: dict(report.user_properties) for report in reports}
-    seconds = {nodeid: own["cpu seconds"] for nodeid, own in found.items() if "cpu seconds" in own}
+    found: dict[str, dict[str, Any]] = {r.nodeid: dict(r.user_properties) for r in reports}
+    seconds = {name: own["cpu seconds"] for name, own in found.items() if "cpu seconds" in own}
     if path := os.environ.get("PIPEGRAD_SECONDS"):
         Path(path).write_text(json.dumps({k: round(v, 3) for k, v in seconds.items()}))
     if (tier := tier_of(config)) in {"first", "landing"}:
