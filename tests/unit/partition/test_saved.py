@@ -220,7 +220,8 @@ def test_stages_save_what_peft_saves(kind: str, tmp_path: Path) -> None:
     name, targets, more = KINDS[kind]
     torch.manual_seed(7)
     base = FAMILIES["llama"].model()
-    base.name_or_path = "base"  # is in the configuration
+    base.save_pretrained(tmp_path / "base")
+    base.name_or_path = str(tmp_path / "base")  # is in the configuration
     model = peft.get_peft_model(base, adapter(name, targets, **more))
     if kind == "two adapters":
         model.add_adapter("other", adapter("LoraConfig", ["v_proj"], modules_to_save=["lm_head"]))
