@@ -50,7 +50,7 @@ def tier_of(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Lets pytest alone run the first tier, in two processes."""
-    if not is_named(config):
+    if not is_named(config) and not hasattr(config, "workerinput"):
         config.option.markexpr = config.option.markexpr or "first"
         if config.option.numprocesses is None and not config.option.usepdb:
             config.option.numprocesses, config.option.dist = NUM_PROCESSES, "loadfile"
