@@ -73,6 +73,7 @@ python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
 
+HOUSE_IS_DRAWN = "`scripts/docs` draws `docs/house.svg`"
 HOUSE = "![The folders of pipegrad: the core in blue, the tools in orange.](house.svg)\n\n"
 _HEADING = re.compile(r"^## (.+)$", re.MULTILINE)
 _LISTED = re.compile(r"^- \[(?P<title>[^\]]+)\]\((?P<page>[^)#]+)\.\w+\)", re.MULTILINE)
@@ -105,7 +106,7 @@ def contents(index: str) -> dict[str, str]:
 
 def prepare(app: Sphinx, docname: str, source: list[str]) -> None:
     """Drops the markers of tests; adds the side bar, the list of files and the drawn folders."""
-    source[0] = source[0].replace("<!-- house.svg -->\n", HOUSE)  # git does not have the file
+    source[0] = source[0].replace(HOUSE_IS_DRAWN, HOUSE + HOUSE_IS_DRAWN)  # git has no such file
     source[0] = _COMMENT.sub("", source[0])
     index = ROOT / f"{root_doc}.md"
     if docname in (root_doc, "docs/numbers"):

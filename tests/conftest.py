@@ -197,10 +197,3 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
         if over:
             terminalreporter.write_line(f"OVER BUDGET: {', '.join(over)}; tests/budget.toml")
             terminalreporter._session.exitstatus = pytest.ExitCode.TESTS_FAILED
-    killed = {nodeid: own["killed by"] for nodeid, own in found.items() if "killed by" in own}
-    for nodeid, killer in killed.items():
-        mutant = nodeid.partition("[")[2].removesuffix("]")
-        terminalreporter.write_line(f"{mutant:40}{killer or 'SURVIVED'}")
-    if killed:
-        number = sum(killer is not None for killer in killed.values())
-        terminalreporter.write_line(f"mutation gate: {number} of {len(killed)} killed")

@@ -197,6 +197,30 @@ def test_gradients_of_bf16_that_accumulate_in_fp32_travel_so(placed: Placement) 
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("placed", [REPLICATE, OWNER, SHARD])
+def test_a_wire_of_bf16_rounds_and_master_copies_add_small_steps(placed: Placement) -> None:
+    high = stage(w=(40,))
+    sync = alone(high, By("dp", placed), reduce_dtype=torch.bfloat16)
+    compute(sync, partial(give, high, w=1 + 2**-9 + rank()))
+    rounded = float(torch.tensor(1 + 2**-9).bfloat16() + torch.tensor(2 + 2**-9).bfloat16())
+    parts = [part for _, part in stepped(sync).values()]
+    assert {(part.dtype, x) for part in parts for x in part.tolist()} <= {(torch.float32, rounded)}
+    assert rounded != 3 + 2**-8
+    # Steps of 2**-11 are too small for bf16 parameters near 1, eight of them are one spacing.
+    low = stage(w=torch.ones(40, dtype=torch.bfloat16))
+    sync = alone(low, By("dp", placed), master_dtype=torch.float32)
+    optimizer, values = torch.optim.SGD(sync.optimizer_parameters(), lr=2**-12), list[float]()
+    for _ in range(8):
+        compute(sync, partial(give, low, w=1.0))
+        update(sync, optimizer)
+        sync.wait_parameters()
+        values += low.get_parameter("w").unique().tolist()
+    assert (len(values), values[0], values[-1]) == (8, 1.0, 1 - 2**-8)
+    assert {main.tensor.dtype for main in sync.main_parameters()} <= {torch.float32}
+    sync.check_replicas()
+
+
+@pytest.mark.ranks(2)
 def test_means_have_the_bits_of_ddp() -> None:
     drawn = torch.Generator().manual_seed(rank())
     gradient = torch.randn(64, generator=drawn).half() * torch.logspace(-7, 4, 64).half()

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from tests.support.gradients.cases import DATA, outcome, rank
 from tests.support.pipeline.layers import make, mean_square
@@ -54,24 +53,6 @@ def test_what_cannot_wait_is_right_and_said_once_a_stage(
     said = [str(w.message) for w in caught if "weights" in str(w.message)]
     assert len(said) == num_warnings[rank()], said
     assert all(f"stage {rank()}: " in words for words in said)
-
-
-def test_what_is_no_parameter_of_a_stage_has_its_gradient_too() -> None:
-    """A matrix of the loss, and what the first stage is given."""
-    found = []
-    for schedule in ("1f1b", "zb-h1"):
-        torch.manual_seed(3)
-        layers, head = [nn.Linear(4, 4), nn.Linear(4, 4)], nn.Linear(4, 4)
-
-        def loss_fn(out: Tensor, target: Tensor, head: nn.Module = head) -> Tensor:
-            loss: Tensor = (head(out) - target).square().mean()
-            return loss
-
-        x = torch.randn(8, 4, requires_grad=True)
-        with closing(make(*layers, schedule=schedule, loss_fn=loss_fn)) as scheduler:
-            scheduler.step(x, target=x.detach())
-        found.append((x.grad, head.weight.grad, layers[rank()].weight.grad))
-    assert all(error(split, whole) <= MOST for whole, split in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize(

@@ -175,10 +175,6 @@ def non_reentrant() -> nn.Sequential:
     return model
 
 
-def half_precision() -> nn.Sequential:
-    return tied().bfloat16()
-
-
 MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "tied": tied,
     "three-way": three_way,
@@ -188,7 +184,6 @@ MODELS: dict[str, Callable[[], nn.Sequential]] = {
     "half-used": half_used,
     "reentrant": reentrant,
     "non-reentrant": non_reentrant,
-    "half-precision": half_precision,
 }
 
 
