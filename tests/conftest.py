@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import tempfile
 import zlib
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,7 @@ def is_named(config: pytest.Config) -> bool:
 def pytest_configure_node(node: Any) -> None:
     """Tells a worker what its command line does not: it has the paths of all tests."""
     node.workerinput["is_named"] = is_named(node.config)
+    node.workerinput["tier"] = node.config.option.markexpr
 
 
 def tier_of(config: pytest.Config) -> str:
@@ -50,7 +53,9 @@ def tier_of(config: pytest.Config) -> str:
 @pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads its options
 def pytest_cmdline_main(config: pytest.Config) -> None:
     """Lets pytest alone run the first tier, in two processes."""
-    if not is_named(config) and not hasattr(config, "workerinput"):
+    if worker := getattr(config, "workerinput", None):
+        config.option.markexpr = worker["tier"]
+    elif not is_named(config):
         config.option.markexpr = config.option.markexpr or "first"
         if config.option.numprocesses is None and not config.option.usepdb:
             config.option.numprocesses, config.option.dist = NUM_PROCESSES, "loadfile"
@@ -59,9 +64,7 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keeps files of tokens out of the home folder; ranks and other processes inherit it."""
-    cache = tempfile.TemporaryDirectory()
-    config.add_cleanup(cache.cleanup)
-    os.environ["XDG_CACHE_HOME"] = cache.name
+    os.environ["XDG_CACHE_HOME"] = empty_folder(config)
     os.environ["OMP_NUM_THREADS"] = "1"  # each rank is a process; more threads fight for the cores
 
 
@@ -118,10 +121,15 @@ def pytest_sessionfinish() -> None:
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Lets tests run in an empty folder: a file of a relative path never lands in the tree."""
-    folder = tempfile.TemporaryDirectory(ignore_cleanup_errors=True)
-    session.config.add_cleanup(folder.cleanup)
-    os.chdir(folder.name)
+    os.chdir(empty_folder(session.config))
     preload()
+
+
+def empty_folder(config: pytest.Config) -> str:
+    """Makes a folder that this process removes in the end, and no fork of it."""
+    folder = tempfile.mkdtemp(prefix="pipegrad-tests-")
+    config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
+    return folder
 
 
 @pytest.hookimpl(tryfirst=True)
