@@ -11,8 +11,10 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]  # public
 
 from pipegrad.comm import failures
 from pipegrad.comm.activity import Failure, Record
+from pipegrad.comm.agreement import same
 from pipegrad.comm.failures import FailureNotice, FailureReport, make_report, source_of
 from pipegrad.comm.store import SignedStore
+from pipegrad.errors import AgreementError
 
 ALL = (0, 1, 2, 3)
 TOLD = "a step failed on another rank: rank 2: ValueError: boom. In 1F0"
@@ -253,3 +255,35 @@ def test_a_rank_that_has_ended_well_is_one_sentence() -> None:
     assert (found.kind, found.shown, found.exit_code) == ("ended", words, 3)
     lost = report([waiting(0, 1)], silent={1: "is stopped"})
     assert (lost.kind, lost.shown) == ("lost", lost.text)
+
+
+SGD = "SGD of all parameters of this model, with {{'lr': {}}}; all others are as everywhere else"
+DIFFERENCES: list[tuple[dict[int, str], str]] = [
+    ({0: "4", 1: "8", 2: "4"}, "4 on ranks [0, 2], 8 on rank 1"),
+    ({0: "a\nb\nc", 1: "a\nx\ny"}, "b on rank 0, x on rank 1"),
+    ({0: "a\nb", 1: "a"}, "b on rank 0, nothing on rank 1"),
+    ({0: "", 1: "a"}, "nothing on rank 0, a on rank 1"),
+    (
+        {0: SGD.format(0.1), 1: SGD.format(0.2)},
+        "... model, with {'lr': 0.1}; ... on rank 0, ... model, with {'lr': 0.2}; ... on rank 1",
+    ),
+    (
+        {rank: str(rank) for rank in range(6)},
+        "0 on rank 0, 1 on rank 1, 2 on rank 2, 3 on rank 3, and 2 more values",
+    ),
+    (
+        {rank: "ab"[rank == 9] for rank in range(10)},
+        "a on ranks [0, 1, 2, 3, 4, 5, 6, 7] and 1 more, b on rank 9",
+    ),
+]
+
+
+@pytest.mark.parametrize(("values", "words"), DIFFERENCES)
+def test_what_differs_is_shown_alone(values: dict[int, str], words: str) -> None:
+    with pytest.raises(AgreementError) as caught:
+        same("it", values)
+    assert str(caught.value) == f"ranks disagree on it: {words}; make them the same"
+
+
+def test_equal_values_are_no_error() -> None:
+    same("it", {0: "a", 1: "a"})
