@@ -16,6 +16,7 @@ import json
 import tomllib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -41,6 +42,7 @@ class Row(TypedDict, total=False):
 Table = dict[str, dict[str, Row]]  # by file, then by function
 
 
+@cache
 def table() -> Table:
     """Returns the table of all tests that were measured."""
     return dict(json.loads(TABLE.read_text())) if TABLE.exists() else {}
