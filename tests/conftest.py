@@ -198,8 +198,7 @@ def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> Non
     if path := os.environ.get("PIPEGRAD_SECONDS"):
         Path(path).write_text(json.dumps({k: round(v, 3) for k, v in seconds.items()}))
     if (tier := tier_of(config)) in {"first", "landing"}:
-        speed = cpu_seconds.of_importing_torch() / tiers.import_torch_seconds()
-        lines, over = tiers.report(tier, seconds, speed)
+        lines, over = tiers.report(tier, seconds)
         for line in lines:
             terminalreporter.write_line(line)
         if over:
