@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis.configuration import set_hypothesis_home_dir
 
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad.plugins.registry import Registry
@@ -26,7 +27,6 @@ from tests.support import cpu_seconds, ranked, tiers
 from tests.support.distributions import write_distribution
 from tests.support.plugins import GROUP, Handlers, Install
 
-NUM_PROCESSES = 2
 BEGAN = pytest.StashKey[float]()
 
 
@@ -58,13 +58,14 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     elif not is_named(config):
         config.option.markexpr = config.option.markexpr or "first"
         if config.option.numprocesses is None and not config.option.usepdb:
-            config.option.numprocesses, config.option.dist = NUM_PROCESSES, "loadfile"
+            config.option.numprocesses, config.option.dist = 2, "loadfile"
             config.option.loadscopereorder = False
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Keeps files of tokens out of the home folder; ranks and other processes inherit it."""
-    os.environ["XDG_CACHE_HOME"] = empty_folder(config)
+    """Keeps files of tokens and of hypothesis out of the home folder and the tree; ranks, too."""
+    os.environ["XDG_CACHE_HOME"] = cache = empty_folder(config)
+    set_hypothesis_home_dir(cache)
     os.environ["OMP_NUM_THREADS"] = "1"  # each rank is a process; more threads fight for the cores
 
 
