@@ -121,14 +121,6 @@ def seconds_of_file(file: str, rows: Table) -> float:
     return sum(row.get("seconds", 0.0) for row in rows[file].values()) if file in rows else 1e9
 
 
-def spent_by_folder(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Returns the CPU seconds of each folder, of those of each test."""
-    folders = defaultdict[str, float](float)
-    for nodeid, spent in seconds.items():
-        folders[folder_of(nodeid)] += spent
-    return dict(folders)
-
-
 def report(tier: str, seconds: Mapping[str, float]) -> tuple[list[str], list[str]]:
     """Returns the lines of a tier's spending, and the folders that are over their budget.
 
@@ -141,11 +133,11 @@ def report(tier: str, seconds: Mapping[str, float]) -> tuple[list[str], list[str
     rows = {nodeid: known.get(nodeid.partition("[")[0], Row()) for nodeid in seconds}
     ratios = [s / rows[nodeid].get("seconds", s) for nodeid, s in seconds.items() if s > 0.05]
     speed = statistics.median(ratios or [1.0])
-    functions = defaultdict[str, float](float)
+    functions, folders = defaultdict[str, float](float), defaultdict[str, float](float)
     for nodeid, spent in seconds.items():
         functions[nodeid.partition("[")[0]] += spent / speed
+        folders[folder_of(nodeid)] += spent / speed
     budgets: dict[str, Any] = tomllib.loads(BUDGET.read_text())[tier]
-    folders = {folder: spent / speed for folder, spent in spent_by_folder(seconds).items()}
     lines = [f"CPU seconds of the {tier} tier, spent / budget; {speed:.2f} here are 1.00 there:"]
     lines += [
         f"  {folder:20} {folders.get(folder, 0.0):6.0f} /{budgets.get(folder, 0):5}"
