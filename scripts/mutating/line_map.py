@@ -31,9 +31,9 @@ def write_map(options: argparse.Namespace) -> None:
     part_of = {file: parts / f"{file.replace('/', '+')}.json" for file in files}
     todo = [file for file in files if not part_of[file].exists()]
     todo.sort(key=lambda file: (not file.startswith("tests/unit/"), "/parity/" in file))
-    import_product(ROOT)
 
     def map_file(number: int, worker: int) -> None:
+        import_product(ROOT)  # in this process alone: trees of mutants have their own
         file, trace = todo[number], options.work / f"trace{worker}"
         shutil.rmtree(trace, ignore_errors=True)
         trace.mkdir()
