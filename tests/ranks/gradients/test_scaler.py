@@ -165,7 +165,8 @@ def test_who_holds_a_gradient_divides_it(kind: tuple[str, str], clip: str) -> No
     scaler = pipegrad.GradScaler(sync, init_scale=8.0)
     outside = nn.Parameter(torch.zeros(2))
     for scales in (False, True):
-        module.zero_grad(), optimizer.zero_grad()
+        module.zero_grad()
+        optimizer.zero_grad()
         sync.prepare(divisor=None)
         sync.stage_first_use(0)
         loss = 3.0 * module.get_parameter("w").sum() + outside.sum()
