@@ -68,6 +68,7 @@ class FailureNotice:
     def __init__(self, name: str) -> None:
         self._name = name
         self.step = 0
+        self.has_failures = False
         self._first: str | None = None  # the post of a rank that failed before this one, if it did
 
     def next_step(self) -> None:
@@ -94,6 +95,7 @@ class FailureNotice:
         # If the store is gone, no post is needed: the other ranks notice that themselves.
         with contextlib.suppress(dist.DistNetworkError):
             store().set_first(self._key, message)
+            store().set(self._last_key, str(self.step))
             if final:
                 store().set_first(self._final_key, message)
         return message
@@ -165,15 +167,26 @@ class FailureNotice:
         if not dist.is_initialized():
             return None
         try:
-            return store().text(self._key) if store().check([self._key]) else None
+            # Most programs never fail: one key says so, of all steps.
+            self.has_failures = store().check([self._last_key])
+            is_posted = self.has_failures and store().check([self._key])
+            return store().text(self._key) if is_posted else None
         except dist.DistNetworkError:
             return STORE_IS_GONE
+
+    def last_failed(self) -> int:
+        """Returns the last step that failed on any rank when this rank last read; 0 if none has."""
+        return int(store().text(self._last_key)) if self.has_failures else 0
 
     def read_final(self) -> str | None:
         """Returns the final failure of any step so far; None if ranks can go on."""
         if not dist.is_initialized() or not store().check([self._final_key]):
             return None
         return store().text(self._final_key)
+
+    @property
+    def _last_key(self) -> str:
+        return f"pipegrad/failed/{self._name}/last"
 
     @property
     def _refused_key(self) -> str:

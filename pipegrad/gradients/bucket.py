@@ -661,15 +661,19 @@ class GradientBucket:
         main_shard = self._main_shards[number]
         return self.read(number) if main_shard is None else main_shard.tensor.grad
 
-    def changed_result(self) -> str | None:
-        """Returns a parameter whose result somebody has written since, or replaced."""
+    def changed_result(self) -> list[str]:
+        """Returns parameters one of whose results somebody has written since, or replaced."""
+        written = list[str]()
         for number in range(len(self._results)):
             gradient, last = self.result(number), self._last_result(number)
             if gradient is None or last is None:
                 continue
-            if gradient is not last or not self._is_unwritten(number, gradient):
-                return self._key(number)
-        return None
+            if gradient is not last:
+                return [self._key(number)]
+            if not self._is_unwritten(number, gradient):
+                written.append(self._key(number))
+        # Slots of one buffer have one counter of writes.
+        return written if self._is_plain else written[:1]
 
     def _last_result(self, number: int) -> torch.Tensor | None:
         last = self._results[number] if self._results else None

@@ -65,18 +65,15 @@ class GradScaler(torch.amp.GradScaler):
         same("the options of GradScaler", dict(zip(ranks, replies, strict=True)))
         super().__init__(**options)
         self._sync = sync
-        self._first = sync.statistics().steps
-        self._is_manual = False  # whether the caller may multiply losses by `get_scale`
         self._has_scaled = False  # whether this rank has scaled since `update`
         self._is_scaled = False  # whether any rank has, as far as this one knows
         self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
         self.is_stepping = False
         # What is known of the gradients of one step: whether any rank has an overflow, if clipping
         # has unscaled all of them, and for which optimizers `unscale_` was called.
-        self._round = self._first
+        self._round = sync.statistics().steps
         self._overflow: torch.Tensor | None = None
         self._unscaled: set[int] = set()
-        self._divisor: torch.Tensor | None = None  # they must still be divided by it
         # torch makes its scale tensor with the first loss, and most ranks have no loss.
         super().scale(torch.zeros((), device=sync.device))
         sync.scale_by(self)
@@ -105,23 +102,7 @@ class GradScaler(torch.amp.GradScaler):
         """Marks the losses of a step as scaled, on whichever ranks they are."""
         self._is_scaled = True
 
-    def get_scale(self) -> float:
-        """Returns the scale, the same on all ranks; 1.0 if disabled."""
-        # A caller before the end of the first step may multiply the loss with the scale itself.
-        if self._sync.statistics().steps == self._first:
-            self._is_manual = True
-        return super().get_scale()
-
     # The gradients.
-
-    def divide_by(self, divisor: torch.Tensor) -> None:
-        """Takes over a division of the gradients of the step that has just ended.
-
-        Args:
-            divisor: A scalar; `GradientSync.finish` was given it.
-        """
-        self._begin_round()
-        self._divisor = divisor
 
     @property
     def is_due(self) -> bool:
@@ -159,8 +140,6 @@ class GradScaler(torch.amp.GradScaler):
         terms = self._gather(term, error)
         assert self._scale is not None
         inverse = self._scale.double().reciprocal()
-        if self._divisor is not None:
-            inverse = inverse / self._divisor
         self._overflow = (~terms.isfinite()).any().float()
         return norm.total(terms, norm_type, factor=inverse), inverse.float()
 
@@ -192,10 +171,8 @@ class GradScaler(torch.amp.GradScaler):
             StepError: As `unscale_`.
         """
         self._begin_round()
-        # A fused optimizer unscales by itself, but it knows neither of what clipping has done nor
-        # of a divisor.
-        is_known = self._overflow is not None or self._divisor is not None
-        if is_known and id(optimizer) not in self._unscaled:
+        # A fused optimizer unscales by itself, and does not know of what clipping has done.
+        if self._overflow is not None and id(optimizer) not in self._unscaled:
             self.unscale_(optimizer)
         self.is_stepping = True
         try:
@@ -228,7 +205,7 @@ class GradScaler(torch.amp.GradScaler):
         number = self._sync.statistics().steps
         if number == self._round or not self.is_enabled():
             return
-        self._round, self._overflow, self._divisor = number, None, None
+        self._round, self._overflow = number, None
         self._unscaled.clear()
         # torch forgets in `update` alone, so gradients of a step that was left out would count as
         # unscaled in all later steps. It remembers who has made a step: then `update` was
@@ -253,8 +230,6 @@ class GradScaler(torch.amp.GradScaler):
         gradients = [tensor.grad for tensor in tensors if tensor.grad is not None]
         error = self._complaint(gradients, allow_fp16=allow_fp16)
         overflow = torch.zeros((), device=self._sync.device)
-        if self._divisor is not None and not allow_fp16:  # with allow_fp16 torch only looks
-            inv_scale = (inv_scale / self._divisor).to(inv_scale.dtype)
         if error is None:
             # An error on one rank must not leave the others in a collective.
             try:
@@ -304,8 +279,7 @@ class GradScaler(torch.amp.GradScaler):
         # Everything travels in one message. The scale is in it, because ranks whose scales differ
         # would train another model than one process, and nobody would notice.
         assert self._scale is not None
-        is_used = self._has_scaled or self._is_manual
-        flags = torch.tensor([error is not None, is_used], device=self._sync.device)
+        flags = torch.tensor([error is not None, self._has_scaled], device=self._sync.device)
         row = torch.cat([flags.double(), torch.stack([self._scale.double(), term.double()])])
         rows = self._sync.gather(row)
         failed, used, scales = rows[:, :3].unbind(1)
@@ -319,8 +293,7 @@ class GradScaler(torch.amp.GradScaler):
         # few numbers: they go through the store.
         message = "" if error is None else in_words(error)
         ranks = sorted(self._sync.topology.ranks)
-        get_scale = super().get_scale
-        replies = agree("unscale_", lambda: (message, get_scale()), ranks=ranks)
+        replies = agree("unscale_", lambda: (message, self.get_scale()), ranks=ranks)
         failed = {rank: text for rank, (text, _) in zip(ranks, replies, strict=True) if text}
         if failed:
             raise StepError(f"gradients cannot be unscaled on ranks {failed}") from error

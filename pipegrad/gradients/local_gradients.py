@@ -3,7 +3,8 @@
 [Note: loose leaves] A loss may have parameters of its own, and a module may keep a tensor or a
 layer in a list. Nobody reduces their gradients, so they are refused where there are several
 replicas. In one pipeline they are right as soon as they are divided as all others are. Nobody
-declares them: they are looked for in autograd's graphs, in the steps 1, 2, 4, 8 and so on.
+declares them: they are looked for in autograd's graphs, in each loss, and in whole stages in the
+steps 1, 2, 4, 8 and so on, and after each step that has found a new one.
 """
 
 from __future__ import annotations
@@ -214,16 +215,16 @@ class LocalGradients:
         """Returns what this rank's optimizer steps with."""
         return self.parameters[number].main_gradient
 
-    def changed_result(self) -> str | None:
-        """Returns a parameter whose result somebody has written since, or replaced."""
+    def changed_result(self) -> list[str]:
+        """Returns the parameter whose result somebody has written since, or replaced."""
         for number, last in enumerate(self._results):
             gradient = self.result(number)
             if gradient is None or last is None:
                 continue
             is_same = gradient._version == self._result_versions[number]
             if not (is_same and self._is_last(number, gradient)):
-                return self.parameters[number].record.key
-        return None
+                return [self.parameters[number].record.key]
+        return []
 
     def drop(self) -> None:
         """Sets all gradients to None, after a failed step: they may not be complete."""
@@ -272,9 +273,10 @@ class LooseLeaves:
         self._unseen = {stage for stage, parts in fsdp_modules(modules).items() if parts}
         self._num_steps = 0
         self._known = weakref.WeakValueDictionary[int, Tensor]()  # by id
-        self._seen = dict[int, tuple[weakref.ref[Tensor], int, int]]()  # stage, and how often
+        self._seen = dict[int, tuple[weakref.ref[Tensor], int, set[int]]]()  # stage, microbatches
         self._parameter_ids = set[int]()  # ids of parameters
         self._before = dict[int, tuple[weakref.ref[Tensor], Tensor | None]]()  # its gradient
+        self._has_new = False  # since the last step began
         self.is_looking = False
 
     @property
@@ -290,31 +292,37 @@ class LooseLeaves:
         """
         self._num_steps += 1
         self._seen.clear()
-        self.is_looking = not self._num_steps & (self._num_steps - 1)
-        if self.is_looking:
-            self._parameter_ids = {id(self._sync.parameter(r)) for r in self._sync.records()}
+        self._parameter_ids.clear()  # between two steps a user may replace parameters
+        self.is_looking = self._has_new or not self._num_steps & (self._num_steps - 1)
+        self._has_new = False
         for value in passed:
             if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
                 self._known[id(value)] = value
         for leaf in self._known.values():
             self._put_aside(leaf)
 
-    def look(self, stage: int, roots: Sequence[Tensor], passed: Iterable[Tensor]) -> None:
-        """Looks for loose leaves of a stage, before a backward.
+    def look(
+        self,
+        stage: int,
+        microbatches: Iterable[int],
+        roots: Sequence[Tensor],
+        passed: Iterable[object],
+    ) -> None:
+        """Looks for loose leaves between the results of a stage, or its loss, and their arguments.
 
         Args:
             stage: The stage.
-            roots: Where the backward begins.
-            passed: What the stage and its loss were given.
+            microbatches: Those whose backward begins here.
+            roots: The results.
+            passed: The arguments; a search ends at each.
         """
         if stage in self._unseen:
             return
-        others = {*self._parameter_ids, *map(id, passed)}
-        for leaf in _leaves(roots):
-            if id(leaf) in others:
+        for leaf in _leaves(roots, [x for x in passed if isinstance(x, Tensor)]):
+            if self._is_parameter(leaf):
                 continue
-            reference, _, number = self._seen.get(id(leaf), (weakref.ref(leaf), 0, 0))
-            self._seen[id(leaf)] = reference, stage, number + 1
+            _, _, seen_in = self._seen.setdefault(id(leaf), (weakref.ref(leaf), stage, set()))
+            seen_in.update(microbatches)
             self._put_aside(leaf)
 
     def refuse(self, num_microbatches: int) -> None:
@@ -326,10 +334,11 @@ class LooseLeaves:
         Raises:
             StepError: Names the stage, and the shape.
         """
-        for reference, stage, number in self._seen.values():
+        for reference, stage, seen_in in self._seen.values():
             leaf = reference()  # None if only the graph has held it
-            is_whole = leaf is not None and number >= num_microbatches and leaf.grad is not None
-            if leaf is None or not is_whole or id(leaf) in self._known:
+            if leaf is None or leaf.grad is None or id(leaf) in self._known:
+                continue
+            if len(seen_in) < num_microbatches:
                 continue
             if len(self._sync.topology.pipelines) > 1:
                 raise StepError(
@@ -338,7 +347,7 @@ class LooseLeaves:
                     f"nobody reduces it over the replicas: make it a parameter of the module "
                     f"before the Scheduler is made; or freeze it, if nothing steps it"
                 )
-            self._known[id(leaf)] = leaf
+            self._known[id(leaf)], self._has_new = leaf, True
 
     def end(self, divisor: Tensor | float) -> None:
         """Divides the gradients of a step, and adds what was there before.
@@ -350,7 +359,7 @@ class LooseLeaves:
             if leaf is None:
                 continue
             if leaf.grad is not None and id(leaf) in self._known:
-                leaf.grad = leaf.grad / divisor
+                leaf.grad = (leaf.grad / divisor).to(leaf.grad.dtype)
             if before is not None:
                 leaf.grad = before if leaf.grad is None else before + leaf.grad
         self._before.clear()
@@ -362,6 +371,11 @@ class LooseLeaves:
                 leaf.grad = None
         self._before.clear()
 
+    def _is_parameter(self, leaf: Tensor) -> bool:
+        if not self._parameter_ids and id(leaf) not in self._known:
+            self._parameter_ids = {id(self._sync.parameter(r)) for r in self._sync.records()}
+        return id(leaf) in self._parameter_ids
+
     def _put_aside(self, leaf: Tensor) -> None:
         # What a leaf has from earlier steps is divided already, or is the user's. So it waits
         # beside, and `end` adds it behind the division.
@@ -370,10 +384,12 @@ class LooseLeaves:
             leaf.grad = None
 
 
-def _leaves(roots: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the leaves of a graph that get a gradient."""
-    stack: list[Any] = [get_gradient_edge(root).node for root in roots if root.requires_grad]
-    seen, leaves = set(stack), list[Tensor]()
+def _leaves(roots: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Tensor]:
+    """Returns the leaves of a graph that get a gradient; does not look beyond some tensors."""
+    seen: set[Any] = {get_gradient_edge(end).node for end in ends if end.requires_grad}
+    nodes = [get_gradient_edge(root).node for root in roots if root.requires_grad]
+    stack: list[Any] = [node for node in nodes if node not in seen]
+    seen, leaves = seen.union(stack), list[Tensor]()
     while stack:
         node = stack.pop()
         if type(node).__name__ == _LEAF:

@@ -246,11 +246,11 @@ class Locations:
         Args:
             key: The parameter; None for a buffer, which no reduction makes equal.
         """
-        # Replicas along "dp" count as one parameter, even if no reduction makes them equal. Experts
-        # are the exception: each data rank may hold other experts. So are replicas that train
-        # alone: each has its own parameters, and its own state of the optimizer.
+        # Replicas of the data count as one parameter, even if no reduction makes them equal.
+        # Experts are the exception: each data rank may hold other experts. So are replicas that
+        # train alone: each has its own parameters, and its own state of the optimizer.
         is_apart = key in self._divisors or (key is not None and self._independent)
-        return self._along(key, () if is_apart else ("dp",))
+        return self._along(key, () if is_apart else self._view.data_axes)
 
     def joined(self, key: str) -> str:
         """Returns the location of a parameter in a run whose replicas do not train alone."""

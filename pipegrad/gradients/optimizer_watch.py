@@ -42,7 +42,7 @@ class OptimizerWatch:
         alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
         on_refusal: A bound method; called with the error if an optimizer is refused.
         on_step: A bound method; called after each step of an optimizer that was added.
-        find_changed: A bound method; returns a parameter whose gradient has changed since a step.
+        find_changed: A bound method; returns parameters one of whose gradients has changed since.
 
     Attributes:
         has_gradients: Whether a step has finished, and no optimizer has used its gradients.
@@ -58,7 +58,7 @@ class OptimizerWatch:
         alike: bool,
         on_refusal: Callable[[PipegradError], object],
         on_step: Callable[[], object],
-        find_changed: Callable[[], str | None],
+        find_changed: Callable[[], list[str]],
     ) -> None:
         self.has_gradients = False
         self.scaler: Callable[[], GradScaler | None] = lambda: None
@@ -151,11 +151,15 @@ class OptimizerWatch:
         if not (optimizer in self._added or any(self._tensors_of(optimizer))):
             return
         self._looks = False  # an optimizer that steps may write gradients itself
-        changed = None if (find := self._find_changed()) is None else find()
-        if changed is not None:
+        if (find := self._find_changed()) is not None and (changed := find()):
             self._has_warned = True
+            one = (
+                repr(changed[0])
+                if len(changed) == 1
+                else f"one of {changed[:3]}{' ...' * (len(changed) > 3)}"
+            )
             warn_once(
-                f"the gradient of {changed!r} was changed between finish() and "
+                f"the gradient of {one} was changed between finish() and "
                 f"optimizer.step(). torch's clip_grad_norm_ and its GradScaler know only the "
                 f"gradients of this rank: call sync.clip_grad_norm_(), and use "
                 f"pipegrad.GradScaler(sync), which know those of all ranks. What changes each "

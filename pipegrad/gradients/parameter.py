@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
 from operator import attrgetter, eq, is_
 from typing import Any, NamedTuple
@@ -322,7 +323,17 @@ class LiveParameters:
         self.trees = trees
         self._is_plain = is_plain
         self._updated_elsewhere = [p for p in by_key.values() if p.is_updated_elsewhere]
+        self._stepped = dict[str, weakref.ref[nn.Parameter]]()
         self._locate()
+
+    def note_stepped(self) -> None:
+        """Takes the main parameters as they are now for those of an optimizer."""
+        mains = {key: p.main_parameter for key, p in self.by_key.items()}
+        self._stepped = {
+            key: weakref.ref(main)
+            for key, main in mains.items()
+            if main is not None and not self.by_key[key].is_updated_elsewhere
+        }
 
     def look_up(self, follow: Callable[[], object]) -> None:
         """Looks up all parameters for a step.
@@ -351,11 +362,22 @@ class LiveParameters:
             before = self._live
             for parameter in self.by_key.values():
                 parameter.look_up()
+            self._refuse_unstepped()
             self._locate()
             if not all(map(is_, before, self._live)):
                 follow()
         for parameter in self._updated_elsewhere:
             parameter.check_memory()
+
+    def _refuse_unstepped(self) -> None:
+        for key, reference in self._stepped.items():
+            stepped = reference()  # None if the optimizer is gone
+            if stepped is not None and stepped is not self.by_key[key].live:
+                raise StepError(
+                    f"{key!r} is another tensor than the optimizer steps, as after "
+                    f"load_state_dict(assign=True): load without assign, or make the optimizer "
+                    f"again, by sync.optimizer()"
+                )
 
     def _locate(self) -> None:
         """Remembers where all parameters are, and what was agreed on them."""

@@ -151,6 +151,7 @@ class Step:
         self._waiting: set[int] = set()  # stages that are not final in this step
         self._late_error: StepError | None = None
         self._last_together = 0  # the last step with a barrier at its end
+        self._last_unused = 0  # the last step whose gradients no optimizer has used
         self._watch = OptimizerWatch(
             self._parameters.values(),
             parameter_sync=parts.parameter_sync,
@@ -245,6 +246,8 @@ class Step:
         self._final_stages.clear()
         self._waiting = set(self._by_stage)
         self._record_versions(*self._by_stage)
+        if not self._watch.is_used:
+            self._last_unused = self._failures.step - 1
         self._watch.expect(has_gradients=False)
         self._only_accumulates = self._is_accumulating
         # Last: whatever was refused above has left the state as it was.
@@ -384,8 +387,7 @@ class Step:
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All
                 gradients are divided by it once, after their reductions. Until then they are sums,
-                which must fit into the dtypes of the gradients and of the wire. With a `GradScaler`
-                they are divided where they are unscaled, in the same pass.
+                which must fit into the dtypes of the gradients and of the wire.
 
         Sync: the current stream waits for the comm streams. The host waits if collectives block it,
         and for the flag of each parameter without a gradient on this rank. With a divisor there is
@@ -437,21 +439,16 @@ class Step:
                 # whether to compare, and no rank compares alone.
                 self._reducer.barrier()()
             self._reducer.notice.refuse_failed()
+            self._refuse_half_made()
         except BaseException as error:
             self.abort(error)
             raise
-        # Asked here and not when the step began: the user may make a scaler at any time, and what
-        # it has scaled must be unscaled where overflows are looked for.
-        scaler = self._watch.scaler()
-        divides = divisor if scaler is None else None
-        if divides is not None:
+        if divisor is not None:
             # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
             # once, whoever holds its gradients.
             rank, buffers = self.plan.rank, self._reducer.buffers.values()
-            divide_([b.payload for b in buffers if has_result(b.bucket.route, rank)], divides)
-        self._put_in_place(exposed_seconds, divides)
-        if divisor is not None and scaler is not None:
-            scaler.divide_by(divisor)
+            divide_([b.payload for b in buffers if has_result(b.bucket.route, rank)], divisor)
+        self._put_in_place(exposed_seconds, divisor)
         return compares
 
     def _put_in_place(self, exposed_seconds: float, divisor: torch.Tensor | None) -> None:
@@ -519,7 +516,7 @@ class Step:
         final = final or (launches and (self._keeps_state or self._reducer.has_failed))
         cause = self._failures.post(error, begins=begins, final=final)
         if is_unfinished:
-            self.drop_gradients()
+            self._drop()
         if reduces and not final:
             # The same order as in a step that ends well: the collectives, the barrier of `finish`,
             # and the parameter sync that other ranks may publish after it. Otherwise ranks would
@@ -551,7 +548,20 @@ class Step:
         return compares or (always and before != self._failures.step)
 
     def drop_gradients(self) -> None:
-        """Sets all gradients to None, also those of accumulated steps."""
+        """Sets all gradients to None, also those of accumulated steps.
+
+        Raises:
+            StepError: Inside a step that reduces gradients.
+        """
+        if self.is_in_step and not self._only_accumulates:
+            with self._failures.refusing(begins=False):
+                raise StepError(
+                    "drop_gradients() inside a step, which other ranks are in, too: call it after "
+                    "finish(); or give up the step on all ranks, by abort()"
+                )
+        self._drop()
+
+    def _drop(self) -> None:
         self._go("drop_gradients")
         self._watch.expect(has_gradients=False)
         for gradients in self._everything:
@@ -650,13 +660,25 @@ class Step:
         except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._late_error = error
 
+    def _refuse_half_made(self) -> None:
+        """Refuses to go on after a step that some ranks have made, and others have not."""
+        failed = self._reducer.notice.last_failed()
+        if self._last_unused < failed < self._failures.step:
+            error = StepError(
+                f"step {failed} has failed on another rank after it ended on this one, and "
+                f"optimizer.step() has used its gradients here: parameters of ranks are of "
+                f"different steps, so end the processes and resume from a checkpoint"
+            )
+            self.abort(error, final=True)
+            raise error
+
     def _late(self, error: StepError) -> None:
         """Makes `finish` fail."""
         self._late_error = self._late_error or error
 
-    def _changed_result(self) -> str | None:
-        """Returns a parameter whose result was changed since the end of the step."""
-        return next(filter(None, (each.changed_result() for each in self._everything)), None)
+    def _changed_result(self) -> list[str]:
+        """Returns parameters one of whose results was changed since the end of the step."""
+        return next(filter(None, (each.changed_result() for each in self._everything)), [])
 
     def _give_up(self, *, begun: bool) -> None:
         """Launches the remaining collectives of a failed step, also those of `prepare`."""

@@ -347,6 +347,7 @@ class GradientSync(Step):
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.take()
+        self._parts.parameters.note_stepped()
         self._watch.add(optimizer)
         return optimizer
 
@@ -367,6 +368,7 @@ class GradientSync(Step):
                 in the same group. By default there is one group.
         """
         self._parameter_sync.take()
+        self._parts.parameters.note_stepped()
         trained = [r for r in self.manifest.parameters if r.requires_grad]
         return grouped(group_keys(trained, group_of), self.main_parameters())
 

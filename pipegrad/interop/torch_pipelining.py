@@ -257,9 +257,13 @@ def _follow_stage(
 def _look(
     loose: LooseLeaves, stage: PipelineStageBase, microbatch: int, loss: torch.Tensor | None
 ) -> None:
-    if loose.is_looking and stage.has_backward:
-        outputs, given = stage.fwd_cache[microbatch]
-        loose.look(stage.stage_index, outputs if loss is None else [loss], given)
+    if not stage.has_backward:
+        return
+    outputs, given = stage.fwd_cache[microbatch]
+    if loss is not None:
+        loose.look(stage.stage_index, [microbatch], [loss], outputs)
+    if loose.is_looking:
+        loose.look(stage.stage_index, [microbatch], outputs, given)
 
 
 def _sync_of(stage: PipelineStageBase) -> GradientSync:

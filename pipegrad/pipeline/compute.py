@@ -20,7 +20,7 @@ from pipegrad.pipeline.loss_message import LossTerms, loss_parts
 from pipegrad.pipeline.microbatch import joined, joined_tree
 from pipegrad.pipeline.shares import Number, counted
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.trees import versions_of
+from pipegrad.pipeline.trees import leaves_of, versions_of
 from pipegrad.pipeline.values import Key, Values, check_plain
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import Loss
@@ -225,8 +225,7 @@ class Compute:
         self._loss = self._with_loss(
             joined([leaves for _, leaves in sorted(self._leaves.items())]),
             joined_tree(self._targets),
-            # Losses are divided by the number of microbatches, and this one is that of all.
-            times=self._num_microbatches,
+            range(self._num_microbatches),
         )
 
     def _with_own_loss(self, microbatch: int, outputs: Sequence[object]) -> tuple[Tensor, ...]:
@@ -234,22 +233,27 @@ class Compute:
         assert self._targets is not None
         assert self._terms is not None
         share = self._terms.share(microbatch)
-        return self._with_loss(outputs, self._targets[microbatch], share)
+        return self._with_loss(outputs, self._targets[microbatch], [microbatch], share)
 
     def _for_result(self, name: str, output: Tensor) -> Tensor:
         check_plain(output, f"stage {self._last} returned {name!r}")
         return self._values.handed_on(self._last, output)
 
     def _with_loss(
-        self, outputs: Sequence[object], target: object, share: Number = 1.0, *, times: int = 1
+        self,
+        outputs: Sequence[object],
+        target: object,
+        microbatches: Sequence[int],
+        share: Number = 1.0,
     ) -> tuple[Tensor, ...]:
-        """Computes a loss, and counts it so many times; returns the root of its backward."""
+        """Computes the loss of some microbatches; returns the root of its backward."""
         assert self._loss_fn is not None
         assert self._terms is not None
         returned = self._loss_fn(*outputs, target)
         parts = loss_parts(returned, is_weighted=self._terms.is_weighted)
-        if times > 1 and not self._terms.is_weighted:
-            parts = parts[0] * times, *parts[1:]
+        if len(microbatches) > 1 and not self._terms.is_weighted:
+            # Losses are divided by the number of microbatches, and this one belongs to all.
+            parts = parts[0] * len(microbatches), *parts[1:]
         loss = parts[0]
         if type(loss) is not Tensor or loss.layout is not torch.strided:
             check_plain(loss, "loss_fn returned its loss")
@@ -266,6 +270,9 @@ class Compute:
                 "is_trainable=True",
                 f"frozen {self._sync.name}",
             )
+        if self._sync is not None and loss.requires_grad:
+            given = leaves_of({"": (*outputs, target)}).values()
+            self._loose.look(self._last, microbatches, [loss], given)
         self._terms.add(parts, share)
         return parts[:1]
 
@@ -372,7 +379,7 @@ class Compute:
         if stage in self._carried.stages:
             self._carried.begin_backward(stage, microbatch, roots, gradients)
         if self._loose.is_looking:
-            self._loose.look(stage, roots, self._values.leaves_of(stage, microbatch))
+            self._loose.look(stage, [microbatch], roots, self._values.leaves_of(stage, microbatch))
         return roots, gradients
 
     def _gathered(
@@ -380,12 +387,6 @@ class Compute:
     ) -> tuple[list[Tensor], list[Tensor | None]]:
         """Returns the outputs of a microbatch that have a gradient of the loss of all, and it."""
         for loss in self._loss:
-            if self._loose.is_looking:
-                every = range(self._num_microbatches)
-                passed = [x for leaves in self._leaves.values() for x in leaves]
-                passed += [x for other in every for x in self._values.leaves_of(self._last, other)]
-                for _ in every:  # a leaf that all microbatches have in common is no stage's
-                    self._loose.look(self._last, [loss], passed)
             torch.autograd.backward((loss,), (self._loss_gradient(loss, 1.0),))
         self._loss = ()
         roots, gradients = list[Tensor](), list[Tensor | None]()

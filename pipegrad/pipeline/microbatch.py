@@ -734,7 +734,12 @@ class OuterGraphs:
 
         Sync: on the current stream.
         """
-        reached = [(x, leaf.grad / divisor) for x, leaf in self._cut_off if leaf.grad is not None]
+        # A divisor on the device is a float64, and would make a gradient without dimensions one.
+        reached = [
+            (x, (leaf.grad / divisor).to(leaf.grad.dtype))
+            for x, leaf in self._cut_off
+            if leaf.grad is not None
+        ]
         self.forget()
         if reached:
             torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import get_args
 
 from pipegrad.errors import PlanError, in_words
@@ -231,11 +231,11 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
     """Orders a route by placement; with the same placement, reductions across stages are last."""
     # A reduction across stages must wait for other stages, reductions inside a stage need not. With
     # this order the wait is as late as possible.
-    for ranks, times in Counter(step.ranks for step in steps).items():
-        if times > 1:
-            names = [h.handler for h in steps if h.ranks == ranks]
+    for first, second in combinations(steps, 2):
+        if len(twice := sorted({*first.ranks} & {*second.ranks})) > 1:
             raise PlanError(
-                f"{key!r} is reduced twice over ranks {list(ranks)}, by handlers {names}: drop one"
+                f"{key!r} is reduced twice over ranks {twice}, by handlers "
+                f"{[first.handler, second.handler]}: drop one, or reduce along different axes"
             )
     scattering = [step for step in steps if step.placement.scatters]
     if len(scattering) > 1 and any(step.placement is Placement.WHOLE for step in scattering):

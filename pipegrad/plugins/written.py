@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from inspect import Parameter, Signature
-from types import FunctionType
+from types import CodeType, FunctionType
 from typing import Any, Self
 
 import torch
@@ -76,13 +76,17 @@ def _partial(value: partial[object], each: Each) -> str:
 
 
 def _function(value: FunctionType, each: Each) -> str:
-    # The address of a function differs between processes. Its code and the values that it has
-    # captured decide what it does.
-    code = value.__code__
-    plain = [c for c in code.co_consts if isinstance(c, int | float | str | bytes | None)]
-    digest = hashlib.sha256(code.co_code + repr((code.co_names, plain)).encode()).hexdigest()
+    # The address of a function differs between processes. Its code, its defaults and the values
+    # that it has captured decide what it does.
     held = [cell.cell_contents for cell in value.__closure__ or ()]
-    return f"{value.__module__}:{value.__qualname__}({digest[:16]}, {each(held)})"
+    defaults = [each(x) for x in (value.__defaults__, value.__kwdefaults__) if x]
+    texts = ", ".join([each(value.__code__), each(held), *defaults])
+    return f"{value.__module__}:{value.__qualname__}({texts})"
+
+
+def _code(value: CodeType, each: Each) -> str:
+    text = each([value.co_code, value.co_names, value.co_consts])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _class(value: type, _: Each) -> str:
@@ -103,6 +107,7 @@ _WRITERS: tuple[tuple[type, Callable[[Any, Each], str]], ...] = (
     (torch.Tensor, _tensor),
     (partial, _partial),
     (FunctionType, _function),
+    (CodeType, _code),
     (type, _class),
     (nn.Module, _module),
 )

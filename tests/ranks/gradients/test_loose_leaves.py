@@ -99,6 +99,33 @@ def test_leaves_that_no_stage_holds_have_the_gradients_of_one_process(schedule: 
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("over", ["microbatch", "batch", "tokens"])
+@pytest.mark.parametrize("first", [1, 3])
+def test_leaves_that_a_loss_makes_anew_have_the_gradients_of_one_process(
+    first: int, over: str
+) -> None:
+    """In the steps 1, 2, 4, 8 alone they were divided."""
+    module, factors = nn.Linear(4, 4), list[nn.Parameter]()
+
+    def loss_fn(out: Tensor, target: Tensor) -> Any:
+        loss: Tensor = nn.functional.mse_loss(out, target)
+        loss = loss * factors[-1] if factors else loss
+        return (loss * out.numel(), torch.tensor(out.numel())) if over == "tokens" else loss
+
+    options: dict[str, Any] = {"num_microbatches": 4, "loss_fn": loss_fn, "schedule": "gpipe"}
+    options |= {"loss_reduction": "token_mean"} if over == "tokens" else {"loss_over": over}
+    with closing(scheduled(module, pipeline=2, **options)) as scheduler:
+        for number in range(1, 8):
+            if number >= first:
+                factors.append(nn.Parameter(torch.ones(())))
+            x, target = batch(number)
+            loss = scheduler.step(x, target=target).loss.item()
+            module.zero_grad()
+            if factors and rank():
+                assert error(factors[-1].grad, torch.tensor(loss)) <= MOST
+
+
+@pytest.mark.ranks(2)
 @pytest.mark.parametrize("late", [False, True], ids=["from the start", "added later"])
 def test_over_replicas_they_are_refused_on_all_ranks(*, late: bool) -> None:
     """Nobody averages them: each replica would train others, and no check compares them."""

@@ -15,7 +15,7 @@ from torch import nn
 
 import pipegrad
 from pipegrad import GradientSync
-from tests.support.gradients.cases import give, outcome, rank, replicated, stage, tied
+from tests.support.gradients.cases import outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import OWNER, REPLICATE, SHARD, By, alone, compute
 from tests.support.pairwise import pairwise
 
@@ -134,7 +134,7 @@ def test_unscaling_and_clipping_are_one_pass_and_one_message(clip: str, passes: 
     sync = alone(module, By("dp", SHARD, "mean"))
     optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
     scaler = pipegrad.GradScaler(sync, init_scale=4.0)
-    compute(sync, partial(give, module, w=scaler.get_scale()))
+    compute(sync, lambda: scaler.scale(module.get_parameter("w").sum()).backward())
     [main] = sync.main_parameters()
     assert main.tensor.grad is not None
     before = main.tensor.grad._version
@@ -157,20 +157,29 @@ def test_unscaling_and_clipping_are_one_pass_and_one_message(clip: str, passes: 
 @pytest.mark.parametrize("clip", CLIPS)
 # torch's fused SGD changes no parameter of bfloat16 on a CPU.
 @pytest.mark.parametrize("kind", [("sgd", "float32"), ("sgd", "bfloat16"), ("fused", "float32")])
-def test_a_division_at_the_end_is_in_one_pass(kind: tuple[str, str], clip: str) -> None:
-    """Issue 18, point 4. The mean over tokens needs no pass of its own."""
+def test_who_holds_a_gradient_divides_it(kind: tuple[str, str], clip: str) -> None:
+    """The scaler divided what no stage holds, too; and nothing if no loss was scaled."""
     module = stage(w=torch.zeros(4096, dtype=getattr(torch, kind[1])))
     sync = alone(module, By("dp", SHARD, "mean"))
     optimizer = sync.optimizer(partial(torch.optim.SGD, fused=kind[0] == "fused"), lr=1.0)
     scaler = pipegrad.GradScaler(sync, init_scale=8.0)
-    sync.prepare(divisor=None)
-    sync.stage_first_use(0)
-    scaler.scale(3.0 * module.get_parameter("w").sum()).backward()
-    sync.stage_final(0)
-    with mock.patch("pipegrad.gradients.step.divide_") as divide:
+    outside = nn.Parameter(torch.zeros(2))
+    for scales in (False, True):
+        module.zero_grad()
+        optimizer.zero_grad()
+        sync.prepare(divisor=None)
+        sync.stage_first_use(0)
+        loss = 3.0 * module.get_parameter("w").sum() + outside.sum()
+        (scaler.scale(loss) if scales else loss).backward()
+        sync.stage_final(0)
         sync.finish(divisor=torch.tensor(12.0, dtype=torch.float64))
-    divide.assert_not_called()
-    # One rounding of 1 / (8 * 12) in float32, and one of the product.
+        [main] = sync.main_parameters()
+        assert main.tensor.grad is not None
+        assert main.tensor.grad.unique().tolist() == [2.0 if scales else 0.25]
+    outside.grad = torch.full((2,), 8.0)
+    if clip in ("", "unscale_"):
+        scaler.step(torch.optim.SGD([outside], lr=1.0))
+        assert outside.tolist() == [-1.0] * 2
     if clip == "unscale_":
         scaler.unscale_(optimizer)
     if clip:
@@ -240,16 +249,13 @@ def test_a_failed_step_says_nothing_of_the_next(failing: tuple[int, ...], *, fus
     sync.close()
 
 
-@pytest.mark.parametrize("is_manual", [False, True])
-def test_gradients_are_unscaled_once_also_behind_update(*, is_manual: bool) -> None:
+def test_gradients_are_unscaled_once_also_behind_update() -> None:
     """The norm was refused, or the gradients were divided by the scale again."""
     module = stage(w=(2,), v=(2,))
     sync = replicated(module)
     groups = sync.optimizer_parameters(lambda record: {"name": record.name})
     optimizers = [torch.optim.SGD([group], lr=1.0) for group in groups]
     scaler = pipegrad.GradScaler(sync, init_scale=4.0)
-    if is_manual:
-        scaler.get_scale()
     compute(sync, lambda: scaler.scale(sum(p.sum() for p in module.parameters())).backward())
     for optimizer in optimizers:
         assert sync.clip_grad_norm_(INF).item() == pytest.approx(2.0)
@@ -322,6 +328,7 @@ def test_gradients_at_a_wrong_time_are_refused() -> None:
     inside = "StepError: gradients cannot be unscaled on ranks {0: 'a step is not"
     assert refused.startswith(inside)
     scaler = pipegrad.GradScaler(sync, init_scale=2.0)
+    assert scaler.get_scale() == 2.0  # for a log line: then nothing was refused any more
     w.sum().backward()
     sync.stage_final(0)
     sync.finish()

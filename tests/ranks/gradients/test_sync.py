@@ -147,6 +147,7 @@ def test_verbs_out_of_order_are_refused_and_do_no_harm() -> None:
     sync.stage_final(here)
     assert f"stage {here} is final already" in refused(sync.stage_final, here)
     assert "prepare() inside a step" in refused(sync.prepare)
+    assert "drop_gradients() inside a step" in refused(sync.drop_gradients)
     stranger = f"a parameter of shape (3,) is none of those of stage {here}"
     assert stranger in refused(sync.parameters_final, here, [nn.Parameter(torch.ones(3))])
     sync.finish()
@@ -439,6 +440,16 @@ def test_parameters_may_be_replaced_but_not_by_something_else() -> None:
     assert "requires_grad=False" in refused
     module.get_parameter("b").requires_grad = True
     assert step(sync, module, a=1.0, b=1.0) == {"a": [2.0, 2.0], "b": [2.0]}
+    # Then nothing was trained, without a word.
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    module.zero_grad()
+    module.b = nn.Parameter(torch.ones(1))  # as load_state_dict(assign=True) does
+    for _ in range(2):
+        assert "'0.b' is another tensor than the optimizer steps" in outcome(sync.prepare)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    step(sync, module, a=1.0, b=1.0)
+    optimizer.step()
+    assert module.get_parameter("b").item() == -1.0
 
 
 @pytest.mark.ranks(4)

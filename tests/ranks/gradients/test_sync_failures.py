@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -330,6 +331,31 @@ def test_no_rank_steps_on_a_failed_step_where_no_wait_blocks_the_host() -> None:
         else:
             sync.finish()
         assert (module.w.grad is None) == fails
+    sync.close()
+
+
+@pytest.mark.ranks(2)
+def test_a_step_that_one_rank_has_made_and_another_has_not_ends_the_training() -> None:
+    """The stages share nothing. They went on with parameters of different steps."""
+    module = stage(w=(2,))
+    sync = tied(module)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+
+    def train(number: int) -> None:
+        sync.prepare()
+        give(module, w=1.0)
+        if number == 3 and rank() == 1:
+            sync.abort(error := RuntimeError("bad batch"))
+            raise error
+        sync.stage_final(rank())
+        sync.finish()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    told = [gathered(outcome(partial(train, number))) for number in range(1, 7)]
+    assert ["Error" in words for words in told[2]] == [False, True]
+    assert told[3][0].startswith("StepError: step 3 has failed on another rank after it ended")
+    assert all("Error" in words for words in told[5])
     sync.close()
 
 

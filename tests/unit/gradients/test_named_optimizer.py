@@ -38,6 +38,7 @@ def test_replicas_that_train_alone_have_locations(
     plan = make_plan(manifest(("a",)), MESH.at(7), [(str(i), h) for i, h in enumerate(handlers)])
     locations = Locations(MESH.at(7), plan)
     assert (locations.of("0.a"), locations.joined("0.a")) == (location, joined)
+    assert locations.of() == "[tp=1]"  # a buffer, once for all data ranks
 
 
 def with_names(

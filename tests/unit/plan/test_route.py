@@ -176,13 +176,17 @@ def someone_elses(parameters: Sequence[ParameterRecord], t: Topology) -> list[Re
             lambda ps, t: [Reduction(p, t.ranks_along("dp")) for p in (*ps, *ps)],
             "'0.emb' is reduced twice over ranks [0, 1], by handlers ['mine', 'mine']: drop one",
         ),
+        (
+            lambda ps, t: [Reduction(p, r) for p in ps for r in (t.ranks_along("dp"), t.ranks)],
+            "'0.emb' is reduced twice over ranks [0, 1], by handlers ['mine', 'mine']: drop one",
+        ),
         (asymmetric, "over ranks [2, 3], but rank 3 has no reduction of it"),
         (other_op, "replicate-mean(dp)"),
         (other_copies, "['replicate-sum(pp[0,3])'] on"),
     ],
     ids=[
-        "without self", "unknown rank", "unknown op", "not held", "reduced twice", "asymmetric",
-        "other op", "copies differ",
+        "without self", "unknown rank", "unknown op", "not held", "reduced twice", "overlap",
+        "asymmetric", "other op", "copies differ",
     ],
 )  # fmt: skip
 def test_a_handlers_mistake_names_handler_key_and_ranks(mistake: Reductions, words: str) -> None:

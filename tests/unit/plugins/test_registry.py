@@ -232,6 +232,12 @@ def test_options_are_written_by_value() -> None:
     assert "0x" not in written([Plain(lambda: 1), object(), print])
     assert written(1) != written(1.0) != written("1.0")
     assert written(lambda: 1) != written(lambda: 2)
+    # What a factory of optimizers has of its own: tuples, defaults, functions inside.
+    assert written(lambda: (1, 2)) != written(lambda: (1, 3))
+    assert written(lambda x=1: x) != written(lambda x=2: x)
+    assert written(lambda *, x=1: x) != written(lambda *, x=2: x)
+    assert written(lambda: lambda: 1) != written(lambda: lambda: 2)
+    assert written(lambda x: x in {"b", "a"}) == written(lambda x: x in {"a", "b"})
     loop: list[object] = []
     loop.append(loop)
     assert written(loop) == "[...]"
