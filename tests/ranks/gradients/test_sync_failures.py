@@ -339,18 +339,21 @@ def test_a_step_that_one_rank_has_made_and_another_has_not_ends_the_training() -
     """The stages share nothing. They went on with parameters of different steps."""
     module = stage(w=(2,))
     sync = tied(module)
-    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    optimizer, board = sync.optimizer(torch.optim.SGD, lr=1.0), Board("half made")
 
     def train(number: int) -> None:
         sync.prepare()
         give(module, w=1.0)
         if number == 3 and rank() == 1:
+            board.wait("made", timedelta(seconds=60))
             sync.abort(error := RuntimeError("bad batch"))
             raise error
         sync.stage_final(rank())
         sync.finish()
         optimizer.step()
         optimizer.zero_grad()
+        if number == 3:
+            board.post("made", b"")
 
     told = [gathered(outcome(partial(train, number))) for number in range(1, 7)]
     assert ["Error" in words for words in told[2]] == [False, True]
