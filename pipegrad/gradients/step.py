@@ -159,6 +159,7 @@ class Step:
             on_refusal=self._refused,
             on_step=self._publish_updated,
             find_changed=self._changed_result,
+            refuse_reduced=self._refuse_reduced,
         )
         self._follow()
 
@@ -228,6 +229,8 @@ class Step:
         # first parameter of the model.
         for gradients in reversed(self._everything):
             gradients.check(continuing=continues)
+        if not continues:
+            self._watch.supersede()
         self._divides_late = divisor is None
         if self._divides_late and not continues:
             for gradients in self._everything:
@@ -657,6 +660,16 @@ class Step:
     def _changed_result(self) -> str | None:
         """Returns a parameter whose result was changed since the end of the step."""
         return next(filter(None, (each.changed_result() for each in self._everything)), None)
+
+    def _refuse_reduced(self) -> None:
+        """Refuses a step of another sync with the same parameters, which would add to gradients."""
+        if self.is_in_step:
+            raise StepError(
+                "another Scheduler of the same parameters is inside accumulate(): end its step, "
+                "and call optimizer.zero_grad(), before a step of this one"
+            )
+        for bucket in reversed(self._buckets.values()):
+            bucket.check(continuing=False)
 
     def _give_up(self, *, begun: bool) -> None:
         """Launches the remaining collectives of a failed step, also those of `prepare`."""

@@ -316,12 +316,13 @@ class Passed:
             ("an optimizer has stepped", "optimizer.step()", 2),
         ):
             ranks = [rank for rank, did in by_rank.items() if did & bit]
-            others = [rank for rank in by_rank if rank not in ranks]
+            others = [rank for rank, did in by_rank.items() if not did & (bit | bit << 2)]
             if ranks and others and verb not in self._warned:
                 self._warned.add(verb)
                 warnings.warn(
                     f"since the step before {what} on ranks {ranks}, and not on ranks {others}, "
-                    f"whose stages go on as they were: call {verb} on all ranks",
+                    f"whose stages go on as they were: call {verb} on all ranks, also where the "
+                    f"optimizer has no parameters",
                     stacklevel=level_of_caller(),
                 )
 
