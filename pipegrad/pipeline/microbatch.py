@@ -47,7 +47,9 @@ from pipegrad.pipeline.trees import (
     number_of,
 )
 from pipegrad.pipeline.wiring import REST, Wiring
+from pipegrad.plugins.registry import closest_first
 
+_OPTIONS = ("target", "loss_divisor", "microbatches", "num_microbatches", "rows_of", "chunks")
 _MOST_SAME = 8  # steps with one tensor and another batch, before a warning
 _T = TypeVar("_T", Tensor, Sequence[int])
 _Values = dict[str, object]  # by name
@@ -207,7 +209,10 @@ class Batches:
             )
         unknown = [name for name in named if not self._is_taken(name)]
         if unknown:
-            raise StepError(f"no stage takes {unknown}; from outside they take {self._taken}")
+            raise StepError(
+                f"no stage takes {unknown}; from outside they take {self._taken}, and step() "
+                f"itself, closest first: {closest_first(unknown[0], _OPTIONS)}"
+            )
         values = dict(zip(self._in_order, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):
             twice = [name for name in more if name in values]

@@ -245,6 +245,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"only": {"ids": rows(), "text": "a"}},
         "no stage takes ['ids', 'text']; from outside they take ['x']. A mapping alone gives",
     ),
+    "a misspelt option": (lambda: {"x": X, "taget": Y}, "step() itself, closest first: target, "),
     "keys that are no strings": (lambda: {"only": {0: rows()}}, "no stage takes [0]"),
     "a pair of input and target": (
         lambda: {"only": (rows(), rows())},
