@@ -668,7 +668,7 @@ class Step:
                 "another Scheduler of the same parameters is inside accumulate(): end its step, "
                 "and call optimizer.zero_grad(), before a step of this one"
             )
-        for bucket in reversed(self._buckets.values()):
+        for bucket in reversed([*self._buckets.values()]):
             bucket.check(continuing=False)
 
     def _give_up(self, *, begun: bool) -> None:
