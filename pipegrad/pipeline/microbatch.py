@@ -49,7 +49,16 @@ from pipegrad.pipeline.trees import (
 from pipegrad.pipeline.wiring import REST, Wiring
 from pipegrad.plugins.registry import closest_first
 
-_OPTIONS = ("target", "loss_divisor", "microbatches", "num_microbatches", "rows_of", "chunks")
+_OF_STEP = [
+    "target",
+    "microbatches",
+    "num_microbatches",
+    "chunks",
+    "time_dim",
+    "rows_of",
+    "loss_divisor",
+    "outputs",
+]
 _MOST_SAME = 8  # steps with one tensor and another batch, before a warning
 _T = TypeVar("_T", Tensor, Sequence[int])
 _Values = dict[str, object]  # by name
@@ -211,7 +220,7 @@ class Batches:
         if unknown:
             raise StepError(
                 f"no stage takes {unknown}; from outside they take {self._taken}, and step() "
-                f"itself, closest first: {closest_first(unknown[0], _OPTIONS)}"
+                f"itself, closest first: {closest_first(unknown[0], _OF_STEP)}"
             )
         values = dict(zip(self._in_order, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):
