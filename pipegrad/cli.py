@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import signal
+import sys
+from pathlib import Path
 
 import click
 
@@ -28,6 +30,10 @@ class _Commands(click.Group):
 @click.version_option(package_name="pipegrad")
 def main() -> None:
     """Gradients that travel between pipeline stages: train, plan, and see what is installed."""
+    # What a user names, such as a schedule, may be in the working directory, which anybody may have
+    # written. So it is looked for there last, by all commands alike.
+    if (folder := str(Path.cwd())) not in sys.path:
+        sys.path.append(folder)
 
 
 for command in (train, launch, plan, schedule, simulate, trace, doctor, export, audit, verify):

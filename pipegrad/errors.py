@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 import os
+import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
 
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
+_NOT_THE_CALLER = {"pipegrad", "torch", *sys.stdlib_module_names}  # functools calls properties
 _PACKAGES = ("torch", "click", "pipegrad_handlers", "pipegrad_codecs")
 _SKIPPED = (f"{Path(__file__).parent}{os.sep}", *(f"{os.sep}{p}{os.sep}" for p in _PACKAGES), "<")
 
@@ -160,6 +162,6 @@ def is_of_user(file: str) -> bool:
 def level_of_caller() -> int:
     """Returns how many calls lie between a warning here and who called pipegrad."""
     level, frame = 0, inspect.currentframe()
-    while frame is not None and frame.f_globals["__name__"].startswith(("pipegrad.", "torch.")):
+    while frame is not None and frame.f_globals["__name__"].partition(".")[0] in _NOT_THE_CALLER:
         level, frame = level + 1, frame.f_back
     return level

@@ -124,9 +124,9 @@ def _weight_of(head: nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | N
     is_own = type(head).forward not in plain or "forward" in vars(head)
     if is_own or is_hooked or not isinstance(head.weight, Tensor):
         raise StepError(
-            f"the head is a {type(head).__name__}, which may do more than to multiply: expected an "
-            f"nn.Linear, an nn.Embedding, or a weight. Let the stage call it, and take "
-            f"cross_entropy of its logits"
+            f"the head is {type(head).__module__}.{type(head).__name__}, which may do more than to "
+            f"multiply: expected an nn.Linear, an nn.Embedding, or a weight. Let the stage call "
+            f"it, and take cross_entropy of its logits"
         )
     own = getattr(head, "bias", None)
     return head.weight, own if bias is None else bias

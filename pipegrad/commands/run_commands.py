@@ -463,15 +463,11 @@ def begin_rank() -> None:
 
     Each rank is in a session of its own, so that Ctrl-C reaches the launcher alone. A launcher that
     is killed by SIGKILL cannot end its ranks. So the kernel does it, on Linux only.
-
-    Python does not import from the working directory (-P), which anybody may have written. What a
-    configuration names may be there, and is looked for there last.
     """
     # What this process starts is not the launcher's.
     launcher = os.environ.pop(_LAUNCHER, None)
     if launcher is None:
         return
-    sys.path.append(os.getcwd())  # noqa: PTH109 - a text is what it takes
     # SIGKILL: the launcher keeps the store by which ranks would agree on a last checkpoint.
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -43,6 +43,7 @@ class OptimizerWatch:
         on_refusal: A bound method; called with the error if an optimizer is refused.
         on_step: A bound method; called after each step of an optimizer that was added.
         find_changed: A bound method; returns parameters one of whose gradients has changed since.
+        refuse_reduced: A bound method; refuses a step of another sync with these parameters.
 
     Attributes:
         has_gradients: Whether a step has finished, and no optimizer has used its gradients.
@@ -59,6 +60,7 @@ class OptimizerWatch:
         on_refusal: Callable[[PipegradError], object],
         on_step: Callable[[], object],
         find_changed: Callable[[], list[str]],
+        refuse_reduced: Callable[[], object],
     ) -> None:
         self.has_gradients = False
         self.scaler: Callable[[], GradScaler | None] = lambda: None
@@ -68,13 +70,15 @@ class OptimizerWatch:
         self._on_refusal = weakref.WeakMethod(on_refusal)
         self._on_step = weakref.WeakMethod(on_step)
         self._find_changed = weakref.WeakMethod(find_changed)
+        self._refuse_reduced = weakref.WeakMethod(refuse_reduced)
         self._with_main_shard = [p for p in parameters if p.main_shard]
         self._has_replaced = any(p.is_replaced for p in parameters)
         self._added: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: weakref.ref[torch.optim.Optimizer] | None = None  # whose step was the last
-        # What was last seen of each optimizer; None if it steps no parameter of these.
+        # What was last seen of each optimizer, and which of them step no parameter of these.
         self._options: WeakKeyDictionary[torch.optim.Optimizer, object] = WeakKeyDictionary()
-        self._has_stepped = False  # since `news`
+        self._others: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
+        self._news = 0  # since `news`
         self._has_main = any(p.has_result and p.record.requires_grad for p in parameters)
         self._is_stepping = False  # whether one that was added is in its step
         self._looks = False  # whether gradients that have changed are looked for
@@ -136,7 +140,8 @@ class OptimizerWatch:
             self._parameter_sync.refuse_untaken()
             if error is not None:
                 raise error
-            if self._added and not self.has_gradients and not self._is_part(optimizer):
+            has_gradients = self.has_gradients or any(w.has_gradients for w in self._siblings())
+            if self._added and not (has_gradients or self._is_part(optimizer)):
                 raise StepError(self._untimely(optimizer))
         except PipegradError as refusal:
             # Ranks that step nothing, or whose optimizer is right, go on to the next step. They
@@ -199,9 +204,10 @@ class OptimizerWatch:
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after a step of `optimizer`; calls `on_step` if it was added."""
         if optimizer not in self._options:
-            is_ours = any(self._tensors_of(optimizer))
-            self._options[optimizer] = _options_of(optimizer) if is_ours else None
-        self._has_stepped |= self._options[optimizer] is not None
+            self._options[optimizer] = _options_of(optimizer)
+            if not any(self._tensors_of(optimizer)):
+                self._others.add(optimizer)
+        self._news |= 8 if optimizer in self._others else 2
         if not self._added or self._is_part(optimizer):
             return
         is_added = optimizer in self._added
@@ -215,21 +221,36 @@ class OptimizerWatch:
         """Returns what optimizers did on this rank since the last call, to compare with others.
 
         It is 1, and 1 more if a rate or another option has changed, and 2 more if one has stepped;
-        or 0 if this rank steps nothing.
+        or 0 if this rank steps nothing. It is 4 and 8 more for optimizers without a parameter of
+        this rank: on other ranks they may have some. One that was added has some on all ranks.
         """
-        if not self._options:  # none has stepped yet
-            return int(self._has_main)
-        has_changed = False
+        news, self._news = self._news, 0
         for optimizer, before in list(self._options.items()):
-            if before is not None and (now := _options_of(optimizer)) != before:
-                self._options[optimizer], has_changed = now, True
-        has_stepped, self._has_stepped = self._has_stepped, False
-        return 1 + has_changed + 2 * has_stepped if self._has_main else 0
+            if (now := _options_of(optimizer)) != before:
+                self._options[optimizer] = now
+                news |= 4 if optimizer in self._others else 1
+        return 1 + (news & 3 if self._added else news) if self._has_main else 0
 
     @property
     def is_used(self) -> bool:
         """Whether an optimizer has used the gradients that are there."""
         return self._last is not None
+
+    def supersede(self) -> None:
+        """Called before a step: other syncs of the same parameters have no gradients any more.
+
+        Raises:
+            StepError: If they still have.
+        """
+        for sibling in self._siblings():
+            if (refuse := sibling._refuse_reduced()) is not None:
+                refuse()
+            sibling.expect(has_gradients=False)
+
+    def _siblings(self) -> list[OptimizerWatch]:
+        """Returns the watches of other syncs of the same parameters."""
+        watches = [watch for watch in list(_watches.values()) if watch is not self]
+        return [watch for watch in watches if not watch._live.keys().isdisjoint(self._live)]
 
     def expect(self, *, has_gradients: bool) -> None:
         """Sets whether there are gradients for an optimizer, of a step that has just ended."""

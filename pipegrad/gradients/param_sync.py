@@ -225,10 +225,12 @@ class ParameterSync:
         for key, tensor, version in self._versions:
             if tensor._version != version:
                 raise StepError(
-                    f"{key!r} was changed after publish(), so other ranks do not have it: call "
-                    f"publish() after optimizer.step(), and step once behind finish(). If you made "
-                    f"it by sync.optimizer(), it publishes by itself: change parameters before "
-                    f"that, in a hook of its register_step_post_hook()"
+                    f"{key!r} was changed after publish(), so other ranks do not have it. If you "
+                    f"copied values in, such as averaged weights: call synchronize_parameters() "
+                    f"after each copy, on all ranks. If an optimizer wrote it: call publish() "
+                    f"after optimizer.step(), once after each finish(). One of sync.optimizer() "
+                    f"publishes by itself: change parameters before, in a hook of its "
+                    f"register_step_post_hook()"
                 )
 
     def first_use(self, stage: int) -> None:

@@ -236,7 +236,8 @@ class LiveParameter:
             raise StepError(
                 f"the memory of {self.record.key!r} was replaced, and what is stepped for it would "
                 f"not arrive there: call sync.synchronize_parameters() on all ranks; if it is "
-                f"another parameter now, make the optimizer again, by sync.optimizer()"
+                f"another parameter now, make the optimizer again, by sync.optimizer(); if another "
+                f"Scheduler of the same model replaced it, make one Scheduler with both losses"
             )
         if self._version is not None and self._version != self.live._version:
             raise StepError(
@@ -268,7 +269,9 @@ class LiveParameter:
             if traits.requires_grad != self.agreed.requires_grad:
                 advice = (
                     "call get_peft_model(), requires_grad_() and what else freezes parameters "
-                    "before the cut, or make a new Scheduler on all ranks"
+                    "before the cut, or make a new Scheduler on all ranks. To train parts in "
+                    "turn, as in a GAN, freeze nothing: make an optimizer for each part, and call "
+                    "zero_grad() of all of them before each step"
                 )
             raise StepError(
                 f"{key!r} was {self.agreed} when the ranks agreed, now it is {traits}: {advice}"

@@ -160,6 +160,7 @@ class Step:
             on_refusal=self._refused,
             on_step=self._publish_updated,
             find_changed=self._changed_result,
+            refuse_reduced=self._refuse_reduced,
         )
         self._follow()
 
@@ -229,6 +230,8 @@ class Step:
         # first parameter of the model.
         for gradients in reversed(self._everything):
             gradients.check(continuing=continues)
+        if not continues:
+            self._watch.supersede()
         self._divides_late = divisor is None
         if self._divides_late and not continues:
             for gradients in self._everything:
@@ -246,8 +249,8 @@ class Step:
         self._final_stages.clear()
         self._waiting = set(self._by_stage)
         self._record_versions(*self._by_stage)
-        if not self._watch.is_used:
-            self._last_unused = self._failures.step - 1
+        before = self._failures.step - 1
+        self._last_unused = self._last_unused if self._watch.is_used else before
         self._watch.expect(has_gradients=False)
         self._only_accumulates = self._is_accumulating
         # Last: whatever was refused above has left the state as it was.
@@ -679,6 +682,16 @@ class Step:
     def _changed_result(self) -> list[str]:
         """Returns parameters one of whose results was changed since the end of the step."""
         return next(filter(None, (each.changed_result() for each in self._everything)), [])
+
+    def _refuse_reduced(self) -> None:
+        """Refuses a step of another sync with the same parameters, which would add to gradients."""
+        if self.is_in_step:
+            raise StepError(
+                "another Scheduler of the same parameters is inside accumulate(): end its step, "
+                "and call optimizer.zero_grad(), before a step of this one"
+            )
+        for bucket in reversed([*self._buckets.values()]):
+            bucket.check(continuing=False)
 
     def _give_up(self, *, begun: bool) -> None:
         """Launches the remaining collectives of a failed step, also those of `prepare`."""

@@ -19,7 +19,7 @@ import math
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, Never
+from typing import TYPE_CHECKING, Any, Never, Unpack
 
 import torch
 import torch.distributed as dist
@@ -51,6 +51,7 @@ from pipegrad.gradients.step import State, Statistics, Step
 from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
+from pipegrad.plan.options import SyncKeywords
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import (
     GradientHandler,
@@ -128,7 +129,7 @@ class GradientSync(Step):
         handlers: Sequence[HandlerSpec],
         accessor: GradientAccessor | None = None,
         agree_seconds: float = AGREE_SECONDS,
-        **options: Any,  # noqa: ANN401 - fields of GradientOptions, checked there
+        **options: Unpack[SyncKeywords],
     ) -> None:
         agreed = Agreed(
             modules,

@@ -273,11 +273,11 @@ def _head_of(model: nn.Module, last: nn.Module, way: str) -> str:
     is_linear = is_linear and "forward" not in vars(head)
     held = dict(last.named_parameters(remove_duplicate=False))
     if not is_linear or f"{name}.weight" not in held:
-        kind = type(model).__name__
-        what = "has no head of transformers" if head is None else f"has a {type(head).__name__}"
+        kind, of = type(model).__name__, type(head)  # peft has a Linear, too
+        what = "no head of transformers" if head is None else f"{of.__module__}.{of.__name__}"
         raise TopologyError(
-            f"loss is 'chunked', and {kind} {what} as its head, expected an nn.Linear on the last "
-            f"stage: leave loss out"
+            f"loss is 'chunked', and {kind} has {what} as its head, expected an nn.Linear on the "
+            f"last stage: leave loss out"
         )
     return name
 

@@ -47,7 +47,19 @@ from pipegrad.pipeline.trees import (
     number_of,
 )
 from pipegrad.pipeline.wiring import REST, Wiring
+from pipegrad.plugins.registry import closest_first
 
+_OF_STEP = [
+    "target",
+    "microbatches",
+    "num_microbatches",
+    "chunks",
+    "time_dim",
+    "rows_of",
+    "loss_divisor",
+    "outputs",
+]
+_MOST_SAME = 8  # steps with one tensor and another batch, before a warning
 _T = TypeVar("_T", Tensor, Sequence[int])
 _Values = dict[str, object]  # by name
 _Parts = dict[str, Sequence[object]]  # by name, a value for each microbatch
@@ -206,7 +218,10 @@ class Batches:
             )
         unknown = [name for name in named if not self._is_taken(name)]
         if unknown:
-            raise StepError(f"no stage takes {unknown}; from outside they take {self._taken}")
+            raise StepError(
+                f"no stage takes {unknown}; from outside they take {self._taken}, and step() "
+                f"itself, closest first: {closest_first(unknown[0], _OF_STEP)}"
+            )
         values = dict(zip(self._in_order, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):
             twice = [name for name in more if name in values]
@@ -753,45 +768,44 @@ class OuterGraphs:
 class Repeated:
     """Looks for tables that are cut as if their rows were samples.
 
-    Such a tensor is the same in two steps, while others are not.
+    Such a tensor is the same from the first step on, while other inputs are not. A GAN has a second
+    step with the same batch, and not an eighth one.
     """
 
     def __init__(self) -> None:
-        self._before: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self._warned = set[str]()
+        self._first: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._num_steps: dict[str, int] = {}  # in a row, with the first tensor, and others beside
 
     def check(self, values: Mapping[str, object], cut: Collection[str]) -> None:
-        """Warns of a tensor that may belong to no sample, once for each name.
+        """Warns of a tensor that may belong to no sample.
 
         Args:
             values: What a step is given, by name.
             cut: Names of the values that are cut.
         """
-        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
-        # Torch counts changes in place in `_version`. A tensor that was filled anew is a new batch.
-        now = {
-            name: (weakref.ref(x), 0 if x.is_inference() else x._version)
-            for name, x in tensors.items()
-        }
-        same = [
-            name
-            for name, (_, version) in now.items()
-            if name in self._before
-            and self._before[name][0]() is tensors[name]
-            and self._before[name][1] == version
-        ]
-        # If all tensors are the same, then the caller repeats one batch, as benchmarks do.
-        is_new_batch = bool(self._before) and len(same) < len(now)
-        self._before = now
+        tensors, same = (
+            {name: x for name, x in values.items() if isinstance(x, Tensor)},
+            list[str](),
+        )
+        for name, x in tensors.items():
+            # Torch counts changes in place in `_version`. A tensor that was filled anew is a new
+            # batch.
+            written = 0 if x.is_inference() else x._version
+            first, version = self._first.setdefault(name, (weakref.ref(x), written))
+            if first() is x and version == written:
+                same.append(name)
+        # If all inputs are the same, then the caller repeats one batch, as benchmarks do.
+        inputs = [name for name in tensors if name_in(name) != "target"]
+        is_new_batch = any(name not in same for name in inputs or tensors)
+        self._num_steps = {name: self._num_steps.get(name, 0) + is_new_batch for name in same}
         for name in same if is_new_batch else ():
             value = tensors[name]
-            if name in self._warned or name not in cut:
+            if self._num_steps[name] != _MOST_SAME or name not in cut:
                 continue
-            self._warned.add(name)
             if not bool((value == value[:1]).all()):  # else it does not matter which rows are read
                 is_leaf = not name.isidentifier()  # of a tree: no name for `whole`
                 warnings.warn(
-                    f"the input {name!r} is the same tensor as in the step before, while others "
+                    f"the input {name!r} is the same tensor in {_MOST_SAME} steps, while others "
                     f"are not, and is cut into microbatches: its first dimension, "
                     f"{len(value)}, is taken for the batch's. If its rows are not of the samples, "
                     f"{'give it by a name of its own, and ' if is_leaf else ''}make the Scheduler "

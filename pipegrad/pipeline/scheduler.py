@@ -12,10 +12,11 @@ for x, y in data:
 from __future__ import annotations
 
 import contextlib
+import inspect
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
-from typing import Any, Never
+from typing import Any, Never, Unpack
 
 import torch
 
@@ -26,6 +27,7 @@ from pipegrad.errors import PlanError, ScheduleError, level_of_caller
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
+from pipegrad.model.gradient_storage import GradientAccessor
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, Tied
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
@@ -41,7 +43,9 @@ from pipegrad.pipeline.wiring import (
     agree_on_wiring,
     collectives_of,
 )
+from pipegrad.plan.options import GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
+from pipegrad.plugins.registry import closest_first
 from pipegrad.schedules import Program, Proof, Schedule
 from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import DEPTH
@@ -99,10 +103,11 @@ class Scheduler:
         tied: As `GradientSync`.
         handlers: As `GradientSync`.
         depth: How many receives of an edge are posted ahead.
-        **options: Further arguments of `GradientSync`: ``accessor``, ``agree_seconds``, and the
-            fields of `GradientOptions`. In the first step ranks wait for each other for
-            ``agree_seconds``, or for the timeout of the process group, at most ten minutes, if
-            that is longer: kernels may be compiled there.
+        accessor: As `GradientSync`.
+        agree_seconds: As `GradientSync`. In the first step ranks wait for each other so long, or
+            for the timeout of the process group, at most ten minutes, if that is longer: kernels
+            may be compiled there.
+        **options: Fields of `GradientOptions` by name, but for the ticks of the schedule.
 
     Attributes:
         sync: The gradient layer: clipping, statistics, its plan.
@@ -127,9 +132,10 @@ class Scheduler:
         tied: Tied = (),
         handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
         depth: int = DEPTH,
-        **options: Any,  # noqa: ANN401 - GradientSync's own, checked there
+        accessor: GradientAccessor | None = None,
+        agree_seconds: float = AGREE_SECONDS,
+        **options: Unpack[GradientKeywords],
     ) -> None:
-        agree_seconds = options.get("agree_seconds", AGREE_SECONDS)
         # The gradient layer needs the ticks of the schedule, so the wiring comes first. The program
         # needs the plan of the gradient layer, so it comes last.
         pipeline = agree_on_wiring(
@@ -143,6 +149,7 @@ class Scheduler:
             whole=whole,
             codecs=codecs,
             depth=depth,
+            complaint=_complaint_of(options),
             timeout_seconds=agree_seconds,
         )
         self.topology = pipeline.topology
@@ -160,6 +167,8 @@ class Scheduler:
             handlers=handlers,
             stage_ticks=pipeline.schedule.stage_ticks,
             shared_ticks=pipeline.schedule.shared_ticks,
+            accessor=accessor,
+            agree_seconds=agree_seconds,
             **options,
         )
         self._stages = {stage.index: stage for stage in pipeline.stages}
@@ -431,6 +440,16 @@ class Scheduler:
     def close(self) -> None:
         """Ends comm streams and destroys process groups, once; every rank must call it."""
         self._steps.close()
+
+
+def _complaint_of(options: Collection[str]) -> str:
+    """Returns what is wrong with the names of further options of a Scheduler; "" if nothing is."""
+    fields = GradientKeywords.__annotations__.keys()
+    if not (unknown := sorted(set(options) - fields)):
+        return ""
+    known = (fields | inspect.signature(Scheduler).parameters.keys()) - {"stages", "topology"}
+    closest = closest_first(unknown[0], known - {"options"})
+    return f"Scheduler has no option {unknown[0]!r}; allowed, closest first: {closest}"
 
 
 def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module], name: str) -> None:

@@ -286,16 +286,26 @@ class Passed:
             for pipeline in self._pipelines:
                 numbers_of = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
                 if len(set(numbers_of.values())) > 1:
-                    return self._words(name, numbers_of)
+                    return self._words(name, numbers_of, tables.get("target", {}))
         return None
 
-    def _words(self, name: str, numbers_of: Mapping[int, float]) -> str:
+    def _words(
+        self, name: str, numbers_of: Mapping[int, float], targets: Mapping[int, float]
+    ) -> str:
         first, *others = numbers_of
         rank = next(rank for rank in others if numbers_of[rank] != numbers_of[first])
+        are_augmented = targets.get(first, 0) == targets.get(rank, 0) != 0
+        advice = (
+            f"Their targets are equal, so the samples are the same, and their random augmentation "
+            f"is not: seed it by topology.coordinate({self._data!r}), not by the rank, as in "
+            f"DataLoader(..., num_workers=1, generator=torch.Generator().manual_seed("
+            f"topology.coordinate({self._data!r}))). In the main process dropout draws, too"
+            if are_augmented
+            else f"A sampler must divide the data along {self._data!r} alone: {self._sampler}"
+        )
         return (
             f"ranks {first} and {rank} were given different tensors as {name!r}, but are ranks of "
-            f"one pipeline, which trains on one batch. A sampler must divide the data along "
-            f"{self._data!r} alone: {self._sampler}"
+            f"one pipeline, which trains on one batch. {advice}"
         )
 
     def _compare_news(self, news: Sequence[float]) -> None:
@@ -306,12 +316,13 @@ class Passed:
             ("an optimizer has stepped", "optimizer.step()", 2),
         ):
             ranks = [rank for rank, did in by_rank.items() if did & bit]
-            others = [rank for rank in by_rank if rank not in ranks]
+            others = [rank for rank, did in by_rank.items() if not did & (bit | bit << 2)]
             if ranks and others and verb not in self._warned:
                 self._warned.add(verb)
                 warnings.warn(
                     f"since the step before {what} on ranks {ranks}, and not on ranks {others}, "
-                    f"whose stages go on as they were: call {verb} on all ranks",
+                    f"whose stages go on as they were: call {verb} on all ranks, also where the "
+                    f"optimizer has no parameters",
                     stacklevel=level_of_caller(),
                 )
 

@@ -116,11 +116,13 @@ def agree_on_wiring(
     whole: Sequence[str],
     codecs: CodecsSpec,
     depth: int,
+    complaint: str,
     timeout_seconds: float,
 ) -> WiredPipeline:
     """Returns how the stages of all ranks hang together.
 
-    The arguments are those of `Scheduler`. Every rank of the topology must call it.
+    The arguments are those of `Scheduler`, and what is wrong with their names. Every rank of the
+    topology must call it.
 
     Raises:
         PipegradError: If anything does not fit together; on all ranks alike.
@@ -136,6 +138,8 @@ def agree_on_wiring(
         _Described, tuple[str, tuple[str, str], str, tuple[bool, bool], Begins, Ends]
     ]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
+        if complaint:
+            raise ScheduleError(complaint)
         _check_loss(reduction, loss_over, is_own=bool(labels))
         generated = schedule_of(schedule, topology, num_microbatches)
         choice = choice_of(codecs)
@@ -333,7 +337,7 @@ def schedule_of(
             )
         return spec
     if num_microbatches is None:
-        raise ScheduleError("num_microbatches is missing; only a Schedule knows its own")
+        raise ScheduleError("num_microbatches is missing: into how many is a batch cut?")
     generator = registry.resolve(spec)
     if chunks is not None:
         generator = replace(generator, plugin=generator.plugin.of_chunks(chunks))

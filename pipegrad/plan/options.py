@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -15,6 +15,26 @@ from pipegrad.topology import Topology
 STEP_SECONDS = 600.0
 # Comparing copies costs less than 0.1 % of a step then: benchmarks/overhead.
 CHECK_EVERY = 500
+
+
+class GradientKeywords(TypedDict, total=False):
+    """The fields of `GradientOptions` that a `Scheduler` takes by name, for type checkers."""
+
+    bucket_bytes: int | None
+    reduce_dtype: torch.dtype | None
+    sum_dtype: torch.dtype | None
+    master_dtype: torch.dtype | None
+    comm_streams: int
+    allow_unsynced: Sequence[str]
+    step_timeout_seconds: float
+    check_every: int
+
+
+class SyncKeywords(GradientKeywords, total=False):
+    """The fields of `GradientOptions`: a `Scheduler` has the ticks of its schedule."""
+
+    stage_ticks: Sequence[int] | None
+    shared_ticks: Sequence[int] | None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -247,9 +247,13 @@ class Registry(Generic[T]):
         try:
             loaded: object = metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
         except (Exception, SystemExit) as error:
+            advice = (
+                "repair or uninstall it, or select another"
+                if plugin.distribution
+                else "repair it, or add the folder of its module to PYTHONPATH"
+            )
             raise PluginLoadError(
-                f"plug-in {plugin} of group {self.group!r} cannot be imported: {error!r}; "
-                f"repair or uninstall it, or select another"
+                f"plug-in {plugin} of group {self.group!r} cannot be imported: {error!r}; {advice}"
             ) from error
         return loaded
 

@@ -179,6 +179,25 @@ def test_gradients_that_one_rank_changes_are_told_once(
 
 
 @pytest.mark.ranks(2)
+@pytest.mark.parametrize("own", [False, True], ids=["torch's optimizer", "sync's optimizer"])
+def test_two_syncs_of_one_model_take_turns_and_do_not_add_up(own: bool) -> None:
+    """As in a GAN. Warned of changed gradients; a tied one was counted twice if they added up."""
+    module = stage(w=(4,), own=(2,))
+    syncs = [tied(module, "w") for _ in range(2)]
+    kind = torch.optim.SGD
+    optimizer: Any = syncs[0].optimizer(kind, lr=0.5) if own else kind(module.parameters(), lr=0.5)
+    for turn in range(4):
+        step(syncs[turn % 2], module, w=1.0, own=1.0)
+        refused = outcome(syncs[1 - turn % 2].prepare)
+        assert refused.startswith("StepError: the gradient of '0.w' is already reduced"), refused
+        optimizer.step()  # a warning would be an error here
+        module.zero_grad()
+    with syncs[0].accumulate():
+        syncs[0].prepare()
+    assert "is inside accumulate(): end its step" in outcome(syncs[1].prepare)
+
+
+@pytest.mark.ranks(2)
 def test_the_same_gradients_on_all_ranks_may_be_clipped_by_torch() -> None:
     module = stage(w=(4,))
     sync, optimizer = replicated(module), torch.optim.SGD(module.parameters(), lr=0.0)

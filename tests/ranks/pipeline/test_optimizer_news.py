@@ -33,6 +33,8 @@ def made(how: str) -> Made:
     scheduler = one_stage_each(*modules, num_microbatches=2, check_every=0)
     module = modules[scheduler.topology.coordinate("pp")]
     rate: Any = torch.tensor(0.1) if how == "tensor" else 0.1
+    if how == "part":  # of the last stage alone, made on all ranks
+        return scheduler, torch.optim.AdamW(modules[1].parameters(), lr=rate), module
     if how in ("plain", "frozen"):
         return scheduler, torch.optim.AdamW(module.parameters(), lr=rate), module
     return scheduler, scheduler.optimizer(torch.optim.AdamW, lr=rate), module
@@ -40,7 +42,7 @@ def made(how: str) -> Made:
 
 def trained(how: str, schedules: bool, steps: bool, make: Callable[..., LRScheduler]) -> list[str]:
     """Returns what six steps warn of on this rank, and how often."""
-    scheduler, optimizer, _ = made(how)
+    scheduler, optimizer, module = made(how)
     if how == "by hand":
         optimizer.param_groups[0]["lr"] = 0.1 * (1 + rank())  # another one for each stage
     rates, x = make(optimizer), torch.ones(4, 4)
@@ -49,14 +51,17 @@ def trained(how: str, schedules: bool, steps: bool, make: Callable[..., LRSchedu
         for number in range(6):
             failing = how == "failed" and number == 2 and rank() == 3
             with suppress(StepError):
-                scheduler.step(x[:, :3] if failing else x, target=x)
+                _ = scheduler.step(x[:, :3] if failing else x, target=x).loss
                 scheduler.evaluate(x, target=x)
                 if steps:
                     optimizer.step()
+            module.zero_grad()
             optimizer.zero_grad()
             if schedules:
                 rates.step()
-    return [str(w.message) for w in caught if "on all ranks" in str(w.message)]
+    warned = [w for w in caught if "on all ranks" in str(w.message)]
+    assert all(w.filename == __file__ for w in warned)  # not that of functools
+    return [str(w.message) for w in warned]
 
 
 def constant(optimizer: torch.optim.Optimizer) -> LRScheduler:
@@ -77,6 +82,9 @@ CASES: dict[str, tuple[str, set[int], set[int], str]] = {
     "everywhere": ("named", {0, 1, 2, 3}, {0, 1, 2, 3}, ""),
     "nowhere": ("named", set(), {0, 1, 2, 3}, ""),
     "a rate for each stage": ("by hand", {0, 1, 2, 3}, {0, 1, 2, 3}, ""),
+    "a part, everywhere": ("part", {0, 1, 2, 3}, {0, 1, 2, 3}, ""),
+    "a part, where it is": ("part", set(), {2, 3}, STEP.format([2, 3], [0, 1])),
+    "a part's rate, where it is": ("part", {2, 3}, {0, 1, 2, 3}, RATE.format([2, 3], [0, 1])),
     "a frozen stage": ("frozen", {2, 3}, {2, 3}, ""),
     "a step that fails on one rank": ("failed", {0, 1, 2, 3}, {0, 1, 2, 3}, ""),
 }

@@ -76,6 +76,8 @@ def test_stages_and_options_that_do_not_fit_are_refused() -> None:
     refusal(f"{DISAGREE}: {words}; make them the same", num_microbatches=4 + (here == 2))
     refusal(f"{DISAGREE}: depth 2 on ranks [0, 1, 2], depth 3 on rank 3;", depth=2 + (here == 3))
     refusal("ScheduleError: num_microbatches is missing", num_microbatches=None)
+    unknown = "ScheduleError: Scheduler has no option 'check_evry'; allowed, closest first: "
+    refusal(f"{unknown}check_every, ", check_evry=4)
     refusal("PluginNotFoundError: ", "'2f2b'", "1f1b", schedule="2f2b")
     of_two = rows("0F0 0B0", "1F0 1B0")
     refusal("ScheduleError: schedule 'mine' is of 2 ranks", "asked for are 4", schedule=of_two)

@@ -110,7 +110,7 @@ PARTS: dict[Settings, str] = {
         r"(?s)schedule = 'odd_schedule:Odd': schedule 'odd' cannot go on: .*\nrank 0  >0B3< "
     ),
     "parallel.schedule=odd_schedule:Short": "and made a schedule of 1 ranks and 3 microbatches",
-    "gradient_handlers=['exits:X']": "cannot be imported: SystemExit.0.; repair",
+    "gradient_handlers=['exits:X']": "cannot be imported: SystemExit.0.; repair it, or add",
     "gradient_handlers=['handlers_that_exit:Making']": "constructed with {}: SystemExit.0.",
     "gradient_handlers=['handlers_that_exit:Reducing']": "of rank 0 failed: SystemExit.'bye'",
     "gradient_handlers=['handlers_that_exit:Looking']": r"check\(\) failed: SystemExit\(0\)",

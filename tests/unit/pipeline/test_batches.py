@@ -245,6 +245,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: {"only": {"ids": rows(), "text": "a"}},
         "no stage takes ['ids', 'text']; from outside they take ['x']. A mapping alone gives",
     ),
+    "a misspelt option": (lambda: {"x": X, "taget": Y}, "step() itself, closest first: target, "),
     "keys that are no strings": (lambda: {"only": {0: rows()}}, "no stage takes [0]"),
     "a pair of input and target": (
         lambda: {"only": (rows(), rows())},
@@ -402,15 +403,31 @@ def test_a_rank_that_needs_nothing_may_give_nothing() -> None:
     assert cut(middle, num_microbatches=2, needs_target=True) == {}
 
 
-def test_a_table_in_a_tree_that_is_cut_though_every_step_has_the_same_is_warned_of() -> None:
-    batch, table = batches(), rows(4)
-    cut(batch, x={"ids": rows(4), "rope": table})
+TABLE = rows(4)
+SAME: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
+    "a table": (lambda i: {"x": rows(4, seed=i), "mask": TABLE}, "with whole=('mask',)"),
+    "a table in a tree": (
+        lambda i: {"x": {"ids": rows(4, seed=i), "rope": TABLE}},
+        "give it by a name of its own, and make the Scheduler with whole=",
+    ),
+    "a table beside labels": (lambda i: {"target": {"y": rows(4, seed=i), "w": TABLE}}, "'w'"),
+    "a GAN that takes a batch twice": (lambda i: {"x": PAIRS[i // 2], "mask": rows(4, seed=i)}, ""),
+    "a critic's five steps": (lambda i: {"x": rows(4, seed=i), "mask": PAIRS[i // 6]}, ""),
+    "the whole data, labels of a teacher": (lambda i: {"x": TABLE, "target": rows(4, seed=i)}, ""),
+    "a buffer that is filled": (lambda i: {"x": rows(4, seed=i), "mask": FILLED.add_(1)}, ""),
+}
+PAIRS, FILLED = [rows(4, seed=i) for i in range(10)], rows(4)
 
-    with pytest.warns(UserWarning, match="give it by a name of its own, and make the Scheduler"):
-        cut(batch, x={"ids": rows(4, seed=1), "rope": table})
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        cut(batch, x={"ids": rows(4, seed=2), "rope": table})
+
+@pytest.mark.parametrize("name", SAME)
+def test_a_table_that_is_cut_though_all_steps_have_the_same_is_warned_of_once(name: str) -> None:
+    given, words = SAME[name]
+    batch = Batches(TWO, [1] if "beside" in name else [0], has_loss=True, whole=())
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(18):
+            cut(batch, **{"mask": None, **given(step)})
+    assert [words in str(warning.message) for warning in caught] == [True] * bool(words)
 
 
 # What a stage returns.
