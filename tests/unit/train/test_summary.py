@@ -97,6 +97,10 @@ def test_the_bubble_of_1f1b_is_the_known_one() -> None:
     summary = summarized(job(2, "parallel.pipeline=2"), Costs((stage, stage)))
     assert (summary["schedule"]["time_unit"], summary["schedule"]["step_time"]) == ("seconds", 15.0)
     assert [link["bytes"] for link in summary["links"]] == [4 * 7, 4 * 7]
+    chunks = "parallel={pipeline=2, schedule={name='chunked-1f1b', chunks=7}}"
+    chunked = summarized(job(2, chunks), Costs((stage, stage)))
+    assert [rank["bubble"] for rank in chunked["pipeline_ranks"]] == pytest.approx([1 / 29] * 2)
+    assert [link["bytes"] for link in chunked["links"]] == [4 * 7, 4 * 7]
     # Rank 0 holds two microbatches, rank 1 one, and each what it has received.
     assert min(summary["schedule"]["peak_bytes"]) >= 100
 
