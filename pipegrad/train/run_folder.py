@@ -47,7 +47,13 @@ from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.watch import process_state
 from pipegrad.errors import ConfigError, PipegradError, in_words, reason
-from pipegrad.train.checkpoint.storage import INDEX, checkpoints, remove_unfinished, step_of
+from pipegrad.train.checkpoint.storage import (
+    INDEX,
+    checkpoints,
+    newest_checkpoint,
+    remove_unfinished,
+    step_of,
+)
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.process import LAUNCH
 
@@ -228,7 +234,7 @@ def find_origin(config: Config, launch: Sequence[str]) -> Origin:
             return configured
         run = max(own, key=lambda run: (run / MANIFEST).stat().st_mtime_ns)
         # A run that was ended before its first checkpoint starts again as it was configured.
-        return run, _newest_checkpoint(run) or configured[1]
+        return run, newest_checkpoint(run) or configured[1]
     except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
         config.refuse("train.resume", str(error), cause=error)
 
@@ -243,7 +249,7 @@ def _configured(config: Config) -> Origin:
     if not _is_run(folder):
         return None, folder
     read_manifest(folder)
-    if (newest := _newest_checkpoint(folder)) is None:
+    if (newest := newest_checkpoint(folder)) is None:
         raise ValueError("is the folder of a run that has no whole checkpoint")
     return folder, newest
 
@@ -254,7 +260,7 @@ def _newest_run(output: Path) -> Origin:
     own = [run for run in runs if run_files.is_own(run) and is_of_output(run, output)]
     if own:
         run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-        return run, _newest_checkpoint(run)
+        return run, newest_checkpoint(run)
     for run in runs:
         if not run_files.is_own(run) and is_of_output(run, output):
             raise ValueError(
@@ -262,18 +268,6 @@ def _newest_run(output: Path) -> Origin:
                 f"it, or choose another train.output"
             )
     return None, None
-
-
-def _newest_checkpoint(run: Path) -> Path | None:
-    """Returns the newest checkpoint of a run.
-
-    Raises:
-        PlantedError: If another user has put it there.
-    """
-    for newest in checkpoints(run)[:1]:
-        run_files.refuse_planted(newest)
-        return newest
-    return None
 
 
 def _is_run(folder: Path) -> bool:

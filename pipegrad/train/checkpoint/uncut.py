@@ -31,10 +31,10 @@ from pipegrad.train.checkpoint.storage import (
     CheckpointReader,
     Contents,
     DamageError,
-    checkpoints,
     damaged,
     failure_message,
     read_contents,
+    newest_checkpoint,
     step_of,
 )
 from pipegrad.train.checkpoint.training_state import parted
@@ -84,7 +84,7 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the folder of a checkpoint; of a run's folder, its newest whole one.
+    """Returns the folder of a checkpoint; of a run's folder, its newest one, as a resume does.
 
     Raises:
         WeightsError: If there is none.
@@ -93,9 +93,7 @@ def find_checkpoint(path: Path) -> Path:
         if (path / INDEX).exists():
             return path
         next(path.iterdir(), None)  # raises if it is no folder
-        whole = [folder for folder in checkpoints(path) if (folder / INDEX).exists()]
-        for folder in whole[:1]:
-            run_files.refuse_planted(folder)
+        newest = newest_checkpoint(path)
     except run_files.PlantedError as error:
         raise WeightsError(f"{error}, or give it as the checkpoint") from error
     except (OSError, ValueError) as error:
@@ -104,12 +102,12 @@ def find_checkpoint(path: Path) -> Path:
             f"{str(path)!r} cannot be read: {reason}: give the folder of a checkpoint, as "
             f"runs/run/checkpoint-100, or of a run"
         ) from error
-    if not whole:
+    if newest is None:
         raise WeightsError(
             f"{path} is neither a whole checkpoint (it has no {INDEX}) nor the folder of a run "
-            f"with checkpoints (it has no checkpoint-N that is whole)"
+            f"with checkpoints (it has no checkpoint-N)"
         )
-    return whole[0]
+    return newest
 
 
 def _verified(folder: Path) -> Contents:

@@ -24,6 +24,7 @@ from pipegrad.train.checkpoint.storage import (
     remove_unfinished,
     unfinished,
 )
+from pipegrad.train.checkpoint.uncut import find_checkpoint
 from pipegrad.train.config import Config, sizes_of
 from pipegrad.train.process import LAUNCH
 from pipegrad.train.run_folder import (
@@ -149,6 +150,8 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     assert origin(resume=nowhere) == (None, Path(nowhere))
     assert find_origin(config(output=nowhere, resume="auto"), ()) == (None, None)
     # A job of runs/gpt went on with runs/gpt-2, which was a job of its own.
+    (newer / "checkpoint-010").mkdir()  # whichever a folder lists first
+    assert origin(resume=str(newer)) == (newer, find_checkpoint(newer)) == found
     own, other = tmp_path / "gpt", tmp_path / "gpt-2"
     run_of(other, None, 8, output=str(other))
     values = config(output=str(own), resume="auto")
