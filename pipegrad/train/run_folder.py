@@ -30,6 +30,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -416,15 +417,31 @@ def _move_reports(folder: Path) -> None:
 
 
 def cut_rows(path: Path, step: int) -> None:
-    """Removes the rows of later steps from a file of metrics, and a row that is not whole."""
+    """Removes the rows of later steps from a file of metrics, and a row that is not whole.
+
+    Rows are in the order of steps. So it looks from the end, at no more than what it removes.
+    """
     if not os.path.lexists(path):
         return
-    kept = list[bytes]()
-    for line in run_files.read(path).splitlines(keepends=True):
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-    run_files.replace(path, b"".join(kept))
+    number = run_files.open_to_change(path, os.O_RDWR)
+    with os.fdopen(number, "r+b") as file:
+        if (size := os.fstat(number).st_size) == 0:  # of which there is no map
+            return
+        with mmap.mmap(number, size, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            while end > 0:
+                begin = content.rfind(b"\n", 0, end - 1) + 1
+                if _is_row(content[begin:end], step):
+                    break
+                end = begin
+        file.truncate(end)
+
+
+def _is_row(line: bytes, step: int) -> bool:
+    """Whether a line is the row of a step, or of one before it."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        return bool(json.loads(line)["step"] <= step)
+    return False
 
 
 def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:

@@ -108,6 +108,14 @@ def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == rows[:2]
     assert names(tmp_path) == ["metrics.jsonl"]
     cut_rows(tmp_path / "none", 2)
+    for _ in range(2):  # of no row, and of no byte
+        cut_rows(path, 0)
+        assert path.read_bytes() == b""
+    os.truncate(path, 2**31)  # a long run's file is large, and not read
+    with path.open("ab") as file:
+        file.write(b'\n{"step": 2}\n{"step": 3}\n')
+    cut_rows(path, 2)
+    assert path.stat().st_size == 2**31 + 13
 
 
 def run_of(
@@ -142,6 +150,8 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     found = (newer, newer / "checkpoint-10")
     assert origin(resume="auto") == found
     assert origin(resume=str(newer)) == found
+    (newer / "checkpoint-010").mkdir()  # whichever a folder lists first
+    assert origin(resume=str(newer)) == (newer, find_checkpoint(newer)) == found
     named = str(older / "checkpoint-4")
     assert origin(resume=named) == (None, older / "checkpoint-4")
     with pytest.raises(ConfigError, match="has no whole checkpoint"):
@@ -150,8 +160,6 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     assert origin(resume=nowhere) == (None, Path(nowhere))
     assert find_origin(config(output=nowhere, resume="auto"), ()) == (None, None)
     # A job of runs/gpt went on with runs/gpt-2, which was a job of its own.
-    (newer / "checkpoint-010").mkdir()  # whichever a folder lists first
-    assert origin(resume=str(newer)) == (newer, find_checkpoint(newer)) == found
     own, other = tmp_path / "gpt", tmp_path / "gpt-2"
     run_of(other, None, 8, output=str(other))
     values = config(output=str(own), resume="auto")
