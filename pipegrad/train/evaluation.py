@@ -32,6 +32,7 @@ class Evaluation:
         tokenizer: Makes and reads tokens; None if no text is continued.
         device: Of this rank's stages.
     """
+        length: The most tokens that the model is given of a text.
 
     def __init__(
         self,
@@ -42,7 +43,8 @@ class Evaluation:
         tokenizer: Tokenizer | None,
         device: torch.device,
     ) -> None:
-        self._config, self._scheduler = config, scheduler
+        length: int,
+        self._config, self._scheduler, self._length = config, scheduler, length
         self._feed, self._tokenizer = feed, tokenizer
         self._device = device
         topology = scheduler.topology
@@ -96,11 +98,10 @@ class Evaluation:
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
         """Returns the prompt with the tokens that the model adds, the same on all ranks."""
         tokens = [int(token) for token in tokenizer.encode([self._config.eval.prompt])[0]]
-        length = self._config.data.sequence_length
         generator = torch.Generator().manual_seed(mixed(self._config.train.seed, step))
         for _ in range(self._config.eval.sample_tokens):
             with self._scheduler.sync.bounded("a sample"):
-                tokens.append(self._next(tokens[-length:], tokenizer, generator))
+                tokens.append(self._next(tokens[-self._length :], tokenizer, generator))
             if tokens[-1] in tokenizer.ends:
                 break
         return tokenizer.decode(tokens)
