@@ -21,6 +21,8 @@ from pipegrad.train.config import Config
 from pipegrad.train.corpus import Tokenizer, mixed
 from pipegrad.train.feed import Feed, named_inputs, placed, takes_inputs
 
+_RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
+
 
 class Evaluation:
     """Measures held-out data and continues a text. All ranks make it, and call it, together.
@@ -30,9 +32,9 @@ class Evaluation:
         scheduler: The pipeline.
         feed: Held-out batches; None if nothing is measured.
         tokenizer: Makes and reads tokens; None if no text is continued.
+        length: The most tokens that the model is given of a text.
         device: Of this rank's stages.
     """
-        length: The most tokens that the model is given of a text.
 
     def __init__(
         self,
@@ -41,9 +43,9 @@ class Evaluation:
         *,
         feed: Feed | None,
         tokenizer: Tokenizer | None,
+        length: int,
         device: torch.device,
     ) -> None:
-        length: int,
         self._config, self._scheduler, self._length = config, scheduler, length
         self._feed, self._tokenizer = feed, tokenizer
         self._device = device
@@ -154,14 +156,16 @@ class Tracing:
     """
 
     def __init__(self, config: Config, scheduler: Scheduler) -> None:
-        self._is_wanted = config.train.trace
+        self._is_wanted, self._num_steps = config.train.trace, config.train.steps
         self._scheduler = scheduler
         self._open = ExitStack()
         self._recording: Recording | None = None
 
     def __enter__(self) -> Self:
         if self._is_wanted:
-            self._recording = self._open.enter_context(record(self._scheduler))
+            least, most = _RECORDED
+            steps = max(least, min(most, self._num_steps // 2))
+            self._recording = self._open.enter_context(record(self._scheduler, steps=steps))
         return self
 
     def __exit__(self, *_: object) -> None:
