@@ -5,6 +5,8 @@ They are far above what a pipeline needs, and keep a command within minutes and 
 
 from __future__ import annotations
 
+import os
+
 from pipegrad.errors import ScheduleError
 
 MOST_CELLS = 1_000_000  # stages x microbatches, and x steps where steps are simulated
@@ -19,6 +21,13 @@ MOST_ORDERS_BYTES = 2**26  # of a list of actions, ten times that of 64 ranks x 
 MOST_SOURCE_BYTES = 2**24  # of a plug-in, for the first line of its docstring
 MOST_JSON_BYTES = 2**30  # a timeline of MOST_CELLS
 MOST_JSON_CONTAINERS = 10_000_000  # an empty one takes two bytes in a file, and 64 in memory
+
+
+def num_cores() -> int:
+    """Returns how many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def check_size(num_stages: int, num_microbatches: int, num_steps: int = 1) -> None:

@@ -32,6 +32,7 @@ from pipegrad.commands.command_options import (
     wants_traceback,
 )
 from pipegrad.errors import ConfigError, StepError, in_words, reason
+from pipegrad.limits import num_cores
 from pipegrad.printable import printable
 
 if TYPE_CHECKING:
@@ -242,8 +243,7 @@ def _set_environment(num_ranks: int, nodes: int, *, saves: bool) -> None:
     from pipegrad.comm.store import of_one_machine
 
     # torch would take all cores on each rank.
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // num_ranks)))
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores() // num_ranks)))
     if saves:
         os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_SAVE_SECONDS))
     if nodes == 1:

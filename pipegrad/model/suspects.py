@@ -83,7 +83,9 @@ def is_zero(constant: str | None) -> bool:
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors of the same shape and dtype have the same bits."""
+    """Whether two tensors have the same shape, dtype and bits: nan is nan, and 0.0 is not -0.0."""
+    if (tensor.shape, tensor.dtype) != (other.shape, other.dtype):
+        return False
     if tensor.is_meta or other.is_meta:
         return tensor is other
     a, b = (local(t).detach().contiguous().reshape(-1).view(torch.uint8) for t in (tensor, other))

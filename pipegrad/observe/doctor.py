@@ -24,6 +24,7 @@ import torch.distributed as dist
 
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.collectives import backend_of
+from pipegrad.limits import num_cores
 from pipegrad.observe.links import Measured, Pair, host_name, measure_links, network_of
 from pipegrad.observe.recording import Reading, read_clock
 from pipegrad.pipeline.edges import Edges
@@ -193,7 +194,7 @@ def _facts(device: torch.device) -> RankFacts:
         device=f"{device} ({name})",
         backend=backend_of(None, device) if dist.is_initialized() else "none",
         versions=versions,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1,
+        cores=num_cores(),
         threads=os.environ.get("OMP_NUM_THREADS"),
         compute_threads=torch.get_num_threads(),
         asked_seconds=began,

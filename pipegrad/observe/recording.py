@@ -31,6 +31,7 @@ import torch.distributed as dist
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
+from pipegrad.limits import num_cores
 from pipegrad.observe.links import machine_name
 from pipegrad.observe.step_recorder import Recorded, StepRecorder, stamps_of
 from pipegrad.pipeline.edges import Edges
@@ -268,10 +269,7 @@ class Recording:
             for reading, used in zip(self._before, busy, strict=True):
                 by_machine[reading.machine].append(used)
             # Other pipelines have ranks there, too.
-            local, cores = (
-                int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-                len(os.sched_getaffinity(0)),
-            )
+            local, cores = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), num_cores()
             used = max(sum(own) * max(1.0, local / len(own)) for own in by_machine.values())
             notes |= {"cores": cores, "busy_cores": used / cores}
         return notes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -93,14 +94,20 @@ def cost_of(layers: Sequence[Layer], num_stages: int, by: str | Sequence[float])
     """Returns what a stage costs: elements, bytes, or estimated or given time.
 
     Raises:
-        TopologyError: If `by` is unknown.
+        TopologyError: If `by` is unknown, or has something else than finite numbers from 0 on.
     """
     if not isinstance(by, str):
         if len(by) != len(layers):
             raise TopologyError(
                 f"by has {len(by)} numbers, expected one for each of the {len(layers)} layers"
             )
-        sums = [0.0, *accumulate(map(float, by))]
+        try:
+            numbers = [float(number) for number in by]
+        except (TypeError, ValueError):
+            numbers = [math.nan]
+        sums = [0.0, *accumulate(numbers)]
+        if not (all(number >= 0 for number in numbers) and math.isfinite(sums[-1])):
+            raise TopologyError(f"by is {[*by]}, expected finite numbers, none below 0")
         return lambda stage, start, end: sums[end] - sums[start]
     if by not in BY:
         raise TopologyError(f"by is {by!r}, expected one of {list(BY)}, or a number for each layer")

@@ -54,7 +54,8 @@ class Candidate:
         step_seconds: Of a step that follows another.
         bubble: The share of all ranks' time in which they do not compute.
         peak_bytes: The most that a rank holds.
-        live_activations: Microbatches that each rank holds at most, over all its stages.
+        live_activations: Microbatches that each rank holds at most, over all its stages; with
+            chunks of time whole sequences, rounded up.
         boundaries: Index of the first layer of every stage but the first, which
             ``pipegrad.cut(model, n, boundaries=...)`` takes; empty if costs were of its stages.
         refused: Why it was not taken; "" if it could have been.

@@ -214,11 +214,11 @@ def _tried(
     if schedule.splits_backward and not any(stage.weight_seconds for stage in costs.stages):
         return Candidate(name, refused="it splits backwards: weight_seconds of the costs are 0")
     begins: tuple[int, ...] = ()
-    own = costs
-    if is_cut := len(costs.stages) > num_stages:
-        begins = _balanced(costs, num_stages)
-        own = cut_at(costs, begins)
     try:
+        own = costs = costs.of_chunks(schedule.chunks)
+        if is_cut := len(costs.stages) > num_stages:
+            begins = _balanced(costs, num_stages)
+            own = cut_at(costs, begins)
         program = lower(schedule, links=chain_of(own) if is_cut or links is None else links)
         proof = verify(program)
         if is_cut:
@@ -235,6 +235,8 @@ def _tried(
     except ScheduleError as error:
         return Candidate(name, refused=str(error).partition("\n")[0])
     seconds = result.step_seconds[-1]
+    # Limits are of whole sequences, as microbatches of schedules without chunks are.
+    live = tuple(-(-number // schedule.chunks) for number in proof.live_activations)
     computing = sum(
         own.stages[a.stage].seconds(a.kind) for actions in schedule.actions for a in actions
     )
@@ -244,9 +246,9 @@ def _tried(
         step_seconds=seconds,
         bubble=max(0.0, 1 - computing / (schedule.num_ranks * seconds)) if seconds else 0.0,
         peak_bytes=max(result.peak_bytes),
-        live_activations=proof.live_activations,
+        live_activations=live,
         boundaries=begins,
-        refused=_beyond(result.peak_bytes, proof.live_activations, num_stages, limits),
+        refused=_beyond(result.peak_bytes, live, num_stages, limits),
     )
 
 

@@ -107,7 +107,7 @@ class StageCosts(_Numbers):
         }[kind]
 
     def of_chunk(self, chunks: int) -> StageCosts:
-        """Returns the costs of one of so many chunks of a microbatch, which take alike."""
+        """Returns the costs of one of so many chunks of a sequence; `Costs.of_chunks` calls it."""
         return replace(
             self,
             forward_seconds=self.forward_seconds / chunks,
@@ -315,6 +315,7 @@ class Costs(_Numbers):
             a global norm and reading the loss on every rank do that.
         meeting_seconds: What the messages of such an end take, when the last rank is there: a round
             trip over the slowest link for the loss, and as much for the norm.
+        chunks: `stages` are costs of one of so many chunks of a sequence; 1: of whole sequences.
     """
 
     stages: tuple[StageCosts, ...]
@@ -324,6 +325,26 @@ class Costs(_Numbers):
     codecs: tuple[CodecCosts, ...] = ()
     ranks_meet: bool = True
     meeting_seconds: float = 0.0
+    chunks: int = 1
+
+    def of_chunks(self, chunks: int) -> Costs:
+        """Returns the costs of the microbatches of a schedule with so many chunks of a sequence.
+
+        Each chunk takes an equal part. Whoever computes with the stages of a schedule calls this
+        first; costs that are of such chunks already stay as they are.
+
+        Raises:
+            ScheduleError: If the costs are of chunks of another size.
+        """
+        if chunks == self.chunks:
+            return self
+        if self.chunks != 1:
+            raise ScheduleError(
+                f"the costs are of one of {self.chunks} chunks of a sequence, and the schedule has "
+                f"{chunks}: give costs of whole sequences"
+            )
+        stages = tuple(stage.of_chunk(chunks) for stage in self.stages)
+        return replace(self, stages=stages, chunks=chunks)
 
     @cached_property
     def _codecs(self) -> dict[tuple[tuple[int, int], str], CodecCosts]:

@@ -110,7 +110,8 @@ class _Search:
         num_steps: int,
         limit: float | None,
     ) -> None:
-        self._program, self._costs_at, self._num_steps = program, costs_at, num_steps
+        self._program, self._num_steps = program, num_steps
+        self._costs_at = lambda cut: costs_at(cut).of_chunks(program.schedule.chunks)
         self._limit = limit
         self._floor = _Floor(program, num_steps)
         self._floors_left = _MOST_FLOORS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import (
@@ -56,8 +56,7 @@ def simulate(
 
     Args:
         program: What every rank does; `verify` has proven it.
-        costs: What that takes. With chunks of time they are those of whole sequences, of which each
-            chunk takes an equal part.
+        costs: What that takes; of whole sequences, or of the schedule's chunks of them.
         num_steps: How many steps follow each other.
         records: Whether to record a timeline. Without it, memory and time are saved.
 
@@ -66,8 +65,7 @@ def simulate(
             program cannot end.
     """
     _check(program, costs, num_steps)
-    if (chunks := program.schedule.chunks) > 1:
-        costs = replace(costs, stages=tuple(stage.of_chunk(chunks) for stage in costs.stages))
+    costs = costs.of_chunks(program.schedule.chunks)
     return _Run(program, costs, num_steps, records=records).result()
 
 

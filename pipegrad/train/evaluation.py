@@ -21,6 +21,8 @@ from pipegrad.train.config import Config
 from pipegrad.train.corpus import Tokenizer, mixed
 from pipegrad.train.feed import Feed, named_inputs, placed, takes_inputs
 
+_RECORDED = 3, 8  # last steps of a run: a half of all, at least and at most so many
+
 
 class Evaluation:
     """Measures held-out data and continues a text. All ranks make it, and call it, together.
@@ -30,6 +32,7 @@ class Evaluation:
         scheduler: The pipeline.
         feed: Held-out batches; None if nothing is measured.
         tokenizer: Makes and reads tokens; None if no text is continued.
+        length: The most tokens that the model is given of a text.
         device: Of this rank's stages.
     """
 
@@ -40,9 +43,10 @@ class Evaluation:
         *,
         feed: Feed | None,
         tokenizer: Tokenizer | None,
+        length: int,
         device: torch.device,
     ) -> None:
-        self._config, self._scheduler = config, scheduler
+        self._config, self._scheduler, self._length = config, scheduler, length
         self._feed, self._tokenizer = feed, tokenizer
         self._device = device
         topology = scheduler.topology
@@ -96,11 +100,10 @@ class Evaluation:
     def _sample(self, step: int, tokenizer: Tokenizer) -> str:
         """Returns the prompt with the tokens that the model adds, the same on all ranks."""
         tokens = [int(token) for token in tokenizer.encode([self._config.eval.prompt])[0]]
-        length = self._config.data.sequence_length
         generator = torch.Generator().manual_seed(mixed(self._config.train.seed, step))
         for _ in range(self._config.eval.sample_tokens):
             with self._scheduler.sync.bounded("a sample"):
-                tokens.append(self._next(tokens[-length:], tokenizer, generator))
+                tokens.append(self._next(tokens[-self._length :], tokenizer, generator))
             if tokens[-1] in tokenizer.ends:
                 break
         return tokenizer.decode(tokens)
@@ -153,14 +156,16 @@ class Tracing:
     """
 
     def __init__(self, config: Config, scheduler: Scheduler) -> None:
-        self._is_wanted = config.train.trace
+        self._is_wanted, self._num_steps = config.train.trace, config.train.steps
         self._scheduler = scheduler
         self._open = ExitStack()
         self._recording: Recording | None = None
 
     def __enter__(self) -> Self:
         if self._is_wanted:
-            self._recording = self._open.enter_context(record(self._scheduler))
+            least, most = _RECORDED
+            steps = max(least, min(most, self._num_steps // 2))
+            self._recording = self._open.enter_context(record(self._scheduler, steps=steps))
         return self
 
     def __exit__(self, *_: object) -> None:

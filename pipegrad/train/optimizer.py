@@ -26,6 +26,7 @@ from pipegrad.train.config import Config
 from pipegrad.train.schema import LearningRate, Named
 
 MOST_SKIPPED = 100  # steps in a row: a run that only skips ends in nothing
+_SCHEDULED = ("lr", "momentum", "betas")  # options of groups that schedules of torch change
 KEYS_OF_PARTS = ("optimizer", "optimizer.others")
 """The configuration's keys of the parts of an optimizer, in their order."""
 
@@ -100,7 +101,7 @@ def _kind(config: Config, key: str, choice: Named) -> type:
 
 
 def try_out_optimizer(config: Config, device: torch.device | str) -> list[set[str]]:
-    """Makes one step of the optimizer and every step of its learning rate, on small matrices.
+    """Makes a step of the optimizer, and some of its learning rate, on small matrices.
 
     Returns:
         The names of the state that the optimizer keeps for a matrix, of each of its parts.
@@ -121,22 +122,41 @@ def try_out_optimizer(config: Config, device: torch.device | str) -> list[set[st
     if others is not None and choice.others is not None:
         of_others = _made(config, "optimizer.others", choice.others.name, partial(others, probe()))
         optimizer = JoinedOptimizer([optimizer, of_others])
-    learning_rate = make_learning_rate(config, optimizer)
+    make_learning_rate(config, optimizer)
     for key, part in zip(KEYS_OF_PARTS, parts_in(optimizer), strict=False):
         try:
             part.step()
         except Exception as error:  # noqa: BLE001 - whatever torch says of an option
             config.refuse(key, f"its first step fails: {error!r}", cause=error)
-    if learning_rate is not None:
+    _try_out_schedules(config, optimizer)
+    return [set(optimizer.state[probe]) for probe in probes]
+
+
+def _try_out_schedules(config: Config, optimizer: torch.optim.Optimizer) -> None:
+    """Makes the first steps of each learning-rate schedule, and its last one: more tell no more.
+
+    Raises:
+        ConfigError: If one fails, or ends with a learning rate that is no finite number.
+    """
+    left = config.train.steps
+    for index, part in enumerate(config.optimizer.schedule):
+        # In a row a schedule ends a step before the next one begins.
+        last = left if part.steps is None else min(left, part.steps - 1)
+        schedule = _scheduler(config, index, part, optimizer)
         try:
-            advance(learning_rate, config.train.steps)
+            advance(schedule, min(last, 2))
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch would rather make all steps
+                schedule.step(last)
         except Exception as error:  # noqa: BLE001 - whatever torch says of an option
             complaint = f"fails within {config.train.steps} steps: {error!r}"
             config.refuse("optimizer.schedule", complaint, cause=error)
-        rates = [float(group["lr"]) for group in optimizer.param_groups]
-        if not all(map(math.isfinite, rates)):
-            config.refuse("optimizer.schedule", f"ends with the learning rate {rates[0]}")
-    return [set(optimizer.state[probe]) for probe in probes]
+        rate = float(optimizer.param_groups[0]["lr"])
+        if not math.isfinite(rate):
+            config.refuse("optimizer.schedule", f"comes to the learning rate {rate}")
+        left -= part.steps or 0
+        if left < 0:
+            break
 
 
 def group_of(config: Config, _: str, parameter: nn.Parameter) -> dict[str, Any]:
@@ -251,11 +271,21 @@ class Update:
         self._learning_rate = learning_rate
         self._scaler = scaler
         self._in_a_row = 0
+        self._of = repr(config.optimizer)  # all that the learning rate of a step depends on
 
     def state_dict(self) -> dict[str, Any]:
         """Returns what a checkpoint keeps. All ranks have the same."""
         scaler = {} if self._scaler is None else self._scaler.state_dict()
-        return {"skipped": self.skipped, "in_a_row": self._in_a_row, "scaler": scaler}
+        row = self._in_a_row
+        state: dict[str, Any] = {"skipped": self.skipped, "in_a_row": row, "scaler": scaler}
+        if self._learning_rate is not None:
+            groups = self._optimizer.param_groups
+            state["learning_rate"] = {
+                "of": self._of,
+                "state": self._learning_rate.state_dict(),
+                "groups": [{n: group[n] for n in _SCHEDULED if n in group} for group in groups],
+            }
+        return state
 
     def restore(self, state: Mapping[str, Any] | None, num_steps: int) -> None:
         """Sets what a checkpoint has kept after so many steps, and the learning rate.
@@ -266,9 +296,16 @@ class Update:
             self.skipped, self._in_a_row = state["skipped"], state["in_a_row"]
             if self._scaler is not None and state["scaler"]:
                 self._scaler.load_state_dict(state["scaler"])
-        # A schedule follows from the number of its steps alone, so a checkpoint has none of it, and
-        # a run may go on with another one. A skipped step was none for it.
-        if self._learning_rate is not None:
+        if self._learning_rate is None:
+            return
+        kept = (state or {}).get("learning_rate", {})
+        if kept.get("of") == self._of:
+            self._learning_rate.load_state_dict(kept["state"])
+            for group, options in zip(self._optimizer.param_groups, kept["groups"], strict=True):
+                group.update(options)
+        else:
+            # A run may go on with another schedule, whose steps are made anew: it follows from
+            # their number alone. A skipped step was none for it.
             advance(self._learning_rate, num_steps - self.skipped)
 
     def make(self, number: int) -> Updated:

@@ -239,9 +239,7 @@ def rendered_explanation(explanation: Explanation) -> Iterator[RenderableType]:
         f"step {breakdown.step} took {in_time(breakdown.seconds)}. What decided when it ended: "
         f"{explanation.path}"
     )
-    noise = noise_of(explanation)
-    advice = [a for a in explanation.advice if noise <= TOO_NOISY or a.gain >= noise]
-    if advice:
+    if explanation.advice and noise_of(explanation) <= TOO_NOISY:
         yield "what would help, as simulated:"
-        yield from (f"  {each}" for each in advice)
+        yield from (f"  {each}" for each in explanation.advice)
     yield from explanation.notes

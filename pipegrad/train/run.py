@@ -151,7 +151,8 @@ def _end(trainer: Trainer, report: Report, folder: Path) -> None:
     except (PipegradError, OSError) as error:
         report.note(f"there is no timeline of this run: {in_words(error)}")
     if is_first_rank:
-        report.close(folder, trainer.summary, "equal, bit by bit", timeline)
+        replicas = "equal, bit by bit" if trainer.summary["replicas"] > 1 else None
+        report.close(folder, trainer.summary, replicas, timeline)
 
 
 def manifest_of(config: Config, summary: Mapping[str, Any]) -> dict[str, Any]:
@@ -232,7 +233,7 @@ class Report:
         self,
         folder: Path,
         summary: Mapping[str, Any],
-        replicas: str,
+        replicas: str | None,
         timeline: Timeline | None = None,
     ) -> None:
         """Prints the end of a run: a sentence on its steps, a table, and where the rest is.
@@ -240,7 +241,7 @@ class Report:
         Args:
             folder: Folder of the run's files. It gets the timeline.
             summary: Of the job.
-            replicas: Result of `check_replicas` at the end.
+            replicas: Result of `check_replicas` at the end; None if there are none.
             timeline: Of the last steps; None if they were not recorded.
         """
         first, last = self._first, self._last[-1]
@@ -256,8 +257,9 @@ class Report:
             "loss": f"{first.loss:.4f} to {last.loss:.4f}, {self._num_steps} steps on "
             f"{summary['device']}",
             "a step": f"{in_time(seconds)}, {tokens:,.0f} tokens/s",
-            "replicas": replicas,
         }
+        if replicas is not None:
+            table_rows["replicas"] = replicas
         self._console.print(table(["run", ""], table_rows.items()))
         self.note(
             f"{folder} has {'metrics.jsonl, ' if 'jsonl' in self._reporters else ''}manifest.json"

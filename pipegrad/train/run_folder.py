@@ -30,6 +30,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import mmap
 import os
 import re
 import shutil
@@ -47,7 +48,13 @@ from pipegrad import run_files
 from pipegrad.comm.agreement import agree
 from pipegrad.comm.watch import process_state
 from pipegrad.errors import ConfigError, PipegradError, in_words, reason
-from pipegrad.train.checkpoint.storage import INDEX, checkpoints, remove_unfinished, step_of
+from pipegrad.train.checkpoint.storage import (
+    INDEX,
+    checkpoints,
+    newest_checkpoint,
+    remove_unfinished,
+    step_of,
+)
 from pipegrad.train.config import Config, path_of
 from pipegrad.train.process import LAUNCH
 
@@ -228,7 +235,7 @@ def find_origin(config: Config, launch: Sequence[str]) -> Origin:
             return configured
         run = max(own, key=lambda run: (run / MANIFEST).stat().st_mtime_ns)
         # A run that was ended before its first checkpoint starts again as it was configured.
-        return run, _newest_checkpoint(run) or configured[1]
+        return run, newest_checkpoint(run) or configured[1]
     except (ValueError, run_files.PlantedError) as error:  # of a manifest, or of a checkpoint
         config.refuse("train.resume", str(error), cause=error)
 
@@ -243,7 +250,7 @@ def _configured(config: Config) -> Origin:
     if not _is_run(folder):
         return None, folder
     read_manifest(folder)
-    if (newest := _newest_checkpoint(folder)) is None:
+    if (newest := newest_checkpoint(folder)) is None:
         raise ValueError("is the folder of a run that has no whole checkpoint")
     return folder, newest
 
@@ -254,7 +261,7 @@ def _newest_run(output: Path) -> Origin:
     own = [run for run in runs if run_files.is_own(run) and is_of_output(run, output)]
     if own:
         run = max(own, key=lambda run: checkpoints(run)[0].stat().st_mtime_ns)
-        return run, _newest_checkpoint(run)
+        return run, newest_checkpoint(run)
     for run in runs:
         if not run_files.is_own(run) and is_of_output(run, output):
             raise ValueError(
@@ -262,18 +269,6 @@ def _newest_run(output: Path) -> Origin:
                 f"it, or choose another train.output"
             )
     return None, None
-
-
-def _newest_checkpoint(run: Path) -> Path | None:
-    """Returns the newest checkpoint of a run.
-
-    Raises:
-        PlantedError: If another user has put it there.
-    """
-    for newest in checkpoints(run)[:1]:
-        run_files.refuse_planted(newest)
-        return newest
-    return None
 
 
 def _is_run(folder: Path) -> bool:
@@ -422,15 +417,31 @@ def _move_reports(folder: Path) -> None:
 
 
 def cut_rows(path: Path, step: int) -> None:
-    """Removes the rows of later steps from a file of metrics, and a row that is not whole."""
+    """Removes the rows of later steps from a file of metrics, and a row that is not whole.
+
+    Rows are in the order of steps. So it looks from the end, at no more than what it removes.
+    """
     if not os.path.lexists(path):
         return
-    kept = list[bytes]()
-    for line in run_files.read(path).splitlines(keepends=True):
-        with suppress(ValueError, TypeError, KeyError, RecursionError):
-            if line.endswith(b"\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-    run_files.replace(path, b"".join(kept))
+    number = run_files.open_to_change(path, os.O_RDWR)
+    with os.fdopen(number, "r+b") as file:
+        if (size := os.fstat(number).st_size) == 0:  # of which there is no map
+            return
+        with mmap.mmap(number, size, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            while end > 0:
+                begin = content.rfind(b"\n", 0, end - 1) + 1
+                if _is_row(content[begin:end], step):
+                    break
+                end = begin
+        file.truncate(end)
+
+
+def _is_row(line: bytes, step: int) -> bool:
+    """Whether a line is the row of a step, or of one before it."""
+    with suppress(ValueError, TypeError, KeyError, RecursionError):
+        return bool(json.loads(line)["step"] <= step)
+    return False
 
 
 def refuse_unseen(config: Config, folder: Path, *, is_new: bool) -> None:

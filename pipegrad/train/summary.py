@@ -191,12 +191,12 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
 
 
 def _of_stages(program: Program, costs: Costs | None) -> Costs:
-    """Returns the costs of a program's stages; costs of smaller stages are merged."""
+    """Returns the costs of a program's stages and chunks; costs of smaller stages are merged."""
     number = len(program.schedule.stage_to_rank)
-    if costs is None:
-        return Costs(stages=(_UNIT_COSTS,) * number)
+    costs = costs or Costs(stages=(_UNIT_COSTS,) * number)
     size, rest = divmod(len(costs.stages), number)
-    return costs if rest or not size else cut_at(costs, range(size, number * size, size))
+    own = costs if rest or not size else cut_at(costs, range(size, number * size, size))
+    return own.of_chunks(program.schedule.chunks)
 
 
 def _times(program: Program, costs: Costs | None) -> dict[str, Any]:

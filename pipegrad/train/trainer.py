@@ -62,7 +62,7 @@ from pipegrad.train.run_folder import (
 )
 from pipegrad.train.stages import agreed, build_stages
 from pipegrad.train.summary import make_summary
-from pipegrad.train.transformers_model import save_model
+from pipegrad.train.transformers_model import positions, save_model
 
 # A run that goes on from a checkpoint with another value of these has a note: see `resume`.
 _RUN_KEYS = (
@@ -332,11 +332,16 @@ class Trainer:
             feed.begin(1)
             if feed.has_ended:
                 config.refuse("eval.dataset", "the function has no batch")
+        assert self._cut is not None
+        length = config.data.sequence_length
+        if config.model.is_transformers:  # batches of a function have their own length
+            length = min(length, positions(self._cut.uncut))
         return Evaluation(
             config,
             self._scheduler,
             feed=feed,
             tokenizer=self._texts.of_samples,
+            length=length,
             device=self._device,
         )
 

@@ -6,6 +6,7 @@ Every rank makes the uncut model without memory, cuts it, and gives its own stag
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -91,13 +92,18 @@ def _refuse_kind(config: Config, key: str, found: str, expected: str) -> NoRetur
 
 
 def _check_length(config: Config, key: str, model: Any, length: int) -> None:  # noqa: ANN401
-    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if longest and length > longest:
+    if length > (longest := positions(model)):
         config.refuse(
             key,
             f"the model has positions for {longest} tokens (max_position_embeddings), and "
             f"sequences have {length}: choose shorter ones",
         )
+
+
+def positions(model: Any) -> int:  # noqa: ANN401
+    """Returns how many tokens a model takes; no limit is `sys.maxsize`."""
+    longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    return longest if longest and longest > 0 else sys.maxsize  # XLNet's is -1
 
 
 def check_tokenizer(config: Config, model: Any, tokenizer: Tokenizer) -> None:  # noqa: ANN401

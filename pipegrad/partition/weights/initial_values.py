@@ -61,7 +61,7 @@ def initial_values(
     missed = [
         name
         for name, tensor in wanted.items()
-        if (tensor.is_floating_point() and bool(tensor.sum().isnan()))
+        if (tensor.is_floating_point() and bool(tensor.isnan().any()))
         or (not tensor.is_floating_point() and tensor._version == versions[name])
     ]
     if missed:

@@ -441,7 +441,10 @@ def _other_schedules(program: Program, costs: Costs) -> Iterator[WhatIf]:
     plugins = () if now.name in OF_CHUNKS else registry
     for plugin in (plugin for plugin in plugins if plugin.name not in OF_CHUNKS):
         schedule = _generated(plugin, now, times)
-        if schedule is None or schedule.stage_to_rank != now.stage_to_rank:
+        if schedule is None or (schedule.stage_to_rank, schedule.chunks) != (
+            now.stage_to_rank,
+            now.chunks,
+        ):
             continue
         # Without the time of W nothing is known of a split backward.
         known = splits or all(

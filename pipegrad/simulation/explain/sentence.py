@@ -3,17 +3,21 @@
 [Note: what is worth a sentence] Each cause has a weight: the share of the step that its best remedy
 saves. Of data, the optimizer, Python and what is between steps nothing is simulated: their share
 counts, or half of it if nobody can save all of it. What is below the noise counts for nothing. The
-noise is what steps differ by, and at least 2 %; for what is simulated, also what the simulation of
-the present step is off by.
+noise is what steps differ by, in time or in what a rank computes, and at least 2 %; for what is
+simulated, also what the simulation of the present step is off by. Where steps differ much, nothing
+that is simulated is worth a sentence.
 """
 
 from __future__ import annotations
 
+import math
 import re
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from statistics import median
 from typing import TYPE_CHECKING, NamedTuple
 
-from pipegrad.simulation.timeline import BATCH, in_percent, in_time
+from pipegrad.simulation.timeline import BATCH, COMPUTE, in_percent, in_time
 
 if TYPE_CHECKING:
     from pipegrad.simulation.explain.explanation import Advice, Explanation
@@ -42,7 +46,14 @@ def sentence(explanation: Explanation) -> str:
     noise = noise_of(explanation)
     rough = max(noise, explanation.error)
     clauses = [c for c in _shares(explanation) if c.weight >= max(noise, _LEAST_SHARE)]
-    clauses += [c for c in _simulated(explanation, rough) if c.weight >= rough]
+    timeline = explanation.timeline
+    if timeline.noted("busy_cores") >= _ALL_CORES and timeline.num_ranks > 1:
+        # Ranks that wait are no slack then: another cut or schedule changes little.
+        cores = f"the ranks of a machine use all of its {timeline.noted('cores'):.0f} cores"
+        words = f"{cores}: only more cores, or less to compute, would help"
+        clauses.append(_Clause(1 / 2, words))
+    elif noise <= TOO_NOISY:
+        clauses += [c for c in _simulated(explanation, rough) if c.weight >= rough]
     limit = f"no change is simulated to save more than the noise, {in_percent(rough)}"
     if explanation.error > noise:
         off = f"the {in_percent(rough)} that the simulation of this step is off by"
@@ -72,19 +83,19 @@ def noise_of(explanation: Explanation) -> float:
     if timeline.source == "predicted":
         return _LEAST_NOISE
     ends = timeline.step_ends
-    steps = sorted(end - begin for begin, end in zip([0.0, *ends], ends, strict=False))
-    own = (steps[-1] - steps[0]) / 2 / (steps[len(steps) // 2] or 1.0)
-    return max(_LEAST_NOISE, timeline.noted("noise", own))
+    steps = [end - begin for begin, end in zip([0.0, *ends], ends, strict=False)]
+    computing = defaultdict[int, dict[int, float]](lambda: defaultdict(float))
+    for span in timeline.spans:
+        if span.kind in COMPUTE and 0 <= span.seconds < math.inf:
+            computing[span.rank][span.step] += span.seconds
+    # Another process slows one rank after another: steps may take alike, and ranks not.
+    each = [steps, *(list(own.values()) for own in computing.values())]
+    differ = max(max(seconds) - min(seconds) for seconds in each) / 2
+    return max(_LEAST_NOISE, timeline.noted("noise"), differ / (median(steps) or 1.0))
 
 
 def _simulated(explanation: Explanation, noise: float) -> Iterator[_Clause]:
     """Yields what changes are simulated against, and those that save more than the noise."""
-    timeline = explanation.timeline
-    if timeline.noted("busy_cores") >= _ALL_CORES and timeline.num_ranks > 1:
-        # Ranks that wait are no slack then: another cut or schedule changes little.
-        cores = f"the ranks of a machine use all of its {timeline.noted('cores'):.0f} cores"
-        yield _Clause(1 / 2, f"{cores}: only more cores, or less to compute, would help")
-        return
     real = [a for a in explanation.advice if not a.is_bound and a.gain >= noise]
     bounds = {a.cause: a.gain for a in explanation.advice if a.is_bound}
     by_cause = {cause: [a for a in real if a.cause == cause] for cause in bounds | {"pipeline": 0}}

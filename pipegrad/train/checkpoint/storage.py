@@ -92,8 +92,22 @@ def checkpoints(run: Path) -> list[Path]:
     """Returns the checkpoints in a folder, the newest first."""
     if not run.is_dir():
         return []
-    steps = {step: path for path in run.iterdir() if (step := step_of(path)) is not None}
-    return [steps[step] for step in sorted(steps, reverse=True)]
+    found = [(step, path) for path in run.iterdir() if (step := step_of(path)) is not None]
+    return [path for _, path in sorted(found, reverse=True)]
+
+
+def newest_checkpoint(run: Path) -> Path | None:
+    """Returns the newest checkpoint in the folder of a run; None if there is none.
+
+    It may be damaged: then its reader refuses it. Nobody takes an older one in its place.
+
+    Raises:
+        PlantedError: If another user has put it there.
+    """
+    newest = next(iter(checkpoints(run)), None)
+    if newest is not None:
+        run_files.refuse_planted(newest)
+    return newest
 
 
 def remove_unfinished(run: Path) -> None:
@@ -218,7 +232,8 @@ def read_contents(folder: Path) -> Contents:
         if folder.exists():
             complaint = (
                 f"is not a whole checkpoint of this version of pipegrad: it has no "
-                f"{Path(error.filename).name}; torch.distributed.checkpoint may read it"
+                f"{Path(error.filename).name}: restore it, or name another checkpoint; "
+                f"torch.distributed.checkpoint may read this one"
             )
         raise DamageError(complaint) from error
     except NotADirectoryError as error:

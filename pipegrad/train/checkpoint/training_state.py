@@ -32,6 +32,7 @@ from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.main_params import Chunk, Locations
 from pipegrad.gradients.named_optimizer import parts_in
 from pipegrad.model.dtensor import local
+from pipegrad.model.suspects import same_bits
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint.shards import Shard
 from pipegrad.train.checkpoint.storage import STEP, CheckpointReader, Contents, DamageError
@@ -243,7 +244,7 @@ class TrainingState:
         load(state, storage_reader=CheckpointReader(folder, contents))
         for key, tensor in held.items():
             # An expanded constant cannot be written to. If its value is right, it stays.
-            if not torch.equal(tensor, empty[key]):
+            if not same_bits(tensor, empty[key]):
                 tensor.copy_(empty[key])
         # This makes replicas equal and sets main parameters from the parameters. Master copies are
         # set after it, because they are more precise than the parameters.

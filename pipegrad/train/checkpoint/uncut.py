@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_into
 from pipegrad import run_files
 from pipegrad.errors import PipegradError, WeightsError
 from pipegrad.model.manifest import Manifest
+from pipegrad.model.suspects import same_bits
 from pipegrad.partition.weights.files import extra, listed
 from pipegrad.train.checkpoint.storage import (
     INDEX,
@@ -31,9 +32,9 @@ from pipegrad.train.checkpoint.storage import (
     CheckpointReader,
     Contents,
     DamageError,
-    checkpoints,
     damaged,
     failure_message,
+    newest_checkpoint,
     read_contents,
     step_of,
 )
@@ -84,7 +85,7 @@ def load(checkpoint: str | Path) -> dict[str, Tensor]:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Returns the folder of a checkpoint; of a run's folder, its newest whole one.
+    """Returns the folder of a checkpoint; of a run's folder, its newest one, as a resume does.
 
     Raises:
         WeightsError: If there is none.
@@ -93,9 +94,7 @@ def find_checkpoint(path: Path) -> Path:
         if (path / INDEX).exists():
             return path
         next(path.iterdir(), None)  # raises if it is no folder
-        whole = [folder for folder in checkpoints(path) if (folder / INDEX).exists()]
-        for folder in whole[:1]:
-            run_files.refuse_planted(folder)
+        newest = newest_checkpoint(path)
     except run_files.PlantedError as error:
         raise WeightsError(f"{error}, or give it as the checkpoint") from error
     except (OSError, ValueError) as error:
@@ -104,12 +103,12 @@ def find_checkpoint(path: Path) -> Path:
             f"{str(path)!r} cannot be read: {reason}: give the folder of a checkpoint, as "
             f"runs/run/checkpoint-100, or of a run"
         ) from error
-    if not whole:
+    if newest is None:
         raise WeightsError(
             f"{path} is neither a whole checkpoint (it has no {INDEX}) nor the folder of a run "
-            f"with checkpoints (it has no checkpoint-N that is whole)"
+            f"with checkpoints (it has no checkpoint-N)"
         )
-    return whole[0]
+    return newest
 
 
 def _verified(folder: Path) -> Contents:
@@ -151,7 +150,8 @@ def _whole(folder: Path, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     shards: set[str] = set()
     for name, tensor in tensors.items():
         stem, _ = parted(name)
-        if not torch.equal(whole.setdefault(stem, tensor), tensor):
+        first = whole.setdefault(stem, tensor)
+        if not (torch.equal(first, tensor) or same_bits(first, tensor)):
             shards.add(stem)
     if shards:
         raise WeightsError(

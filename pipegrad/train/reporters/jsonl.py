@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -13,7 +14,7 @@ from pipegrad.train.reporters.reporter import Reporter, StepMetrics
 
 
 class JsonLines(Reporter):
-    """Writes ``metrics.jsonl`` into the run's folder, a line for each step."""
+    """Writes ``metrics.jsonl`` into the run's folder, a line for each step; null is inf or nan."""
 
     def open(self, folder: Path, config: Config) -> None:
         # Without a buffer each line is in the file when its step ends. The file of a run that goes
@@ -25,7 +26,11 @@ class JsonLines(Reporter):
         )
 
     def report(self, metrics: StepMetrics) -> None:
-        line, begin = f"{json.dumps(metrics.known())}\n".encode(), self._lines.tell()
+        row = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in metrics.known().items()
+        }
+        line, begin = f"{json.dumps(row, allow_nan=False)}\n".encode(), self._lines.tell()
         try:
             if self._lines.write(line) == len(line):
                 return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -46,10 +47,11 @@ def run_all(folder: Path) -> dict[str, Tensor]:
         trainer = trainer_of(folder / "small.toml", *settings)
         for number in range(1, STEPS + 1):
             trainer.step(number)
+        for buffer in chain.from_iterable(m.buffers() for m in trainer._modules.values()):
+            buffer.fill_(torch.nan)  # which equals nothing
         trainer.saving.save(Path(name) / f"checkpoint-{STEPS}", STEPS)
-        if name == "pp 4":  # an older one, and one that is not whole
+        if name == "pp 4":  # an older one
             trainer.saving.save(Path(name) / "checkpoint-2", 2)
-            (Path(name) / "checkpoint-20").mkdir(exist_ok=True)
         takes = trainer._topology.coordinate("pp") == 0
         result = trainer._scheduler.evaluate(tokens() if takes else None)
         if result.outputs:
@@ -136,7 +138,7 @@ def test_floats_are_converted(folder: Path, tmp_path: Path, dtype: str) -> None:
         assert torch.equal(tensor, state[name].to(tensor.dtype))
 
 
-def test_the_newest_whole_checkpoint_of_a_run_is_taken(folder: Path) -> None:
+def test_the_newest_checkpoint_of_a_run_is_taken(folder: Path) -> None:
     printed = invoked(folder / "pp 2 x dp 2")
     path = folder / "pp 2 x dp 2" / "checkpoint-3.safetensors"
     assert printed.startswith(f"wrote {path}: ")
@@ -177,6 +179,11 @@ def test_damage_is_refused(folder: Path, tmp_path: Path) -> None:
     file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
     with pytest.raises(WeightsError, match=f"{file.name} has other bytes than were w"):
         pipegrad.load(copy)
+    # Of a run the newest one counts, as for a resume: the one before it was loaded.
+    copy.rename(tmp_path / "checkpoint-3")
+    (tmp_path / "checkpoint-4").mkdir()
+    with pytest.raises(WeightsError, match="checkpoint-4 is not a whole checkpoint of this v"):
+        pipegrad.load(tmp_path)
 
 
 @pytest.mark.parametrize(

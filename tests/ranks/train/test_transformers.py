@@ -212,6 +212,10 @@ def test_the_tokenizer_of_a_directory_makes_the_tokens(
     logits = uncut(path.with_name("config.json"))(tokens).logits
     truth = functional.cross_entropy(logits.flatten(0, 1), target.flatten()).item()
     assert loss == pytest.approx(truth, rel=rounding(TOKENS))
+    # Of a function nothing says how long a sample may be, but the 32 positions of the model.
+    trainer = trainer_of(path, MASKED[0], "eval.sample_every=1", "eval.sample_tokens=40")
+    assert len(trainer.step(1).sample or "") > 40
+    trainer.close()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     read = transformers.AutoTokenizer.from_pretrained("result")
     assert read("One line")["input_ids"] == [ord(letter) - 32 for letter in "One line"]

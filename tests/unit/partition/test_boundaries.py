@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from itertools import combinations, pairwise
+from typing import Any
 
 import pytest
 
@@ -73,6 +75,9 @@ def test_names_and_indices_are_taken_as_told(boundaries: list[int | str]) -> Non
         (9, "parameters", None, "8 layers cannot be cut into 9 stages"),
         (2, "weight", None, "by is 'weight', expected one of"),
         (2, [1.0, 2.0], None, "by has 2 numbers, expected one for each of the 8 layers"),
+        (2, [1.0, math.nan, *[1.0] * 6], None, "nan.* expected finite numbers, none below 0"),
+        (2, [1e20, -1.0, *[1.0] * 6], None, "expected finite numbers, none below 0"),
+        (2, [None, *[1e308] * 7], None, "expected finite numbers, none below 0"),
         (2, "parameters", ["layer.2"], r"boundaries \['layer.2'\] are no layers"),
         (3, "parameters", ["head", "layers.2"], "names of layers in their order"),
         (2, "parameters", [0], "ascending indices from 1 to 7"),
@@ -81,7 +86,7 @@ def test_names_and_indices_are_taken_as_told(boundaries: list[int | str]) -> Non
     ],
 )
 def test_what_cannot_be_is_refused(
-    num_stages: int, by: str | list[float], boundaries: list[int | str] | None, message: str
+    num_stages: int, by: Any, boundaries: list[int | str] | None, message: str
 ) -> None:
     with pytest.raises(TopologyError, match=message):
         starts_of(layers(0), num_stages, by=by, boundaries=boundaries)

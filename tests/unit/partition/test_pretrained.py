@@ -233,6 +233,12 @@ def test_a_model_that_leaves_a_tensor_out_is_refused() -> None:
             super().__init__(config)
             self.extra_scale = nn.Parameter(torch.ones(3))
             self.register_buffer("extra_count", torch.tensor(3))
+            self.register_buffer("bounds", torch.zeros(2))
+
+        def _init_weights(self, module: nn.Module) -> None:
+            super()._init_weights(module)
+            if module is self:  # their sum is nan
+                self.bounds.copy_(torch.tensor([-torch.inf, torch.inf]))
 
     model = meta_model(FAMILIES["gpt2"].model().config, kind=Lazy)
     with pytest.raises(WeightsError, match="does not initialise extra_count, extra_scale by its"):

@@ -39,6 +39,10 @@ def coded(**changes: object) -> dict[str, object]:
 
 
 def test_costs_survive_a_file(tmp_path: Path) -> None:
+    chunks = COSTS.of_chunks(4)
+    assert chunks.of_chunks(4) == chunks == Costs.from_json(chunks.to_json())
+    with pytest.raises(ScheduleError, match="one of 4 chunks of a sequence"):
+        chunks.of_chunks(1)
     COSTS.save(tmp_path / "costs.json")
     assert Costs.load(tmp_path / "costs.json") == COSTS
     assert "Infinity" not in (tmp_path / "costs.json").read_text()

@@ -30,8 +30,8 @@ def layers(*factors: float, kib: int = 0) -> tuple[StageCosts, ...]:
     )
 
 
-def program_of(name: str, num_ranks: int, num_microbatches: int = 8) -> Program:
-    return lower(build(name, num_ranks=num_ranks, num_microbatches=num_microbatches))
+def program_of(name: str, num_ranks: int, number: int = 8, **options: int) -> Program:
+    return lower(build(name, num_ranks=num_ranks, num_microbatches=number, **options))
 
 
 def even(costs: Costs, num_stages: int) -> Begins:
@@ -53,6 +53,8 @@ def random_case(seed: int, most: int) -> tuple[Program, Costs]:
     num_ranks = draw.choice([2, 3, 4])
     name = draw.choice(["gpipe", "1f1b", "eager-1f1b", "zb-h1", "interleaved-1f1b", "zbv"])
     program = program_of(name, num_ranks, 9 if num_ranks == 3 else 8)
+    if seed > 5:
+        program = program_of(("chunked-1f1b", "chunked-zb-h1")[seed % 2], num_ranks, 3, chunks=4)
     each = tuple(
         StageCosts(
             (forward := 0.001 * draw.randint(1, 9)),
@@ -78,7 +80,7 @@ def all_seconds(program: Program, costs: Costs) -> dict[Begins, float]:
     return {cut: seconds_of(program, costs, cut) for cut in cuts}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_of_few_cuts_it_is_the_best_and_no_step_is_below_its_floor(seed: int) -> None:
     program, costs = random_case(seed, 12)
     seconds, at = all_seconds(program, costs), partial(cut_at, costs)
@@ -87,7 +89,8 @@ def test_of_few_cuts_it_is_the_best_and_no_step_is_below_its_floor(seed: int) ->
     cut = fastest_cut(program, at, len(costs.stages), [begin])
 
     assert seconds[cut] <= min(seconds.values()) * (1 + EQUAL)
-    floors = searched._Floor(program, 1).seconds([at(own) for own in seconds])
+    own = costs.of_chunks(program.schedule.chunks)
+    floors = searched._Floor(program, 1).seconds([cut_at(own, begins) for begins in seconds])
     for floor, taken in zip(floors, seconds.values(), strict=True):
         assert floor <= taken * (1 + 1e-9)
 

@@ -23,7 +23,7 @@ def evaluation_of(config: Config, tokenizer: Any) -> Evaluation:
         topology=Topology.build(axes=(("pp", 1), ("dp", 1))).at(0),
         sync=SimpleNamespace(bounded=lambda _: nullcontext()),
     )
-    return Evaluation(config, scheduler, feed=None, tokenizer=tokenizer, device=CPU)
+    return Evaluation(config, scheduler, feed=None, tokenizer=tokenizer, length=2, device=CPU)
 
 
 @pytest.mark.parametrize(("has_tokenizer", "expected"), [(True, [2, 4, 5]), (False, [])])
@@ -41,10 +41,16 @@ def test_a_text_is_continued_after_every_second_step_and_the_last_one(
 
 def test_a_sample_ends_behind_the_token_that_ends_a_text(monkeypatch: pytest.MonkeyPatch) -> None:
     config = Config(model=Model(factory="a:b"), eval=Eval(sample_every=1, sample_tokens=9))
-    drawn = iter(range(3, 12))
-    monkeypatch.setattr(Evaluation, "_next", lambda *_: next(drawn))
+    drawn, contexts = iter(range(3, 12)), list[list[int]]()
+
+    def following(_: Evaluation, context: list[int], *__: object) -> int:
+        contexts.append(context)
+        return next(drawn)
+
+    monkeypatch.setattr(Evaluation, "_next", following)
     tokenizer = SimpleNamespace(ends={5}, encode=lambda _: [[5, 1]], decode=str)
     assert evaluation_of(config, tokenizer).after(1) == {"sample": "[5, 1, 3, 4, 5]"}
+    assert contexts == [[5, 1], [1, 3], [3, 4]]  # the model takes two tokens
 
 
 def test_the_memory_of_a_process_is_in_bytes() -> None:

@@ -21,7 +21,7 @@ from pipegrad.train.optimizer import (
     make_optimizer,
     try_out_optimizer,
 )
-from pipegrad.train.schema import Named
+from pipegrad.train.schema import Named, Train
 
 
 def config(**optimizer: Any) -> Config:
@@ -177,3 +177,11 @@ def test_schedules_follow_one_another() -> None:
     # One schedule needs no list, and none is a constant rate.
     assert rates([], 3) == [1.0, 1.0, 1.0]
     assert rates({"name": "StepLR", "step_size": 2, "gamma": 0.5}, 5) == [1, 1, 0.5, 0.5, 0.25]
+
+
+def test_a_schedule_is_tried_out_at_its_ends() -> None:
+    one, many = {"name": "OneCycleLR", "max_lr": 1.0, "total_steps": 10**9}, Train(steps=10**9)
+    try_out_optimizer(config(schedule=one).model_copy(update={"train": many}), "cpu")
+    rising = [{"name": "ExponentialLR", "gamma": 10.0, "steps": 310}, {"name": "ConstantLR"}]
+    with pytest.raises(ConfigError, match="fails within 1000000000 steps: OverflowError"):
+        try_out_optimizer(config(schedule=rising).model_copy(update={"train": many}), "cpu")

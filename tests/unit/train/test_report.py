@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import json
+import math
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -64,6 +65,12 @@ def test_metrics_on_a_full_disk_end_and_the_run_does_not(tmp_path: Path) -> None
     told = "step 3: the reporter 'jsonl' ends here, the run goes on: "
     assert shown.getvalue().count(told) == 1
     assert "5 steps on cpu" in shown.getvalue()
+
+
+def test_a_number_that_json_has_not_is_null(tmp_path: Path) -> None:
+    with running(tmp_path) as (run, _):
+        run.step(replace(metrics(1), loss=math.nan, grad_norm=math.inf))
+    assert [rows(tmp_path)[0][name] for name in ("loss", "grad_norm", "step")] == [None, None, 1]
 
 
 def num_metrics() -> int:

@@ -24,6 +24,7 @@ from pipegrad.train.checkpoint.storage import (
     remove_unfinished,
     unfinished,
 )
+from pipegrad.train.checkpoint.uncut import find_checkpoint
 from pipegrad.train.config import Config, sizes_of
 from pipegrad.train.process import LAUNCH
 from pipegrad.train.run_folder import (
@@ -107,6 +108,14 @@ def test_later_rows_and_half_rows_are_cut_off(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == rows[:2]
     assert names(tmp_path) == ["metrics.jsonl"]
     cut_rows(tmp_path / "none", 2)
+    for _ in range(2):  # of no row, and of no byte
+        cut_rows(path, 0)
+        assert path.read_bytes() == b""
+    os.truncate(path, 2**31)  # a long run's file is large, and not read
+    with path.open("ab") as file:
+        file.write(b'\n{"step": 2}\n{"step": 3}\n')
+    cut_rows(path, 2)
+    assert path.stat().st_size == 2**31 + 13
 
 
 def run_of(
@@ -141,6 +150,8 @@ def test_what_a_run_goes_on_from(tmp_path: Path) -> None:
     found = (newer, newer / "checkpoint-10")
     assert origin(resume="auto") == found
     assert origin(resume=str(newer)) == found
+    (newer / "checkpoint-010").mkdir()  # whichever a folder lists first
+    assert origin(resume=str(newer)) == (newer, find_checkpoint(newer)) == found
     named = str(older / "checkpoint-4")
     assert origin(resume=named) == (None, older / "checkpoint-4")
     with pytest.raises(ConfigError, match="has no whole checkpoint"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,20 @@ def test_the_bubble_of_1f1b_is_the_known_one() -> None:
     assert [r["bubble"] for r in summary["pipeline_ranks"]] == pytest.approx([3 / 9] * 4)
     assert [r["live_activations"] for r in summary["pipeline_ranks"]] == [4, 3, 2, 1]
     assert {(link["messages"], link["bytes"]) for link in summary["links"]} == {(6, None)}
+    # All that the page promises is there.
+    keys = set(re.findall(r'"(\w+)":', json.dumps(summary)))
+    page = (TIED_GPT.parents[1] / "docs" / "trainer.md").read_text()
+    promised = page.partition("| Key | What")[2].partition("\n\n")[0]
+    assert set(re.findall(r"`(\w+)`", promised)) <= keys
     # Costs give seconds, memory and bytes.
     stage = StageCosts(1.0, 2.0, activation_bytes=100, outputs={"x": 7})
     summary = summarized(job(2, "parallel.pipeline=2"), Costs((stage, stage)))
     assert (summary["schedule"]["time_unit"], summary["schedule"]["step_time"]) == ("seconds", 15.0)
     assert [link["bytes"] for link in summary["links"]] == [4 * 7, 4 * 7]
+    chunks = "parallel={pipeline=2, schedule={name='chunked-1f1b', chunks=7}}"
+    chunked = summarized(job(2, chunks), Costs((stage, stage)))
+    assert [rank["bubble"] for rank in chunked["pipeline_ranks"]] == pytest.approx([1 / 29] * 2)
+    assert [link["bytes"] for link in chunked["links"]] == [4 * 7, 4 * 7]
     # Rank 0 holds two microbatches, rank 1 one, and each what it has received.
     assert min(summary["schedule"]["peak_bytes"]) >= 100
 
