@@ -110,8 +110,7 @@ class _Search:
         num_steps: int,
         limit: float | None,
     ) -> None:
-        self._program, self._num_steps = program, num_steps
-        self._costs_at = lambda cut: costs_at(cut).of_chunks(program.schedule.chunks)
+        self._program, self._costs_at, self._num_steps = program, costs_at, num_steps
         self._limit = limit
         self._floor = _Floor(program, num_steps)
         self._floors_left = _MOST_FLOORS
@@ -138,7 +137,8 @@ class _Search:
 
     def _floors(self, cuts: Sequence[Begins]) -> list[Weight]:
         self._floors_left -= sum(len(cut) + 1 for cut in cuts) + self._program.num_items
-        costs = [self._costs_at(cut) for cut in cuts]
+        chunks = self._program.schedule.chunks
+        costs = [self._costs_at(cut).of_chunks(chunks) for cut in cuts]
         seconds = self._floor.seconds(costs)
         held = map(self._floor.held_bytes, costs) if self._limit is not None else [0] * len(cuts)
         return list(zip(map(self._beyond, held), seconds, strict=True))
