@@ -403,7 +403,7 @@ def test_a_rank_that_needs_nothing_may_give_nothing() -> None:
     assert cut(middle, num_microbatches=2, needs_target=True) == {}
 
 
-TABLE = rows(4)
+TABLE, FILLED, PAIRS = rows(4), rows(4), [rows(4, seed=i) for i in range(10)]
 SAME: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "a table": (lambda i: {"x": rows(4, seed=i), "mask": TABLE}, "with whole=('mask',)"),
     "a table in a tree": (
@@ -416,7 +416,6 @@ SAME: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
     "the whole data, labels of a teacher": (lambda i: {"x": TABLE, "target": rows(4, seed=i)}, ""),
     "a buffer that is filled": (lambda i: {"x": rows(4, seed=i), "mask": FILLED.add_(1)}, ""),
 }
-PAIRS, FILLED = [rows(4, seed=i) for i in range(10)], rows(4)
 
 
 @pytest.mark.parametrize("name", SAME)
