@@ -11,15 +11,25 @@ microbatch with more or fewer rows than it has tokens for.
 
 A sample without such tokens has no images, whatever stands in its rows to fill them up. A
 microbatch of such samples is given none, as the uncut model is for texts alone.
+
+[Note: one mean] A microbatch weighs as many labels as it has only if the model's own loss is one
+mean over these labels. The names of classes and arguments suggest it, and the first training
+forward of the last stage tries it: the losses of parts of the labels, each times their number, add
+up to the loss of all, times theirs. Labels of other parts are ignored, so nothing else differs:
+inputs, random numbers and balance losses are the same. The first label of each row is a part,
+because a model that shifts labels leaves it out. The lowest third is another, because classes that
+weigh differently have other values. Labels that cannot be left out, such as numbers, are not tried.
 """
 
 from __future__ import annotations
 
 import inspect
+import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,6 +41,7 @@ from pipegrad.partition.carried_cache import SHIFTED, CarriedCache, shifted_loss
 from pipegrad.partition.deferred_logits import deferred
 from pipegrad.partition.layers import Part
 from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
+from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.stage import Stage, fields_of, inner_module, parameters_of
 
 _Tensors = dict[str, Tensor]  # by name
@@ -80,6 +91,19 @@ _SEGMENTS = ("semantic_loss_ignore_index", "loss_ignore_index")
 # What a forward names that computes a loss itself.
 _LOSSES = {"loss_function", "CrossEntropyLoss", "cross_entropy"}
 _SPAN = ("start_positions", "end_positions")  # two losses, each a mean over samples
+# What a forward names that leaves out labels where the attention mask is 0.
+_MASKED = {"shift_attention_mask", "active_loss"}
+_FIRST_TOKENS = "bbox_first_token_mask"  # of Bros: a loss leaves out labels where it is False
+# Heads whose labels may be numbers, which have no value to ignore.
+_CLASSES = ("ForSequenceClassification", "ForImageClassification", "ForVideoClassification")
+_NUMBERS = ("regression", "multi_label_classification")
+_DECODED = ("decoder_input_ids", "decoder_inputs_embeds")
+_MAKES_INPUTS = "prepare_decoder_input_ids_from_labels"
+_MOST_OFF = 2e-4  # the error of a loss in parts, relative to the loss
+_ASK = (
+    "make the Scheduler with loss_fn= and loss_reduction='token_mean', where loss_fn returns (sum "
+    "of losses, number of labels)"
+)
 
 
 def inner_model(model: nn.Module) -> Any | None:  # noqa: ANN401 - transformers may be missing
@@ -98,7 +122,9 @@ class Conventions:
 
     Attributes:
         labels: Names of the arguments from which the model computes its own loss; empty if it
-            computes none, or one that is no mean, or several means, or one that was given to it.
+            computes none, or one that is no mean, or several means, or one that is not computed by
+            transformers' own code.
+        can_ignore: Whether its loss leaves out labels that are to be ignored.
         top_k: Of how many experts a router chooses for a token; 0 if the configuration has no
             usual name for it.
         accepts: Names of the arguments of its forward, in order; None if it takes any.
@@ -116,7 +142,8 @@ class Conventions:
         self.top_k = 0
         self._labels_tokens = self._shifts = self._takes_shifted = False
         self._tokens: dict[str, int] = {}  # kind of input -> the token that stands for it
-        self._masks_labels = False  # whether the loss leaves out labels of what is masked
+        self._masks = list[str]()  # arguments; the loss leaves out labels where they are 0
+        self.can_ignore = self._makes_inputs = False
         self._by_sample = False
         self._ignored = _IGNORED
         self._positions = 0  # so many are learnt; 0 if none are
@@ -150,16 +177,20 @@ class Conventions:
     ) -> None:
         """Finds out which labels the model's own loss counts, if it is a mean."""
         forward = inspect.unwrap(type(_head_of(inner)).forward)
+        # A class derived from one of transformers inherits its name, and may compute any loss.
+        if not all(_is_transformers(x) for x in (forward, inspect.unwrap(type(inner).forward))):
+            return
         # Models that neither call it nor shift labels in its place compare each label with its own
         # token. An encoder-decoder shifts its labels when it makes its decoder's inputs of them.
         loss = _head_of(inner).loss_function if _names(forward) & {"loss_function"} else None
-        if loss is not None and not getattr(loss, "__module__", "").startswith("transformers."):
+        if loss is not None and not _is_transformers(loss):
             return  # nobody knows whether a loss that was given to the model is a mean
         is_causal = getattr(loss, "__name__", "") == "ForCausalLMLoss"
         self._takes_shifted = is_causal
         is_causal |= bool(re.search(r"\blabels\[(\.\.\.|:), 1:\]", _source_of(forward)))
         variables = {*getattr(getattr(forward, "__code__", None), "co_varnames", ())}
-        self._masks_labels = loss is None and "shift_attention_mask" in variables
+        self._masks = ["attention_mask"] if loss is None and variables & _MASKED else []
+        self._masks += [name for name in arguments if name == _FIRST_TOKENS]
         if prompt == "CPT":
             return  # its loss weighs labels
         # Behind a learnt prompt the first label counts. A prefix goes into the cache.
@@ -176,6 +207,11 @@ class Conventions:
         if is_mean and "is_impossible" not in arguments:
             self.labels = tuple(name for name in arguments if name in ("labels", *_SPAN))
             self._labels_tokens = any(kind.endswith(_TOKENS) for kind in kinds)
+            self._makes_inputs = inner.config.get_text_config().is_encoder_decoder
+            self._makes_inputs |= inner.config.is_encoder_decoder
+            is_number = inner.config.num_labels == 1 or inner.config.problem_type in _NUMBERS
+            self._by_sample |= is_number and any(kind.endswith(_CLASSES) for kind in kinds)
+            self.can_ignore = self.labels == ("labels",) and not self._by_sample
 
     def _check(self, inner: Any) -> None:  # noqa: ANN401 - a transformers model
         parts = [part for part in vars(inner.config).values() if hasattr(part, "model_type")]
@@ -307,17 +343,25 @@ class Conventions:
         """Refuses labels of which the weight is not known.
 
         Raises:
-            StepError: If positions of answers are outside of the text, or if the model leaves
-                labels out that count.
+            StepError: If positions of answers are outside of the text, if the model leaves labels
+                out that count, or if there are further labels.
         """
-        mask: Any = arguments.get("attention_mask")
-        label: Any = labels.get("labels")
-        is_masked = self._masks_labels and mask is not None and label is not None
-        if is_masked and ((label != _IGNORED) & (mask == 0)).any():
+        others = [n for n, x in arguments.items() if "label" in n and x is not None]
+        if others := sorted({*others} - {*self.labels}):
             raise StepError(
-                f"labels count where attention_mask is 0, and the loss of {self._model} leaves "
-                f"these out: set them to {_IGNORED}"
+                f"{others} are given beside {list(labels)}, and a microbatch weighs by the latter "
+                f"alone: leave {others} out, or {_ASK}"
             )
+        label: Any = labels.get("labels")
+        for name in self._masks:
+            mask: Any = arguments.get(name)
+            if mask is None or label is None:
+                continue
+            if (self._counts(label) & (mask == 0)).any():
+                raise StepError(
+                    f"labels count where {name} is 0, and the loss of {self._model} leaves these "
+                    f"out: set them to {_IGNORED}"
+                )
         text = arguments.get("input_ids", arguments.get("inputs_embeds"))
         for name, label in labels.items():
             if name not in _SPAN or not isinstance(label, Tensor) or not isinstance(text, Tensor):
@@ -341,7 +385,37 @@ class Conventions:
         if label.is_floating_point() or len(labels) > 1 or self._by_sample:
             return torch.tensor(float(len(label)), device=label.device)
         counted = label[..., 1:] if self._shifts and SHIFTED not in labels else label
-        return (counted != self._ignored).sum()
+        return self._counts(counted).sum()
+
+    def _counts(self, label: Tensor) -> Tensor:
+        """Returns whether each label has a loss. Heads refuse or leave out all below 0."""
+        return label >= 0 if self._ignored < 0 else label != self._ignored
+
+    def parts(self, batch: Mapping[str, object], module: nn.Module) -> list[dict[str, object]]:
+        """Returns a microbatch with all of its labels, then with parts: see [Note: one mean].
+
+        Returns:
+            Nothing if labels cannot be left out. This depends on no value.
+        """
+        label: Any = batch.get("labels")
+        if not self.can_ignore or not isinstance(label, Tensor) or label.dtype != torch.int64:
+            return []
+        others = dict[str, object]()
+        if self._makes_inputs and not any(batch.get(name) is not None for name in _DECODED):
+            # Else the inputs of the decoder would be made of the labels that are left.
+            make = getattr(inner_model(inner_module(module)), _MAKES_INPUTS, None)
+            if make is None:
+                return []
+            others = {_DECODED[0]: make(labels=label)}
+        counts, part_of = self._counts(label), label.new_zeros(label.shape)
+        order = (
+            label.masked_fill(~counts, torch.iinfo(label.dtype).max).flatten().argsort(stable=True)
+        )
+        part_of.view(-1)[order[: -(-int(counts.sum()) // 3)]] = 1
+        if label.dim() > 1:
+            part_of[:, 0] = 2
+        parts = [label.where(part_of == i, self._ignored) for i in range(min(label.dim() + 1, 3))]
+        return [{**batch, **others, "labels": x} for x in (label, *parts)]
 
     def shifted(self, labels: Tensor) -> Tensor:
         """Returns the label of each token, where the model's loss would take that of the next one.
@@ -408,6 +482,10 @@ def _head_of(inner: nn.Module) -> Any:  # noqa: ANN401 - a transformers model
         if _names(forward) & _LOSSES and "labels" in inspect.signature(forward).parameters:
             return module
     return inner
+
+
+def _is_transformers(function: object) -> bool:
+    return getattr(function, "__module__", "").startswith("transformers.")
 
 
 def _names(function: object) -> set[str]:
@@ -515,6 +593,7 @@ class CutStage(Stage):
         self._conventions = conventions
         self._names = part.outputs if is_last else None
         self._labels = labels
+        self._is_proven = not labels  # see [Note: one mean]
         self._head = head
 
     def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
@@ -542,6 +621,46 @@ class CutStage(Stage):
 
     def forward(self, values: Sequence[object]) -> tuple[Any, ...]:
         """Returns the outputs; see `Stage.forward`."""
+        if self._is_proven or not torch.is_grad_enabled():
+            return self._forward(values)
+        return self._proven(values)
+
+    def _proven(self, values: Sequence[object]) -> tuple[Any, ...]:
+        """Returns the outputs, and refuses a loss that is not [Note: one mean].
+
+        Raises:
+            StepError: If it is none.
+        """
+        at = self.inputs.index(BATCH)
+        batch: Any = values[at]
+        found = self._conventions.parts(batch, self.module)
+        parts = [[*values[:at], part, *values[at + 1 :]] for part in found]
+        if not parts:
+            self._is_proven = batch.get(self._labels[0]) is not None
+            return self._forward(values)
+        # Before the step's own forward, and as a forward that runs again: so random numbers and
+        # buffers are as after that alone, and no two graphs live at once. With a graph, as the step
+        # runs it: compiled code is not compiled again.
+        replay, loss = Recompute(self.module, batch["labels"].device), self.outputs.index(LOSS)
+        whole = replay.first(0, values, partial(self._forward, parts[0]))[loss].item()
+        sums = list[float]()
+        for part in parts[1:]:
+            with replay.again(0, values):
+                sums.append(self._forward(part)[loss].item())
+        with replay.again(0, values):
+            outputs = self._forward(values)
+        eps = torch.finfo(outputs[loss].dtype).eps
+        most = (_MOST_OFF + 4 * eps) * (abs(whole) + sum(map(abs, sums)))
+        if math.isfinite(whole) and not abs(whole - sum(sums)) <= most:
+            raise StepError(
+                f"the own loss of this model is no mean over its labels, by which microbatches "
+                f"weigh: times its labels, the loss of a microbatch is {whole:.6g}, and "
+                f"parts of the labels give {' + '.join(f'{x:.6g}' for x in sums)}: {_ASK}"
+            )
+        self._is_proven = True
+        return outputs
+
+    def _forward(self, values: Sequence[object]) -> tuple[Any, ...]:
         if self._carry is None:
             *edges, batch = values
             return self._outputs_of(self._run(edges, batch))

@@ -281,7 +281,8 @@ class Batches:
                     else "the last stage's rank needs target=, which loss_fn compares with outputs"
                     if self._has_loss
                     else "the last stage's rank needs a Scheduler with loss_fn=: the model has "
-                    "no loss of its own that is one mean over labels or samples"
+                    "no loss of its own that transformers' own code computes as one mean over "
+                    "labels or samples"
                 )
             values["target"] = target
         return values

@@ -28,6 +28,7 @@ _FUNCTIONS = nn.functional.cross_entropy, nn.functional.nll_loss, chunked_cross_
 # Since torch 2.13 there is one that has the head, too.
 _NEW = getattr(nn, "LinearCrossEntropyLoss", nn.NLLLoss)
 _TORCHS = nn.CrossEntropyLoss, nn.NLLLoss, _NEW
+_FORWARDS = [kind.forward for kind in _TORCHS]
 
 
 def counted(value: Tensor, share: Number) -> Tensor:
@@ -151,12 +152,13 @@ def _mean_of(loss_fn: object) -> _Mean:
     options: dict[str, Any] = getattr(loss_fn, "keywords", {})  # of functools.partial
     is_torchs = not getattr(loss_fn, "args", ())
     loss_fn = getattr(loss_fn, "func", loss_fn)
-    is_function = loss_fn in _FUNCTIONS
+    # A subclass that overrides no forward is what its parent is.
+    forward = getattr(getattr(loss_fn, "forward", None), "__func__", None)
     of = next((x for x in _named_by(loss_fn) if isinstance(x, _TORCHS)), loss_fn)
     weight = options.get("weight", getattr(of, "weight", None))
     ignored = options.get("ignore_index", getattr(of, "ignore_index", None))
     return _Mean(
-        is_torchs and (is_function or type(loss_fn) in _TORCHS),
+        is_torchs and (loss_fn in _FUNCTIONS or forward in _FORWARDS),
         options.get("reduction", getattr(of, "reduction", "mean")),
         IGNORED if ignored is None else ignored,
         weight if isinstance(weight, Tensor) and (isinstance(of, _TORCHS) or options) else None,

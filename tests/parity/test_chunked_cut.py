@@ -66,7 +66,8 @@ def test_the_loss_of_a_cut_is_its_own_without_all_logits(
     twins = Twins(family.build, cut={"loss": "chunked"}, schedule=schedule)
     for step in (1, 2):
         twins.step(family.batch(step))
-    assert (seen.losses, seen.made) == ((8, 0) if rank() else (0, 0))
+    tried = 4  # forwards of the first step that try the loss
+    assert (seen.losses, seen.made) == ((8 + tried, 0) if rank() else (0, 0))
     assert max(twins.errors) <= MOST
     batch = family.batch(3)
     result = twins.scheduler.evaluate(batch)  # its outputs are logits: here they are needed

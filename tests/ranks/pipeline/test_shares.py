@@ -30,11 +30,16 @@ def with_metric(x: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     return F.cross_entropy(x, target), {"right": (x.argmax(-1) == target).double().mean()}
 
 
+class Named(nn.CrossEntropyLoss):
+    """A subclass without a forward of its own."""
+
+
 # A loss, and how many labels of each microbatch are ignored.
 LOSSES: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {
     "function": (with_metric, ()),
     "smoothing": (nn.CrossEntropyLoss(label_smoothing=0.2), ()),
     "ignored": (nn.CrossEntropyLoss(), (3, 0, 1, 0)),
+    "subclass": (Named(weight=WEIGHT), (3, 0, 1, 0)),
     "one has none": (nn.CrossEntropyLoss(), (4, 0, 0, 0)),
     "weights": (nn.CrossEntropyLoss(weight=WEIGHT), ()),
     "weights, smoothing, ignored": (

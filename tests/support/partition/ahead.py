@@ -5,7 +5,6 @@ Source: DeepSeek-AI, "DeepSeek-V3 Technical Report", 2024, arXiv 2412.19437, sec
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -42,13 +41,6 @@ class Ahead(nn.Module):
         return hidden, self.norm(hidden)
 
 
-@dataclass
-class AheadOutput(CausalLMOutputWithPast):  # type: ignore[misc]
-    """With the loss of all depths."""
-
-    mtp_loss: Tensor | None = None
-
-
 class DeepseekV3AheadForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
     """DeepSeek-V3 whose embedding and head are those of the modules that look ahead, too."""
 
@@ -61,9 +53,8 @@ class DeepseekV3AheadForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
         self,
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
-        labels: Tensor | None = None,
         use_cache: bool | None = None,
-    ) -> AheadOutput:
+    ) -> CausalLMOutputWithPast:
         given = {"input_ids": input_ids, "attention_mask": attention_mask, "use_cache": False}
         hidden = x = self.model(**given).last_hidden_state
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)[None]
@@ -84,18 +75,18 @@ class DeepseekV3AheadForCausalLM(DeepseekV3ForCausalLM):  # type: ignore[misc]
             tokens = F.pad(tokens[:, 1:], (0, 1))
             x, normed = module(x, self.model.embed_tokens(tokens), **options)
             ahead.append(normed)
-        logits, loss, mtp_loss = self.lm_head(hidden), None, None
-        if labels is not None:
-            size = self.config.vocab_size
-            loss = self.loss_function(logits, labels, size)
-            following = [F.pad(labels[:, k:], (0, k), value=-100) for k in range(1, DEPTHS + 1)]
-            losses = [
-                self.loss_function(self.lm_head(h), y, size)
-                for h, y in zip(ahead, following, strict=True)
-            ]
-            mtp_loss = sum(losses) / DEPTHS
-            loss = loss + WEIGHT * mtp_loss
-        return AheadOutput(loss=loss, logits=logits, mtp_loss=mtp_loss)
+        # (rows, 1 + depths, tokens, classes): a cut hands on nothing but logits.
+        return CausalLMOutputWithPast(logits=self.lm_head(torch.stack([hidden, *ahead], 1)))
+
+
+def loss_ahead(logits: Tensor, target: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Returns the loss of all tokens, and that of the tokens ahead, ``mtp_loss``."""
+    first, *others = (
+        F.cross_entropy(x.mT[..., : -k - 1], target[:, k + 1 :])
+        for k, x in enumerate(logits.unbind(1))
+    )
+    mtp_loss = torch.stack(others).mean()
+    return first + WEIGHT * mtp_loss, {"mtp_loss": mtp_loss}
 
 
 def deepseek_ahead(*, ties: bool = False) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+import torch.nn.functional as F  # noqa: N812 - its usual name
+from torch import Tensor, nn
 
 from pipegrad import cut
 from pipegrad.errors import StepError, TopologyError
@@ -41,6 +42,8 @@ def test_labels_that_have_a_loss_are_counted(name: str, weight: int) -> None:
     conventions = of(name)
     assert conventions.labels == ("labels",)
     assert conventions.weight({"labels": LABELS}) == weight
+    # DeBERTa leaves out all labels below 0, and other heads refuse them.
+    assert conventions.weight({"labels": LABELS.where(LABELS >= 0, -1)}) == weight
 
 
 def on_meta(kind: str, **options: Any) -> Any:
@@ -103,13 +106,77 @@ def test_tokens_and_grids_tell_how_many_rows_a_sample_has(name: str, seed: int) 
         assert {n for n, x in enumerate(of_sample) if x} <= {n for n, x in enumerate(counts) if x}
 
 
-def test_a_loss_that_leaves_out_what_is_masked_is_counted_or_refused() -> None:
-    """Labels that a model shifts by itself were counted unshifted: gradients were wrong."""
-    conventions = Conventions(VISION["Qwen2-Audio"].build())
-    assert conventions.weight({"labels": LABELS}) == 4
-    conventions.check({"labels": LABELS}, {"attention_mask": (LABELS != -100).long()})
-    with pytest.raises(StepError, match="labels count where attention_mask is 0"):
-        conventions.check({"labels": LABELS}, {"attention_mask": LABELS * 0})
+@pytest.mark.parametrize(
+    ("kind", "weight", "mask"),
+    [
+        ("Qwen2Audio", 4, "attention_mask"),  # labels that it shifts were counted unshifted
+        ("BioGptForTokenClassification", 5, "attention_mask"),
+        ("BrosForTokenClassification", 5, "bbox_first_token_mask"),
+    ],
+)
+def test_a_loss_that_leaves_out_what_is_masked_is_counted_or_refused(
+    kind: str, weight: int, mask: str
+) -> None:
+    audio = VISION["Qwen2-Audio"].build if kind == "Qwen2Audio" else None
+    conventions = Conventions(audio() if audio else on_meta(kind))
+    assert conventions.weight({"labels": LABELS}) == weight
+    conventions.check({"labels": LABELS}, {mask: (LABELS != -100).long()})
+    with pytest.raises(StepError, match=f"labels count where {mask} is 0"):
+        conventions.check({"labels": LABELS}, {mask: LABELS * 0})
+
+
+def test_further_labels_are_refused() -> None:
+    """The mean over LUKE's entities was weighed by tokens: gradients were off by 68 %."""
+    given = {"labels": LABELS, "entity_labels": LABELS}
+    with pytest.raises(StepError, match=r"\['entity_labels'\] are given .* loss_fn= and"):
+        of("BERT").check({"labels": LABELS}, given)
+
+
+def by_rows(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    losses = F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="none").sum(1)
+    return (losses / (labels[:, 1:] != -100).sum(1).clamp(min=1)).mean()
+
+
+def summed(logits: Tensor, labels: Tensor, **_: Any) -> Tensor:
+    return F.cross_entropy(logits[:, :-1].mT, labels[:, 1:], reduction="sum")
+
+
+@pytest.mark.parametrize("loss", [None, by_rows, summed])
+def test_the_first_training_forward_tells_whether_a_loss_is_one_mean(loss: Any) -> None:
+    """A loss was weighed by its labels since its class had the name of one that is a mean."""
+    family = FAMILIES["GPT-2"]
+    family = Family(family.config, family.head, {**family.options, "resid_pdrop": 0.5})
+    model: Any = family.build()
+    if loss is not None:
+        loss.__module__ = "transformers.loss"
+        model.loss_function = loss
+    (stage,) = cut(model, 1).stages([0], own_loss=True)
+    batch = family.batch(1)
+    with torch.no_grad():
+        stage.forward([batch])
+    for _ in range(2):
+        torch.manual_seed(1)
+        if loss is not None:
+            with pytest.raises(StepError, match=r"no mean over its labels, .* loss_fn= and"):
+                stage.forward([batch])
+            continue
+        found, after = stage.forward([batch])[-1], torch.get_rng_state()
+        torch.manual_seed(1)  # the same random numbers as without a look
+        assert found == model(**batch).loss * (batch["labels"][:, 1:] != -100).sum()
+        assert torch.equal(after, torch.get_rng_state())
+
+
+def test_a_class_of_ones_own_offers_no_loss() -> None:
+    """A mean by class was weighed by labels, as that of its parent: gradients were off by 100 %."""
+
+    class Own(transformers.BertForSequenceClassification):  # type: ignore[misc]
+        def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
+            return super().forward(input_ids=input_ids, labels=labels)
+
+    kept = type("Kept", (transformers.BertForSequenceClassification,), {})
+    config = transformers.BertConfig(**ENCODER)
+    assert Conventions(Own(config)).labels == ()
+    assert Conventions(kept(config)).labels == ("labels",)
 
 
 @pytest.mark.parametrize(
