@@ -108,14 +108,16 @@ class Like(NamedTuple):
     """The shape of an output, as an input of the same call tells it.
 
     Attributes:
-        leaf: Number of the input among the call's tensors.
+        leaf: Number of the input among the leaves of the call's arguments.
         dims: How many dimensions of the input the output has; the first ones.
         more: Dimensions behind these.
+        is_it: Whether the output is that input, which the layer hands on as it was.
     """
 
     leaf: int
     dims: int
     more: tuple[int, ...]
+    is_it: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,7 @@ class Call:
         origin: What its inputs were computed from.
         outputs: The leaves of what it returns, and behind them those of what it changes.
         structure: How those that it returns hang together.
+        num_inputs: How many leaves its arguments have.
         changes: What it changes; see [Note: changes].
         structures: Of each change, how the leaves of its values hang together.
         cleared: Numbers of changes of containers that code behind the layer takes back.
@@ -161,6 +164,7 @@ class Call:
     origin: Origin
     outputs: tuple[Output, ...]
     structure: TreeSpec
+    num_inputs: int
     changes: tuple[Change, ...]
     structures: tuple[TreeSpec, ...]
     cleared: frozenset[int]
@@ -171,7 +175,7 @@ class Call:
 
     @cached_property
     def is_like_first(self) -> bool:
-        """Whether the first tensor that it is given tells the shapes of all outputs."""
+        """Whether the first argument tells the shapes of all outputs."""
         return all(
             output.shape is None or (output.like is not None and output.like.leaf == 0)
             for output in self.outputs

@@ -281,10 +281,9 @@ class Run:
             if self.flow.is_heard or not change.is_heard
         ]
         is_float = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
-        if call.is_like_first and is_float:
-            inputs = args[:1]  # to flatten all takes longer than the rest of this function
-        else:
-            inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        # To flatten all takes longer than the rest of this function.
+        is_first = call.is_like_first and is_float
+        inputs = args[:1] if is_first else tree_flatten((args, kwargs))[0]
         computed = partial(self._leaf_of, number, described, args, kwargs)
         leaves = list[Any]()
         # All shapes come first: a change may be of what the next shape is computed of.
@@ -315,14 +314,15 @@ class Run:
     def _leaf(
         self,
         source: Source,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[object],
         before: Sequence[object],
         computed: Callable[[int], Any],
         *,
         is_heard: bool,
     ) -> object:
         """Returns what stands for an output, behind the outputs `before` it."""
-        output = self.flow.calls[source.call].outputs[source.leaf]
+        call = self.flow.calls[source.call]
+        output = call.outputs[source.leaf]
         if (received := self._values.get(source)) is not None:
             return self._own_memory(source, received)
         if output.same is not None:
@@ -331,14 +331,20 @@ class Run:
             # A number may be a size of the batch, but for one that a layer gives to its own parts.
             is_size = isinstance(output.value, Number) and not is_heard
             return computed(source.leaf) if is_size else output.value
-        like = None if output.like is None else inputs[output.like.leaf : output.like.leaf + 1]
+        is_told = len(inputs) == call.num_inputs or (call.is_like_first and inputs)
+        like = output.like if is_told else None
+        near = inputs[like.leaf] if like else None
+        if like and like.is_it:
+            return self._own_memory(source, near) if isinstance(near, Tensor) else near
         # In chunks of time a mask of the text so far is longer than the chunk.
-        if output.like is not None and like and (like[0].dim() > 2 or not self._is_chunk):
-            tensor = like[0]
-            shape = (*tensor.shape[: output.like.dims], *output.like.more)
+        if like and isinstance(near, Tensor) and (near.dim() > 2 or not self._is_chunk):
+            shape: Any = torch.Size((*near.shape[: like.dims], *like.more))
         else:
             shape = computed(source.leaf)
-        return self._own_memory(source, self._filled(shape, output, inputs))
+        if not isinstance(shape, torch.Size):
+            return shape  # None in this batch
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        return self._own_memory(source, self._filled(shape, output, tensors))
 
     def _own_memory(self, source: Source, value: Tensor) -> Tensor:
         """Returns a value into which code may write, if the model does so."""

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 from torch.nn.utils.parametrizations import weight_norm
 
 from pipegrad import cut as cut_of
@@ -109,6 +110,23 @@ class Tables(Chain):
             x, table = layer(x, table)
             table = table + torch.ones(2 * tokens.shape[1:], dtype=x.dtype).tril()
         return x
+
+
+class Packed(Chain):
+    """Texts are padded between LSTMs, which hand on the lengths of a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: Any = {"batch_first": True, "dtype": torch.float64}
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, **options) for _ in range(3))
+
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        rows, length = tokens.shape
+        lengths = torch.arange(rows) % length + 1
+        for layer in self.layers:
+            packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            x, _ = rnn.pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=length)
+        return x * scale
 
 
 class Helper(nn.Module):
@@ -253,7 +271,9 @@ def backward(loss: Tensor, edges: list[tuple[Tensor, Tensor]]) -> None:
             sent.backward(received.grad, retain_graph=True)
 
 
-@pytest.mark.parametrize("kind", [Chain, Skipping, Twice, Gated, Tables, Aside, Reaching, Normed])
+@pytest.mark.parametrize(
+    "kind", [Chain, Skipping, Twice, Gated, Tables, Aside, Reaching, Normed, Packed]
+)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_compute_what_the_model_computes_for_any_shape(
     kind: Callable[[], nn.Module], num_stages: int
