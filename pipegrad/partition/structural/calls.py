@@ -149,6 +149,7 @@ class Call:
         origin: What its inputs were computed from.
         outputs: The leaves of what it returns, and behind them those of what it changes.
         structure: How those that it returns hang together.
+        kinds: Where tensors are in what it returns; see `kinds_of`.
         num_inputs: How many leaves its arguments have.
         changes: What it changes; see [Note: changes].
         structures: Of each change, how the leaves of its values hang together.
@@ -164,6 +165,7 @@ class Call:
     origin: Origin
     outputs: tuple[Output, ...]
     structure: TreeSpec
+    kinds: object
     num_inputs: int
     changes: tuple[Change, ...]
     structures: tuple[TreeSpec, ...]
@@ -216,6 +218,17 @@ class Flow:
             before = (found[source.call] for source in call.origin.sources)
             found.append(call.origin.inputs.union(*before))
         return found
+
+
+def kinds_of(result: object) -> object:
+    """Returns where tensors are in what a layer returns; of a list not how many there are."""
+    if isinstance(result, dict):
+        return frozenset((key, kinds_of(x)) for key, x in result.items())
+    if isinstance(result, tuple):
+        return tuple(map(kinds_of, result))
+    if isinstance(result, list):
+        return frozenset(map(kinds_of, result))
+    return isinstance(result, Tensor)
 
 
 def roots_of(layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from pipegrad.partition.structural.calls import (
     Watch,
     contents_of,
     find,
+    kinds_of,
     roots_of,
 )
 from pipegrad.partition.structural.shallow import as_kind
@@ -249,6 +250,7 @@ class ModelRecorder(TorchDispatchMode):
                     for i, leaf in enumerate(every)
                 ),
                 structure=structure,
+                kinds=kinds_of(returned),
                 num_inputs=len(inputs),
                 changes=tuple(change for change, _ in followed),
                 structures=tuple(spec for _, spec in handed),

@@ -5,6 +5,7 @@ names. Its forward is the model's. The layers of the stage are there. In the pla
 layer stands a module without parameters, which computes nothing:
 
 - An output that the stage needs was received, and is returned.
+- An output that is an argument of the layer is that argument, such as the lengths of texts.
 - Any other output is filled with nan. The code between layers may ask for its shape, dtype and
   device. If a result depended on its values in spite of [Note: flow], the loss would be nan.
 
@@ -22,7 +23,7 @@ that does not come is refused: it may be left out at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.interop.private import tree_flatten
+from pipegrad.interop.private import TreeSpec, tree_flatten
 from pipegrad.partition.structural.calls import (
     Call,
     Flow,
@@ -43,6 +44,7 @@ from pipegrad.partition.structural.calls import (
     apply,
     contents_of,
     find,
+    kinds_of,
     restore,
     roots_of,
 )
@@ -232,27 +234,35 @@ class Run:
         with reading.listening():
             result = call(*args, **kwargs)
         self._inside = ""
+        if layer.training and not self.is_last and kinds_of(result) != known.kinds:
+            raise _differs(known, result)
         if wanted:
             leaves, structure = tree_flatten(result)
             if structure != known.structure:
-                raise StepError(
-                    f"layer {known.layer!r} returns {structure}, and returned "
-                    f"{known.structure} when the model was cut"
-                )
+                raise _differs(known, result)
             if reads:
-                leaves += self._changed(known, layer, reading.values())
+                leaves += self._changed(
+                    known, layer, reading.values(), {source.leaf for source in wanted}
+                )
             for source in wanted:
+                if not isinstance(leaves[source.leaf], Tensor):
+                    raise _differs(known, result)
                 self._values[source] = self._own_memory(source, leaves[source.leaf])
         if number == self._end - 1 and not self.is_last:
             raise _StageEndedError
         return result
 
-    def _changed(self, call: Call, layer: nn.Module, values: Sequence[list[Any]]) -> list[Any]:
-        """Returns the leaves of what a layer changed."""
+    def _changed(
+        self, call: Call, layer: nn.Module, values: Sequence[list[Any]], wanted: Set[int]
+    ) -> list[Any]:
+        """Returns the leaves of what a layer changed, of which other stages read those wanted."""
         leaves = list[Any]()
         for change, structure, value in zip(call.changes, call.structures, values, strict=True):
             changed, spec = tree_flatten(value)
-            if spec == structure:
+            at = call.structure.num_leaves + len(leaves)
+            known = call.outputs[at : at + structure.num_leaves]
+            lost = {at + i for i, x in enumerate(changed) if not isinstance(x, Tensor)} & wanted
+            if spec == structure and not lost:
                 leaves += changed
                 continue
             if layer.training:
@@ -262,10 +272,9 @@ class Run:
                     f"mode, and with the arguments, of the steps"
                 )
             # A layer that hands this on in training alone: nobody should read it now.
-            at = call.structure.num_leaves + len(leaves)
             leaves += [
                 self._filled(output.shape, output, ()) if output.shape is not None else output.value
-                for output in call.outputs[at : at + structure.num_leaves]
+                for output in known
             ]
         return leaves
 
@@ -445,6 +454,30 @@ class StageModule(nn.Module):
         if not run.is_last:
             raise StepError("the model ended before the last layer of the stage: see layerdrop")
         return returned
+
+
+def _differs(call: Call, result: object) -> StepError:
+    """Returns what refuses a result with other tensors than at the cut.
+
+    Stages that lack the layer would go on with those of the cut.
+    """
+    found, structure = tree_flatten(result)
+    known = [x.value if x.shape is None else True for x in call.outputs]
+    return StepError(
+        f"layer {call.layer!r} returns {_in_words(found, structure)}, and returned "
+        f"{_in_words(known, call.structure)} when the model was cut: other stages need the same "
+        f"tensors in each step. Return one always, such as zeros; or cut the model with the "
+        f"example= and in the mode of the steps"
+    )
+
+
+def _in_words(leaves: Sequence[object], structure: TreeSpec) -> str:
+    """Returns what a layer returns, without values."""
+    words = [
+        None if x is None else "tensor" if x is True or isinstance(x, Tensor) else "other"
+        for x in leaves[: structure.num_leaves]
+    ]
+    return f"{structure.unflatten(words)}"
 
 
 def _lacks(value: object) -> bool:

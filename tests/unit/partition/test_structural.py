@@ -407,6 +407,41 @@ def test_a_step_that_calls_other_layers_is_refused() -> None:
     assert not found.isnan().any()
 
 
+class Long(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y, table = super().forward(x), {"table": x} if x.shape[1] > 2 else {}
+        kinds = {"none": (y, table.get("table")), "short": (y, *table.values())}
+        return kinds.get(str(self.kind), {"y": y} | table)
+
+
+class Asking(Chain):
+    """A layer also returns a table if the text is long. Code asks for it, and may read it."""
+
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        found = self.layers[0](x)
+        x, *tables = found.values() if isinstance(found, dict) else found
+        x = self.layers[2](self.layers[1](x))
+        if not tables or tables[0] is None:
+            return x
+        return 2 * x if scale == 1 else x + tables[0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize(("sample", "other"), [(1, 3), (5, 1)])
+@pytest.mark.parametrize("kind", ["none", "short", "dict"])
+def test_what_a_layer_returns_sometimes_is_refused(
+    kind: str, sample: int, other: int, scale: float
+) -> None:
+    """Stages without the layer went on with what the sample had, and the loss was another one."""
+    model, tokens = Asking(), torch.ones(2, sample, dtype=torch.long)
+    vars(layer := Long(WIDTH, WIDTH, dtype=torch.float64))["kind"] = kind
+    model.layers[0] = layer
+    parts = cut_of(model, 3, example={"tokens": tokens, "scale": scale})
+    run(parts, tokens=tokens, scale=scale)
+    with pytest.raises(StepError, match=r"returns .*tensor.*, and returned .* when the model was"):
+        run(parts, tokens=TOKENS[:, :other], scale=scale)
+
+
 @pytest.mark.parametrize("trained", ["all", "layers", "tower"])
 @pytest.mark.parametrize("num_stages", [2, 4, 7])
 def test_a_microbatch_without_images_skips_their_layers(trained: str, num_stages: int) -> None:
