@@ -343,8 +343,7 @@ class Conventions:
         """Refuses labels of which the weight is not known.
 
         Raises:
-            StepError: If positions of answers are outside of the text, if the model leaves labels
-                out that count, or if there are further labels.
+            StepError: If the model leaves labels out that count, or if there are further labels.
         """
         others = [n for n, x in arguments.items() if "label" in n and x is not None]
         if others := sorted({*others} - {*self.labels}):
@@ -362,19 +361,38 @@ class Conventions:
                     f"labels count where {name} is 0, and the loss of {self._model} leaves these "
                     f"out: set them to {_IGNORED}"
                 )
-        text = arguments.get("input_ids", arguments.get("inputs_embeds"))
-        for name, label in labels.items():
-            if name not in _SPAN or not isinstance(label, Tensor) or not isinstance(text, Tensor):
-                continue
-            if label.numel() and int(label.max()) >= text.shape[1]:
-                raise StepError(
-                    f"{name} has {int(label.max())}, behind the end of a text of {text.shape[1]} "
-                    f"tokens. The model ignores such an answer at one end, so its loss is no mean "
-                    f"over samples: label it with 0 at both ends, or leave it out"
-                )
 
-    def weight(self, labels: Mapping[str, object]) -> Tensor:
+    def check_answers(self, labels: Mapping[str, object], text: object, logits: object) -> None:
+        """Refuses answers of which the model ignores one end, as it does behind the logits.
+
+        Args:
+            labels: By name.
+            text: ``(rows, tokens)`` and more.
+            logits: Of starts, ``(rows, tokens)``; a prompt or an image may make them longer.
+
+        Raises:
+            StepError: If there are some: the loss is two means then.
+        """
+        spans = [x for name, x in labels.items() if name in _SPAN and isinstance(x, Tensor)]
+        if not spans or not isinstance(text, Tensor) or not isinstance(logits, Tensor):
+            return
+        length = text.shape[1]
+        starts, *ends = [int((x < length).sum()) for x in spans]
+        is_counted = logits.shape[1] == length or starts == len(spans[0])
+        if {starts, *ends} != {starts} or not is_counted:
+            raise StepError(
+                f"of {len(spans[0])} answers, {starts} start and {sum(ends)} end in the text of "
+                f"{length} tokens. The model ignores each end behind it by itself, so its loss is "
+                f"no mean over samples: label an answer that is cut off with {length} at both "
+                f"ends, which is ignored, or with 0"
+            )
+
+    def weight(self, labels: Mapping[str, object], text: object = None) -> Tensor:
         """Returns how many labels have a loss: the weight of the loss of a microbatch.
+
+        Args:
+            labels: By name.
+            text: ``(rows, tokens)`` and more: an answer behind its end has no loss.
 
         Raises:
             StepError: If labels are no tensors.
@@ -382,6 +400,8 @@ class Conventions:
         label = next(iter(labels.values()))
         if not isinstance(label, Tensor) or not label.dim():
             raise StepError(f"labels are {label!r:.40}, expected a tensor with a row a sample")
+        if not labels.keys().isdisjoint(_SPAN) and isinstance(text, Tensor):
+            return (label < text.shape[1]).sum()
         if label.is_floating_point() or len(labels) > 1 or self._by_sample:
             return torch.tensor(float(len(label)), device=label.device)
         counted = label[..., 1:] if self._shifts and SHIFTED not in labels else label
@@ -687,7 +707,8 @@ class CutStage(Stage):
         arguments = self._conventions.arguments(batch) | dict(cached or {})
         labels = {n: arguments[n] for n in self._labels if arguments.get(n) is not None}
         counted = {SHIFTED: labels.get("labels")} if cached else labels
-        weight = self._conventions.weight(counted) if labels else None
+        text = arguments.get("input_ids", arguments.get("inputs_embeds"))
+        weight = self._conventions.weight(counted, text) if labels else None
         if weight is not None:
             self._conventions.check(labels, arguments)
             arguments |= self._conventions.safe(labels, weight)
@@ -701,6 +722,7 @@ class CutStage(Stage):
             return returned
         named = _named(returned, self._names)
         if self._labels:
+            self._conventions.check_answers(labels, text, named.get(self._names[0]))
             named[LOSS] = _sum_of(named.get(LOSS), weight, named)
             named |= self._measured(named, arguments)
         return {name: named.get(name) for name in self.outputs}
@@ -749,7 +771,7 @@ class OwnLoss:
         labels = target if isinstance(target, Mapping) else {self.labels[0]: target}
         found = outputs[len(outputs) - len(self.metrics) :]
         metrics = dict(zip(self.metrics, found, strict=True))
-        return loss, self.conventions.weight(labels), metrics
+        return loss, self.conventions.weight(labels, outputs[0] if outputs else None), metrics
 
 
 def metrics_of(part: Part, conventions: Conventions) -> tuple[str, ...]:

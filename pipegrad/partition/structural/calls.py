@@ -108,14 +108,16 @@ class Like(NamedTuple):
     """The shape of an output, as an input of the same call tells it.
 
     Attributes:
-        leaf: Number of the input among the call's tensors.
+        leaf: Number of the input among the leaves of the call's arguments.
         dims: How many dimensions of the input the output has; the first ones.
         more: Dimensions behind these.
+        is_it: Whether the output is that input, which the layer hands on as it was.
     """
 
     leaf: int
     dims: int
     more: tuple[int, ...]
+    is_it: bool = False
 
 
 @dataclass(frozen=True)
@@ -147,6 +149,8 @@ class Call:
         origin: What its inputs were computed from.
         outputs: The leaves of what it returns, and behind them those of what it changes.
         structure: How those that it returns hang together.
+        kinds: Where tensors are in what it returns; see `kinds_of`.
+        num_inputs: How many leaves its arguments have.
         changes: What it changes; see [Note: changes].
         structures: Of each change, how the leaves of its values hang together.
         cleared: Numbers of changes of containers that code behind the layer takes back.
@@ -161,6 +165,8 @@ class Call:
     origin: Origin
     outputs: tuple[Output, ...]
     structure: TreeSpec
+    kinds: object
+    num_inputs: int
     changes: tuple[Change, ...]
     structures: tuple[TreeSpec, ...]
     cleared: frozenset[int]
@@ -171,7 +177,7 @@ class Call:
 
     @cached_property
     def is_like_first(self) -> bool:
-        """Whether the first tensor that it is given tells the shapes of all outputs."""
+        """Whether the first argument tells the shapes of all outputs."""
         return all(
             output.shape is None or (output.like is not None and output.like.leaf == 0)
             for output in self.outputs
@@ -212,6 +218,17 @@ class Flow:
             before = (found[source.call] for source in call.origin.sources)
             found.append(call.origin.inputs.union(*before))
         return found
+
+
+def kinds_of(result: object) -> object:
+    """Returns where tensors are in what a layer returns; of a list not how many there are."""
+    if isinstance(result, dict):
+        return frozenset((key, kinds_of(x)) for key, x in result.items())
+    if isinstance(result, tuple):
+        return tuple(map(kinds_of, result))
+    if isinstance(result, list):
+        return frozenset(map(kinds_of, result))
+    return isinstance(result, Tensor)
 
 
 def roots_of(layer: nn.Module, args: Any, kwargs: Any) -> dict[str, Any]:

@@ -37,6 +37,7 @@ from pipegrad.partition.structural.calls import (
     Watch,
     contents_of,
     find,
+    kinds_of,
     roots_of,
 )
 from pipegrad.partition.structural.shallow import as_kind
@@ -69,6 +70,7 @@ class _Running:
         layer: Its name.
         reads: What it reads was computed from.
         inputs: What it was given, by storage. It runs on clones of that.
+        clones: The same, by id of the clone.
         known: Storages that it made, and those of what else it has read.
         overwritten: Those of `inputs` into which it wrote.
         flops: What it has computed.
@@ -77,6 +79,7 @@ class _Running:
     layer: str
     reads: Origin
     inputs: dict[int, Tensor] = field(default_factory=dict)
+    clones: dict[int, Tensor] = field(default_factory=dict)
     known: set[int] = field(default_factory=set)
     overwritten: set[int] = field(default_factory=set)
     flops: int = 0
@@ -210,7 +213,7 @@ class ModelRecorder(TorchDispatchMode):
             )
         origin = self._origin_of(_direct((args, *kwargs.values()))) | self._decided
         _refuse_overwritten(origin)
-        inputs, seconds, running = _tensors((args, kwargs)), 0.0, _Running(name, origin)
+        inputs, seconds, running = tree_flatten((args, kwargs))[0], 0.0, _Running(name, origin)
         self._running = running
         try:
             with _saved(layer) as saved:
@@ -231,6 +234,8 @@ class ModelRecorder(TorchDispatchMode):
             if (unread := running.inputs.get(_key(tensor))) is not None:
                 running.reads |= self._origin_of(unread)
         _refuse_overwritten(running.reads)
+        written = {id(x) for x in overwritten}
+        unchanged = {key: x for key, x in running.clones.items() if id(x) not in written}
         number, before = len(self._calls), self._times.get(name, 0)
         # Where each tensor stands first, by id.
         first = {id(x): i for i, x in reversed([*enumerate(every)]) if isinstance(x, Tensor)}
@@ -241,9 +246,12 @@ class ModelRecorder(TorchDispatchMode):
                 layer=name,
                 origin=running.reads,
                 outputs=tuple(
-                    _output(layer, leaf, i, first, inputs) for i, leaf in enumerate(every)
+                    _output(layer, leaf, i, first, inputs, given=unchanged.get(id(leaf)))
+                    for i, leaf in enumerate(every)
                 ),
                 structure=structure,
+                kinds=kinds_of(returned),
+                num_inputs=len(inputs),
                 changes=tuple(change for change, _ in followed),
                 structures=tuple(spec for _, spec in handed),
                 cleared=frozenset(),  # see `calls`
@@ -278,6 +286,7 @@ class ModelRecorder(TorchDispatchMode):
 
         def clone(tensor: Tensor) -> Tensor:
             copied = _copy(tensor)
+            running.clones[id(copied)] = tensor
             if key := _key(copied):
                 running.inputs[key] = tensor
             return copied
@@ -561,24 +570,34 @@ def _writes(buffer: str) -> str:
 
 
 def _output(
-    layer: nn.Module, leaf: object, number: int, first: Mapping[int, int], inputs: Sequence[Tensor]
+    layer: nn.Module,
+    leaf: object,
+    number: int,
+    first: Mapping[int, int],
+    inputs: Sequence[object],
+    *,
+    given: Tensor | None,
 ) -> Output:
+    """Returns how to tell a leaf; `given` is the input that it is, if it is one."""
     if not isinstance(leaf, Tensor):
         return Output(value=leaf)
     same = first[id(leaf)] if first[id(leaf)] < number else None
-    if not leaf.dim() and inputs:
-        return Output(shape=leaf.shape, dtype=leaf.dtype, like=Like(0, 0, ()), same=same)
+    tensors = [(i, x) for i, x in enumerate(inputs) if isinstance(x, Tensor)]
     # Most layers keep the shape, an embedding adds a dimension, and a Linear changes the last one.
     # Others may change it too, such as a convolution, but not to the same size in each batch.
-    lengths = {length for tensor in inputs for length in tensor.shape}
+    lengths = {length for _, tensor in tensors for length in tensor.shape}
     candidates = [
         Like(number, dims, tuple(leaf.shape[dims:]))
         for lost in ((0, 1) if isinstance(layer, nn.Linear) else (0,))
-        for number, tensor in enumerate(inputs)
+        for number, tensor in tensors
         for dims in [tensor.dim() - lost]
         if dims > 0 and tensor.shape[:dims] == leaf.shape[:dims] and leaf.dim() - dims <= 1
         # What is new is a constant only if the sample has no such length.
         if lengths.isdisjoint(leaf.shape[dims:])
     ]
     like = min(candidates, key=lambda one: len(one.more), default=None)
+    if not leaf.dim() and tensors:
+        like = Like(tensors[0][0], 0, ())
+    if at := [i for i, x in tensors if x is given]:
+        like = Like(at[0], leaf.dim(), (), is_it=True)
     return Output(shape=leaf.shape, dtype=leaf.dtype, like=like, same=same)

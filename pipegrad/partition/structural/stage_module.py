@@ -5,6 +5,7 @@ names. Its forward is the model's. The layers of the stage are there. In the pla
 layer stands a module without parameters, which computes nothing:
 
 - An output that the stage needs was received, and is returned.
+- An output that is an argument of the layer is that argument, such as the lengths of texts.
 - Any other output is filled with nan. The code between layers may ask for its shape, dtype and
   device. If a result depended on its values in spite of [Note: flow], the loss would be nan.
 
@@ -22,7 +23,7 @@ that does not come is refused: it may be left out at random.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from functools import partial
 from itertools import islice
@@ -33,7 +34,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import StepError
-from pipegrad.interop.private import tree_flatten
+from pipegrad.interop.private import TreeSpec, tree_flatten
 from pipegrad.partition.structural.calls import (
     Call,
     Flow,
@@ -43,6 +44,7 @@ from pipegrad.partition.structural.calls import (
     apply,
     contents_of,
     find,
+    kinds_of,
     restore,
     roots_of,
 )
@@ -232,27 +234,35 @@ class Run:
         with reading.listening():
             result = call(*args, **kwargs)
         self._inside = ""
+        if layer.training and not self.is_last and kinds_of(result) != known.kinds:
+            raise _differs(known, result)
         if wanted:
             leaves, structure = tree_flatten(result)
             if structure != known.structure:
-                raise StepError(
-                    f"layer {known.layer!r} returns {structure}, and returned "
-                    f"{known.structure} when the model was cut"
-                )
+                raise _differs(known, result)
             if reads:
-                leaves += self._changed(known, layer, reading.values())
+                leaves += self._changed(
+                    known, layer, reading.values(), {source.leaf for source in wanted}
+                )
             for source in wanted:
+                if not isinstance(leaves[source.leaf], Tensor):
+                    raise _differs(known, result)
                 self._values[source] = self._own_memory(source, leaves[source.leaf])
         if number == self._end - 1 and not self.is_last:
             raise _StageEndedError
         return result
 
-    def _changed(self, call: Call, layer: nn.Module, values: Sequence[list[Any]]) -> list[Any]:
-        """Returns the leaves of what a layer changed."""
+    def _changed(
+        self, call: Call, layer: nn.Module, values: Sequence[list[Any]], wanted: Set[int]
+    ) -> list[Any]:
+        """Returns the leaves of what a layer changed, of which other stages read those wanted."""
         leaves = list[Any]()
         for change, structure, value in zip(call.changes, call.structures, values, strict=True):
             changed, spec = tree_flatten(value)
-            if spec == structure:
+            at = call.structure.num_leaves + len(leaves)
+            known = call.outputs[at : at + structure.num_leaves]
+            lost = {at + i for i, x in enumerate(changed) if not isinstance(x, Tensor)} & wanted
+            if spec == structure and not lost:
                 leaves += changed
                 continue
             if layer.training:
@@ -262,10 +272,9 @@ class Run:
                     f"mode, and with the arguments, of the steps"
                 )
             # A layer that hands this on in training alone: nobody should read it now.
-            at = call.structure.num_leaves + len(leaves)
             leaves += [
                 self._filled(output.shape, output, ()) if output.shape is not None else output.value
-                for output in call.outputs[at : at + structure.num_leaves]
+                for output in known
             ]
         return leaves
 
@@ -281,10 +290,9 @@ class Run:
             if self.flow.is_heard or not change.is_heard
         ]
         is_float = bool(args) and isinstance(args[0], Tensor) and args[0].is_floating_point()
-        if call.is_like_first and is_float:
-            inputs = args[:1]  # to flatten all takes longer than the rest of this function
-        else:
-            inputs = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
+        # To flatten all takes longer than the rest of this function.
+        is_first = call.is_like_first and is_float
+        inputs = args[:1] if is_first else tree_flatten((args, kwargs))[0]
         computed = partial(self._leaf_of, number, described, args, kwargs)
         leaves = list[Any]()
         # All shapes come first: a change may be of what the next shape is computed of.
@@ -315,14 +323,15 @@ class Run:
     def _leaf(
         self,
         source: Source,
-        inputs: Sequence[Tensor],
+        inputs: Sequence[object],
         before: Sequence[object],
         computed: Callable[[int], Any],
         *,
         is_heard: bool,
     ) -> object:
         """Returns what stands for an output, behind the outputs `before` it."""
-        output = self.flow.calls[source.call].outputs[source.leaf]
+        call = self.flow.calls[source.call]
+        output = call.outputs[source.leaf]
         if (received := self._values.get(source)) is not None:
             return self._own_memory(source, received)
         if output.same is not None:
@@ -331,14 +340,20 @@ class Run:
             # A number may be a size of the batch, but for one that a layer gives to its own parts.
             is_size = isinstance(output.value, Number) and not is_heard
             return computed(source.leaf) if is_size else output.value
-        like = None if output.like is None else inputs[output.like.leaf : output.like.leaf + 1]
+        is_told = len(inputs) == call.num_inputs or (call.is_like_first and inputs)
+        like = output.like if is_told else None
+        near = inputs[like.leaf] if like else None
+        if like and like.is_it:
+            return self._own_memory(source, near) if isinstance(near, Tensor) else near
         # In chunks of time a mask of the text so far is longer than the chunk.
-        if output.like is not None and like and (like[0].dim() > 2 or not self._is_chunk):
-            tensor = like[0]
-            shape = (*tensor.shape[: output.like.dims], *output.like.more)
+        if like and isinstance(near, Tensor) and (near.dim() > 2 or not self._is_chunk):
+            shape: Any = torch.Size((*near.shape[: like.dims], *like.more))
         else:
             shape = computed(source.leaf)
-        return self._own_memory(source, self._filled(shape, output, inputs))
+        if not isinstance(shape, torch.Size):
+            return shape  # None in this batch
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        return self._own_memory(source, self._filled(shape, output, tensors))
 
     def _own_memory(self, source: Source, value: Tensor) -> Tensor:
         """Returns a value into which code may write, if the model does so."""
@@ -439,6 +454,30 @@ class StageModule(nn.Module):
         if not run.is_last:
             raise StepError("the model ended before the last layer of the stage: see layerdrop")
         return returned
+
+
+def _differs(call: Call, result: object) -> StepError:
+    """Returns what refuses a result with other tensors than at the cut.
+
+    Stages that lack the layer would go on with those of the cut.
+    """
+    found, structure = tree_flatten(result)
+    known = [x.value if x.shape is None else True for x in call.outputs]
+    return StepError(
+        f"layer {call.layer!r} returns {_in_words(found, structure)}, and returned "
+        f"{_in_words(known, call.structure)} when the model was cut: other stages need the same "
+        f"tensors in each step. Return one always, such as zeros; or cut the model with the "
+        f"example= and in the mode of the steps"
+    )
+
+
+def _in_words(leaves: Sequence[object], structure: TreeSpec) -> str:
+    """Returns what a layer returns, without values."""
+    words = [
+        None if x is None else "tensor" if x is True or isinstance(x, Tensor) else "other"
+        for x in leaves[: structure.num_leaves]
+    ]
+    return f"{structure.unflatten(words)}"
 
 
 def _lacks(value: object) -> bool:

@@ -197,15 +197,20 @@ def test_a_loss_that_is_not_one_mean_is_not_offered(config: str, head: str) -> N
     assert Conventions(model).labels == ()
 
 
-def test_answers_behind_the_end_of_a_text_are_refused() -> None:
+def test_answers_behind_the_end_count_as_in_the_model_or_are_refused() -> None:
     """The model ignores them, each end by itself, so gradients were wrong."""
-    conventions = of("BERT, answers")
-    arguments = {"input_ids": torch.ones(2, 5)}
-    spans = {"start_positions": torch.tensor([1, 4]), "end_positions": torch.tensor([2, 4])}
-    conventions.check(spans, arguments)
-    spans["end_positions"][1] = 5
-    with pytest.raises(StepError, match="end_positions has 5, behind the end of a text of 5"):
-        conventions.check(spans, arguments)
+    conventions, text = of("BERT, answers"), torch.ones(3, 5)
+
+    def spans(*ends: list[int]) -> dict[str, Tensor]:
+        return dict(zip(conventions.labels, map(torch.tensor, ends), strict=True))
+
+    for starts, ends, weight in (([1, 4], [2, 4], 2), ([1, 5], [2, 9], 1), ([5, 6], [5, 5], 0)):
+        assert conventions.weight(spans(starts, ends), text) == weight
+        conventions.check_answers(spans(starts, ends), text, text)
+    with pytest.raises(StepError, match="of 2 answers, 2 start and 1 end in the text of 5 tokens"):
+        conventions.check_answers(spans([1, 4], [2, 5]), text, text)
+    with pytest.raises(StepError, match="in the text of 5 tokens"):  # a prompt is in front of it
+        conventions.check_answers(spans([1, 5], [2, 9]), text, torch.ones(3, 7))
 
 
 @pytest.mark.parametrize(

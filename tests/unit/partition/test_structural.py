@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import Tensor, nn
+from torch.nn.utils import rnn
 from torch.nn.utils.parametrizations import weight_norm
 
 from pipegrad import cut as cut_of
@@ -109,6 +110,23 @@ class Tables(Chain):
             x, table = layer(x, table)
             table = table + torch.ones(2 * tokens.shape[1:], dtype=x.dtype).tril()
         return x
+
+
+class Packed(Chain):
+    """Texts are padded between LSTMs, which hand on the lengths of a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        options: Any = {"batch_first": True, "dtype": torch.float64}
+        self.layers = nn.ModuleList(nn.LSTM(WIDTH, WIDTH, **options) for _ in range(3))
+
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        rows, length = tokens.shape
+        lengths = torch.arange(rows) % length + 1
+        for layer in self.layers:
+            packed = rnn.pack_padded_sequence(x, lengths, batch_first=True, enforce_sorted=False)
+            x, _ = rnn.pad_packed_sequence(layer(packed)[0], batch_first=True, total_length=length)
+        return x * scale
 
 
 class Helper(nn.Module):
@@ -253,7 +271,9 @@ def backward(loss: Tensor, edges: list[tuple[Tensor, Tensor]]) -> None:
             sent.backward(received.grad, retain_graph=True)
 
 
-@pytest.mark.parametrize("kind", [Chain, Skipping, Twice, Gated, Tables, Aside, Reaching, Normed])
+@pytest.mark.parametrize(
+    "kind", [Chain, Skipping, Twice, Gated, Tables, Aside, Reaching, Normed, Packed]
+)
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_stages_compute_what_the_model_computes_for_any_shape(
     kind: Callable[[], nn.Module], num_stages: int
@@ -385,6 +405,41 @@ def test_a_step_that_calls_other_layers_is_refused() -> None:
     # The stage goes on after an error.
     found, _ = run(parts, tokens=TOKENS)
     assert not found.isnan().any()
+
+
+class Long(nn.Linear):
+    def forward(self, x: Tensor) -> Any:
+        y, table = super().forward(x), {"table": x} if x.shape[1] > 2 else {}
+        kinds = {"none": (y, table.get("table")), "short": (y, *table.values())}
+        return kinds.get(str(self.kind), {"y": y} | table)
+
+
+class Asking(Chain):
+    """A layer also returns a table if the text is long. Code asks for it, and may read it."""
+
+    def between(self, x: Tensor, tokens: Tensor, scale: float) -> Tensor:
+        found = self.layers[0](x)
+        x, *tables = found.values() if isinstance(found, dict) else found
+        x = self.layers[2](self.layers[1](x))
+        if not tables or tables[0] is None:
+            return x
+        return 2 * x if scale == 1 else x + tables[0]
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0])
+@pytest.mark.parametrize(("sample", "other"), [(1, 3), (5, 1)])
+@pytest.mark.parametrize("kind", ["none", "short", "dict"])
+def test_what_a_layer_returns_sometimes_is_refused(
+    kind: str, sample: int, other: int, scale: float
+) -> None:
+    """Stages without the layer went on with what the sample had, and the loss was another one."""
+    model, tokens = Asking(), torch.ones(2, sample, dtype=torch.long)
+    vars(layer := Long(WIDTH, WIDTH, dtype=torch.float64))["kind"] = kind
+    model.layers[0] = layer
+    parts = cut_of(model, 3, example={"tokens": tokens, "scale": scale})
+    run(parts, tokens=tokens, scale=scale)
+    with pytest.raises(StepError, match=r"returns .*tensor.*, and returned .* when the model was"):
+        run(parts, tokens=TOKENS[:, :other], scale=scale)
 
 
 @pytest.mark.parametrize("trained", ["all", "layers", "tower"])
