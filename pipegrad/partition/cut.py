@@ -137,6 +137,7 @@ class Cutter:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         seed: int | None = None,
+        trust_remote_code: bool = False,
         **options: Any,  # noqa: ANN401 - of a cut
     ) -> Cut:
         """Returns a model of transformers cut into stages, each rank reading its own alone.
@@ -151,13 +152,16 @@ class Cutter:
             dtype: Of the parameters; by default as saved.
             device: Of the stages.
             seed: Starts what the directory lacks, such as a new head. Without it that is an error.
+            trust_remote_code: Lets transformers run the code of the directory on all ranks, as its
+                own ``from_pretrained`` does. Without it no such code is run.
             **options: ``by``, ``boundaries``, ``how``, ``example`` and ``loss``, as of
                 ``pipegrad.cut``.
 
         Raises:
             PipegradError: If the directory, its configuration or the cut is wrong.
         """
-        result = self(meta_model(directory, kind=kind, dtype=dtype), num_stages, **options)
+        model = meta_model(directory, kind=kind, dtype=dtype, trust_remote_code=trust_remote_code)
+        result = self(model, num_stages, **options)
         result.source = Source(device, seed, Path(directory))
         return result
 
