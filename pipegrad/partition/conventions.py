@@ -240,7 +240,7 @@ class Conventions:
             StepError: If they ask for what a pipeline cannot give.
         """
         collected = [name for name in self._collected if batch.get(name)]
-        cached = [n for n in ("use_cache", "past_key_values") if self._defaults and batch.get(n)]
+        cached = ["past_key_values"] if self._defaults and batch.get("past_key_values") else []
         if collected or cached:
             raise StepError(
                 f"{[*collected, *cached]} cannot be had in a pipeline: layers of other stages "
@@ -267,7 +267,7 @@ class Conventions:
                 f"{divisors} cannot be given in a pipeline: its loss is the mean over all labels "
                 f"of the batch already, which it counts itself"
             )
-        return {**self._defaults, **(self._without_unseen(batch) if self._is_known else batch)}
+        return (self._without_unseen(batch) if self._is_known else dict(batch)) | self._defaults
 
     def _of_kinds(self, batch: Mapping[str, object]) -> Iterator[tuple[str, Tensor, _Tensors]]:
         """Yields the kinds of inputs there are, with where texts have their tokens."""

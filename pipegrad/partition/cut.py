@@ -105,6 +105,7 @@ class Cutter:
         _check_model(model)
         _check_types(num_stages, by, boundaries, example)
         carried = carried_by(inner_model(model), carry)
+        not_returned: tuple[str, ...] = ()
         if way == "sequential":
             plain = only_layers(model)
             named = sequential_layers(plain, num_stages)
@@ -112,7 +113,9 @@ class Cutter:
             starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
             parts = sequential_parts(plain, named, starts)
         else:
-            layers, starts, parts = _structural(model, num_stages, by, boundaries, example)
+            layers, starts, parts, not_returned = _structural(
+                model, num_stages, by, boundaries, example
+            )
         head = _head_of(model, parts[-1].module, way) if _is_chunked(loss) else ""
         reason = "numbers" if not isinstance(by, str) else by
         reason = "boundaries" if boundaries is not None else reason
@@ -126,6 +129,7 @@ class Cutter:
             example=example,
             head=head,
             carry=carried,
+            not_returned=not_returned,
         )
 
     def from_pretrained(
@@ -137,6 +141,7 @@ class Cutter:
         dtype: torch.dtype | None = None,
         device: str | torch.device = "cpu",
         seed: int | None = None,
+        trust_remote_code: bool = False,
         **options: Any,  # noqa: ANN401 - of a cut
     ) -> Cut:
         """Returns a model of transformers cut into stages, each rank reading its own alone.
@@ -151,13 +156,16 @@ class Cutter:
             dtype: Of the parameters; by default as saved.
             device: Of the stages.
             seed: Starts what the directory lacks, such as a new head. Without it that is an error.
+            trust_remote_code: Lets transformers run the code of the directory on all ranks, as its
+                own ``from_pretrained`` does. Without it no such code is run.
             **options: ``by``, ``boundaries``, ``how``, ``example`` and ``loss``, as of
                 ``pipegrad.cut``.
 
         Raises:
             PipegradError: If the directory, its configuration or the cut is wrong.
         """
-        result = self(meta_model(directory, kind=kind, dtype=dtype), num_stages, **options)
+        model = meta_model(directory, kind=kind, dtype=dtype, trust_remote_code=trust_remote_code)
+        result = self(model, num_stages, **options)
         result.source = Source(device, seed, Path(directory))
         return result
 
@@ -288,8 +296,11 @@ def _structural(
     by: str | Sequence[float],
     boundaries: Sequence[int | str] | None,
     example: Mapping[str, object] | None,
-) -> tuple[list[Layer], list[int], list[Part]]:
-    """Returns where stages may begin, where they do, and the stages of a model that was run."""
+) -> tuple[list[Layer], list[int], list[Part], tuple[str, ...]]:
+    """Returns where stages may begin, where they do, and the stages of a model that was run.
+
+    Last are the names of tensors that the model returns beside its logits, and no stage does.
+    """
     conventions = Conventions(model, example)
     has_inputs = any(isinstance(x, Tensor) for x in (example or {}).values())
     sample = conventions.arguments({**({} if has_inputs else sample_of(model)), **(example or {})})
@@ -306,15 +317,17 @@ def _structural(
     starts = starts_of(layers, num_stages, by=by, boundaries=boundaries)
 
     returned = returned_tensors(flow.returned)
+    others: tuple[str, ...] = ()
     # The model's own loss may add what has a name such as aux_loss, and need more than that.
     losses = returned_beside(flow.returned, (LOSS, ROUTED))
     if "logits" in returned:
+        others = tuple(n for n in returned if n != "logits" and not n.endswith(LOSS))
         returned = {"logits": returned["logits"]}
     returned.pop(LOSS, None)
     if not returned:
         raise TopologyError(f"{type(model).__name__} returns no tensor")
     parts = parts_of(model, modules, flow, [begins[i] for i in starts], returned, losses=losses)
-    return layers, starts, parts
+    return layers, starts, parts, others
 
 
 def _layer(calls: Sequence[Call], modules: Mapping[str, nn.Module]) -> Layer:

@@ -75,6 +75,8 @@ class Cut:
         loss_fn: The model's own loss; None if it has none.
         labels: Names of what `loss_fn` needs of a batch.
         returns: Names of what the model returns, in the order of `StepResult.outputs`.
+        not_returned: Names of other tensors that the uncut model returns, such as the states of an
+            encoder; no stage sends them.
         source: Where `load` gets values from; None if stages have values.
         uncut: The model of transformers without its values; None for other models.
     """
@@ -91,6 +93,7 @@ class Cut:
         example: Mapping[str, object] | None = None,
         head: str = "",
         carry: CarriedCache | None = None,
+        not_returned: tuple[str, ...] = (),
     ) -> None:
         self.modules: Mapping[int, nn.Module] = {i: part.module for i, part in enumerate(parts)}
         warn_of_other_stages(self.modules)
@@ -101,7 +104,7 @@ class Cut:
         self._by = by
         self._parts = tuple(parts)
         self._head = head  # whose logits wait until something needs them all
-        self.returns = self._parts[-1].outputs
+        self.returns, self.not_returned = self._parts[-1].outputs, not_returned
         self._conventions = Conventions(model, example)
         self._carry = carry
         if carry is not None:  # of what the layers' operations were counted

@@ -6,18 +6,23 @@ ranks get the same rows, and how a step, its clipping, an evaluation and a check
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from accelerate.data_loader import prepare_data_loader
 from accelerate.utils import find_batch_size, gather
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainingArguments
+from transformers.trainer_pt_utils import IterableDatasetShard
 
-from pipegrad.errors import ConfigError
+from pipegrad.comm.agreement import agree
+from pipegrad.errors import ConfigError, StepError
 from pipegrad.partition.cut_model import Cut
 from pipegrad.partition.generation import Link
 from pipegrad.pipeline.scheduler import Scheduler
@@ -39,8 +44,58 @@ _REFUSED = {
     "fp16_full_eval": "give the cut a dtype",
     "bf16_full_eval": "give the cut a dtype",
     "push_to_hub": "upload the directory when the run has ended",
+    "eval_use_gather_object": "compute_metrics has the predictions of all replicas already",
+    "debug": "scheduler.sync.non_finite() names the parameters whose gradients are not finite",
 }
 _REFUSED_OTHERS = ("model", "model_init", "compute_loss_func", "optimizers")
+# Methods of Trainer that the loop does not call in a pipeline, or has no whole model for, and what
+# to do instead of an override.
+_NOT_CALLED = {
+    name: advice
+    for names, advice in {
+        "compute_loss": "give the Scheduler a loss_fn",
+        "get_batch_samples _get_num_items_in_batch": (
+            "the loss is a mean over all labels of a step; for another give the Scheduler a "
+            "loss_fn. Change batches in training_step"
+        ),
+        "compute_loss_context_manager autocast_smart_context_manager": (
+            "override training_step and prediction_step, and enter it around super()'s"
+        ),
+        "create_optimizer_and_scheduler": "override create_optimizer and create_scheduler",
+        "_clip_grad_norm _get_grad_norm": (
+            "set max_grad_norm, or call scheduler.sync.clip_grad_norm_ in on_pre_optimizer_step"
+        ),
+        "get_sp_size get_cp_size get_tp_size _prepare_context_parallel_inputs": (
+            "pipegrad.Topology has the dimensions"
+        ),
+        "_wrap_model _move_model_to_device": "change cut.modules before the Scheduler is made",
+        "hyperparameter_search call_model_init": "make a model, cut and trainer in each trial",
+    }.items()
+    for name in names.split()
+}
+
+
+class _Stages(nn.ModuleList):
+    """The stages of this rank. The loop takes them for its model.
+
+    Attributes:
+        optimizer: Of the stages; None before the run.
+    """
+
+    optimizer: torch.optim.Optimizer | None = None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Clears gradients, also those of shards and of copies, which no module has."""
+        super().zero_grad(set_to_none)
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def forward(self, *_args: object, **_named: object) -> NoReturn:
+        """Raises StepError: a rank has no whole model."""
+        raise StepError(
+            "this rank has stages, and no whole model to call: call super().training_step() or "
+            "super().prediction_step(), or the Scheduler's evaluate()"
+        )
 
 
 class PipelineTrainer(Trainer):  # type: ignore[misc]
@@ -51,6 +106,10 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     model's own is a mean over all labels of a step that count, as the Trainer's is. What
     ``compute_metrics`` is given is on every rank.
 
+    A subclass may override what the loop calls, such as ``create_optimizer``, ``training_step``
+    around ``super()``, ``prediction_step``, ``log`` and ``get_train_dataloader``. An override that
+    the loop would not call, such as ``compute_loss``, is refused.
+
     Args:
         cut: Of a model of transformers.
         scheduler: Made with this cut.
@@ -58,32 +117,77 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         **others: Of Trainer, such as ``train_dataset``, ``data_collator`` and ``callbacks``.
 
     Raises:
-        ConfigError: If an argument cannot work in a pipeline.
+        ConfigError: If an argument, or an override of a method, cannot work in a pipeline. In
+            ``train``, on all ranks, if the optimizer does not step this rank's parameters.
     """
 
     def __init__(
         self, cut: Cut, scheduler: Scheduler, args: TrainingArguments, **others: _Hf
     ) -> None:
         _check(cut, args, others)
+        self._refuse_overrides()
         self.cut, self.scheduler, self._topology = cut, scheduler, scheduler.topology
         # The model on the meta device: its class, configuration and names of parameters.
         super().__init__(model=cut.uncut, args=args, **others)
         self.optimizer: _Hf = None
-        self._stages = nn.ModuleList([cut.modules[i] for i in self._topology.local_stages])
+        self._stages = _Stages([cut.modules[i] for i in self._topology.local_stages])
         self._link = Link(self._topology, self.args.device)
         self._last = self._topology.ranks_of([self._topology.num_stages - 1])[0]
         # Of accelerator, the loop asks for loaders, and for the results of all ranks.
         self.accelerator.prepare_data_loader = self._loader
-        self.accelerator.prepare_optimizer = lambda optimizer, **_: optimizer
+        self.accelerator.prepare_optimizer = self._of_this_rank
         self.accelerator.gather = self._of_replicas
+        self.accelerator.clip_grad_norm_ = _refuse_clipping
+
+    def _refuse_overrides(self) -> None:
+        """Refuses a method of a subclass, or of this object, that the loop would not call."""
+        order = type(self).__mro__
+        behind = order[order.index(PipelineTrainer) + 1]
+        if behind is not Trainer:
+            raise ConfigError(
+                f"PipelineTrainer hides methods of {behind.__name__}, which stands behind it: name "
+                f"PipelineTrainer last among the bases of {type(self).__name__}"
+            )
+        for name, advice in _NOT_CALLED.items():
+            method = getattr(getattr(self, name, None), "__func__", None)
+            if method is not getattr(PipelineTrainer, name, None):
+                raise ConfigError(
+                    f"{type(self).__name__} overrides {name}, which has no effect in a pipeline: "
+                    f"{advice}"
+                )
+
+    def _of_this_rank(self, optimizer: _Hf, **_options: _Hf) -> _Hf:
+        """Returns an optimizer if it steps parameters of this rank; all ranks call it."""
+
+        def check() -> None:
+            given = [p for group in optimizer.param_groups for p in group["params"]]
+            stepped = {id(main.tensor) for main in self.scheduler.sync.main_parameters()}
+            if any(p.is_meta for p in given) or (stepped and stepped.isdisjoint(map(id, given))):
+                raise ConfigError(
+                    f"{type(optimizer).__name__} would train nothing: it has parameters that this "
+                    f"rank does not train, such as those of trainer.model, which has no values. "
+                    f"Make it by self.scheduler.optimizer(kind, **options)"
+                )
+
+        agree("the optimizer of PipelineTrainer", check)
+        self._stages.optimizer = optimizer
+        return optimizer
 
     def _loader(self, loader: _Hf, **_options: _Hf) -> _Hf:
-        accelerator = self.accelerator
+        accelerator, axes = self.accelerator, self._topology.data_axes
+        replicas, replica = self._topology.size(axes), self._topology.coordinate(axes)
+        if replicas > 1 and isinstance(loader.dataset, IterableDataset):
+            # It counts rows, and all replicas make the same steps, however data are sharded.
+            shard = IterableDatasetShard(
+                loader.dataset, loader.batch_size or 1, loader.drop_last, replicas, replica
+            )
+            loader, replicas, replica = copy.copy(loader), 1, 0
+            loader.__dict__["dataset"] = shard  # torch refuses an assignment
         return prepare_data_loader(
             loader,
             accelerator.device,
-            num_processes=self._topology.size(self._topology.data_axes),
-            process_index=self._topology.coordinate(self._topology.data_axes),
+            num_processes=replicas,
+            process_index=replica,
             put_on_device=True,
             rng_types=accelerator.rng_types.copy(),
             dispatch_batches=False,  # it would send to each rank another part
@@ -108,6 +212,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         """Leaves the model on the meta device: stages are on theirs."""
 
     def _wrap_model(self, *_args: _Hf, **_kwargs: _Hf) -> nn.Module:
+        self._refuse_overrides()
         return self._stages
 
     def get_total_train_batch_size(self, args: TrainingArguments) -> int:
@@ -141,6 +246,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
         return self.scheduler.sync.clip_grad_norm_(self.args.max_grad_norm)
 
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.scheduler.sync.clip_grad_norm_(math.inf) if grad_norm is None else grad_norm
+
+    def store_flos(self) -> None:
+        """Stores the operations of all batches. Each rank of a replica has counted its batches."""
+        self.current_flos *= self._topology.size(self._topology.data_axes) / dist.get_world_size()
+        super().store_flos()
+
     def prediction_step(
         self,
         model: nn.Module,
@@ -150,6 +263,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
     ) -> tuple[Tensor | None, _Hf, _Hf]:
         """Runs an evaluation; returns loss, logits and labels."""
         inputs = self._prepare_inputs(inputs)
+        self._count_last(inputs)
         with self.accelerator.autocast():
             result = self.scheduler.evaluate(
                 inputs, num_microbatches=self._number(inputs), outputs=not prediction_loss_only
@@ -158,14 +272,27 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         loss = result.loss if names else None
         if prediction_loss_only:
             return loss, None, None
+        if ignore_keys is None:
+            ignore_keys = getattr(self.model.config, "keys_to_ignore_at_inference", [])
+        kept = [n for n in self.cut.returns if not n.endswith("loss") and n not in ignore_keys]
         # The model's own loss is behind them; other losses have no rows.
-        named = zip(self.cut.returns, result.outputs, strict=False)
-        outputs = self._link.shared(
-            [x for name, x in named if not name.endswith("loss")], self._last
-        )
+        named = dict(zip(self.cut.returns, result.outputs, strict=False))
+        outputs = self._link.shared([named[n] for n in kept if n in named], self._last)
         labels: _Hf = [inputs[name] for name in names]
-        logits, labels = (x[0] if len(x) == 1 else tuple(x) or None for x in (outputs, labels))
-        return loss, logits, labels
+        # The uncut model returns a tuple, also if no stage sends its other outputs.
+        is_tuple = any(name not in ignore_keys for name in self.cut.not_returned)
+        logits: _Hf = outputs[0] if len(outputs) == 1 and not is_tuple else tuple(outputs) or None
+        return loss, logits, labels[0] if len(labels) == 1 else tuple(labels) or None
+
+    def _count_last(self, inputs: _Hf) -> None:
+        """Tells the loop how many rows the last batch has, if the dataset has no length."""
+        loader: _Hf = self.callback_handler.eval_dataloader
+        if not getattr(loader, "end_of_dataloader", False) or loader.remainder >= 0:
+            return  # or one that accelerate has not prepared
+        rows = find_batch_size(inputs) * self._topology.size(self._topology.data_axes)
+        # Without workers this process has counted, and knows which rows fill up the batch.
+        counted = 0 if loader._drop_last else getattr(loader.dataset, "num_examples", 0)
+        loader.remainder = counted % rows or rows
 
     def _number(self, inputs: _Hf) -> int:
         """Returns the number of microbatches: the last batch may have few rows."""
@@ -212,6 +339,14 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         return Path(folder) / f"pipeline-{dist.get_rank()}-of-{dist.get_world_size()}.pt"
 
 
+def _refuse_clipping(*_args: object, **_named: object) -> NoReturn:
+    """Raises StepError in the place of accelerate, which clips by the norm of local gradients."""
+    raise StepError(
+        "accelerator.clip_grad_norm_ knows the gradients of this rank alone: call "
+        "scheduler.sync.clip_grad_norm_(max_norm)"
+    )
+
+
 def _check(cut: object, args: TrainingArguments, others: Mapping[str, _Hf]) -> None:
     """Refuses what cannot work in a pipeline."""
     if not isinstance(cut, Cut) or cut.uncut is None:
@@ -221,6 +356,10 @@ def _check(cut: object, args: TrainingArguments, others: Mapping[str, _Hf]) -> N
             raise ConfigError(f"{name} cannot work in a pipeline: see the Scheduler and its cut")
     if args.save_only_model and args.load_best_model_at_end:
         raise ConfigError("save_only_model=True leaves nothing from which to load the best model")
+    if args.train_sampling_strategy == "batch_rebalance":
+        raise ConfigError("batch_rebalance gives each rank other rows: use 'group_by_length'")
+    if args.accelerator_config.split_batches:
+        raise ConfigError("split_batches=True has no effect: a batch is the rows of one replica")
     default = TrainingArguments.__dataclass_fields__
     for name, advice in _REFUSED.items():
         value = getattr(args, name)

@@ -234,7 +234,7 @@ CASES: dict[str, Run] = {
         {"attention_mask": LLAMA.batch(0)["attention_mask"].bool()},
         {"position_ids": torch.arange(TOKENS)[None]},
         {"position_ids": RESTARTED},
-        {"logits_to_keep": 0, "use_cache": False, "return_dict": True},
+        {"logits_to_keep": 0, "use_cache": True, "return_dict": True},
         {n: x[:7] for n, x in LLAMA.batch(0).items()},
     ),
     # Only without a cache a model sees that positions restart. A pipeline has none.

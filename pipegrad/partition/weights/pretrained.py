@@ -41,6 +41,7 @@ def meta_model(
     *,
     kind: type | None = None,
     dtype: torch.dtype | None = None,
+    trust_remote_code: bool = False,
 ) -> PreTrainedModel:
     """Returns an uncut model whose tensors are on the meta device, in training mode.
 
@@ -52,6 +53,7 @@ def meta_model(
             that the configuration names in ``architectures``.
         dtype: Of the parameters. By default the one that the configuration names, and of a
             directory without one that of its first tensor.
+        trust_remote_code: Whether transformers may run the directory's own code.
 
     Raises:
         ConfigError: If the library transformers is missing, or the configuration cannot be used.
@@ -60,7 +62,7 @@ def meta_model(
     """
 
     def make() -> tuple[PreTrainedModel, str]:
-        model = _made(source, kind, dtype)
+        model = _made(source, kind, dtype, trust_remote_code)
         return model, _digest(model)
 
     model, digests = agree_keeping("make the model", make, timeout_seconds=_patience("cpu"))
@@ -182,17 +184,20 @@ def _digest(model: PreTrainedModel) -> str:
 
 
 def _made(
-    source: str | Path | PreTrainedConfig, kind: type | None, dtype: torch.dtype | None
+    source: str | Path | PreTrainedConfig,
+    kind: type | None,
+    dtype: torch.dtype | None,
+    trusts: bool,
 ) -> PreTrainedModel:
     transformers: Any = extra("transformers")
     path = Path(source) if isinstance(source, str | Path) else None
     where = str(source) if path is not None else f"a {type(source).__name__}"
-    config: Any = copy.deepcopy(source) if path is None else _config(transformers, path)
+    config: Any = copy.deepcopy(source) if path is None else _config(transformers, path, trusts)
     if not isinstance(config, transformers.PreTrainedConfig):
         raise ConfigError(f"{where} is no directory, config.json or configuration of transformers")
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(f"{where}: quantized weights cannot be trained; use the original ones")
-    cls: Any = kind or _architecture(transformers, config, where)
+    cls: Any = kind or _architecture(transformers, config, where, trusts)
     # An Auto class has from_config, and each of its models has what that calls.
     make = getattr(cls, "from_config", None) or getattr(cls, "_from_config", None)
     if make is None:
@@ -202,8 +207,10 @@ def _made(
     if not isinstance(dtype, torch.dtype):
         raise ConfigError(f"dtype is {dtype!r}, expected one of torch's, such as torch.bfloat16")
     try:
+        # Without an answer an Auto class asks the user on the terminal.
+        answer = {"trust_remote_code": trusts} if hasattr(cls, "from_config") else {}
         with torch.device("meta"):
-            model = make(config, dtype=dtype)
+            model = make(config, dtype=dtype, **answer)
     except Exception as error:  # whatever a model says of its configuration
         raise ConfigError(f"{where}: {cls.__name__} cannot be made of it: {error}") from error
     _drop_values(model)
@@ -244,7 +251,7 @@ def _drop_values(model: nn.Module) -> None:
             setattr(module, attribute, new[id(old)])
 
 
-def _config(transformers: Any, path: Path) -> Any:  # noqa: ANN401 - of any model
+def _config(transformers: Any, path: Path, trusts: bool) -> Any:  # noqa: ANN401 - of any model
     file = path / "config.json" if path.is_dir() else path
     if not file.is_file():
         raise WeightsError(
@@ -252,16 +259,25 @@ def _config(transformers: Any, path: Path) -> Any:  # noqa: ANN401 - of any mode
             f"(nothing is downloaded), or a config.json"
         )
     try:
-        return transformers.AutoConfig.from_pretrained(
-            path, local_files_only=True, trust_remote_code=False
+        config = transformers.AutoConfig.from_pretrained(
+            path, local_files_only=True, trust_remote_code=trusts
         )
     except Exception as error:  # whatever transformers says of a file
         raise ConfigError(f"{file} is no configuration of transformers: {error}") from error
+    for auto, kind in (getattr(config, "auto_map", None) or {}).items():
+        if trusts and auto.startswith("AutoModel") and "--" in str(kind):
+            raise ConfigError(
+                f"{file} names code of another repository, {kind!r}, and nothing is downloaded: "
+                f"put the code into the directory, and name it there"
+            )
+    return config
 
 
-def _architecture(transformers: Any, config: PreTrainedConfig, where: str) -> Any:  # noqa: ANN401
+def _architecture(transformers: Any, config: Any, where: str, trusts: bool) -> Any:  # noqa: ANN401
     names = list(config.architectures or ())
-    cls = getattr(transformers, names[0], None) if names else None
+    own = (getattr(config, "auto_map", None) or {}) if trusts else {}
+    autos = [auto for auto, kind in own.items() if names and str(kind).endswith(f".{names[0]}")]
+    cls = getattr(transformers, [*autos, *names][0], None) if names else None
     if cls is None:
         raise ConfigError(
             f"{where}: architectures is {names}, expected the name of a class of transformers; "

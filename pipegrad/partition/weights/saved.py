@@ -316,6 +316,8 @@ def _place_model(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # n
     config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__.removeprefix("FSDP")]  # FSDP2 makes a class
     config.dtype = next((shard.dtype for shard in shards if shard.dtype), config.dtype)
+    if getattr(model, "_auto_class", None) is not None:  # of code that a directory had
+        extra("transformers.dynamic_module_utils").custom_object_save(model, part, config)
     config.save_pretrained(part)
     (part / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
     (folder / INDEX).unlink(missing_ok=True)
@@ -324,5 +326,6 @@ def _place_model(part: Path, model: Any, shards: Sequence[_Shard]) -> None:  # n
             path.unlink()
     for shard, file in zip(shards, files, strict=True):
         (part / shard.file).replace(folder / file)
-    for path in sorted(part.glob("*.json"), key=lambda path: path.name == INDEX):
+    files_beside = [*part.glob("*.py"), *part.glob("*.json")]
+    for path in sorted(files_beside, key=lambda path: path.name == INDEX):
         path.replace(folder / path.name)

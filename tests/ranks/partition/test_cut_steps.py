@@ -27,7 +27,7 @@ BATCH: dict[str, Any] = LLAMA.batch(1)
 LABELS = BATCH["labels"]
 # What a step is given in the place of a part of the batch -> words of the error on some rank.
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "a cache": ({"use_cache": True}, "['use_cache'] cannot be had in a pipeline"),
+    "a cache": ({"past_key_values": 1}, "['past_key_values'] cannot be had in a pipeline"),
     "no labels": ({"labels": None}, "needs ['labels'], of which the model computes its loss"),
     "a target": ({"target": LABELS}, "give these and no target="),
     "a list": ({"labels": LABELS.tolist()}, "is a list, expected a tensor"),

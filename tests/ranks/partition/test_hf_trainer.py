@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ import torch
 import pipegrad
 from pipegrad.errors import ConfigError
 from pipegrad.partition.cut_model import Cut
+from pipegrad.partition.hf_trainer import _NOT_CALLED
 from tests.support.rounding import rounding
 from tests.support.train.launched import Launched, torchrun
 
@@ -21,7 +24,9 @@ SCRIPT = """
 import json, sys
 import torch
 from torch.utils.data import IterableDataset
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration, Trainer, TrainingArguments,
+    set_seed)
 
 def rows(number, seed):
     tokens = torch.randint(97, (number, 12), generator=torch.Generator().manual_seed(seed))
@@ -31,12 +36,12 @@ class Stream(IterableDataset):
     def __iter__(self):
         return iter(rows(68, 3))
 
-def run(made, name, train=rows(68, 1), **options):  # the last batch has four rows
+def run(made, name, train=rows(68, 1), size=8, **options):  # the last batch has four rows
     set_seed(0)
     sizes = dict(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_hidden_layers=4)
     model = LlamaForCausalLM(LlamaConfig(vocab_size=97, **sizes))
     args = TrainingArguments(
-        name, per_device_train_batch_size=8, per_device_eval_batch_size=8, max_steps=9,
+        name, per_device_train_batch_size=size, per_device_eval_batch_size=size, max_steps=9,
         learning_rate=1e-2, adam_epsilon=1e-3, logging_steps=1, report_to=[], use_cpu=True,
         disable_tqdm=True, save_strategy="no", **options)
     trainer = made(model, args, train_dataset=train, eval_dataset=rows(20, 2))
@@ -47,11 +52,27 @@ def run(made, name, train=rows(68, 1), **options):  # the last batch has four ro
         "losses": [line["loss"] for line in trainer.state.log_history if "loss" in line],
         "norms": [line["grad_norm"] for line in trainer.state.log_history if "loss" in line],
         "held out": trainer.evaluate()["eval_loss"],
+        "streamed": trainer.evaluate(Stream())["eval_loss"],
+        "rows": len(trainer.predict(Stream()).predictions),
+        "operations": trainer.state.total_flos,
         "logits": torch.as_tensor(logits).double().norm().item(),
     }
 
-def runs(made):
+def encoded(made):  # the encoder's states stand behind the logits
+    sizes = dict(d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    set_seed(0)
+    args = TrainingArguments("t5", report_to=[], use_cpu=True, disable_tqdm=True)
+    trainer = made(T5ForConditionalGeneration(T5Config(vocab_size=97, **sizes)), args)
+    ignored = ["past_key_values", "encoder_last_hidden_state"]
+    alone = trainer.predict(rows(10, 4), ignore_keys=ignored).predictions
+    found = [trainer.predict(rows(10, 4)).predictions[0], alone]
+    return {"logits": [torch.as_tensor(x).double().norm().item() for x in found]}
+
+def runs(made, replicated, size):
     return {
+        "encoder-decoder": encoded(made),
+        "unclipped": run(made, "unclipped", max_grad_norm=0.0),
+        "sharded": run(replicated, "sharded", rows(64, 1), size, max_grad_norm=0.0),
         "plain": run(made, "plain"),
         "sgd": run(made, "sgd", optim="sgd", max_grad_norm=0.5),
         "stream": run(made, "stream", train=Stream(), lr_scheduler_type="constant"),
@@ -59,17 +80,28 @@ def runs(made):
     }
 """
 PIPELINE = """
+from functools import partial
 import pipegrad
 
-def made(model, args, **others):
-    topology = pipegrad.Topology.create(pipeline=2)
-    cut = pipegrad.cut(model, 2)
-    scheduler = pipegrad.Scheduler(cut, topology, schedule="1f1b", num_microbatches=4)
+def made(model, args, stages=2, **others):
+    topology = pipegrad.Topology.create(pipeline=stages)
+    cut = pipegrad.cut(model, stages)
+    options = {"handlers": ["sharded"]} if stages == 1 else {}
+    scheduler = pipegrad.Scheduler(cut, topology, schedule="1f1b", num_microbatches=4, **options)
     return pipegrad.PipelineTrainer(cut, scheduler, args, **others)
 
-found = runs(made)
-if torch.distributed.get_rank() == 0:
-    json.dump(found, open("found.json", "w"))
+def of_no_stage(*args, **others):  # on one rank
+    trainer = made(*args, **others)
+    stepped = trainer._stages if torch.distributed.get_rank() else trainer.model
+    trainer.optimizer = torch.optim.SGD(stepped.parameters(), lr=1e-2)
+    return trainer
+
+found = runs(made, partial(made, stages=1), 4)
+try:
+    run(of_no_stage, "refused")
+except pipegrad.errors.PipegradError as error:
+    found["refused"] = str(error)
+json.dump(found, open(f"found-{torch.distributed.get_rank()}.json", "w"))
 """
 
 
@@ -81,9 +113,14 @@ def test_a_pipeline_has_the_losses_norms_and_predictions_of_one_process(
     ran = Launched(tmp_path, torchrun, "--nproc-per-node", "2", "pipeline.py")
     space: dict[str, Any] = {}
     exec(SCRIPT, space)
-    expected = space["runs"](transformers.Trainer)
+    expected = space["runs"](transformers.Trainer, transformers.Trainer, 8)
     assert ran.wait() == 0, ran.errors
-    found = space["json"].loads((tmp_path / "found.json").read_text())
+    texts = [(tmp_path / f"found-{rank}.json").read_text() for rank in range(2)]
+    assert texts[0] == texts[1]  # norms and refusals, too
+    found = space["json"].loads(texts[0])
+    assert "rank 0: ConfigError: SGD would train nothing" in found["refused"]
+    for key in ("held out", "streamed"):  # rows of other batches fill up the last one
+        del expected["sharded"][key]
     for name, run in expected.items():
         for key, values in run.items():
             numbers = values if isinstance(values, list) else [values]
@@ -101,6 +138,8 @@ def test_a_pipeline_has_the_losses_norms_and_predictions_of_one_process(
     [
         ({"gradient_accumulation_steps": 2}, {}, "gradient_accumulation_steps=2 cannot work in a"),
         ({"label_smoothing_factor": 0.1}, {}, "label_smoothing_factor=0.1 cannot work in a pipe"),
+        ({"train_sampling_strategy": "batch_rebalance"}, {}, "gives each rank other rows"),
+        ({"accelerator_config": SimpleNamespace(split_batches=True)}, {}, "split_batches=True has"),
         ({}, {"model": torch.nn.Linear(1, 1)}, "model cannot work in a pipeline"),
         ({}, {"optimizers": (None, None)}, "optimizers cannot work in a pipeline"),
     ],
@@ -114,6 +153,23 @@ def test_what_cannot_work_in_a_pipeline_is_refused(
         trainer(cut(), args, **others)
 
 
+def test_an_override_that_the_loop_does_not_call_is_refused(tmp_path: Path) -> None:
+    args, model = transformers.TrainingArguments(str(tmp_path), use_cpu=True), cut()
+    methods = {n for n, x in vars(transformers.Trainer).items() if inspect.isfunction(x)}
+    refused = set[str]()
+    for name in methods - {"__init__"}:
+        kind = type("Mine", (pipegrad.PipelineTrainer,), {name: lambda *_args, **_named: None})
+        with pytest.raises((ConfigError, AttributeError)) as raised:
+            trainer(model, args, kind=kind)
+        if raised.type is ConfigError:  # else of the scheduler that there is not
+            assert f"Mine overrides {name}, which has no effect" in str(raised.value)
+            refused.add(name)
+    assert refused == {*_NOT_CALLED}
+    behind = type("Mine", (pipegrad.PipelineTrainer, type("Old", (transformers.Trainer,), {})), {})
+    with pytest.raises(ConfigError, match="hides methods of Old"):
+        trainer(model, args, kind=behind)
+
+
 def test_a_model_that_is_not_cut_is_refused(tmp_path: Path) -> None:
     args = transformers.TrainingArguments(str(tmp_path), use_cpu=True)
     for other in (torch.nn.Linear(1, 1), pipegrad.cut(torch.nn.Sequential(*LINEAR), 2)):
@@ -121,9 +177,9 @@ def test_a_model_that_is_not_cut_is_refused(tmp_path: Path) -> None:
             trainer(other, args)
 
 
-def trainer(cut: Any, args: Any, **others: Any) -> pipegrad.PipelineTrainer:
+def trainer(cut: Any, args: Any, kind: Any = pipegrad.PipelineTrainer, **others: Any) -> Any:
     scheduler: Any = None  # what is refused needs none
-    return pipegrad.PipelineTrainer(cut, scheduler, args, **others)
+    return kind(cut, scheduler, args, **others)
 
 
 LINEAR = (torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

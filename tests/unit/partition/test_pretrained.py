@@ -308,6 +308,36 @@ def write_config(folder: Path, **changes: object) -> None:
     (folder / "config.json").write_text(json.dumps(config | changes))
 
 
+def test_code_of_a_directory_runs_if_it_is_trusted_and_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    transformers: Any = pytest.importorskip("transformers")
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "c"))
+    monkeypatch.syspath_prepend(tmp_path / "c")
+    FAMILIES["llama"].model().save_pretrained(tmp_path)
+    code, file = tmp_path / "own.py", tmp_path / "config.json"
+    code.write_text(
+        "from transformers import LlamaConfig, LlamaForCausalLM\n"
+        "class OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
+        "class Own(LlamaForCausalLM):\n    config_class = OwnConfig\n"
+    )
+    config = json.loads(file.read_text()) | {"architectures": ["Own"], "model_type": "own"}
+    config["auto_map"] = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.Own"}
+    file.write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match="contains custom code"):
+        meta_model(tmp_path)
+    for kind in (None, transformers.AutoModelForCausalLM):  # the second time of what was saved
+        model = meta_model(tmp_path, kind=kind, trust_remote_code=True)
+        assert type(model).__name__ == "Own"
+        stages = FAMILIES["llama"].stages(model, 2)
+        load_stages(tmp_path, model, stages.values())
+        code.unlink()
+        save_stages(tmp_path, model, stages)
+    file.write_text(file.read_text().replace('"own.Own"', '"someone/else--own.Own"'))
+    with pytest.raises(ConfigError, match="nothing is downloaded"):
+        meta_model(tmp_path, trust_remote_code=True)
+
+
 def test_configurations_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig
 
