@@ -149,6 +149,7 @@ def ahead(*, schedule: str, ties: bool) -> Twins:
     assert twins.cut.tied == [[*embedding, "lm_head.weight"] if ties else embedding]
     held = [{*dict(stage.named_parameters())} for stage in twins.cut.modules.values()]
     assert [embedding[0] in names for names in held] == [True, False, False, True]
+    metrics, ids = dict[str, Tensor](), torch.empty(0)
     for number in (1, 2):
         ids = LLAMA.batch(number)["input_ids"]
         true, metrics = loss_ahead(twins.true(input_ids=ids).logits, ids)

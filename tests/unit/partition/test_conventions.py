@@ -169,7 +169,7 @@ def test_the_first_training_forward_tells_whether_a_loss_is_one_mean(loss: Any) 
 def test_a_class_of_ones_own_offers_no_loss() -> None:
     """A mean by class was weighed by labels, as that of its parent: gradients were off by 100 %."""
 
-    class Own(transformers.BertForSequenceClassification):  # type: ignore[misc]
+    class Own(transformers.BertForSequenceClassification):  # type: ignore[misc, name-defined]
         def forward(self, input_ids: Tensor, labels: Tensor) -> Any:
             return super().forward(input_ids=input_ids, labels=labels)
 

@@ -51,9 +51,10 @@ def test_where_the_network_costs_nothing_the_leanest_is_taken() -> None:
     choice = chosen(num_stages=1, num_ranks=1, num_microbatches=1)
     assert choice.best.live_activations == (1,)
     # Of chunks of time the bubble and what a rank holds are shares of those of whole sequences.
-    specs = [{"name": "chunked-1f1b", "chunks": 4}, "1f1b"]
-    chunked = chosen(network=Network(), schedules=specs, max_live_activations=4).best
-    assert (chunked.name, chunked.bubble) == ("chunked-1f1b, chunks 4", pytest.approx(3 / 67))
+    wanted: list[Any] = [{"name": "chunked-1f1b", "chunks": 4}, "1f1b"]
+    chunked = chosen(network=Network(), schedules=wanted, max_live_activations=4).best
+    assert chunked.name == "chunked-1f1b, chunks 4"
+    assert chunked.bubble == pytest.approx(3 / 67)
     assert chunked.live_activations == (2, 2, 2, 1)
     nothing = choose(num_ranks=2, num_microbatches=1, costs=Costs((StageCosts(),) * 2))
     assert "chosen" in str(nothing)
