@@ -318,7 +318,9 @@ class LooseLeaves:
         """
         if stage in self._unseen:
             return
-        for leaf in _leaves(roots, [x for x in passed if isinstance(x, Tensor)]):
+        # Tensors of other classes may compute when they are asked for a graph, as logits of a cut.
+        ends = (x for x in passed if isinstance(x, Tensor))
+        for leaf in _leaves(roots, [x for x in ends if type(x) in (Tensor, nn.Parameter)]):
             if self._is_parameter(leaf):
                 continue
             _, _, seen_in = self._seen.setdefault(id(leaf), (weakref.ref(leaf), stage, set()))
