@@ -271,8 +271,8 @@ class Compute:
                 f"frozen {self._sync.name}",
             )
         if self._sync is not None and loss.requires_grad:
-            given = leaves_of({"": (*outputs, target)}).values()
-            self._loose.look(self._last, microbatches, [loss], given)
+            given = leaves_of({str(i): x for i, x in enumerate((*outputs, target))})
+            self._loose.look(self._last, microbatches, [loss], given.values())
         self._terms.add(parts, share)
         return parts[:1]
 
