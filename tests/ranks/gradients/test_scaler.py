@@ -220,6 +220,13 @@ def test_what_is_no_overflow_skips_no_step() -> None:
     scaler.step(optimizer)
     scaler.update()
     assert (w.tolist(), scaler.get_scale()) == ([-1.0] * 2, 4.0)
+    # Nor does one that clipping has measured, but for the scale: that ended in torch's assertion.
+    for gradient, scale in ((INF, 2.0), (1.0, 2.0)):
+        optimizer.zero_grad()
+        compute(sync, lambda g=gradient: scaler.scale((w * g).sum()).backward())  # type: ignore[misc]
+        sync.clip_grad_norm_(1.0)
+        scaler.update()
+        assert scaler.get_scale() == scale
 
 
 @pytest.mark.parametrize("fused", [False, True])
