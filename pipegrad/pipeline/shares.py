@@ -68,11 +68,13 @@ class MeansOfMicrobatches:
     Args:
         loss_fn: As the Scheduler was given it, or bound.
         device: Of the stages.
+        has_replicas: Whether others compute means of other labels.
     """
 
-    def __init__(self, loss_fn: object, device: torch.device) -> None:
+    def __init__(self, loss_fn: object, device: torch.device, *, has_replicas: bool) -> None:
         self._loss_fn = loss_fn.function if isinstance(loss_fn, Binding) else loss_fn
         self._is_cpu = device.type == "cpu"
+        self._has_replicas = has_replicas
         self._has_looked = False  # at labels, and has nothing more to say
 
     def shares(
@@ -105,6 +107,8 @@ class MeansOfMicrobatches:
         if len(labels) == number:
             if mean.is_torchs:
                 divisors = torch.stack([mean.divisor(x) for x in labels])
+                if warns and self._has_replicas and not self._has_looked:
+                    self._has_looked = _warns_of_replicas(divisors) or not self._is_cpu
                 return _by_divisors(divisors), divisors.sum()
             if warns and mean.reduction == "mean" and not self._has_looked:
                 self._has_looked = _warns_of(labels, mean) or not self._is_cpu
@@ -121,13 +125,27 @@ def _by_divisors(divisors: Tensor) -> Shares | None:
     return None if shares.is_cpu and bool((shares == 1).all()) else shares.unbind()
 
 
+_ASK = "make the Scheduler with loss_reduction='token_mean', and return (sum of losses, "
+
+
+def _warns_of_replicas(divisors: Tensor) -> bool:
+    """Warns of means over the labels of replicas if labels are uneven; returns whether it has."""
+    if is_uneven := len({*divisors.tolist()}) > 1:
+        warnings.warn(
+            f"microbatches have other numbers of labels that count, so replicas may have, too. The "
+            f"mean over labels is that of one replica, and replicas weigh alike, so the loss is "
+            f"not that of one process: {_ASK}number of labels)",
+            stacklevel=level_of_caller(),
+        )
+    return is_uneven
+
+
 def _warns_of(labels: Sequence[Tensor], mean: _Mean) -> bool:
     """Warns of a mean of means that is not that of one process; returns whether it is one."""
-    ask = "make the Scheduler with loss_reduction='token_mean', and return (sum of losses, "
     if mean.weight is not None:
         warnings.warn(
             f"loss_fn has weights of classes, and its mean divides by the weights of the labels of "
-            f"a microbatch, which differ, so the loss is not that of one process: {ask}sum of the "
+            f"a microbatch, which differ, so the loss is not that of one process: {_ASK}sum of the "
             f"weights of their labels). nn.CrossEntropyLoss(weight=...) alone as loss_fn is right, "
             f"too",
             stacklevel=level_of_caller(),
@@ -141,7 +159,7 @@ def _warns_of(labels: Sequence[Tensor], mean: _Mean) -> bool:
         f"targets have {mean.ignored}, which a loss ignores, and microbatches have {min(counts)} "
         f"to {max(counts)} labels that count. If loss_fn is a mean over them, a label of one "
         f"microbatch weighs {most} as much as one of another, and the loss is not that of one "
-        f"process: {ask}number of labels)",
+        f"process: {_ASK}number of labels)",
         stacklevel=level_of_caller(),
     )
     return True

@@ -154,7 +154,8 @@ class Steps:
             for index, stage in self._stages.items()
             if type(stage) is Stage
         }
-        self._means = MeansOfMicrobatches(pipeline.loss_fn, device)
+        has_replicas = len(topology.pipelines) > 1
+        self._means = MeansOfMicrobatches(pipeline.loss_fn, device, has_replicas=has_replicas)
         # Of what the stages hold and hand on, and of where they are.
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
