@@ -299,7 +299,7 @@ class Compute:
                 )
             if not again:
                 assert self._terms is not None
-                self._terms.add_auxiliary(name, loss)
+                self._terms.add_auxiliary(name, loss, microbatch)
         if self._sync is not None and (again or stage not in self._recomputes):
             self._losses[stage, microbatch] = losses
         return returned[:number]
@@ -371,7 +371,9 @@ class Compute:
             assert self._terms is not None
             losses = [(outputs[0], self._terms.share(microbatch))]
         if stage in self._with_losses:
-            losses += [(loss, 1.0) for loss in self._losses.pop((stage, microbatch))]
+            assert self._terms is not None
+            share = self._terms.share_of_rows(microbatch)
+            losses += [(loss, share) for loss in self._losses.pop((stage, microbatch))]
         for loss, share in losses:
             if loss.requires_grad:
                 roots += (loss,)

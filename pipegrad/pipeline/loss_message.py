@@ -122,6 +122,7 @@ class LossTerms:
         divisor: The argument.
         is_weighted: The argument.
         shares: How much the loss of each microbatch counts, see `shares.py`; None if alike.
+        rows: Of each microbatch, by which the losses of stages count; empty if alike.
         count: How much all of them count beside other steps, if losses have no weights.
     """
 
@@ -138,6 +139,7 @@ class LossTerms:
         self.divisor = divisor
         self.is_weighted = is_weighted
         self.shares: Shares | None = None
+        self.rows: Sequence[float] = ()
         self.count: Number = divisor if is_last else 0
         self._names = expected  # None until the first microbatch
         self._device = device
@@ -158,6 +160,10 @@ class LossTerms:
         """Returns how much the loss of a microbatch counts: 1, or a float64 scalar."""
         return 1.0 if self.shares is None else self.shares[microbatch]
 
+    def share_of_rows(self, microbatch: int) -> float:
+        """Returns how much the loss of a stage counts in a microbatch."""
+        return self.rows[microbatch] * len(self.rows) / sum(self.rows) if self.rows else 1.0
+
     def add(self, parts: LossParts, share: Number = 1.0) -> None:
         """Adds what loss_fn returned for a microbatch, by its share.
 
@@ -175,9 +181,10 @@ class LossTerms:
         if weight is not None:
             self._weights.append(self._number(weight))
 
-    def add_auxiliary(self, name: str, loss: Tensor) -> None:
-        """Adds a loss that a stage made for a microbatch."""
-        self._auxiliary.setdefault(name, []).append(self._number(loss))
+    def add_auxiliary(self, name: str, loss: Tensor, microbatch: int) -> None:
+        """Adds a loss that a stage made for a microbatch, by its share of the rows."""
+        number = counted(self._number(loss), self.share_of_rows(microbatch))
+        self._auxiliary.setdefault(name, []).append(number)
 
     @property
     def weight(self) -> Tensor:

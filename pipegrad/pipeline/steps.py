@@ -417,6 +417,8 @@ class Steps:
         inputs, targets = self.batches.cut(
             batch, schedule.num_sequences, schedule.chunks, needs_target=training
         )
+        if batch.loss_divisor is None and not losses.is_weighted:
+            terms.rows = self.batches.sizes
         is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
         if is_mean and targets is not None and not losses.is_weighted:
             rows, sizes = self.batches.rows, self.batches.sizes

@@ -245,7 +245,9 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> Non
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="since torch 2.13")
 def test_labels_of_torchs_own_loss_with_a_head_are_counted() -> None:
     """Its ignore_index is None by default, which was compared with labels."""
-    means = MeansOfMicrobatches(nn.LinearCrossEntropyLoss(WIDTH, CLASSES), torch.device("cpu"))
+    means = MeansOfMicrobatches(
+        nn.LinearCrossEntropyLoss(WIDTH, CLASSES), torch.device("cpu"), has_replicas=False
+    )
     labels = [torch.tensor([1, 2, -100]), torch.tensor([3, -100, -100])]
     shares, total = means.shares(labels, 6, warns=True)
     assert shares is not None

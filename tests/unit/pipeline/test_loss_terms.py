@@ -77,13 +77,13 @@ def test_metrics_are_means_over_microbatches_or_by_weight_and_not_at_all_if_it_i
 def test_losses_of_stages_are_summed_and_what_is_overwritten_later_keeps_its_value() -> None:
     value, step = torch.tensor(1.0, dtype=torch.float64), terms(taken=("aux",))
     step.add((value, None, {"a": value}))
-    step.add_auxiliary("aux", value)
+    step.add_auxiliary("aux", value, 0)
     value.fill_(100.0)
     assert [step.total.item(), step.metric("a").item(), step.metric("aux").item()] == [2.0, 1, 1]
     # Those of one name are summed, and divided as the loss.
     step = terms(divisor=4.0, is_last=False, taken=("aux",))
     for _ in range(2):
-        step.add_auxiliary("aux", torch.tensor([3.0], dtype=torch.bfloat16))
+        step.add_auxiliary("aux", torch.tensor([3.0], dtype=torch.bfloat16), 0)
     assert (step.total.item(), step.metric("aux").item(), step.metrics) == (1.5, 1.5, None)
     with pytest.raises(StepError, match=r"the metrics \['aux'\], which are names of losses of"):
         step.add((LOSS, None, {"aux": 1, "b": 2}))
