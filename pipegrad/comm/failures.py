@@ -254,6 +254,10 @@ class FailedSteps:
             except Exception:  # noqa: BLE001 - a collective failed, or never ends
                 self._final = doubt
 
+    def end_for_good(self, error: BaseException) -> None:
+        """Makes `refuse` raise from now on."""
+        self._final = self._final or error
+
     def refuse(self) -> None:
         """Raises an error if this rank cannot go on after an earlier step.
 
@@ -267,7 +271,7 @@ class FailedSteps:
             # The other ranks begin this step, too, and wait for this rank: its board must say why.
             self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
             raise ReduceError(
-                f"this GradientSync {FAILED_BEFORE} and its communicators are out of step; end "
+                f"this GradientSync {FAILED_BEFORE} and the ranks are out of step; end "
                 f"the process and resume from a checkpoint. The failure: {self._final}"
             ) from self._final
 

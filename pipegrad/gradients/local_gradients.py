@@ -331,7 +331,8 @@ class LooseLeaves:
         """Takes what was seen for loose; refuses it if there are replicas.
 
         Args:
-            num_microbatches: A leaf that fewer have is made in forward, and is theirs alone.
+            num_microbatches: A leaf that the first and the last one do not share is made in
+                forward, and is theirs alone.
 
         Raises:
             StepError: Names the stage, and the shape.
@@ -340,7 +341,7 @@ class LooseLeaves:
             leaf = reference()  # None if only the graph has held it
             if leaf is None or leaf.grad is None or id(leaf) in self._known:
                 continue
-            if len(seen_in) < num_microbatches:
+            if not seen_in.issuperset((0, num_microbatches - 1)):
                 continue
             if len(self._sync.topology.pipelines) > 1:
                 raise StepError(

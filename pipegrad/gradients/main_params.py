@@ -249,8 +249,11 @@ class Locations:
         # Replicas of the data count as one parameter, even if no reduction makes them equal.
         # Experts are the exception: each data rank may hold other experts. So are replicas that
         # train alone: each has its own parameters, and its own state of the optimizer.
-        is_apart = key in self._divisors or (key is not None and self._independent)
-        return self._along(key, () if is_apart else self._view.data_axes)
+        if key in self._divisors or (key is not None and self._independent):
+            return self._along(key, ())
+        # A buffer may be that of an expert.
+        experts = [self._axes_apart(expert) for expert in self._divisors] if key is None else []
+        return self._along(key, {*self._view.data_axes}.difference(*experts))
 
     def joined(self, key: str) -> str:
         """Returns the location of a parameter in a run whose replicas do not train alone."""
@@ -258,18 +261,23 @@ class Locations:
 
     def _along(self, key: str | None, replicated: Collection[str]) -> str:
         """Returns the location in all dimensions but the pipeline and `replicated`."""
-        view = self._view
-        replicated = {view.pipeline, *replicated}
-        reduction_steps = [set(step.ranks) for step in self._routes.get(key or "", ())]
         apart = [
-            f"{axis}={view.coordinate(axis)}"
-            for axis, size in view.axes
-            if size > 1 and axis not in replicated
-            if not any(
-                set(view.ranks_along(axis)) <= reduction_step for reduction_step in reduction_steps
-            )
+            f"{axis}={self._view.coordinate(axis)}"
+            for axis in self._axes_apart(key)
+            if axis not in replicated
         ]
         return f"[{','.join(apart)}]" if apart else ""
+
+    def _axes_apart(self, key: str | None) -> list[str]:
+        """Returns the dimensions that no reduction of a parameter spans, but the pipeline."""
+        view = self._view
+        reduction_steps = [set(step.ranks) for step in self._routes.get(key or "", ())]
+        return [
+            axis
+            for axis, size in view.axes
+            if size > 1 and axis != view.pipeline
+            if not any(set(view.ranks_along(axis)) <= step for step in reduction_steps)
+        ]
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in a tensor

@@ -204,6 +204,7 @@ class Step:
                 self._prepare(divisor)
 
     def _prepare(self, divisor: float | None) -> None:
+        self._look_for_half_made()
         self._failures.refuse()
         self._check("prepare")
         continues = self.is_in_step
@@ -442,7 +443,6 @@ class Step:
                 # whether to compare, and no rank compares alone.
                 self._reducer.barrier()()
             self._reducer.notice.refuse_failed()
-            self._refuse_half_made()
         except BaseException as error:
             self.abort(error)
             raise
@@ -663,17 +663,17 @@ class Step:
         except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._late_error = error
 
-    def _refuse_half_made(self) -> None:
-        """Refuses to go on after a step that some ranks have made, and others have not."""
+    def _look_for_half_made(self) -> None:
+        """Ends the training after a step that some ranks have made, and others have not."""
         failed = self._reducer.notice.last_failed()
-        if self._last_unused < failed < self._failures.step:
-            error = StepError(
-                f"step {failed} has failed on another rank after it ended on this one, and "
-                f"optimizer.step() has used its gradients here: parameters of ranks are of "
-                f"different steps, so end the processes and resume from a checkpoint"
+        if self._watch.is_used and self._last_unused < failed <= self._failures.step:
+            self._failures.end_for_good(
+                StepError(
+                    f"step {failed} has failed on another rank after it ended on this one, and "
+                    f"optimizer.step() has used its gradients here, so the parameters of ranks are "
+                    f"of different steps"
+                )
             )
-            self.abort(error, final=True)
-            raise error
 
     def _late(self, error: StepError) -> None:
         """Makes `finish` fail."""

@@ -270,7 +270,8 @@ class Compute:
                 "is_trainable=True",
                 f"frozen {self._sync.name}",
             )
-        if self._sync is not None and loss.requires_grad:
+        ends = 0, self._num_microbatches - 1  # whose losses have what all of them have
+        if self._sync is not None and loss.requires_grad and not {*ends}.isdisjoint(microbatches):
             given = leaves_of({str(i): x for i, x in enumerate((*outputs, target))})
             self._loose.look(self._last, microbatches, [loss], given.values())
         self._terms.add(parts, share)

@@ -75,12 +75,14 @@ def test_a_message_of_a_board_and_the_notice_of_a_failure_are_refused() -> None:
     notice = FailureNotice("forged")
     if rank() == 1:
         store().raw.set("pipegrad/board/forged/a", "a pickle")
+        store().raw.set("pipegrad/failed/forged/last", "0")
         store().raw.set("pipegrad/failed/forged/0", "rank 1: it failed")
         store().raw.set("pipegrad/failed/forged/0/refused", "rank 1: it was refused")
     agree("it is written", rank)
     for read in (
         lambda: Board("forged").wait("a", timedelta(seconds=60)),
         notice.read,
+        notice.last_failed,
         notice.refuse_failed,
         notice.read_refusal,
         lambda: notice.post("another"),

@@ -140,7 +140,7 @@ def test_a_place_names_the_dimensions_along_which_copies_differ() -> None:
     assert places(two, 1, [], ("dp",)) == [""] * 5
     assert places(two, 1, [("data-parallel", DataParallel())], ("dp",)) == [""] * 5
     along = [("expert-parallel", ExpertParallel(axis="dp"))]
-    assert places(two, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", ""]
+    assert places(two, 1, along, ("dp",)) == ["", "", "[dp=1]", "[dp=1]", "[dp=1]"]
 
 
 def test_other_locations_are_refused_and_keys_of_the_optimizer_are_not_its_business() -> None:
