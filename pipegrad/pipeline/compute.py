@@ -373,8 +373,8 @@ class Compute:
             losses = [(outputs[0], self._terms.share(microbatch))]
         if stage in self._with_losses:
             assert self._terms is not None
-            share = self._terms.share_of_rows(microbatch)
-            losses += [(loss, share) for loss in self._losses.pop((stage, microbatch))]
+            rows = self._terms.share_of_rows(microbatch)
+            losses += [(loss, rows) for loss in self._losses.pop((stage, microbatch))]
         for loss, share in losses:
             if loss.requires_grad:
                 roots += (loss,)
