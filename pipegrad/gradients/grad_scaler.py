@@ -187,11 +187,13 @@ class GradScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
-        states, overflow = self._per_optimizer_states, self._overflow
-        is_decided = any(each["found_inf_per_device"] for each in states.values())
-        if self._is_scaled and overflow is not None and not is_decided:
+        if (
+            self._is_scaled
+            and (found := self._overflow) is not None
+            and not any(x["found_inf_per_device"] for x in self._per_optimizer_states.values())
+        ):
             # Clipping has looked for overflows, and no optimizer has stepped.
-            states[id(self)]["found_inf_per_device"] = {overflow.device: overflow}
+            self._per_optimizer_states[id(self)]["found_inf_per_device"] = {found.device: found}
         super().update(new_scale)
         # The gradients stay unscaled until the next step, so what is known of them stays.
         self._has_scaled = self._is_scaled = self._has_caller_scaled = False
