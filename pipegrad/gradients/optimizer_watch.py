@@ -158,11 +158,8 @@ class OptimizerWatch:
         self._looks = False  # an optimizer that steps may write gradients itself
         if (find := self._find_changed()) is not None and (changed := find()):
             self._has_warned = True
-            one = (
-                repr(changed[0])
-                if len(changed) == 1
-                else f"one of {changed[:3]}{' ...' * (len(changed) > 3)}"
-            )
+            more = " ..." if len(changed) > 3 else ""
+            one = f"one of {changed[:3]}{more}" if len(changed) > 1 else repr(changed[0])
             warn_once(
                 f"the gradient of {one} was changed between finish() and "
                 f"optimizer.step(). torch's clip_grad_norm_ and its GradScaler know only the "

@@ -340,7 +340,7 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
 
 
 def _refuse_clipping(*_args: object, **_named: object) -> NoReturn:
-    """Raises StepError in the place of accelerate, which clips by the norm of local gradients."""
+    """Raises StepError, because accelerate would clip by the norm of local gradients."""
     raise StepError(
         "accelerator.clip_grad_norm_ knows the gradients of this rank alone: call "
         "scheduler.sync.clip_grad_norm_(max_norm)"

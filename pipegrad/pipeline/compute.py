@@ -270,8 +270,9 @@ class Compute:
                 "is_trainable=True",
                 f"frozen {self._sync.name}",
             )
-        ends = 0, self._num_microbatches - 1  # whose losses have what all of them have
-        if self._sync is not None and loss.requires_grad and not {*ends}.isdisjoint(microbatches):
+        # What the first and the last microbatch share, all of them have.
+        is_end = microbatches[0] == 0 or microbatches[-1] == self._num_microbatches - 1
+        if self._sync is not None and loss.requires_grad and is_end:
             given = leaves_of({str(i): x for i, x in enumerate((*outputs, target))})
             self._loose.look(self._last, microbatches, [loss], given.values())
         self._terms.add(parts, share)

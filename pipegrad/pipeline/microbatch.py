@@ -784,10 +784,8 @@ class Repeated:
             values: What a step is given, by name.
             cut: Names of the values that are cut.
         """
-        tensors, same = (
-            {name: x for name, x in values.items() if isinstance(x, Tensor)},
-            list[str](),
-        )
+        tensors = {name: x for name, x in values.items() if isinstance(x, Tensor)}
+        same = list[str]()
         for name, x in tensors.items():
             # Torch counts changes in place in `_version`. A tensor that was filled anew is a new
             # batch.
