@@ -387,11 +387,11 @@ READERS: dict[str, Reader] = {
         ),
         (
             b"",
-            b"\x01" + b"l\x01\0\0\0" * 100_000,
-            b"\x01l\xff\xff\xff\xff",
-            b"\x01s\xff\xff\xff\x7f",
-            b"\x01r\x09\0\0\0os.system",
-            b"\x01I\xff\xff\0\0" + b"\xff" * 65535,
+            *(
+                plain.dumps(0)[:-1] + text
+                for text in (b"[" * 100_000, b'{"tensor":[0,[9],0,0]}', b'{"os.system":[]}')
+            ),
+            plain.dumps(0)[:-1] + b"9" * 65535,
         ),
     ),
     "packed entry": Reader(packed, (pack({"a": torch.arange(4), "b": "text"}).numpy().tobytes(),)),

@@ -89,7 +89,7 @@ class Color(enum.IntEnum):
 
 @pytest.mark.parametrize(
     "value",
-    [len, object(), Pair(1), Color.RED, np.int64(1), ValueError("x"), torch.strided, 2**9000],
+    [len, object(), Pair(1), Color.RED, np.int64(1), ValueError("x"), torch.strided],
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_plain_data_is_not_sent(value: object) -> None:
@@ -109,29 +109,28 @@ class Trap:
         return pytest.fail, ("it ran",)
 
 
-def record(name: str, *values: object) -> bytes:
-    """Returns a message with a record of any name."""
-    return plain.dumps(name).replace(b"s", b"r", 1) + plain.dumps(values)[1:]
+def message(text: str) -> bytes:
+    return plain.dumps(0)[:-1] + text.encode()
 
 
 WRONG = {
     "nothing": (b"", "expected a message of pipegrad"),
     "a pickle": (pickle.dumps(Trap()), "expected a message of pipegrad"),
-    "an unknown value": (b"\x01q", "no value begins with b'q'"),
-    "a list of unknown values": (b"\x01l\x01\0\0\0q", "no value begins with b'q'"),
-    "an unknown record": (record("os.system", "true"), "no record is called 'os.system'"),
-    "a function of a record's module": (record("comm.agreement.agree", "a"), "no record is called"),
-    "a record with other fields": (record("comm.activity.Failure", 1), "other fields than"),
-    "bytes behind it": (plain.dumps(1) + b"N", "1 bytes follow its end"),
-    "text that is too short": (b"\x01s\xff\xff\xff\xff", "ends before its time"),
-    "more values than bytes": (b"\x01l\xff\xff\xff\x0f", "too many values"),
-    "lists in lists": (b"\x01" + b"l\x01\0\0\0" * 100_000, "too deep"),
-    "a table of tables": (b"\x01m\x01\0\0\0l\0\0\0\0N", "unhashable"),
+    "no JSON": (message("q"), "Expecting value"),
+    "an unknown record": (message('{"os.system":["true"]}'), "no record is called 'os.system'"),
+    "a function of a record's module": (message('{"comm.agreement.agree":[]}'), "no record is"),
+    "a record with other fields": (message('{"comm.activity.Failure":[1]}'), "other fields than"),
+    "an object of two": (message('{"set":[],"tuple":[]}'), "cannot be read"),
+    "bytes behind it": (message("1N"), "Extra data"),
+    "more values than any message has": (message("[" + "0," * 2**24 + "0,0]"), "too many values"),
+    "lists in lists": (message("[" * 100_000), "recursion"),
+    "a table of tables": (message('{"table":[{"table":[]},1]}'), "unhashable"),
     "a tensor of other bytes": (
-        plain.dumps(torch.ones(2)).replace(b"i\x02", b"i\x09", 1),
+        plain.dumps(torch.ones(2)).replace(b"[2]", b"[9]"),
         "other bytes than its shape",
     ),
-    "half a number": (b"\x01i\0", "cannot be read"),
+    "a negative shape": (plain.dumps(torch.ones(2)).replace(b"[2]", b"[-2]"), "no tensor has"),
+    "bytes that are none": (message('{"bytes":"a"}'), "cannot be read"),
 }
 
 
