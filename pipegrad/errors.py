@@ -8,15 +8,28 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
+from pipegrad.printable import shortened
+
+_MOST_CHARACTERS = 4000  # of the words of an error
 _PYTHON = f"{Path(os.__file__).parent}{os.sep}"
 _NOT_THE_CALLER = {"pipegrad", "torch", *sys.stdlib_module_names}  # functools calls properties
 _PACKAGES = ("torch", "click", "pipegrad_handlers", "pipegrad_codecs")
 _SKIPPED = (f"{Path(__file__).parent}{os.sep}", *(f"{os.sep}{p}{os.sep}" for p in _PACKAGES), "<")
 
 
+Raised = TypeVar("Raised", bound="PipegradError")
+
+
 class PipegradError(Exception):
-    """Base class of all errors that pipegrad raises on purpose."""
+    """Base class of all errors that pipegrad raises on purpose.
+
+    Attributes:
+        follows: Whether another rank has failed or not come, so that this error is not the cause.
+    """
+
+    follows: bool = False
 
 
 class TopologyError(PipegradError, ValueError):
@@ -48,12 +61,10 @@ class AgreementError(PipegradError, RuntimeError):
 
     Attributes:
         absent: The ranks that did not come.
-        follows: Whether another rank did not come, so that this error is not the cause.
         began: When this rank itself failed, in seconds since the epoch; None if others did.
     """
 
     absent: tuple[int, ...] = ()
-    follows: bool = False
     began: float | None = None
 
 
@@ -101,6 +112,21 @@ class PluginOptionError(PluginError, ValueError):
     """A plug-in got an unknown option, or lacks a required one."""
 
 
+def following(error: Raised) -> Raised:
+    """Returns an error, marked as one that another rank has caused."""
+    error.follows = True
+    return error
+
+
+def said(error: BaseException) -> str:
+    """Returns the words of any error, not longer than a screen."""
+    try:
+        words = str(error)
+    except Exception as broken:  # noqa: BLE001 - it is code of others
+        words = f"its words cannot be made: {type(broken).__name__}"
+    return shortened(words, _MOST_CHARACTERS)
+
+
 def root_of(error: BaseException) -> BaseException:
     """Returns the first error of a chain of ``raise ... from``."""
     # torch wraps errors in others. The first error says what went wrong.
@@ -145,9 +171,16 @@ def in_words(error: BaseException) -> str:
         for frame in traceback.extract_tb(error.__traceback__)
         if is_of_user(frame.filename)
     ]
-    # The `repr` of this one has all that could not be decoded.
-    said = f"{type(error).__name__}: {error}" if isinstance(error, UnicodeError) else repr(error)
-    return f"{said}{locations[-1] if locations else ''}"
+    try:
+        # The `repr` of this one has all that could not be decoded.
+        words = repr(error) if not isinstance(error, UnicodeError) else _named(error)
+    except Exception:  # noqa: BLE001 - it is code of others
+        words = _named(error)
+    return f"{shortened(words, _MOST_CHARACTERS)}{locations[-1] if locations else ''}"
+
+
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {said(error)}"
 
 
 def is_of_user(file: str) -> bool:

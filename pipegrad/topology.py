@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from pipegrad.comm.agreement import keep_timeout
+from pipegrad.comm.process_groups import together
 from pipegrad.comm.uncaught import report_uncaught
 from pipegrad.errors import TopologyError
 
@@ -347,10 +348,11 @@ def _mesh_of(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
     assert dist.group.WORLD is not None
     meshes = _meshes.setdefault(dist.group.WORLD, {})
     if (device_type, axes) not in meshes:
-        mesh = init_device_mesh(
-            device_type,
-            tuple(size for _, size in axes),
-            mesh_dim_names=tuple(name for name, _ in axes),
+        names, sizes = zip(*axes, strict=True)
+        mesh = together(
+            "Topology.create()",
+            lambda: init_device_mesh(device_type, sizes, mesh_dim_names=names),
+            torch.device(device_type),
         )
         for group in mesh.get_all_groups():
             keep_timeout(group, torch.device(device_type))

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from pipegrad.comm import plain
-from pipegrad.comm.activity import Stand, in_debugger, stand
+from pipegrad.comm.activity import Account, Stand
 from pipegrad.comm.store import SignedStore
 
 _ABSENT_SECONDS = 10.0  # before a rank posts
@@ -32,34 +32,25 @@ class AbsentRanks:
     def __init__(self, store: SignedStore, prefix: str, rank: int) -> None:
         self.warn: Callable[[str], object] = _print
         self._store, self._prefix, self._rank = store, prefix, rank
-        self._stand: Stand | None = None
         self._since = self._asks_at = 0.0
         self._is_posted = False
         self._warned = set[str]()  # lines
 
-    def look(self, awaited: Callable[[], tuple[int, ...]]) -> None:
-        """Posts where this rank stands, or warns; call it often.
-
-        Args:
-            awaited: Returns the global ranks for which the thread of verbs waits.
-        """
-        now, now_at = time.monotonic(), None if in_debugger() else stand(awaited)
-        # The line of the user may be another each time.
-        key = now_at and now_at._replace(line="")
-        if key != self._stand:
-            self._stand, self._since = key, now
-            self._asks_at = now + _ABSENT_SECONDS + _ASK_SECONDS
+    def look(self, account: Account) -> None:
+        """Posts where this rank stands, or warns; call it often, behind `Account.look`."""
+        now = time.monotonic()
+        if account.since != self._since or account.is_debugged:
+            self._since, self._asks_at = account.since, now + _ABSENT_SECONDS + _ASK_SECONDS
             if self._is_posted:
                 self._store.set(self._key(self._rank), "")
             self._is_posted = False
-        elif now_at is not None and now - self._since >= _ABSENT_SECONDS:
+        elif now - self._since >= _ABSENT_SECONDS and (here := account.stand()) is not None:
             if not self._is_posted:
-                message = now_at.what, now_at.line, now_at.ranks
-                self._store.set(self._key(self._rank), plain.dumps(message))
+                self._store.set(self._key(self._rank), plain.dumps(tuple(here)))
                 self._is_posted = True
-            elif now_at.ranks and now >= self._asks_at:
+            elif here.ranks and now >= self._asks_at:
                 self._asks_at = now + _ABSENT_SECONDS
-                self._ask(now_at, now - self._since)
+                self._ask(here, now - self._since)
 
     def _ask(self, here: Stand, seconds: float) -> None:
         if here.line in self._warned:

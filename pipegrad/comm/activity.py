@@ -7,20 +7,20 @@ to know of it when the job fails. A `Tape` is for who records what a rank does.
 
 from __future__ import annotations
 
-import gc
+import faulthandler
 import os
 import re
 import socket
-import sys
+import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from threading import get_ident
-from types import FrameType
 from typing import Any, Literal, NamedTuple, Protocol
 
 import torch.distributed as dist
@@ -37,18 +37,20 @@ from pipegrad.errors import (
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
 FAILED_BEFORE = "failed before"  # in the words of a verb that repeats an earlier failure
-# What torch's backends say when another rank is gone, and what pipegrad says of others.
-_CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection")
-_OF_OTHERS = re.compile(
-    rf"{_CONNECTION.pattern}|on another rank|another rank failed|key-value store|nothing heard"
-)
-_PIPEGRAD, _TORCH = f"{Path(__file__).parents[1]}{os.sep}", f"{os.sep}torch{os.sep}"
+# What torch's backends say when another rank is gone. No words of others are looked at.
+_CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection|Broken pipe|pair closure")
+_COMM = f"{Path(__file__).parent}{os.sep}"
+_PIPEGRAD = f"{Path(__file__).parents[1]}{os.sep}"
+_TORCH = f"{os.sep}torch{os.sep}distributed{os.sep}"
 # Functions in which a debugger waits, and their files: of pdb, of what is built on it, and of
 # pydevd, which VS Code and PyCharm use.
 _PROMPTS = {"interaction": "/pdb.py", "do_wait_suspend": "pydevd"}
 _stacks: dict[int, list[Activity]] = {}  # by thread, outermost first
-_walking = threading.Lock()  # or a thread would let garbage be collected while another one walks
+_numbers = count()
 _verb_thread = _num_left = 0  # and how many outermost activities have ended
+_STILL_SECONDS = 10.0  # at one place: frames are looked at from then on
+_THREAD = re.compile(r"^(?:Current thread|Thread) 0x([0-9a-f]+)")
+_FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$')
 
 
 class Details(NamedTuple):
@@ -74,7 +76,6 @@ class Activity:
         what: In words. Of a collective they are the same on all its ranks. "" without details if
             this thread waits for other threads of this rank.
         ranks: The global ranks that take part, or for which it waits.
-        in_store: Whether it waits for what each of these ranks has yet to write into the store.
         within_seconds: If it takes longer, the job ends with a report; see `comm.watch`.
         details: Returns more, when a report is made; any thread may call it.
         drawing: Returns the grid of a pipeline, by its number, with marked cells, by row.
@@ -82,12 +83,13 @@ class Activity:
 
     Attributes:
         since: When it began, on the monotonic clock.
+        number: Of no other activity of this process.
     """
 
     __slots__ = (
         "details",
         "drawing",
-        "in_store",
+        "number",
         "position",
         "ranks",
         "since",
@@ -100,7 +102,6 @@ class Activity:
         what: str,
         ranks: Sequence[int] = (),
         *,
-        in_store: bool = False,
         within_seconds: float | None = None,
         details: Callable[[], Details] | None = None,
         drawing: Drawing | None = None,
@@ -108,7 +109,6 @@ class Activity:
     ) -> None:
         self.what = what
         self.ranks = ranks
-        self.in_store = in_store
         self.within_seconds = within_seconds
         self.details = details
         self.drawing = drawing
@@ -118,6 +118,7 @@ class Activity:
         global _verb_thread  # noqa: PLW0603 - reports are made by another thread
         thread = get_ident()
         self.since = time.monotonic()
+        self.number = next(_numbers)
         _stacks.setdefault(thread, []).append(self)
         if self.within_seconds is not None:
             _verb_thread = thread
@@ -178,30 +179,28 @@ def verb_thread() -> int:
     return _verb_thread if _verb_thread in alive else threading.main_thread().ident or 0
 
 
-def frames_of(thread: int) -> list[FrameType]:
-    """Returns the frames of a thread, innermost first; none if it has ended."""
-    frames = list[FrameType]()
-    with _walking:
-        # Python 3.11 may collect garbage while it makes the object of a frame. A finalizer may let
-        # the other thread go on, which leaves that frame, and its memory is used again: processes
-        # ended by SIGSEGV.
-        was_enabled = gc.isenabled()
-        gc.disable()
-        try:
-            frame = sys._current_frames().get(thread)
-            while frame is not None:
-                frames.append(frame)
-                frame = frame.f_back
-        finally:
-            if was_enabled:
-                gc.enable()
+class Frame(NamedTuple):
+    """A line of Python that runs, or waits for what it has called."""
+
+    file: str
+    line: int
+    function: str
+
+
+def frames_of(thread: int) -> list[Frame]:
+    """Returns the frames of a thread, innermost first, a hundred at most; none if it has ended."""
+    # Only C reads frames that run without making objects of them. An object may let garbage be
+    # collected, a finalizer the other thread go on, and the frame is gone: SIGSEGV in Python 3.11.
+    with tempfile.TemporaryFile("w+b") as stream:
+        faulthandler.dump_traceback(stream)
+        stream.seek(0)
+        frames, is_it = list[Frame](), False
+        for line in stream.read().decode(errors="replace").splitlines():
+            if found := _THREAD.match(line):
+                is_it = int(found[1], 16) == thread
+            elif is_it and (found := _FRAME.match(line)):
+                frames.append(Frame(found[1], int(found[2]), found[3]))
     return frames
-
-
-def in_debugger() -> bool:
-    """Whether the thread that runs verbs is at the prompt of a debugger."""
-    codes = [frame.f_code for frame in frames_of(verb_thread())]
-    return any(_PROMPTS.get(code.co_name, "\0") in code.co_filename for code in codes)
 
 
 class Stand(NamedTuple):
@@ -211,28 +210,15 @@ class Stand(NamedTuple):
         what: The outermost activity, in words; "" outside of pipegrad.
         line: The line of the user that runs.
         ranks: The global ranks for which it waits; none outside.
-        since: Changes when it goes on.
     """
 
     what: str
     line: str
     ranks: tuple[int, ...]
-    since: float
 
 
-def stand(awaited: Callable[[], tuple[int, ...]]) -> Stand | None:
-    """Returns where a wait for ranks or code outside of pipegrad is; None in anything else."""
-    thread = verb_thread()
-    if stack := activities().get(thread):
-        last = stack[-1]
-        is_for_threads = not last.what and last.details is None
-        ranks = _awaited_by_others(thread) if is_for_threads else awaited()
-        since = last.since + (last.position() if last.position is not None else 0)
-        return Stand(stack[0].what, _line_of(thread)[0], ranks, since) if ranks else None
-    # What has no activity, such as a cut that loads weights, is not outside either.
-    if any(frame.f_code.co_filename.startswith(_PIPEGRAD) for frame in frames_of(thread)):
-        return None
-    return Stand("", _line_of(thread)[0], (), _num_left)
+def _is_prompt(frames: Iterable[Frame]) -> bool:
+    return any(_PROMPTS.get(frame.function, "\0") in frame.file for frame in frames)
 
 
 def _awaited_by_others(thread: int) -> tuple[int, ...]:
@@ -281,10 +267,8 @@ class Failure:
 def failure_of(error: BaseException, note: str = "") -> Failure:
     """Returns what this rank has raised, as other ranks get to know it."""
     root = root_of(error)
+    follows = _follows(error) or has_lost_connection(error)
     agreement = error if isinstance(error, AgreementError) else AgreementError()
-    follows = agreement.follows
-    if isinstance(root, dist.DistError | RuntimeError) and not _is_raised_by_user(root):
-        follows = follows or is_of_others(f"{error} {root}")
     # The words of pipegrad name bucket or batch. Those of others also need their line.
     words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
     notes = [note for note in getattr(root, "__notes__", ()) if note.startswith("In ")]
@@ -293,24 +277,22 @@ def failure_of(error: BaseException, note: str = "") -> Failure:
 
 
 def has_lost_connection(error: BaseException) -> bool:
-    """Returns whether an error says that a connection to another rank is gone, on any rank."""
-    # An interrupt cuts connections, too, and says so before: then it is the cause. Later verbs
-    # repeat the words of the failure.
-    if not isinstance(error, dist.DistError | RuntimeError) or _is_raised_by_user(error):
+    """Returns whether an error begins with a backend, or the store, that cannot reach a rank.
+
+    Only what torch itself has raised counts, to itself or to `comm`. Errors of pipegrad and of
+    users are never taken for one, whatever they say.
+    """
+    root = root_of(error)
+    if _follows(error) or not isinstance(root, dist.DistError | RuntimeError):
         return False
-    words = str(error)
-    return bool(_CONNECTION.search(words)) and FAILED_BEFORE not in words
+    frames = traceback.extract_tb(root.__traceback__)
+    is_torchs = not frames or any(part in frames[-1].filename for part in (_TORCH, _COMM))
+    is_lost = isinstance(root, dist.DistNetworkError) or _CONNECTION.search(str(root)) is not None
+    return is_torchs and is_lost and not isinstance(root, PipegradError)
 
 
-def is_of_others(words: str) -> bool:
-    """Returns whether an error says that another rank failed, or cannot be reached."""
-    return bool(_OF_OTHERS.search(words))
-
-
-def _is_raised_by_user(error: BaseException) -> bool:
-    """Whether the line that has raised an error is neither torch's nor pipegrad's."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and not any(part in frames[-1].filename for part in (_TORCH, _PIPEGRAD))
+def _follows(error: BaseException) -> bool:
+    return any(one.follows for one in causes_of(error) if isinstance(one, PipegradError))
 
 
 # What the rank is at.
@@ -367,26 +349,42 @@ class Account:
         self._rank = rank
         self._failure = Failure()
         self._failed: Spot | None = None
-        self._seen: tuple[Activity, int] | None = None
-        self._since, self._looked = 0.0, time.monotonic()
+        self._place: tuple[list[int] | int, list[int]] = 0, []
+        self._moved = 0.0  # when the position within an activity has changed
+        self.since = self._looked = time.monotonic()
+        self.is_debugged = False
 
     def fail(self, error: BaseException, note: str = "") -> None:
         """Takes what this rank has raised, and what follows its words if it is the cause."""
         self._failure, self._failed = failure_of(error, note), failed_at(error)
 
     def look(self, *, counts: bool = True) -> None:
-        """Looks whether the thread of verbs has gone on to another item; call it often.
+        """Looks whether the thread of verbs has gone on; call it often.
 
         Args:
             counts: Whether the time since the last look counts. In a debugger it never does.
         """
         before, self._looked = self._looked, time.monotonic()
-        if not counts or in_debugger():
+        if (place := _place()) != self._place:
+            if place[1] != self._place[1]:
+                self._moved = self._looked if place[1] else 0.0
+            self._place, self.since, self.is_debugged = place, self._looked, False
+        elif self._looked - self.since > _STILL_SECONDS or self.late(share=0.5) is not None:
+            self.is_debugged = _is_prompt(frames_of(verb_thread()))
+        if self.is_debugged or not counts:
             give_back(self._looked - before, before)
-        stack = activities().get(verb_thread(), [])
-        seen = next(((a, a.position()) for a in reversed(stack) if a.position is not None), None)
-        if seen != self._seen:
-            self._seen, self._since = seen, 0.0 if seen is None else self._looked
+
+    def stand(self) -> Stand | None:
+        """Returns where a wait for ranks or code outside of pipegrad is; None in anything else."""
+        thread = verb_thread()
+        if stack := activities().get(thread):
+            is_for_threads = not stack[-1].what and stack[-1].details is None
+            ranks = _awaited_by_others(thread) if is_for_threads else tuple(self.awaited(0))
+            return Stand(stack[0].what, _line_of(thread)[0], ranks) if ranks else None
+        # What has no activity, such as a cut that loads weights, is not outside either.
+        if any(frame.file.startswith(_PIPEGRAD) for frame in frames_of(thread)):
+            return None
+        return Stand("", _line_of(thread)[0], ())
 
     def late(self, share: float = 1.0) -> str | None:
         """Returns words about an activity that has taken longer than a share of what it may."""
@@ -398,16 +396,11 @@ class Account:
                     return f"{activity.what} took longer than {limit:g} s on rank {self._rank}"
         return None
 
-    def awaited(self, seconds: float, *, in_store: bool = False) -> Sequence[int]:
-        """Returns the ranks for which the thread of verbs has waited for so long.
-
-        Args:
-            seconds: How long.
-            in_store: Whether only waits for what they write into the store count.
-        """
+    def awaited(self, seconds: float) -> Sequence[int]:
+        """Returns the ranks for which the thread of verbs has waited for so long."""
         for activity in activities().get(verb_thread(), [])[-1:]:
-            since = max(activity.since, 0.0 if activity.position is None else self._since)
-            if (in_store and not activity.in_store) or time.monotonic() - since <= seconds:
+            since = max(activity.since, 0.0 if activity.position is None else self._moved)
+            if time.monotonic() - since <= seconds:
                 return ()
             return activity.ranks or (activity.details().waits_for if activity.details else ())
         return ()
@@ -442,7 +435,7 @@ class Account:
             rank=self._rank,
             process=f"pid {os.getpid()} on {socket.gethostname()}",
             at=", ".join(dict.fromkeys(text for text in (*doing, details.item) if text)),
-            seconds=max(0.0, now - max(self._since, main[-1].since)) if main else 0.0,
+            seconds=max(0.0, now - max(self._moved, main[-1].since)) if main else 0.0,
             line=line,
             waits=tuple(waits),
             is_busy=not is_waiting and (runs or is_computing),
@@ -458,16 +451,20 @@ class Account:
         return "" if drawing is None else drawing(pipeline, marks)
 
 
+def _place() -> tuple[list[int] | int, list[int]]:
+    """Returns what changes when the thread of verbs goes on, and the positions in it."""
+    stack = activities().get(verb_thread(), [])
+    positions = [activity.position() for activity in stack if activity.position is not None]
+    return [activity.number for activity in stack] or _num_left, positions
+
+
 def _line_of(thread: int) -> tuple[str, bool, bool]:
     """Returns the user's innermost line, if it runs itself, and if torch communicates below it."""
     runs, is_in_torch = True, False
-    for frame in frames_of(thread):
-        file = frame.f_code.co_filename
+    for file, line, function in frames_of(thread):
         if is_of_user(file):
-            line = f"{Path(file).name}:{frame.f_lineno} in {frame.f_code.co_name}"
-            return line, runs, is_in_torch
-        runs = False
-        is_in_torch = is_in_torch or f"{_TORCH}distributed{os.sep}" in file
+            return f"{Path(file).name}:{line} in {function}", runs, is_in_torch
+        runs, is_in_torch = False, is_in_torch or _TORCH in file
     return "", False, is_in_torch
 
 

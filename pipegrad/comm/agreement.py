@@ -24,14 +24,21 @@ import torch.distributed as dist
 from pipegrad.comm import plain
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.store import SignedStore
-from pipegrad.errors import AgreementError, MessageError, StallError, ends_in_words, level_of_caller
+from pipegrad.errors import (
+    AgreementError,
+    MessageError,
+    StallError,
+    ends_in_words,
+    following,
+    level_of_caller,
+    said,
+)
 from pipegrad.printable import shortened
 
 T = TypeVar("T")
 Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
-_COMPLETE = "complete"
 _SHORT, _CONTEXT = 72, 16  # characters of a line, and before a difference
 _MOST_VALUES, _MOST_RANKS = 4, 8  # in a message
 # The agreements of each set of ranks, by default process group.
@@ -146,14 +153,14 @@ def agree_keeping(
         # raise.
         payload = plain.dumps(outcome[1])
     except BaseException as caught:  # noqa: BLE001 - whatever it is, it becomes every rank's error
-        began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, str(caught))
+        began, error, outcome = time.time(), caught, _Failure(type(caught).__name__, said(caught))
         payload = plain.dumps(outcome)
     try:
         prefix = f"pipegrad/agree/{_keys_of(members, name)}"
         # An interrupt or an exit must end this process now. Its message is posted first: then the
         # other ranks do not wait until the timeout.
         if error is not None and not ends_in_words(error):
-            _post(what, payload, prefix)
+            _post(what, payload, members, prefix)
             raise error
         # The job has ended on all ranks: no other rank would come.
         if isinstance(error, StallError):
@@ -161,8 +168,8 @@ def agree_keeping(
         replies = _exchange(what, payload, members, timeout_seconds, prefix)
         results: list[T | _Failure] = [plain.loads(reply) for reply in replies]
     except dist.DistNetworkError as gone:
-        raise AgreementError(f"{what}: {STORE_IS_GONE}") from gone
-    names = [str(dist.get_rank()), _digest(payload), "verdict"]
+        raise following(AgreementError(f"{what}: {STORE_IS_GONE}")) from gone
+    names = [str(dist.get_rank()), _digest(payload), "come", "all"]
     _delete_last(members, [f"{prefix}/{name}" for name in names])
     failures = {r: x for r, x in zip(members, results, strict=True) if isinstance(x, _Failure)}
     if failures or isinstance(outcome, _Failure):
@@ -247,65 +254,61 @@ def _alone(what: str, function: Callable[[], T]) -> T:
     try:
         return function()
     except SystemExit as error:  # its own exit prints nothing, and its code may be 0
-        raise AgreementError(f"{what} failed: {_Failure('SystemExit', str(error))}") from error
+        raise AgreementError(f"{what} failed: {_Failure('SystemExit', said(error))}") from error
 
 
-def _post(subject: str, payload: bytes, prefix: str) -> None:
-    """Puts this rank's payload into the store, for all other ranks."""
-    digest = _digest(payload)
-    # The payload is set before the key that others wait for, so a reader always finds it. Equal
-    # payloads have one key: a large result that all ranks share is stored once.
-    kv = store()
+def _post(subject: str, payload: bytes, ranks: tuple[int, ...], prefix: str) -> None:
+    """Puts this rank's payload into the store; the last rank puts those of all into one value."""
+    digest, kv = _digest(payload), store()
+    # Equal payloads have one key: a large result that all ranks share is stored once.
     kv.set(f"{prefix}/{digest}", payload)
     kv.set(f"{prefix}/{dist.get_rank()}", f"{digest} {subject}")
+    # One rank reads for all: a few messages for each rank, and not one for each pair of ranks.
+    if kv.count(f"{prefix}/come") == len(ranks):
+        found: tuple[Sequence[object], object]
+        try:
+            rows = [kv.text(f"{prefix}/{rank}").split(" ", 1) for rank in ranks]
+            found = rows, {each: kv.get(f"{prefix}/{each}") for each, _ in rows}
+        except MessageError as error:
+            found = (), str(error)
+        kv.set_first(f"{prefix}/all", plain.dumps(found))
 
 
 def _exchange(
     subject: str, payload: bytes, ranks: tuple[int, ...], timeout_seconds: float, prefix: str
 ) -> list[bytes]:
-    kv = store()
-    _post(subject, payload, prefix)
-    keys = {rank: f"{prefix}/{rank}" for rank in ranks}
-    verdict, cause = _COMPLETE, None
+    kv, key = store(), f"{prefix}/all"
+    _post(subject, payload, ranks, prefix)
+    cause: RuntimeError | None = None
     try:
-        with Activity(subject, ranks, in_store=True):
-            kv.wait(list(keys.values()), timedelta(seconds=timeout_seconds))
+        with Activity(subject, ranks):
+            kv.wait([key], timedelta(seconds=timeout_seconds))
     except dist.DistNetworkError:
         raise
-    except RuntimeError as error:  # a FileStore raises this after its timeout
-        missing = _absent(keys, kv)
+    except RuntimeError as error:
+        missing = [rank for rank in ranks if not kv.check([f"{prefix}/{rank}"])]
         if not missing:
             raise
-        verdict, cause = (
-            (
-                f"{subject}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
-                f"all ranks must call it. Look at their output: they may have failed, or be stuck "
-                f"before this point"
-            ),
-            error,
+        words = (
+            f"{subject}: nothing heard from ranks {missing} within {timeout_seconds:g} s; "
+            f"all ranks must call it. Look at their output: they may have failed, or be stuck "
+            f"before this point"
         )
-    # Ranks may reach their timeouts at different times. The first verdict in the store counts for
-    # all of them. So a late rank fails too, instead of going on alone.
-    verdict = kv.set_first(f"{prefix}/verdict", verdict).decode(errors="replace")
-    if verdict != _COMPLETE:
-        missing_ranks = AgreementError(verdict)
-        missing_ranks.absent = tuple(_absent(keys, kv))
-        missing_ranks.follows = True
-        raise missing_ranks from cause
-    replies = {rank: kv.text(key).partition(" ") for rank, key in keys.items()}
-    if len({other for *_, other in replies.values()}) > 1:
-        subjects = {rank: other for rank, (*_, other) in replies.items()}
+        # Ranks may reach their timeouts at different times. The first value counts for all of them.
+        # So a late rank fails too, instead of going on alone.
+        kv.set_first(key, plain.dumps((missing, words)))
+        cause = error
+    rows, payloads = plain.loads(kv.get(key), tuple)
+    if isinstance(payloads, str):
+        if not rows:
+            raise MessageError(payloads)
+        late = following(AgreementError(payloads))
+        late.absent = tuple(rows)
+        raise late from cause
+    if len({text for _, text in rows}) > 1:
+        subjects = {rank: text for rank, (_, text) in zip(ranks, rows, strict=True)}
         raise AgreementError(f"ranks are at different points of the program: {subjects}")
-    digests = [digest for digest, *_ in replies.values()]
-    # Sorted, and each once: ranks read a large common result once, and not once for each rank.
-    payloads = {d: kv.get(f"{prefix}/{d}") for d in sorted(set(digests))}
-    if any(_digest(payload) != digest for digest, payload in payloads.items()):
-        raise MessageError(f"{subject}: what a rank has sent was changed on its way")
-    return [payloads[d] for d in digests]
-
-
-def _absent(keys: Mapping[int, str], kv: SignedStore) -> list[int]:
-    return [rank for rank, key in keys.items() if not kv.check([key])]
+    return [payloads[each] for each, _ in rows]
 
 
 def _keys_of(ranks: tuple[int, ...], name: str | None) -> str:
@@ -436,15 +439,14 @@ class Board:
         """
         full = f"pipegrad/board/{self._name}/{key}"
         try:
-            with Activity(f"the message {key!r}", self._ranks, in_store=True):
+            with Activity(f"the message {key!r}", self._ranks):
                 store().wait([full], timeout)
         except dist.DistStoreError as error:
-            late = AgreementError(
+            words = (
                 f"nothing heard within {timeout.total_seconds():g} s of {key!r}: one of the other "
                 f"ranks failed or is stuck, look at their output"
             )
-            late.follows = True
-            raise late from error
+            raise following(AgreementError(words)) from error
         return plain.loads(store().get(full))
 
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.sync_points import Work
+from pipegrad.comm.sync_points import Started, Work, on_host
 
 RECEIVED = sync_points.WaitWork(
     "collective.received", "nobody reads or passes on what is still arriving"
@@ -62,17 +62,26 @@ def real(tensor: torch.Tensor) -> torch.Tensor:
 
 def receive(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
     """Starts to receive from a rank of the group."""
-    return _work(dist.irecv(tensor, group=group, group_src=peer, tag=tag))
+    return on_host(dist.irecv(tensor, group=group, group_src=peer, tag=tag), tensor)
 
 
 def send(tensor: torch.Tensor, peer: int, group: dist.ProcessGroup | None, tag: int) -> Work:
     """Starts to send to a rank of the group."""
-    return _work(dist.isend(tensor, group=group, group_dst=peer, tag=tag))
+    return on_host(dist.isend(tensor, group=group, group_dst=peer, tag=tag), tensor)
 
 
-def _work(work: dist.Work | None) -> dist.Work:
-    assert work is not None  # torch returns None only on ranks that are not in the group
-    return work
+def all_reduce(
+    tensor: torch.Tensor,
+    group: dist.ProcessGroup | None = None,
+    op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
+) -> None:
+    """Reduces a tensor in place over a group. Sync: the current stream, on CPU the host."""
+    on_host(dist.all_reduce(tensor, op=op, group=group, async_op=True), tensor).wait()
+
+
+def broadcast(tensor: torch.Tensor, source: int, group: dist.ProcessGroup | None) -> None:
+    """Copies a tensor of a global rank to a group. Sync: the current stream, on CPU the host."""
+    on_host(dist.broadcast(tensor, src=source, group=group, async_op=True), tensor).wait()
 
 
 def wide_all_reduce(tensor: torch.Tensor, wide: WideSum, group: dist.ProcessGroup | None) -> None:
@@ -142,7 +151,7 @@ def reduce_scatter(
         dist.all_reduce(common, group=group)
 
 
-def start_sum(numbers: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Work, torch.Tensor]:
+def start_sum(numbers: torch.Tensor, group: dist.ProcessGroup) -> tuple[Started, torch.Tensor]:
     """Starts to add a few numbers, ``(numel,)``, of all ranks; `summed` makes the sums of them.
 
     gloo's all-reduce goes round a ring of n ranks: 2 (n - 1) messages one after the other, each of
@@ -152,11 +161,16 @@ def start_sum(numbers: torch.Tensor, group: dist.ProcessGroup) -> tuple[dist.Wor
     Sync: `numbers` and the result belong to the work until it has ended.
     """
     if not is_gloo(numbers, group):
-        return _work(dist.all_reduce(numbers, group=group, async_op=True)), numbers
-    size = dist.get_world_size(group)
-    rows = numbers.new_empty(size, numbers.numel())
-    own = numbers.repeat(size)
-    return _work(dist.all_to_all_single(rows.view(-1), own, group=group, async_op=True)), rows
+        return on_host(dist.all_reduce(numbers, group=group, async_op=True), numbers), numbers
+    rows = numbers.new_empty(dist.get_world_size(group), numbers.numel())
+    return to_all(rows, numbers, group), rows
+
+
+def to_all(rows: torch.Tensor, numbers: torch.Tensor, group: dist.ProcessGroup) -> Started:
+    """Starts to send numbers, ``(numel,)``, to all ranks; those of each rank arrive in its row."""
+    own = numbers.repeat(len(rows))
+    work = dist.all_to_all_single(rows.view(-1), own, group=group, async_op=True)
+    return on_host(work, rows)
 
 
 def summed(numbers: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from typing import ParamSpec, TypeVar, cast
 import torch
 
 from pipegrad.comm import sync_points
+from pipegrad.comm.waits import let_block
 from pipegrad.errors import StepError
 
 Task = Callable[[], None]
@@ -232,6 +233,7 @@ class CommStream:
 
 
 def _drain(tasks: queue.SimpleQueue[_Item | None], run: Callable[[_Item], None]) -> None:
+    let_block()
     while (item := tasks.get()) is not None:
         run(item)
         del item  # otherwise its tensors would live until the next item

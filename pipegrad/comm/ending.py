@@ -155,3 +155,14 @@ def cut(group: dist.ProcessGroup) -> None:
     for peer in {*range(group.size())} - {group.rank()}:
         with suppress(RuntimeError):  # it timed out, or the connection was closed before
             group.recv([torch.empty(1)], peer, _TAG).wait(timedelta(milliseconds=1))
+
+
+def cut_all() -> None:
+    """Closes this rank's connections in all groups of this process, whoever has made them.
+
+    Waits for their collectives fail then. No group can be used again.
+    """
+    for group in list(dist.distributed_c10d._world.pg_map):
+        # A group may be destroyed already, or broken. The others must be closed all the same.
+        with suppress(RuntimeError, ValueError):
+            cut(group) if dist.get_backend(group) == "gloo" else group.abort()

@@ -42,9 +42,18 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from pipegrad.comm.activity import FAILED_BEFORE, Drawing, Record, is_of_others
+from pipegrad.comm.activity import FAILED_BEFORE, Drawing, Record, has_lost_connection
 from pipegrad.comm.agreement import STORE_IS_GONE, store
-from pipegrad.errors import DriftError, PipegradError, ReduceError, StallError, StepError, root_of
+from pipegrad.errors import (
+    DriftError,
+    PipegradError,
+    ReduceError,
+    StallError,
+    StepError,
+    following,
+    root_of,
+    said,
+)
 
 # Exit codes. After a signal n it is 128 + n, and 2 is click's for a wrong command line.
 FAILED = 1  # an error
@@ -53,6 +62,7 @@ FAILED_ELSEWHERE = "a step failed on another rank"
 _MOVING_SECONDS = 1.0  # at one item: a rank that goes on
 _MOST_LINES, _MOST_RANKS, _MOST_CHARACTERS = 32, 4, 160  # of a report, a cause, an error in a line
 Kind = Literal["common", "raised", "ended", "lost"]
+_LOST = " (it has lost the connection to a rank)"  # behind the words of an error that is a symptom
 ENDED = "has ended after"  # in the words about a rank that has left
 # What ranks put before an error of another rank.
 _RELAYED = re.compile(rf"((rank \d+|\w+Error|{FAILED_ELSEWHERE}): )*")
@@ -108,8 +118,8 @@ class FailureNotice:
             where: What was running, if the notes do not contain it.
             final: As in `post`.
         """
-        notes = [*getattr(error, "__notes__", ()), *([where] if where else ())]
-        self.post(" ".join([f"{type(error).__name__}: {error}", *notes]), final=final)
+        notes = [*map(str, getattr(error, "__notes__", ())), *([where] if where else ())]
+        self.post(" ".join([f"{type(error).__name__}: {told(error)}", *notes]), final=final)
         # Behind the post: the store has taken one first message of all ranks, so each rank reads
         # the same cause. Before it, two ranks that fail at once would each find none.
         self._first = self.cause()
@@ -126,7 +136,7 @@ class FailureNotice:
         """
         stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
         if self._first is not None and not stays:
-            raise kind(f"{FAILED_ELSEWHERE}: {self._first}") from error
+            raise following(kind(f"{FAILED_ELSEWHERE}: {self._first}")) from error
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
@@ -141,7 +151,7 @@ class FailureNotice:
             kind: The class of the error.
         """
         if (message := self.read()) is not None:
-            raise kind(f"{FAILED_ELSEWHERE}: {message}")
+            raise following(kind(f"{FAILED_ELSEWHERE}: {message}"))
 
     def refuse(self, message: str) -> None:
         """Posts that a verb of this step was refused on this rank. Its caller may try again."""
@@ -199,6 +209,11 @@ class FailureNotice:
     @property
     def _key(self) -> str:
         return f"pipegrad/failed/{self._name}/{self.step}"
+
+
+def told(error: BaseException) -> str:
+    """Returns what other ranks are told of an error; a symptom is marked as one."""
+    return f"{said(error)}{_LOST if has_lost_connection(error) else ''}"
 
 
 class FailedSteps:
@@ -270,9 +285,11 @@ class FailedSteps:
             self._notice.next_step()
             # The other ranks begin this step, too, and wait for this rank: its board must say why.
             self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
-            raise ReduceError(
-                f"this GradientSync {FAILED_BEFORE} and the ranks are out of step; end "
-                f"the process and resume from a checkpoint. The failure: {self._final}"
+            raise following(
+                ReduceError(
+                    f"this GradientSync {FAILED_BEFORE} and the ranks are out of step; end the "
+                    f"process and resume from a checkpoint. The failure: {self._final}"
+                )
             ) from self._final
 
     @contextmanager
@@ -437,7 +454,7 @@ def find_cause(
         return [causes[0].rank], f"{_error(causes[0])}{causes[0].failure.note}", "raised"
     for record in failed:
         source = source_of(record.failure.error)
-        if source is not None and not is_of_others(source[1]):
+        if source is not None and _LOST not in source[1]:
             return [source[0]], source[1], "raised"
     if failed and not silent:
         return *_who_was_awaited(records, failed), "lost"

@@ -5,27 +5,29 @@ Set-up makes them (docs/internals.md); steps 5, 6 and 9 of the journey of a grad
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
-from contextlib import suppress
-from weakref import WeakSet
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 
 from pipegrad.comm.activity import Activity
-from pipegrad.comm.agreement import collective_timeout
+from pipegrad.comm.agreement import AGREE_SECONDS, collective_timeout, slow_seconds
 from pipegrad.comm.collectives import (
+    all_reduce,
     backend_of,
     blocks_host,
     broadcast_chain,
     expect_reduce_chain,
     is_gloo,
     reduce_chain,
+    to_all,
 )
-from pipegrad.comm.ending import cut
+from pipegrad.comm.waits import ended
+from pipegrad.comm.watch import Bounded, watch
 
+T = TypeVar("T")
 _CPU = torch.device("cpu")
-_joined: WeakSet[dist.ProcessGroup] = WeakSet()  # that this rank is in
 
 
 class Groups:
@@ -109,9 +111,8 @@ class Groups:
         rows[self._index] = row
         if self.world is not None:
             with Activity("the numbers of all ranks", self._ranks):
-                if is_gloo(row, self.world):  # one round trip: see `start_sum`
-                    own = row.repeat(len(self._ranks))
-                    dist.all_to_all_single(rows.view(-1), own, group=self.world)
+                if is_gloo(row, self.world):
+                    to_all(rows, row, self.world).wait()
                 else:
                     dist.all_reduce(rows, group=self.world)
         return rows
@@ -125,7 +126,7 @@ class Groups:
         values = torch.full((), float(flag), device=device)
         if group is not None:
             with Activity("a flag of all ranks", self._ranks):
-                dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group)
+                all_reduce(values, group, dist.ReduceOp.MAX)
         return bool(values)
 
     def forget(self) -> None:
@@ -149,25 +150,22 @@ def new_group(
         device: Where it will be used.
         backend: That of the default group if None.
     """
-    group: dist.ProcessGroup = dist.new_group(
-        list(ranks), collective_timeout(device), backend, group_desc=description
+    timeout = collective_timeout(device)
+    group: dist.ProcessGroup = together(
+        f"the group {description!r}",
+        lambda: dist.new_group(list(ranks), timeout, backend, group_desc=description),
+        device,
     )
-    # Held weakly: a group that its owner has destroyed must not stay for `cut_all`.
-    if dist.get_rank() in ranks:
-        _joined.add(group)
     return group
 
 
-def cut_all() -> None:
-    """Closes this rank's connections in all groups that pipegrad made, and in the default one.
-
-    Waits for their collectives fail then. No group can be used again.
-    """
-    world = dist.group.WORLD
-    for group in [*_joined, *([] if world is None else [world])]:
-        # A group may be destroyed already, or broken. The others must be closed all the same.
-        with suppress(RuntimeError, ValueError):
-            cut(group) if dist.get_backend(group) == "gloo" else group.abort()
+def together(what: str, make: Callable[[], T], device: torch.device) -> T:
+    """Returns what all ranks of the world make, such as groups; a rank that stays away ends it."""
+    watch()
+    seconds, ranks = slow_seconds(device, AGREE_SECONDS), range(dist.get_world_size())
+    with Bounded(what, ranks, within_seconds=seconds):
+        # NCCL makes communicators for the device of this thread.
+        return ended(make) if device.type == "cpu" else make()
 
 
 def is_local(device: torch.device) -> bool:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 from torch.distributed.distributed_c10d import Store
 
+from pipegrad.comm.waits import ended, look
 from pipegrad.errors import MessageError
 
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
@@ -30,6 +31,8 @@ LOOPBACK = "127.0.0.1"
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.05  # between two looks of a wait
 _MARK = b"pipegrad signed "
 _HEAD = len(_MARK) + 32
+_PIECES = b"pipegrad pieces "
+_PIECE_BYTES, _MOST_BYTES = 2**22, 2**30  # torch's store drops a client that sends 8 MiB at once
 
 
 class SignedStore:
@@ -48,11 +51,14 @@ class SignedStore:
 
     def clone(self) -> SignedStore:
         """Returns the same store over a connection of its own."""
-        return SignedStore(self.raw.clone())  # type: ignore[attr-defined]  # public
+        # A new connection waits minutes for a store that has ended; a message fails at once.
+        self.check(["pipegrad"])
+        return SignedStore(ended(self.raw.clone))  # type: ignore[attr-defined]  # public
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a value."""
-        self.raw.set(key, self._signed(key, value))  # type: ignore[arg-type]
+        signed = self._signed(key, self._short(key, value))
+        ended(lambda: self.raw.set(key, signed))  # type: ignore[arg-type]
 
     def set_first(self, key: str, value: bytes | str) -> bytes:
         """Sets a value if there is none; returns what is there then.
@@ -60,8 +66,9 @@ class SignedStore:
         Raises:
             MessageError: If another program has written it.
         """
-        signed = self._signed(key, value)
-        return self._opened(key, self.raw.compare_set(key, "", signed))  # type: ignore[arg-type]
+        signed = self._signed(key, self._short(key, value))
+        found = ended(lambda: self.raw.compare_set(key, "", signed))  # type: ignore[arg-type]
+        return self._whole(key, self._opened(key, found))
 
     def get(self, key: str) -> bytes:
         """Returns a value, when it is there.
@@ -69,7 +76,7 @@ class SignedStore:
         Raises:
             MessageError: If another program has written it.
         """
-        return self._opened(key, self.raw.get(key))
+        return self._whole(key, self._opened(key, ended(lambda: self.raw.get(key))))
 
     def text(self, key: str) -> str:
         """Returns a value that is text, as `get` does."""
@@ -77,11 +84,11 @@ class SignedStore:
 
     def count(self, key: str) -> int:
         """Adds 1 to a number; returns it. It is not signed: it names keys, and no more."""
-        return self.raw.add(key, 1)
+        return ended(lambda: self.raw.add(key, 1))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all of these have a value."""
-        return self.raw.check(list(keys))
+        return ended(lambda: self.raw.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all of these have a value.
@@ -90,23 +97,41 @@ class SignedStore:
             dist.DistStoreError: If they do not in time.
         """
         if timeout is None:
-            self.raw.wait(list(keys))
+            ended(lambda: self.raw.wait(list(keys)))
             return
-        # Python asks again and again: an exception for a thread is raised where it runs Python. And
-        # a wait of torch that ends by its timeout writes lines to stderr.
+        # A wait of torch that ends by its timeout writes lines to stderr.
         deadline, pause = time.monotonic() + timeout.total_seconds(), _LEAST_PAUSE_SECONDS
         while not self.check(keys):
             if time.monotonic() > deadline:
                 raise dist.DistStoreError(f"not all of {list(keys)} were set in {timeout}")
+            look()
             time.sleep(pause)
             pause = min(1.1 * pause, _MOST_PAUSE_SECONDS)
 
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""
-        return self.raw.delete_key(key)
+        return ended(lambda: self.raw.delete_key(key))
 
-    def _signed(self, key: str, value: bytes | str) -> bytes:
+    def _short(self, key: str, value: bytes | str) -> bytes:
+        """Returns a value; of a large one, whose pieces it sets, where they are."""
         content = value.encode() if isinstance(value, str) else value
+        if len(content) <= _PIECE_BYTES:
+            return content
+        name = sha256(content).hexdigest()
+        for begin in range(0, len(content), _PIECE_BYTES):
+            self.set(f"{key}/{name}/{begin}", content[begin : begin + _PIECE_BYTES])
+        return b"%b%b %d" % (_PIECES, name.encode(), len(content))
+
+    def _whole(self, key: str, content: bytes) -> bytes:
+        """Returns what `_short` was given."""
+        if not content.startswith(_PIECES):
+            return content
+        name, _, size = content.removeprefix(_PIECES).decode(errors="replace").partition(" ")
+        if not size.isdigit() or int(size) > _MOST_BYTES:
+            raise MessageError(_refusal(key))
+        return b"".join(self.get(f"{key}/{name}/{at}") for at in range(0, int(size), _PIECE_BYTES))
+
+    def _signed(self, key: str, content: bytes) -> bytes:
         if self._hash is None:
             return content
         return b"".join((_MARK, self._signature(self._hash, key, content), content))

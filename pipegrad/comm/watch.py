@@ -1,8 +1,8 @@
 """Watch: ends a job on all ranks, with one report, when a rank fails or stays away.
 
-[Note: watch] Two threads of each rank sleep nearly always. One looks at what the rank is at, and
-never blocks. The other looks at the processes of this machine and talks to the key-value store, on
-a connection of its own. It may block if the network is gone.
+[Note: watch] A thread of each rank sleeps nearly always. A few times a second it looks at what the
+rank is at, at the processes of this machine, and into the key-value store, on a connection of its
+own. It alone may be blocked there, if the network is gone.
 
 1. An activity takes longer than it may, a process of this machine has ended, or the thread of verbs
    calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
@@ -10,15 +10,15 @@ a connection of its own. It may block if the network is gone.
 3. The rank of the alarm waits some seconds for the records, finds the cause in them, and posts the
    report. The rank whose error is the cause shows it, or else the rank of the alarm. A rank that
    cannot reach the store reports what it knows alone.
-4. The connections of this rank are closed, so that waits fail. The thread of verbs raises a
-   StallError with the cause. If it does not come, it gets the error where it runs Python. Only
-   `pipegrad train` and `launch` end the process then: another one is its user's.
+4. The thread of verbs looks at the alarm in each wait (`waits`), and raises a StallError with the
+   cause. It is never interrupted in code of its user. For waits of torch's own, the connections of
+   this rank are closed. Only `pipegrad train` and `launch` end the process then: another one is its
+   user's.
 """
 
 from __future__ import annotations
 
 import atexit
-import ctypes
 import faulthandler
 import os
 import socket
@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from pathlib import Path
@@ -42,20 +41,19 @@ from pipegrad.comm.activity import (
     Activity,
     Record,
     has_lost_connection,
-    in_debugger,
-    verb_thread,
 )
 from pipegrad.comm.agreement import store
+from pipegrad.comm.ending import cut_all
 from pipegrad.comm.failures import ENDED, FailureReport, make_report
-from pipegrad.comm.process_groups import cut_all
 from pipegrad.comm.store import SignedStore
+from pipegrad.comm.waits import let_block, look_with
 from pipegrad.errors import MessageError, StallError
 
 _POLL_SECONDS, _QUICK_SECONDS, _TICK_SECONDS, _JOIN_SECONDS = 0.5, 0.1, 0.02, 1.0
 _ANSWER_SECONDS = 8.0  # for all ranks to post their records
 _REPORT_SECONDS = 4.0  # then for the report
 _LIMIT_SECONDS = _ANSWER_SECONDS + 2 * _REPORT_SECONDS
-_LEAVE_SECONDS = 5.0  # for the thread of verbs to come out of its wait; then for the process to end
+_LEAVE_SECONDS = 5.0  # for the thread of verbs to take the report; then for the process to end
 _SIGN_SECONDS = 5.0  # without a new sign of a debugger: who gave it has ended
 _NO_STORE = "the key-value store does not answer: who keeps it has ended, or the network is cut"
 _watches: WeakKeyDictionary[dist.ProcessGroup, Watch] = WeakKeyDictionary()
@@ -66,10 +64,9 @@ class State(IntEnum):
 
     WATCHING = 0  # nothing has failed, as far as this rank knows
     ALARM = 1  # a rank has failed
-    ASKED = 2  # the store has the alarm
-    REPORTED = 3  # the report is there
-    TAKEN = 4  # the thread of verbs goes on with it
-    LEFT = 5  # this rank may end, and that is no failure; only after WATCHING
+    REPORTED = 2  # the report is there
+    TAKEN = 3  # the thread of verbs goes on with it
+    LEFT = 4  # this rank may end, and that is no failure; only after WATCHING
 
 
 class Watch:
@@ -103,7 +100,7 @@ class Watch:
         self._is_debugged = False  # this rank, or one for which it waits
         self._sign, self._sign_since = b"", 0.0  # of a debugger of another rank, and since when
         self._make_report = partial(make_report, reporter=self.rank, draw=self._account.draw)
-        self._threads = [_started("watch", self._look), _started("watch store", self._talk)]
+        self._threads = [_started("watch", self._run)]
 
     # What the thread of verbs calls.
 
@@ -119,15 +116,17 @@ class Watch:
 
     def report(self) -> FailureReport:
         """Returns the report of an alarm, when it is there; the caller goes on with it."""
-        if not self._comes_to(State.REPORTED, _LIMIT_SECONDS + 2 * _POLL_SECONDS):
-            self._report_alone("the other ranks have made no report")
-        with self._moved:
-            self._go(State.TAKEN)
-            # Under the lock under which `_end` raises. What it has raised and this thread has not
-            # seen yet is withdrawn: it would come in the middle of the error that this thread is
-            # about to raise.
-            _raise_in(threading.get_ident(), None)
+        if not self._comes_to(State.REPORTED, _LIMIT_SECONDS):
+            self._report_alone(_NO_STORE)
+        self._go(State.TAKEN)
         return self._report
+
+    def look(self) -> None:
+        """Raises StallError if a rank has raised the alarm; the thread of verbs calls it often."""
+        if (late := self._late()) is not None:
+            self._raise_alarm(late)  # the other thread may be blocked
+        if self.has_alarm:
+            raise StallError(self.report().line)
 
     @property
     def has_alarm(self) -> bool:
@@ -161,7 +160,9 @@ class Watch:
         """Waits until all ranks have come to their end, at most so long."""
         with suppress(Exception):
             keys = [self._key("end", rank) for rank in range(self._num_ranks)]
-            self._store.wait(keys, timedelta(seconds=seconds))
+            deadline = time.monotonic() + seconds
+            while not self._store.check(keys) and time.monotonic() < deadline:
+                time.sleep(_TICK_SECONDS)
 
     # The state.
 
@@ -194,24 +195,56 @@ class Watch:
         report.tell_launcher()
         self._go(State.REPORTED)
 
-    # The thread that never blocks.
+    # The thread that talks to the store.
 
-    def _look(self) -> None:
-        while not self._comes_to(State.ALARM, _POLL_SECONDS):
-            self._account.look(counts=not self._is_debugged)
-            if dist.group.WORLD is not self._world():
-                self.leave()  # another default process group has another watch
-            elif (late := self._account.late()) is not None:
-                self._raise_alarm(late)
-        # A store that does not even take an alarm is gone.
-        for state, seconds in ((State.ASKED, _REPORT_SECONDS), (State.REPORTED, _LIMIT_SECONDS)):
-            if self.has_alarm and not self._comes_to(state, seconds):
-                self._report_alone(_NO_STORE)
+    def _run(self) -> None:
+        let_block()
+        pause, has_store = _QUICK_SECONDS, True  # a rank may end at once
+        while not self._comes_to(State.ALARM, pause):
+            # Whoever keeps the store may have ended because the job is done. If not, waits fail.
+            # Any other error must not end the watch.
+            try:
+                pause = self._look(has_store=has_store)
+            except dist.DistNetworkError:
+                has_store = False
+            except MessageError:
+                self._raise_alarm("")
+            except Exception:  # noqa: BLE001 - see above
+                pause = _POLL_SECONDS
         if self.has_alarm:
+            try:
+                self._exchange()
+            except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
+                is_store = isinstance(error, dist.DistError | RuntimeError)
+                has_lost = isinstance(error, dist.DistNetworkError)
+                self._report_alone(_NO_STORE if is_store else repr(error), has_lost_store=has_lost)
             self._end()
 
+    def _look(self, *, has_store: bool) -> float:
+        """Looks once; returns how long to sleep then."""
+        self._account.look(counts=not self._is_debugged)
+        if dist.group.WORLD is not self._world():
+            self.leave()  # another default process group has another watch
+            return 0.0
+        have_come = True
+        if has_store:
+            have_come = self._neighbours.learn()
+            self._is_debugged = self._is_one_debugged()
+            self.absent.look(self._account)
+            if self._has_lost_rank():
+                waits = self._account.doing[:1] if self._account.awaited(0) else []
+                self._raise_alarm("".join(f"Rank {self.rank} waits in {x}" for x in waits))
+            elif self._store.check([self._key("alarm")]):
+                self._raise_alarm("")
+        if (late := self._late()) is not None:
+            self._raise_alarm(late)
+        return _POLL_SECONDS if have_come else _QUICK_SECONDS
+
+    def _late(self) -> str | None:
+        return None if self._is_debugged else self._account.late()
+
     def _end(self) -> None:
-        """Makes waits of the thread of verbs fail, and then what it runs, if it does not come."""
+        """Ends the waits of torch's own, and the process, if it may."""
         if self.ends_process:
             # gloo may wait for a stopped rank when a group is destroyed, and may hold Python's lock
             # then. So only a thread of C can end the process.
@@ -219,49 +252,14 @@ class Watch:
         if not self._comes_to(State.TAKEN, _POLL_SECONDS):
             # NCCL may block in it. At exit its end is waited for, as that of all threads in torch.
             self._threads.append(_started("watch cut", cut_all))
-        # A wait in the store runs Python, and no connection ends it.
-        is_in_store = not self.ends_process and bool(self._account.awaited(0, in_store=True))
-        is_taken = self._comes_to(State.TAKEN, 0 if is_in_store else _LEAVE_SECONDS)
-        if dist.group.WORLD is not self._world():
-            return
-        if self.ends_process:
-            time.sleep(_LEAVE_SECONDS * is_taken)
+        if self.ends_process and dist.group.WORLD is self._world():
+            time.sleep(_LEAVE_SECONDS * self._comes_to(State.TAKEN, _LEAVE_SECONDS))
             os._exit(self._report.exit_code)
-        with self._moved:
-            if self._state < State.TAKEN:
-                _raise_in(verb_thread(), _stalled(self._report.line))
-
-    # The thread that talks to the store.
-
-    def _talk(self) -> None:
-        pause = _QUICK_SECONDS  # a rank may end at once
-        try:
-            while not self._comes_to(State.ALARM, pause):
-                pause = _POLL_SECONDS if self._neighbours.learn() else _QUICK_SECONDS
-                self._is_debugged = self._is_one_debugged()
-                self.absent.look(lambda: tuple(self._account.awaited(0)))
-                if self._has_lost_rank():
-                    waits = self._account.doing[:1] if self._account.awaited(0) else []
-                    self._raise_alarm("".join(f"Rank {self.rank} waits in {x}" for x in waits))
-                elif self._store.check([self._key("alarm")]):
-                    self._raise_alarm("")
-            if self.has_alarm:
-                self._exchange()
-        except Exception as error:  # noqa: BLE001 - a report must come, whatever is wrong
-            self._is_debugged = False
-            if isinstance(error, MessageError):
-                self._raise_alarm("")
-            # Without an alarm, who keeps the store may have ended because the job is done.
-            self._comes_to(State.ALARM)
-            if self.has_alarm:
-                is_store = isinstance(error, dist.DistError | RuntimeError)
-                has_lost = isinstance(error, dist.DistNetworkError)
-                self._report_alone(_NO_STORE if is_store else repr(error), has_lost_store=has_lost)
 
     def _is_one_debugged(self) -> bool:
         """Returns whether this rank is in a debugger, or it is late and another one is."""
         key, now = self._key("debugger"), time.monotonic()
-        if in_debugger():
+        if self._account.is_debugged:
             self._store.set(key, f"{self.rank} {now}")
             return True
         # The store is asked only when half of the time is over: most waits end long before, and
@@ -292,9 +290,6 @@ class Watch:
     def _exchange(self) -> None:
         """Posts what this rank is at; makes the report, or takes it."""
         first = self._store.set_first(self._key("alarm"), f"{self.rank} {self._alarm}")
-        # The other thread takes this for a sign that the store answers, and waits longer for the
-        # report.
-        self._go(State.ASKED)
         number, _, words = first.decode().partition(" ")
         self._store.set(self._key("state", self.rank), plain.dumps(self._account.record()))
         key, deadline = self._key("report"), time.monotonic() + _ANSWER_SECONDS + _REPORT_SECONDS
@@ -356,7 +351,8 @@ class Watch:
             record, reason = Record(self.rank, ""), repr(error)
         words = ". ".join(part for part in (self._alarm, reason) if part)
         report = self._make_report({self.rank: record}, silent, alarm=words)
-        self._take(report, shows=self._neighbours.known.keys() & range(self.rank) <= gone)
+        lower = self._neighbours.known.keys() & range(self.rank)
+        self._take(report, shows=lower <= gone | {*silent})
 
     def _show(self, report: FailureReport) -> None:
         with suppress(Exception):  # a report must come to its end, also if nobody can read it
@@ -380,19 +376,35 @@ def watch() -> Watch | None:
     return _watches[world]
 
 
+def _current() -> Watch | None:
+    world = dist.group.WORLD
+    return None if world is None else _watches.get(world)
+
+
+def _look() -> None:
+    if (ours := _current()) is not None:
+        ours.look()
+
+
+look_with(_look)
+
+
 class Bounded(Activity):
     """An activity that a watch ends if it takes too long. It is part of a verb.
 
-    After an alarm of any rank, an error inside becomes a StallError with the cause. A lost
-    connection is an alarm: nobody can go on without that rank.
+    After an alarm of any rank, it raises a StallError with the cause. A lost connection is an
+    alarm: nobody can go on without that rank.
     """
 
     __slots__ = ()
 
+    def __enter__(self) -> Activity:
+        _look()
+        return super().__enter__()
+
     def __exit__(self, *raised: object) -> None:
         super().__exit__(*raised)
-        error, world = raised[1], dist.group.WORLD
-        ours = None if world is None else _watches.get(world)
+        error, ours = raised[1], _current()
         if ours is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
             return
         if error is None and self.within_seconds is not None:
@@ -404,23 +416,6 @@ class Bounded(Activity):
             # A symptom: another rank has ended, or its machine is gone. The watch knows more.
             words = f"Rank {ours.rank} lost the connection in {self.what}"
             raise StallError(ours.fail(error, words=words).line) from error
-
-
-def _raise_in(thread: int, error: type[StallError] | None) -> None:
-    """Raises an error in a thread, where it runs Python; None withdraws one not raised yet."""
-    raise_in = ctypes.pythonapi.PyThreadState_SetAsyncExc
-    raise_in.argtypes = (ctypes.c_ulong, ctypes.c_void_p)
-    raise_in(thread, None if error is None else id(error))
-
-
-def _stalled(words: str) -> type[StallError]:
-    """Returns a StallError that needs no arguments: Python raises a class in another thread."""
-    attributes = {
-        "__module__": StallError.__module__,
-        "__init__": lambda self: super(StallError, self).__init__(words),
-        "__reduce__": lambda _: (StallError, (words,)),
-    }
-    return type(StallError.__name__, (StallError,), attributes)
 
 
 def _started(name: str, target: Callable[[], object]) -> threading.Thread:
@@ -485,9 +480,9 @@ class Neighbours:
         if rank not in self.known:
             return ""
         letter, began = process_state(self.known[rank][0])
-        if began != self.known[rank][1] or letter in "ZX":
+        if letter != "?" and (began != self.known[rank][1] or letter in "ZX"):
             return "ended"
-        return "stopped" if letter in "Tt" else "running"
+        return "stopped" if letter in "Tt" else "running"  # or nobody can say
 
     def gone(self) -> set[int]:
         """Returns the ranks whose processes cannot answer."""
@@ -511,6 +506,8 @@ def process_state(pid: int) -> tuple[str, str]:
     try:
         # The name of the program stands in brackets before, and may have any character.
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return "", ""
+    except OSError:  # nobody knows, such as without a file descriptor
+        return "?", ""
     return fields[0], fields[19]

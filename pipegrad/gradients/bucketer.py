@@ -16,6 +16,7 @@ import torch.distributed as dist
 from pipegrad.comm import collectives, sync_points
 from pipegrad.comm.comm_stream import CommStream, Ticket, outside_of_graphs
 from pipegrad.comm.ending import Ending
+from pipegrad.comm.waits import look
 from pipegrad.errors import PlanError, ReduceError, StepError
 from pipegrad.gradients.bucket_buffer import FlatBuffer
 from pipegrad.plugins.handler import BUCKET_BYTES
@@ -394,6 +395,7 @@ class Bucketer:
             while ticket is not None and not ticket.wait(min(seconds, _POLL_SECONDS)):
                 if seconds < _POLL_SECONDS:
                     return False  # without a limit, the timeout of the group ends the wait
+                look()
             return True
         except ReduceError as error:
             self._broken = str(error)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import agree
+from pipegrad.comm.collectives import all_reduce, broadcast
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
 from pipegrad.gradients.parameter import LiveParameter
@@ -64,7 +65,7 @@ def make_equal(
             # Bytes can be sent on every backend. Some backends lack other dtypes.
             group = groups.of(step.ranks, 0)
             with Activity("the values of all copies", step.ranks):
-                dist.broadcast(flat.view(torch.uint8), src=step.owner, group=group)
+                broadcast(flat.view(torch.uint8), step.owner, group)
         with torch.no_grad():
             for slot in pack.slots:
                 view = flat.as_strided(slot.shape, slot.stride, slot.offset)
@@ -273,7 +274,7 @@ class DriftCheck:
         for ranks, names in sorted(self._over.items()):
             table = torch.stack([rows[name] for name in names])
             with Activity("the checksums of all copies", ranks):
-                dist.all_reduce(table, op=dist.ReduceOp.MAX, group=self._groups.of(ranks, 0))
+                all_reduce(table, self._groups.of(ranks, 0), dist.ReduceOp.MAX)
             largest, complements = table.chunk(2, dim=1)
             is_nowhere = (largest == _LEAST) & (complements == _LEAST)
             unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
@@ -297,8 +298,8 @@ def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
     low = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
     low = low.to(torch.promote_types(low.dtype, torch.float32), copy=True).contiguous()
     high = low.clone()
-    dist.all_reduce(low, op=dist.ReduceOp.MIN, group=group)
-    dist.all_reduce(high, op=dist.ReduceOp.MAX, group=group)
+    all_reduce(low, group, dist.ReduceOp.MIN)
+    all_reduce(high, group, dist.ReduceOp.MAX)
     if not parameter.numel() or not (parameter.is_floating_point() or parameter.is_complex()):
         return math.inf if bool((low != high).any()) else 0.0
     # Small elements may differ by many of their own roundings, after a subtraction in the optimizer

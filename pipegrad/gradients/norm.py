@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from pipegrad.comm.activity import Activity, Tape
+from pipegrad.comm.collectives import all_reduce
 from pipegrad.gradients.main_params import uncut_names
 from pipegrad.model.dtensor import local
 from pipegrad.model.manifest import Manifest
@@ -197,12 +198,12 @@ class GlobalNorm:
             terms = torch.zeros(self._num_ranks, dtype=self._dtype, device=device)
             terms[self._index] = term
             with Activity("the norms of the replicas", ranks):
-                dist.all_reduce(terms, group=group)
+                all_reduce(terms, group)
             norm = self.total(terms, norm_type, factor=torch.ones_like(term))
         else:
             op = dist.ReduceOp.MAX if math.isinf(norm_type) else dist.ReduceOp.SUM
             with Activity("the norm of the gradients", ranks):
-                dist.all_reduce(term, op=op, group=group)
+                all_reduce(term, group, op)
             norm = term if math.isinf(norm_type) else term.pow(1.0 / norm_type)
         self._tape.note("wait for ranks", "the norm of the gradients", began)
         return norm

@@ -15,10 +15,11 @@ from torch.profiler import record_function
 from pipegrad.comm import sync_points
 from pipegrad.comm.activity import Activity, Tape
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
-from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
+from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice, told
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import LateWork, Work
-from pipegrad.errors import ReduceError, ends_in_words
+from pipegrad.comm.waits import look
+from pipegrad.errors import ReduceError, ends_in_words, following
 from pipegrad.gradients.bucket_buffer import BucketBuffer, FlatBuffer
 from pipegrad.gradients.reductions import PairSum, StepBucket, rows_of
 from pipegrad.plan.buckets import Bucket
@@ -343,7 +344,7 @@ class Reducer:
             with Activity(description, ranks):
                 yield
         except BaseException as error:
-            reason = error if isinstance(error, Exception) else repr(error)
+            reason = told(error) if isinstance(error, Exception) else repr(error)
             # Posted before it is raised. Other ranks wait for this one in the same collective, and
             # read the board while they wait: they fail within a second, with this reason, not after
             # a timeout.
@@ -352,7 +353,7 @@ class Reducer:
                 raise
             # If another rank failed first, it may have closed the connections to this rank.
             if (cause := self.notice.cause()) is not None:
-                message = f"{FAILED_ELSEWHERE}: {cause}"
+                raise following(ReduceError(f"{FAILED_ELSEWHERE}: {cause}")) from error
             raise ReduceError(message) from error
 
     def close(self) -> None:
@@ -478,16 +479,18 @@ class Reducer:
         if message is None or message != self._refusal:
             self._refusal, self._refused_since = message, now
         elif now - self._refused_since > _REFUSED_SECONDS:
-            raise ReduceError(f"this rank waits for one that does not go on: {message}")
+            words = f"this rank waits for one that does not go on: {message}"
+            raise following(ReduceError(words))
 
     def _raise_peer_failure(self) -> None:
+        look()
         # After a failure, all ranks launch everything that is left, so waits end. Only a final
         # failure is a reason to stop waiting then.
         message = self.notice.read_final() if self._has_given_up else self.notice.read()
         if message is None and not self._has_given_up:
             self._raise_refusal()
         if message is not None:
-            raise ReduceError(f"{FAILED_ELSEWHERE}: {message}")
+            raise following(ReduceError(f"{FAILED_ELSEWHERE}: {message}"))
 
 
 _MAX_LEAVING = 2  # buckets whose parts are not taken yet, before new memory waits for theirs

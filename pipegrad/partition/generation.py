@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 from pipegrad.comm import plain
 from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.collectives import broadcast
 from pipegrad.comm.watch import Bounded
-from pipegrad.errors import StepError, in_words
+from pipegrad.errors import StepError, following, in_words
 from pipegrad.interop.private import tree_flatten
 from pipegrad.model.wrappers import is_fsdp2, is_imported_kind
 from pipegrad.partition.layers import Part
@@ -117,7 +118,7 @@ class Link:
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
             memory = tensor.reshape(-1).view(torch.uint8)  # backends do not send every dtype
-            dist.broadcast(memory, src=rank, group=self._group)
+            broadcast(memory, rank, self._group)
 
 
 class SharedLayer(nn.Module):
@@ -183,7 +184,8 @@ class _Layer:
         """Returns what the layer returned and changed, and gives caches what it says of them."""
         message = self.link.receive(self.rank)
         if isinstance(message, str):
-            raise StepError(f"layer {self.name!r} failed on rank {self.rank}: {message}")
+            words = f"layer {self.name!r} failed on rank {self.rank}: {message}"
+            raise following(StepError(words))
         packed, states = message
         result = _unpacked(
             packed, caches, lambda shape, dtype: self.link.tensor(shape, dtype, self.rank)

@@ -20,7 +20,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS
 from pipegrad.comm.ending import Ending, cut
 from pipegrad.comm.process_groups import is_local, new_group
-from pipegrad.comm.sync_points import Done, Work
+from pipegrad.comm.sync_points import Done, HostWork, Work
 from pipegrad.errors import StepError
 from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
@@ -338,7 +338,7 @@ class Inbox:
 
 def has_ended(work: Work | None) -> bool:
     """Whether a transfer has ended, as far as somebody has waited for it."""
-    return isinstance(work, dist.Work) and work.is_completed()
+    return isinstance(work, HostWork) and work.is_completed()
 
 
 def has_tags(device: torch.device) -> bool:

@@ -139,7 +139,7 @@ class Executor:
         """
         # An interrupt may have come while the last step was cleared up. So tables are emptied when
         # a step begins, too.
-        self._forget()
+        self.forget()
         self._values.begin(inputs, targets)
         self._compute.begin(targets, terms, keeps_outputs=keeps_outputs)
         # FSDP2 must know before the first backward that it is not the last, or it would reduce
@@ -162,7 +162,7 @@ class Executor:
         # A stage may take microbatches in any order.
         outputs = [output for _, output in sorted(self._compute.outputs.items())]
         self.num_different = self._compute.num_different
-        self._forget()
+        self.forget()
         return outputs
 
     def _watched_calls(self, recorder: Recorder | None) -> Sequence[_Call]:
@@ -211,9 +211,9 @@ class Executor:
                 # that one.
                 with contextlib.suppress(Exception):  # the first error is the one to raise
                     methods[op](which, microbatch)
-        self._forget()
+        self.forget()
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Lets go of everything of a step."""
         self._values.forget()
         self._compute.forget()

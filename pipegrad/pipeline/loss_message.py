@@ -43,6 +43,7 @@ from pipegrad.comm.activity import Tape
 from pipegrad.comm.collectives import start_sum
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
+from pipegrad.comm.sync_points import Started
 from pipegrad.errors import StepError
 from pipegrad.pipeline.shares import Number, Shares, counted
 from pipegrad.pipeline.step_result import Message, Outputs, StepResult
@@ -284,7 +285,7 @@ class Losses:
         self._weight = torch.zeros((), dtype=torch.float64, device=device)
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
-        self._leaving: deque[dist.Work] = deque()
+        self._leaving: deque[Started] = deque()
         self.passed = Passed(topology)
         self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
@@ -461,7 +462,7 @@ class Losses:
         for index, number in enumerate(numbers):
             if isinstance(number, Tensor):
                 message[index] = number
-        work: dist.Work | None = None
+        work: Started | None = None
         if self._group is not None:
             # Not waited for: most loops read a loss some steps later or never, and the next step
             # begins at once.
@@ -474,7 +475,7 @@ class Losses:
         )
 
 
-def _have_ended(leaving: deque[dist.Work]) -> bool:
+def _have_ended(leaving: deque[Started]) -> bool:
     """Returns whether all works have ended; removes those at the front that have."""
     while leaving and leaving[0].is_completed():
         leaving.popleft()

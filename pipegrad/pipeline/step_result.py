@@ -8,13 +8,13 @@ from contextlib import nullcontext
 from functools import cached_property
 from typing import Any, NoReturn, SupportsIndex
 
-import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.activity import Tape
 from pipegrad.comm.collectives import summed
+from pipegrad.comm.sync_points import Started
 from pipegrad.comm.watch import Bounded
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, following
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
 from pipegrad.pipeline.trees import Compare
 
@@ -45,7 +45,7 @@ class Message:
     def __init__(
         self,
         numbers: Tensor,
-        work: dist.Work | None,
+        work: Started | None,
         tape: Tape,
         ranks: Sequence[int],
         *,
@@ -269,7 +269,8 @@ class StepResult:
         # See [Note: message of a loss].
         if self.message.has_failed:
             why = self._on_failure()
-            raise StepError(f"the step failed on another rank after this one had ended it{why}")
+            words = f"the step failed on another rank after this one had ended it{why}"
+            raise following(StepError(words))
         self.message.refuse_wrong()
 
 

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from torch import Tensor
 
-from pipegrad.comm.activity import Activity
+from pipegrad.comm.activity import Activity, has_lost_connection
 from pipegrad.comm.agreement import Board
 from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import AgreementError, PipegradError, StepError
+from pipegrad.errors import AgreementError, PipegradError, StallError, StepError, following
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -496,6 +496,13 @@ class Steps:
             StepError: If another rank failed first. It has the words of that rank.
         """
         executor, sync, forward_only = kind.executor, self._sync, kind.program.forward_only
+        if isinstance(error, StallError) or has_lost_connection(error):
+            # The job has ended. Nothing is waited for: no other rank may come.
+            if not forward_only:
+                sync.abort(error, begun=begun, final=True)
+            self.edges.cut()
+            executor.forget()
+            return
         # The notice comes first. Ranks that receive zeros below may fail on them, and must then
         # find the cause there.
         self._notice.fail(error)
@@ -579,7 +586,7 @@ class Steps:
             if wrong is not None:
                 raise AgreementError(wrong)
             if len(learned) < len(ranks):
-                raise StepError(f"{FAILED_ELSEWHERE}: {self._notice.read()}")
+                raise following(StepError(f"{FAILED_ELSEWHERE}: {self._notice.read()}"))
             refuse_unlike(learned, topology, self._losses, forward_only=forward_only)
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.

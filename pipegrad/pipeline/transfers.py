@@ -212,6 +212,8 @@ class End:
 class PeerFailedError(StepError):
     """A value never came, since another rank failed first."""
 
+    follows = True
+
 
 class Transfers:
     """One rank's end of all transfers of a kind of step.

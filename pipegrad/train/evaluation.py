@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.activity import Activity
+from pipegrad.comm.collectives import all_reduce
 from pipegrad.observe.recording import Recording, record
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.simulation.timeline import Timeline
@@ -119,7 +120,7 @@ class Evaluation:
         if self._draws:
             logits = outputs[0][0, len(window) - 1, : tokenizer.size].float().cpu()
             token.fill_(self._drawn(logits, generator))
-        dist.all_reduce(token)  # zero on all other ranks
+        all_reduce(token)  # zero on all other ranks
         return int(token)
 
     def _drawn(self, logits: Tensor, generator: torch.Generator) -> int:
@@ -136,7 +137,7 @@ def every_rank(values: list[float], device: torch.device) -> list[list[float]]:
     all_values = torch.zeros(dist.get_world_size(), len(values), dtype=torch.float64, device=device)
     all_values[dist.get_rank()] = torch.tensor(values, dtype=torch.float64, device=device)
     with Activity("the metrics of a step", range(dist.get_world_size())):
-        dist.all_reduce(all_values)
+        all_reduce(all_values)
     return [[float(x) for x in of_rank] for of_rank in all_values.tolist()]
 
 

@@ -228,6 +228,10 @@ class OrderChecker(sync_points.Backend):
         with self._transferring():
             return super().receive(group, tensor, peer, tag)
 
+    def block(self, call: Callable[[], object]) -> None:
+        """Makes a call in this thread, whose strand is behind it."""
+        call()
+
     @contextlib.contextmanager
     def _transferring(self, *reads: torch.Tensor) -> Iterator[None]:
         """Marks the collective that is called inside as a transfer that reads these tensors."""

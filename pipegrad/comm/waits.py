@@ -1,0 +1,105 @@
+"""Waits that Python can end: no verb waits where only a backend could end the wait.
+
+[Note: waits] gloo never tells a send or receive that is half on its way that its peer has ended,
+and torch's store has no limit of time. No error that is thrown into a thread arrives there. So a
+helper thread waits in C++, and the verb waits for the helper, in Python. It looks a few times a
+second, and raises at its own line when a rank has raised the alarm or its time is over. A helper
+that stays in C++ is left behind. Every wait for another rank is one of these:
+
+1. Transfers and collectives of the host, the store, and groups that are made: `ended`.
+2. Tasks of a comm stream, whose thread may stay in C++: `Ticket.wait`, whose callers look.
+3. Devices: what a verb enqueues does not block it.
+4. Torch's own stages and shards wait in C++. The watch closes all connections for them. That ends
+   each wait but those for a message that is half on its way.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+_LOOK_SECONDS = 0.25
+
+
+class _Thread(threading.local):
+    """What a thread knows: whether no verb runs in it, and what waits for it."""
+
+    may_block = False
+    helper: SimpleQueue[tuple[Callable[[], object], threading.Lock, list[Any]]] | None = None
+
+
+_thread = _Thread()
+_looks: list[Callable[[], object]] = []
+os.register_at_fork(after_in_child=lambda: setattr(_thread, "helper", None))
+
+
+def look() -> None:
+    """Raises StallError if a rank has raised the alarm: what waits in Python calls it often."""
+    for each in _looks:
+        each()
+
+
+def look_with(function: Callable[[], object]) -> None:
+    """Registers what `look` calls."""
+    _looks.append(function)
+
+
+def let_block() -> None:
+    """Lets this thread wait in C++: no verb runs in it."""
+    _thread.may_block = True
+
+
+def ended(call: Callable[[], T]) -> T:
+    """Returns the result of a call that waits in C++; see [Note: waits].
+
+    An interrupt is raised behind the call: nobody could say what half of it has done. A second
+    interrupt is raised at once.
+
+    Raises:
+        StallError: If a rank has raised the alarm. The call still runs.
+    """
+    if _thread.may_block:
+        return call()
+    if _thread.helper is None:
+        _thread.helper = SimpleQueue()
+        threading.Thread(
+            target=_help, args=(_thread.helper,), name="pipegrad wait", daemon=True
+        ).start()
+    done, outcome = threading.Lock(), list[Any]()
+    done.acquire()
+    _thread.helper.put((call, done, outcome))
+    interrupt: KeyboardInterrupt | None = None
+    try:
+        try:
+            _come(done)
+        except KeyboardInterrupt as error:
+            interrupt = error
+            _come(done)
+    except BaseException:
+        _thread.helper = None
+        raise
+    result, raised = outcome
+    if interrupt is not None or raised is not None:
+        raise interrupt or raised
+    return result  # type: ignore[no-any-return]
+
+
+def _come(done: threading.Lock) -> None:
+    while not done.acquire(timeout=_LOOK_SECONDS):
+        look()
+
+
+def _help(tasks: SimpleQueue[tuple[Callable[[], object], threading.Lock, list[Any]]]) -> None:
+    while True:
+        call, done, outcome = tasks.get()
+        try:
+            outcome += call(), None
+        except BaseException as error:  # noqa: BLE001 - raised by the caller
+            outcome += None, error
+        del call
+        done.release()
+        del outcome
