@@ -27,9 +27,11 @@ class PipegradError(Exception):
 
     Attributes:
         follows: Whether another rank has failed or not come, so that this error is not the cause.
+        has_lost: Whether a rank has lost the connection to another one, so that no step can follow.
     """
 
     follows: bool = False
+    has_lost: bool = False
 
 
 class TopologyError(PipegradError, ValueError):

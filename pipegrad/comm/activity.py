@@ -267,7 +267,7 @@ class Failure:
 def failure_of(error: BaseException, note: str = "") -> Failure:
     """Returns what this rank has raised, as other ranks get to know it."""
     root = root_of(error)
-    follows = _follows(error) or has_lost_connection(error)
+    follows = has_lost_connection(error) or any(getattr(x, "follows", 0) for x in causes_of(error))
     agreement = error if isinstance(error, AgreementError) else AgreementError()
     # The words of pipegrad name bucket or batch. Those of others also need their line.
     words = in_words(error) if isinstance(error, PipegradError) else in_words(root)
@@ -277,22 +277,20 @@ def failure_of(error: BaseException, note: str = "") -> Failure:
 
 
 def has_lost_connection(error: BaseException) -> bool:
-    """Returns whether an error begins with a backend, or the store, that cannot reach a rank.
+    """Returns whether a backend, or the store, cannot reach a rank, here or on another rank.
 
     Only what torch itself has raised counts, to itself or to `comm`. Errors of pipegrad and of
     users are never taken for one, whatever they say.
     """
-    root = root_of(error)
-    if _follows(error) or not isinstance(root, dist.DistError | RuntimeError):
+    root, ours = root_of(error), [x for x in causes_of(error) if isinstance(x, PipegradError)]
+    if any(one.has_lost for one in ours):
+        return True
+    if any(one.follows for one in ours) or not isinstance(root, dist.DistError | RuntimeError):
         return False
     frames = traceback.extract_tb(root.__traceback__)
     is_torchs = not frames or any(part in frames[-1].filename for part in (_TORCH, _COMM))
     is_lost = isinstance(root, dist.DistNetworkError) or _CONNECTION.search(str(root)) is not None
     return is_torchs and is_lost and not isinstance(root, PipegradError)
-
-
-def _follows(error: BaseException) -> bool:
-    return any(one.follows for one in causes_of(error) if isinstance(one, PipegradError))
 
 
 # What the rank is at.
@@ -369,7 +367,7 @@ class Account:
             if place[1] != self._place[1]:
                 self._moved = self._looked if place[1] else 0.0
             self._place, self.since, self.is_debugged = place, self._looked, False
-        elif self._looked - self.since > _STILL_SECONDS or self.late(share=0.5) is not None:
+        elif self._looked - self.since >= _STILL_SECONDS or self.late(share=0.5) is not None:
             self.is_debugged = _is_prompt(frames_of(verb_thread()))
         if self.is_debugged or not counts:
             give_back(self._looked - before, before)

@@ -47,6 +47,7 @@ from pipegrad.comm.agreement import STORE_IS_GONE, store
 from pipegrad.errors import (
     DriftError,
     PipegradError,
+    Raised,
     ReduceError,
     StallError,
     StepError,
@@ -136,7 +137,7 @@ class FailureNotice:
         """
         stays = not isinstance(error, Exception) or isinstance(error, DriftError | StallError)
         if self._first is not None and not stays:
-            raise following(kind(f"{FAILED_ELSEWHERE}: {self._first}")) from error
+            raise elsewhere(kind, self._first) from error
 
     def cause(self) -> str | None:
         """Returns the first message of this step if another rank posted it, or None."""
@@ -151,7 +152,7 @@ class FailureNotice:
             kind: The class of the error.
         """
         if (message := self.read()) is not None:
-            raise following(kind(f"{FAILED_ELSEWHERE}: {message}"))
+            raise elsewhere(kind, message)
 
     def refuse(self, message: str) -> None:
         """Posts that a verb of this step was refused on this rank. Its caller may try again."""
@@ -214,6 +215,13 @@ class FailureNotice:
 def told(error: BaseException) -> str:
     """Returns what other ranks are told of an error; a symptom is marked as one."""
     return f"{said(error)}{_LOST if has_lost_connection(error) else ''}"
+
+
+def elsewhere(kind: type[Raised], message: str) -> Raised:
+    """Returns the error for a step that failed on another rank, with what that rank has posted."""
+    error = following(kind(f"{FAILED_ELSEWHERE}: {message}"))
+    error.has_lost = _LOST in message
+    return error
 
 
 class FailedSteps:

@@ -15,7 +15,7 @@ from torch.profiler import record_function
 from pipegrad.comm import sync_points
 from pipegrad.comm.activity import Activity, Tape
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
-from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice, told
+from pipegrad.comm.failures import FailureNotice, elsewhere, told
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import LateWork, Work
 from pipegrad.comm.waits import look
@@ -353,7 +353,7 @@ class Reducer:
                 raise
             # If another rank failed first, it may have closed the connections to this rank.
             if (cause := self.notice.cause()) is not None:
-                raise following(ReduceError(f"{FAILED_ELSEWHERE}: {cause}")) from error
+                raise elsewhere(ReduceError, cause) from error
             raise ReduceError(message) from error
 
     def close(self) -> None:
@@ -490,7 +490,7 @@ class Reducer:
         if message is None and not self._has_given_up:
             self._raise_refusal()
         if message is not None:
-            raise following(ReduceError(f"{FAILED_ELSEWHERE}: {message}"))
+            raise elsewhere(ReduceError, message)
 
 
 _MAX_LEAVING = 2  # buckets whose parts are not taken yet, before new memory waits for theirs

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from pipegrad.comm.activity import Activity, has_lost_connection
 from pipegrad.comm.agreement import Board
-from pipegrad.comm.failures import FAILED_ELSEWHERE, FailureNotice
-from pipegrad.errors import AgreementError, PipegradError, StallError, StepError, following
+from pipegrad.comm.failures import FailureNotice, elsewhere
+from pipegrad.errors import AgreementError, PipegradError, StallError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -586,7 +586,7 @@ class Steps:
             if wrong is not None:
                 raise AgreementError(wrong)
             if len(learned) < len(ranks):
-                raise following(StepError(f"{FAILED_ELSEWHERE}: {self._notice.read()}"))
+                raise elsewhere(StepError, str(self._notice.read()))
             refuse_unlike(learned, topology, self._losses, forward_only=forward_only)
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.

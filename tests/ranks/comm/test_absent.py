@@ -15,9 +15,9 @@ import sys, threading, time
 import torch, torch.distributed as dist
 from torch import nn
 import pipegrad
-from pipegrad.comm import absent, agreement
+from pipegrad.comm import absent, activity, agreement
 
-absent._ABSENT_SECONDS, absent._ASK_SECONDS = 1.0, 1.0
+absent._ABSENT_SECONDS = absent._ASK_SECONDS = activity._STILL_SECONDS = 1.0
 sent = list()
 def counted(set):
     def call(self, key, value):
