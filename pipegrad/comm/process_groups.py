@@ -163,7 +163,7 @@ def together(what: str, make: Callable[[], T], device: torch.device) -> T:
     """Returns what all ranks of the world make, such as groups; a rank that stays away ends it."""
     watch()
     seconds, ranks = slow_seconds(device, AGREE_SECONDS), range(dist.get_world_size())
-    with Bounded("its set-up", within_seconds=seconds), Activity(what, ranks):
+    with Bounded(what, ranks, within_seconds=seconds):
         # NCCL makes communicators for the device of this thread.
         return ended(make) if device.type == "cpu" else make()
 

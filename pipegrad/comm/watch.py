@@ -407,7 +407,7 @@ class Bounded(Activity):
         error, ours = raised[1], _current()
         if ours is None or isinstance(error, StallError) or not isinstance(error, Exception | None):
             return
-        if error is None and self.within_seconds is not None:
+        if error is None and self.within_seconds is not None and not self.ranks:
             ours.last_verb = self.what
         if ours.has_alarm:
             # Also a verb that has ended well: after an alarm other ranks have ended.

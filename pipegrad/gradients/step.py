@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
@@ -584,9 +584,9 @@ class Step:
         if self._state is State.CLOSED:
             raise refusal("prepare", self._state)
 
-    def bounded(self, what: str) -> Bounded:
-        """Bounds what is inside ``with``, in time; see `Bounded`."""
-        return Bounded(what, within_seconds=self._agreed.options.step_timeout_seconds)
+    def bounded(self, what: str, ranks: Sequence[int] = ()) -> Bounded:
+        """Bounds what is inside ``with``, in time: a verb, or a wait for ranks; see `Bounded`."""
+        return Bounded(what, ranks, within_seconds=self._agreed.options.step_timeout_seconds)
 
     # Inside.
 

@@ -27,7 +27,7 @@ from torch import nn
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree, agree_keeping, same, slow_seconds
 from pipegrad.comm.comm_stream import outside_of_graphs
-from pipegrad.comm.watch import Bounded, watch
+from pipegrad.comm.watch import watch
 from pipegrad.errors import AgreementError, PlanError, StepError, in_words
 from pipegrad.gradients.drift import make_equal
 from pipegrad.gradients.main_params import (
@@ -533,7 +533,7 @@ class GradientSync(Step):
         if not self.outer_optimizer.is_due:
             return
         parts, ranks, what = self._parts, sorted(self.topology.ranks), "the outer optimizer's step"
-        with Bounded(what, ranks, within_seconds=self._agreed.options.step_timeout_seconds):
+        with self.bounded(what, ranks):
             try:
                 with parts.reducer.reporting(what, ranks):
                     # A parameter sync of the step before may still use the same communicators.

@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pipegrad.comm import plain
+from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import agree, same
 from pipegrad.comm.collectives import broadcast
 from pipegrad.comm.watch import Bounded
@@ -43,6 +44,7 @@ from pipegrad.pipeline.scheduler import evaluating
 from pipegrad.topology import Topology
 
 _HEAD_BYTES = 4096  # of the first message of a layer; few need a second one
+_MOST_SECONDS = 600.0  # for what one layer returns
 _ATOMS = (type(None), bool, int, float, str)
 
 
@@ -118,7 +120,8 @@ class Link:
     def _broadcast(self, tensor: Tensor, rank: int) -> None:
         if tensor.numel():
             memory = tensor.reshape(-1).view(torch.uint8)  # backends do not send every dtype
-            broadcast(memory, rank, self._group)
+            with Activity("generate()", self.ranks, within_seconds=_MOST_SECONDS):
+                broadcast(memory, rank, self._group)
 
 
 class SharedLayer(nn.Module):

@@ -203,7 +203,8 @@ class PipelineTrainer(Trainer):  # type: ignore[misc]
         if isinstance(tensor, Mapping):
             return {key: self._of_replicas(value) for key, value in tensor.items()}
         ranks = self._topology.ranks_along(self._topology.data_axes)
-        parts = gather(tensor).chunk(dist.get_world_size())
+        with self.scheduler.sync.bounded("gather()"):
+            parts = gather(tensor).chunk(dist.get_world_size())
         return torch.cat([parts[rank] for rank in ranks])
 
     # What the loop calls.

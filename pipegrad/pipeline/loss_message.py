@@ -32,6 +32,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
 
@@ -256,6 +257,8 @@ class Losses:
         device: Where losses are.
         is_weighted: Whether losses are sums and have weights.
         auxiliary: The names of the losses of stages, the same on all ranks.
+        tape: Where waits are recorded.
+        bounded: What waits for the other ranks; see `Bounded`.
 
     Attributes:
         is_weighted: The argument.
@@ -270,8 +273,10 @@ class Losses:
         is_weighted: bool = False,
         auxiliary: Sequence[str] = (),
         tape: Tape,
+        bounded: AbstractContextManager[object] | None = None,
     ) -> None:
         self._tape = tape
+        self._bounded = bounded or nullcontext()
         self._ranks = ranks = sorted(topology.ranks)
         # Each pipeline has a last stage, and the loss is the mean of theirs. Pipelines that are
         # replicas have different data; others have the same data and the same loss.
@@ -471,7 +476,12 @@ class Losses:
             _have_ended(self._leaving)
             self._leaving.append(work)
         return Message(
-            message, work, self._tape, self._ranks, compare=compare, num_passed=num_passed
+            message,
+            work,
+            self._tape,
+            self._bounded,
+            compare=compare,
+            num_passed=num_passed,
         )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
 from typing import Any, NoReturn, SupportsIndex
 
@@ -13,7 +13,6 @@ from torch import Tensor
 from pipegrad.comm.activity import Tape
 from pipegrad.comm.collectives import summed
 from pipegrad.comm.sync_points import Started
-from pipegrad.comm.watch import Bounded
 from pipegrad.errors import StepError, following
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
 from pipegrad.pipeline.trees import Compare
@@ -33,7 +32,7 @@ class Message:
             the work has ended.
         work: What brings them; None if there is one rank.
         tape: Where the wait for it is recorded.
-        ranks: Whose numbers they are.
+        bounded: What waits for the ranks whose numbers they are.
         compare: Returns what is wrong with the sums of what ranks were given.
         num_passed: How many numbers of these there are, in front of the metrics.
 
@@ -47,7 +46,7 @@ class Message:
         numbers: Tensor,
         work: Started | None,
         tape: Tape,
-        ranks: Sequence[int],
+        bounded: AbstractContextManager[object],
         *,
         compare: Compare | None = None,
         num_passed: int = 0,
@@ -55,7 +54,7 @@ class Message:
         self._numbers = numbers
         self._work = work
         self._tape = tape
-        self._ranks = ranks
+        self._bounded = bounded
         self._compare = compare
         self._read: list[float] | None = None
         self.metrics_at = _GIVEN + num_passed
@@ -74,7 +73,7 @@ class Message:
         """
         if self._work is not None:
             began = self._tape.now()
-            with Bounded("the loss of a step", self._ranks):
+            with self._bounded:
                 self._work.wait()
             self._tape.note("wait for ranks", "the loss of all ranks", began)
             self._work, self._numbers = None, summed(self._numbers)
@@ -85,7 +84,7 @@ class Message:
         if self._read is None:
             sums = self.sums()
             # On a device only this waits for it: a step that hangs there is seen here.
-            with nullcontext() if sums.is_cpu else Bounded("the loss of a step", self._ranks):
+            with nullcontext() if sums.is_cpu else self._bounded:
                 self._read = sums.tolist()
         return self._read
 

@@ -147,6 +147,7 @@ class Steps:
             is_weighted=pipeline.is_weighted,
             auxiliary=pipeline.wiring.losses,
             tape=sync.tape,
+            bounded=sync.bounded("the loss of a step", sorted(topology.ranks)),
         )
         # A cut's stages carry what it has found out itself.
         self._unseen = {

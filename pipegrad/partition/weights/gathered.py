@@ -53,11 +53,8 @@ def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[t
         return
     device = next((tensor.device for tensor in held.values()), torch.device("cpu"))
     specs = {name: (tuple(x.shape), x.dtype) for name, x in held.items()}
-    replies = agree(
-        "gather the stages",
-        lambda: (specs, sorted(wanted)),
-        timeout_seconds=slow_seconds(device, AGREE_SECONDS),
-    )
+    seconds = slow_seconds(device, AGREE_SECONDS)
+    replies = agree("gather the stages", lambda: (specs, sorted(wanted)), timeout_seconds=seconds)
     here = dist.get_rank()
     holders = [frozenset(of) for of, _ in replies]
     takers = [frozenset(names) - holders[rank] for rank, (_, names) in enumerate(replies)]
@@ -68,7 +65,7 @@ def collected(held: Mapping[str, Tensor], wanted: Collection[str]) -> Iterator[t
         tensor = held.get(name)
         if tensor is not None:
             tensor = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()
-        with Bounded("gather()"):
+        with Bounded("gather()", dist.get_process_group_ranks(None), within_seconds=seconds):
             if here == source:
                 assert tensor is not None
                 for rank in (rank for rank, names in enumerate(takers) if name in names):

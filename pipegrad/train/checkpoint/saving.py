@@ -24,6 +24,7 @@ the copies are made at once.
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections.abc import Callable, Mapping
 from datetime import timedelta
@@ -87,6 +88,7 @@ class Saving:
         self._config, self._state, self._device, self._run = config, state, device, run
         self._staging = Staging(device)
         self._folder: Path | None = None
+        self._place: tuple[int, int] | None = None  # the device and number of that folder
         self._note: Note = _nothing
         self._has_waited = False  # for a save before another one
         self._writing: list[_Writing] = []  # one at most
@@ -99,7 +101,7 @@ class Saving:
             folder: Of the run.
             note: Prints a line. Called on rank 0 alone.
         """
-        self._folder = folder
+        self._folder, self._place = folder, _place_of(folder)
         self._note = note if dist.get_rank() == 0 else _nothing
 
     @property
@@ -202,6 +204,9 @@ class Saving:
     def _collected(self, number: int) -> tuple[Mapping[str, Tensor], Exception | None]:
         """Returns what this rank writes, or why it cannot."""
         try:
+            if self._folder is not None and _place_of(self._folder) != self._place:
+                words = "the run's folder was removed or renamed while it ran"
+                raise FileNotFoundError(errno.ENOENT, words, str(self._folder))
             return self._state.state_dict(number), None
         except Exception as error:  # noqa: BLE001 - all ranks get it in the save
             return {}, error
@@ -344,6 +349,15 @@ class Staging:
 def _local(tensor: Tensor) -> Tensor:
     """Returns the values that a rank has of a tensor."""
     return tensor.local if isinstance(tensor, Chunk) else tensor
+
+
+def _place_of(folder: Path) -> tuple[int, int] | None:
+    """Returns the device and number of a folder, which stay if it is renamed; None if gone."""
+    try:
+        found = folder.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _bounded(what: str) -> Bounded:

@@ -46,6 +46,7 @@ from torch.futures import Future
 from pipegrad import run_files
 from pipegrad.errors import PipegradError, in_words, reason
 from pipegrad.limits import MOST_NUMBER
+from pipegrad.printable import printable
 
 INDEX, CHECKSUMS, METADATA = "checkpoint.json", "checksums.json", ".metadata"
 STEP = "step"  # the key of the number of steps before a checkpoint
@@ -184,6 +185,7 @@ class _Tensor(BaseModel):
 
 class _Index(BaseModel, strict=True):
     pipegrad: str  # the version that wrote it
+    format: int = 1  # what a later version changes if this one would read it wrongly
     run: dict[str, str]
     tensors: dict[str, _Tensor]
 
@@ -258,6 +260,13 @@ def _parsed(content: bytes, checksums: bytes) -> Contents:
         metadata = _metadata_of(index)
     except (ArithmeticError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise DamageError(damage_of([f"{INDEX} is not what a run has written"])) from error
+    if index.format != _Index.model_fields["format"].default:
+        raise DamageError(
+            f"has format {index.format}, which this version cannot read: take pipegrad "
+            f"{printable(index.pipegrad)}, which wrote it"
+        )
+    if outside := [name for name in expected if Path(name).name != name or name == ".."]:
+        raise DamageError(damage_of([f"{CHECKSUMS} names {printable(outside[0])!r}"]))
     files = {piece.relative_path for tensor in index.tensors.values() for piece in tensor.pieces}
     if missing := sorted(files - expected.keys()):
         raise DamageError(damage_of([f"{CHECKSUMS} has no checksum of {missing[0]}"]))

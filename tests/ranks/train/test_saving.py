@@ -237,6 +237,21 @@ def test_a_full_disk_at_the_end_is_an_error(folder: Path) -> None:
     assert list((folder / "full at last").glob("*partial*")) == []
 
 
+def test_a_folder_that_is_renamed_while_it_runs_gets_no_checkpoint(folder: Path) -> None:
+    """A new folder of the old name had a checkpoint, and neither metrics nor manifest."""
+
+    def hook(_trainer: Trainer, step: int) -> None:
+        dist.barrier()
+        if dist.get_rank() == 0 and step == 2:
+            (folder / "before").rename(folder / "after")
+        dist.barrier()
+
+    said = ran(folder, "train.output=before", "train.save_every=3", after=hook).error
+    assert "the run's folder was removed or renamed while it ran" in said
+    assert names(folder / "after") == []
+    assert not (folder / "before").exists()
+
+
 def test_ranks_that_do_not_see_the_folder_are_refused(folder: Path) -> None:
     own = folder / f"machine-{dist.get_rank()}"
     own.mkdir()

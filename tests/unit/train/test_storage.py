@@ -177,6 +177,24 @@ def test_a_file_without_a_checksum_is_damage(folder: Path) -> None:
         read_contents(folder)
 
 
+@pytest.mark.parametrize("name", ["../__0_0.distcp", "..", "/etc/passwd", "a/b"])
+def test_a_checksum_of_a_file_elsewhere_is_damage_and_no_file_is_opened(
+    folder: Path, name: str
+) -> None:
+    path = folder / "checksums.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {name: 1}))
+    with pytest.raises(DamageError, match=rf"checksums\.json names '{name}'"):
+        read_contents(folder)
+
+
+def test_a_later_format_is_refused_with_the_version_that_wrote_it(folder: Path) -> None:
+    path = folder / "checkpoint.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"format": 2, "pipegrad": "9.9"}))
+    seal(folder)
+    with pytest.raises(DamageError, match=r"has format 2, .*: take pipegrad 9\.9"):
+        read_contents(folder)
+
+
 def test_the_format_before_this_one_is_refused_in_a_sentence(folder: Path) -> None:
     (folder / "checkpoint.json").unlink()
     with pytest.raises(DamageError, match=r"of this version of pipegrad: it has no checkpoint\.j"):
