@@ -392,11 +392,12 @@ def _exchange_shards(
     ]
     for number, piece in enumerate(pieces):
         received = buffers[number % _AHEAD]
-        terms = {peer: term[: len(output[piece])] for peer, term in received.items()}
+        own = shards[me][piece]
+        parts = _in_order(own, me, received, arriving[number])
         if wide is None:
-            _add_up(output[piece], shards[me][piece], me, terms, arriving[number])
+            _add_up(parts, own, output[piece])
         else:
-            wide.write(_in_order(shards[me][piece], me, terms, arriving[number]), output[piece])
+            wide.write(parts, output[piece])
         # The sum has read this set of buffers, so the next receives may write into it.
         if number + _AHEAD < len(pieces):
             later = output[pieces[number + _AHEAD]]
@@ -420,36 +421,23 @@ def _post_receives(
     return {peer: receive(term[: len(piece)], peer, group, tag) for peer, term in buffers.items()}
 
 
-def _add_up(
-    output: torch.Tensor,
-    part: torch.Tensor,
-    me: int,
-    terms: Mapping[int, torch.Tensor],
-    arriving: Mapping[int, Work],
-) -> None:
-    """Sums in the order of ranks. `part` is the part of rank `me`; `output` may be the same."""
-    # The terms of lower ranks are summed apart first, since `output` may still hold this rank's own
-    # part. So every rank adds in the order of ranks, and the result has the same bits everywhere.
-    before: torch.Tensor | None = None
-    for rank in range(me):
-        RECEIVED(arriving[rank])
-        before = terms[rank] if before is None else before.add_(terms[rank])
-    if before is not None:
-        torch.add(before, part, out=output)
-    elif output.data_ptr() != part.data_ptr():
-        output.copy_(part)
-    for rank in range(me + 1, len(terms) + 1):
-        RECEIVED(arriving[rank])
-        output.add_(terms[rank])
-
-
 def _in_order(
-    part: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
+    own: torch.Tensor, me: int, terms: Mapping[int, torch.Tensor], arriving: Mapping[int, Work]
 ) -> Iterator[torch.Tensor]:
     """Yields the parts of all ranks in the order of ranks, each when it has arrived."""
     for rank in range(len(terms) + 1):
-        if rank == me:
-            yield part
-        else:
+        if rank != me:
             RECEIVED(arriving[rank])
-            yield terms[rank]
+        yield own if rank == me else terms[rank][: len(own)]
+
+
+def _add_up(parts: Iterator[torch.Tensor], own: torch.Tensor, output: torch.Tensor) -> None:
+    """Adds parts in their order, so the bits are the same everywhere; `output` may be `own`."""
+    total: torch.Tensor | None = None
+    for part in parts:
+        if part is not own:  # added in the memory of the first one, until the own part has come
+            total = part if total is None else total.add_(part)
+        elif total is not None:
+            total = torch.add(total, own, out=output)
+        else:
+            total = output if output.data_ptr() == own.data_ptr() else output.copy_(own)

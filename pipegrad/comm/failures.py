@@ -220,7 +220,7 @@ def told(error: BaseException) -> str:
 def elsewhere(kind: type[Raised], message: str) -> Raised:
     """Returns the error for a step that failed on another rank, with what that rank has posted."""
     error = following(kind(f"{FAILED_ELSEWHERE}: {message}"))
-    error.has_lost = _LOST in message
+    error.has_lost = _LOST in message or message == STORE_IS_GONE
     return error
 
 

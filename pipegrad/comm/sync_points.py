@@ -30,23 +30,20 @@ class Work(Protocol):
 class HostWork:
     """Work that blocks the host until it has ended; see [Note: waits] in `waits`.
 
-    Args:
+    Attributes:
         work: Of torch.
     """
 
-    def __init__(self, work: dist.Work) -> None:
-        self._work = work
+    __slots__ = ("work",)  # and no __init__, which costs as much as the rest
+    work: dist.Work
 
     def wait(self) -> None:
         """Waits for the result."""
-        if self._work.is_completed():
-            self._work.wait()  # raises its error
-        else:
-            in_use.block(self._work.wait)
+        ended(self.work.wait)
 
     def is_completed(self) -> bool:
         """Whether it has ended. Of a transfer of gloo: whether somebody has waited for it."""
-        return self._work.is_completed()
+        return self.work.is_completed()
 
 
 Started = HostWork | dist.Work
@@ -55,7 +52,11 @@ Started = HostWork | dist.Work
 def on_host(work: dist.Work | None, tensor: torch.Tensor) -> Started:
     """Returns work whose wait Python can end, if it blocks the host: that of a device does not."""
     assert work is not None  # torch returns None only on ranks that are not in the group
-    return HostWork(work) if tensor.is_cpu else work
+    if not tensor.is_cpu:
+        return work
+    host = HostWork()
+    host.work = work
+    return host
 
 
 class Done:
@@ -120,19 +121,22 @@ class Backend:
 
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Starts to send. Do not write into `tensor` before you have waited for the work."""
-        return on_host(group.send([tensor], peer, tag), tensor)
+        host = HostWork()
+        host.work = group.send([tensor], peer, tag)
+        return host if tensor.is_cpu else host.work
 
     def receive(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Starts to receive. Do not touch `tensor` before you have waited for the work."""
-        return on_host(group.recv([tensor], peer, tag), tensor)
+        host = HostWork()
+        host.work = group.recv([tensor], peer, tag)
+        return host if tensor.is_cpu else host.work
 
     def wait_work(self, work: Work) -> None:
         """Waits for `work`: blocks the host, or makes the current stream wait."""
-        work.wait()
-
-    def block(self, call: Callable[[], object]) -> None:
-        """Makes a call that blocks the host until a work has ended."""
-        ended(call)
+        if type(work) is HostWork:
+            ended(work.work.wait)
+        else:
+            work.wait()
 
     # The next two are for a checker: it must learn of the order that a queue or a future makes
     # between two threads. torch itself needs nothing there.

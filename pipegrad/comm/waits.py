@@ -25,14 +25,45 @@ T = TypeVar("T")
 _LOOK_SECONDS = 0.25
 
 
-class _Thread(threading.local):
+class _Helper:
+    """A thread that waits in C++ for another one.
+
+    Attributes:
+        tasks: What it is to call.
+        outcome: The result and what was raised, when it has called; then `done` is released.
+    """
+
+    def __init__(self) -> None:
+        self.tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.outcome: tuple[Any, BaseException | None] | None = None
+        self.done = threading.Lock()
+        self.done.acquire()
+        threading.Thread(target=self._run, name="pipegrad wait", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            try:
+                self.outcome = self.tasks.get()(), None
+            except BaseException as error:  # noqa: BLE001 - raised by the caller
+                self.outcome = None, error
+            self.done.release()
+
+    def come(self) -> None:
+        """Waits for the end of a call, and looks meanwhile."""
+        while self.outcome is None:
+            if not self.done.acquire(timeout=_LOOK_SECONDS):
+                look()
+        self.done.acquire(blocking=False)  # an interrupt may have come before
+
+
+class PerThread(threading.local):
     """What a thread knows: whether no verb runs in it, and what waits for it."""
 
     may_block = False
-    helper: SimpleQueue[tuple[Callable[[], object], threading.Lock, list[Any]]] | None = None
+    helper: _Helper | None = None
 
 
-_thread = _Thread()
+_thread = PerThread()
 _looks: list[Callable[[], object]] = []
 os.register_at_fork(after_in_child=lambda: setattr(_thread, "helper", None))
 
@@ -64,42 +95,21 @@ def ended(call: Callable[[], T]) -> T:
     """
     if _thread.may_block:
         return call()
-    if _thread.helper is None:
-        _thread.helper = SimpleQueue()
-        threading.Thread(
-            target=_help, args=(_thread.helper,), name="pipegrad wait", daemon=True
-        ).start()
-    done, outcome = threading.Lock(), list[Any]()
-    done.acquire()
-    _thread.helper.put((call, done, outcome))
+    helper = _thread.helper or _Helper()
+    _thread.helper = None  # unless it comes back
+    helper.tasks.put(call)
     interrupt: KeyboardInterrupt | None = None
     try:
-        try:
-            _come(done)
-        except KeyboardInterrupt as error:
-            interrupt = error
-            _come(done)
-    except BaseException:
-        _thread.helper = None
-        raise
-    result, raised = outcome
-    if interrupt is not None or raised is not None:
-        raise interrupt or raised
+        if not helper.done.acquire(timeout=_LOOK_SECONDS):
+            helper.come()
+    except KeyboardInterrupt as error:
+        interrupt = error
+        helper.come()
+    _thread.helper = helper
+    assert helper.outcome is not None
+    (result, raised), helper.outcome = helper.outcome, None
+    if interrupt is not None:
+        raise interrupt
+    if raised is not None:
+        raise raised
     return result  # type: ignore[no-any-return]
-
-
-def _come(done: threading.Lock) -> None:
-    while not done.acquire(timeout=_LOOK_SECONDS):
-        look()
-
-
-def _help(tasks: SimpleQueue[tuple[Callable[[], object], threading.Lock, list[Any]]]) -> None:
-    while True:
-        call, done, outcome = tasks.get()
-        try:
-            outcome += call(), None
-        except BaseException as error:  # noqa: BLE001 - raised by the caller
-            outcome += None, error
-        del call
-        done.release()
-        del outcome

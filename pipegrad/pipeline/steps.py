@@ -497,32 +497,29 @@ class Steps:
             StepError: If another rank failed first. It has the words of that rank.
         """
         executor, sync, forward_only = kind.executor, self._sync, kind.program.forward_only
-        if isinstance(error, StallError) or has_lost_connection(error):
-            # The job has ended. Nothing is waited for: no other rank may come.
-            if not forward_only:
-                sync.abort(error, begun=begun, final=True)
-            self.edges.cut()
-            executor.forget()
-            return
         # The notice comes first. Ranks that receive zeros below may fail on them, and must then
         # find the cause there.
-        self._notice.fail(error)
+        if not isinstance(error, StallError):
+            self._notice.fail(error)
+        # It is unknown which messages were sent, or no other rank may come: nothing is waited for.
+        is_over = executor.is_in_doubt or isinstance(error, StallError)
+        is_over = is_over or has_lost_connection(error)
         if not forward_only:
             # Before the transfers, which wait for other ranks: the collectives that this starts do
             # not, and other ranks may already wait in `finish`.
-            sync.abort(error, begun=begun, final=executor.is_in_doubt)
+            sync.abort(error, begun=begun, final=is_over)
         interrupt: BaseException | None = None
-        if not executor.is_in_doubt:
+        if not is_over:
             try:
                 executor.finish_transfers()
             except BaseException as again:  # noqa: BLE001 - such as a second Ctrl-C; raised below
                 interrupt = again
                 if not forward_only:
                     sync.abort(again, final=True)
-        if executor.is_in_doubt or interrupt is not None:
-            # It is unknown which messages were sent, so no edge can be used again. Connections are
-            # closed, and ranks that wait fail at once.
+        if is_over or interrupt is not None:
+            # No edge can be used again. Connections are closed, and ranks that wait fail at once.
             self.edges.cut()
+            executor.forget()
         self._sharded.forget()
         self._loose.drop()
         with contextlib.suppress(RuntimeError):  # another rank has died

@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from pipegrad.comm import sync_points
+from pipegrad.comm import sync_points, waits
 from pipegrad.comm.sync_points import Work
 from pipegrad.errors import OrderError
 from pipegrad.testing.ordering.clocks import Access, Clock, HappensBefore, Kind, Violation
@@ -134,6 +134,8 @@ class OrderChecker(sync_points.Backend):
 
     def __enter__(self) -> Self:
         self._exit.enter_context(sync_points.using(self))
+        # Waits are made by the thread that is behind them.
+        self._exit.enter_context(mock.patch.object(waits.PerThread, "may_block", True))
         # They are replaced on the class, because torch itself and hooks call them too.
         for name in ("wait", "get_future"):
             recorded = self._noting(getattr(dist.Work, name), foreign=name == "wait")
@@ -227,10 +229,6 @@ class OrderChecker(sync_points.Backend):
         """Receives on a strand of its own."""
         with self._transferring():
             return super().receive(group, tensor, peer, tag)
-
-    def block(self, call: Callable[[], object]) -> None:
-        """Makes a call in this thread, whose strand is behind it."""
-        call()
 
     @contextlib.contextmanager
     def _transferring(self, *reads: torch.Tensor) -> Iterator[None]:
