@@ -241,7 +241,9 @@ class Watch:
         return _POLL_SECONDS if have_come else _QUICK_SECONDS
 
     def _late(self) -> str | None:
-        return None if self._is_debugged else self._account.late()
+        with suppress(RuntimeError):  # threads of verbs change what it reads
+            return None if self._is_debugged else self._account.late()
+        return None
 
     def _end(self) -> None:
         """Ends the waits of torch's own, and the process, if it may."""

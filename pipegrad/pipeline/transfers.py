@@ -296,7 +296,8 @@ class Transfers:
     def post(self, channel: int, microbatch: int) -> None:
         """Starts a receive; between devices that of its header."""
         end = self._ends[channel] if channel in self._ends else self._end(channel)
-        if end is None:
+        # After an interrupt behind this call the failed step makes it once more.
+        if end is None or (channel, microbatch) in self._receiving:
             return
         self.is_in_doubt = True  # see [Note: interrupts]
         # Reserved before the receive of the value is posted, or the value could be there before its
@@ -555,9 +556,9 @@ class Transfers:
     def send_failed(self, channel: int, microbatch: int) -> None:
         """Sends, instead of a value or a gradient, that it will never come."""
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
-        if end is None:
-            return
         key = channel, microbatch
+        if end is None or key in self._sending:
+            return
         self._start(key, end.host, header(self._step, key, None), end.host_peer, HEADERS)
         # Between processors a receive is posted and only a message ends it. Between devices it is
         # enqueued when its header is there, and this header says that none follows.
