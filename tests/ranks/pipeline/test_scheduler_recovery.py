@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
+from pipegrad.schedules.program.program import Op
 from tests.support.gradients.cases import rank
 from tests.support.pipeline import scales
 from tests.support.pipeline.codecs import Fails
@@ -255,6 +256,31 @@ def test_an_interrupt_of_all_ranks_behind_a_transfer_is_no_hang() -> None:
             assert interrupted(training, seed, "wait", number).startswith("KeyboardInterrupt")
             assert [one.step(seed) for one in (training, twin)] == ["", ""]
             assert equal(training, twin)
+
+
+@pytest.mark.parametrize("op", [Op.POST_RECEIVE, Op.SEND])
+def test_an_interrupt_right_behind_an_item_makes_it_no_second_time(op: Op) -> None:
+    """A second message, or a receive that nobody served: the step ended after 30 minutes."""
+    with closing(Training()) as training, closing(Training()) as twin:
+        for one in (training, twin):
+            one.step(0)
+        if rank() == 1:
+            (kind,) = training.scheduler._steps._kinds.values()
+            calls, pipeline_rank = kind.executor._calls, training.at.coordinate("pp")
+            items = list(kind.program.called(pipeline_rank))
+            at = [number for number, item in enumerate(items) if item.op is op][1]
+            method, arguments = calls[at]
+
+            def behind(*given: Any) -> None:
+                method(*given)
+                calls[at] = method, arguments
+                raise KeyboardInterrupt
+
+            calls[at] = behind, arguments
+        said = training.step(1)
+        assert said.startswith("KeyboardInterrupt" if rank() == 1 else "StepError: ")
+        assert [one.step(2) for one in (training, twin)] == ["", ""]
+        assert equal(training, twin)
 
 
 # The third: a second Ctrl-C, while the transfers of the failed step end.
