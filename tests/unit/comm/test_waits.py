@@ -53,9 +53,14 @@ def test_an_interrupt_comes_behind_the_call_and_a_second_one_at_once(
     looks: list[BaseException],
 ) -> None:
     came = list[int]()
+
+    def slow() -> None:
+        time.sleep(0.1)
+        came.append(1)
+
     looks.append(KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
-        ended(lambda: came.append(time.sleep(0.1) or 1))
+        ended(slow)
     assert came == [1]
     held = threading.Event()
     looks += KeyboardInterrupt("first"), KeyboardInterrupt("second")
