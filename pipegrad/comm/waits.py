@@ -20,6 +20,7 @@ import threading
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
+from weakref import finalize
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.25
@@ -34,26 +35,29 @@ class _Helper:
     """
 
     def __init__(self) -> None:
-        self.tasks: SimpleQueue[Callable[[], object]] = SimpleQueue()
+        self.tasks: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self.outcome: tuple[Any, BaseException | None] | None = None
         self.done = threading.Lock()
         self.done.acquire()
+        finalize(threading.current_thread(), self.tasks.put, None)  # it ends with its thread
         threading.Thread(target=self._run, name="pipegrad wait", daemon=True).start()
 
     def _run(self) -> None:
-        while True:
+        while (call := self.tasks.get()) is not None:
             try:
-                self.outcome = self.tasks.get()(), None
+                self.outcome = call(), None
             except BaseException as error:  # noqa: BLE001 - raised by the caller
                 self.outcome = None, error
+            del call  # or what it holds would live until the next one
             self.done.release()
 
     def come(self) -> None:
         """Waits for the end of a call, and looks meanwhile."""
-        while self.outcome is None:
-            if not self.done.acquire(timeout=_LOOK_SECONDS):
-                look()
-        self.done.acquire(blocking=False)  # an interrupt may have come before
+        while not self.done.acquire(timeout=_LOOK_SECONDS):
+            if self.outcome is not None:  # just now; or an interrupt came right behind `acquire`
+                self.done.acquire(timeout=_LOOK_SECONDS)
+                return
+            look()
 
 
 class PerThread(threading.local):

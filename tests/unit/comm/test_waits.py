@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 
@@ -81,3 +82,16 @@ def test_a_thread_without_verbs_waits_by_itself() -> None:
     thread.start()
     thread.join()
     assert found == [True]
+
+
+def test_a_helper_ends_with_its_thread() -> None:
+    before = threading.active_count()
+    thread = threading.Thread(target=ended, args=[int])
+    thread.start()
+    thread.join()
+    del thread
+    gc.collect()
+    deadline = time.monotonic() + 60.0
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert threading.active_count() <= before
