@@ -104,11 +104,15 @@ def ended(call: Callable[[], T]) -> T:
     helper.tasks.put(call)
     interrupt: KeyboardInterrupt | None = None
     try:
-        if not helper.done.acquire(timeout=_LOOK_SECONDS):
+        try:
+            if not helper.done.acquire(timeout=_LOOK_SECONDS):
+                helper.come()
+        except KeyboardInterrupt as error:
+            interrupt = error
             helper.come()
-    except KeyboardInterrupt as error:
-        interrupt = error
-        helper.come()
+    except BaseException:
+        helper.tasks.put(None)  # it ends when the call has
+        raise
     _thread.helper = helper
     assert helper.outcome is not None
     (result, raised), helper.outcome = helper.outcome, None
