@@ -13,11 +13,12 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
 from hashlib import blake2b, sha256
 from pathlib import Path
+from typing import TypeVar
 
 import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
@@ -26,6 +27,7 @@ from torch.distributed.distributed_c10d import Store
 from pipegrad.comm.waits import ended, look
 from pipegrad.errors import MessageError
 
+T = TypeVar("T")
 STORE_KEY = "PIPEGRAD_STORE_KEY"  # the variable with the key of a launch
 LOOPBACK = "127.0.0.1"
 _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.05  # between two looks of a wait
@@ -40,25 +42,27 @@ class SignedStore:
 
     Args:
         store: Where they are.
+        within_seconds: For an answer. Who keeps the store may be stopped, or cut off.
 
     Attributes:
         raw: The same.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Store, within_seconds: float = 30.0) -> None:
         self.raw = store
+        self._within_seconds = within_seconds
         self._hash = _keyed(os.environ.get(STORE_KEY, ""))
 
-    def clone(self) -> SignedStore:
-        """Returns the same store over a connection of its own."""
+    def clone(self, within_seconds: float) -> SignedStore:
+        """Returns the same store over a connection of its own, with another time for answers."""
         # A new connection waits minutes for a store that has ended; a message fails at once.
         self.check(["pipegrad"])
-        return SignedStore(ended(self.raw.clone))  # type: ignore[attr-defined]  # public
+        return SignedStore(self._asked(self.raw.clone), within_seconds)  # type: ignore[attr-defined]
 
     def set(self, key: str, value: bytes | str) -> None:
         """Sets a value."""
         signed = self._signed(key, self._short(key, value))
-        ended(lambda: self.raw.set(key, signed))  # type: ignore[arg-type]
+        self._asked(lambda: self.raw.set(key, signed))  # type: ignore[arg-type]
 
     def set_first(self, key: str, value: bytes | str) -> bytes:
         """Sets a value if there is none; returns what is there then.
@@ -67,7 +71,7 @@ class SignedStore:
             MessageError: If another program has written it.
         """
         signed = self._signed(key, self._short(key, value))
-        found = ended(lambda: self.raw.compare_set(key, "", signed))  # type: ignore[arg-type]
+        found = self._asked(lambda: self.raw.compare_set(key, "", signed))  # type: ignore[arg-type]
         return self._whole(key, self._opened(key, found))
 
     def get(self, key: str) -> bytes:
@@ -76,7 +80,7 @@ class SignedStore:
         Raises:
             MessageError: If another program has written it.
         """
-        return self._whole(key, self._opened(key, ended(lambda: self.raw.get(key))))
+        return self._whole(key, self._opened(key, self._asked(lambda: self.raw.get(key))))
 
     def text(self, key: str) -> str:
         """Returns a value that is text, as `get` does."""
@@ -84,11 +88,11 @@ class SignedStore:
 
     def count(self, key: str) -> int:
         """Adds 1 to a number; returns it. It is not signed: it names keys, and no more."""
-        return ended(lambda: self.raw.add(key, 1))
+        return self._asked(lambda: self.raw.add(key, 1))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Returns whether all of these have a value."""
-        return ended(lambda: self.raw.check(list(keys)))
+        return self._asked(lambda: self.raw.check(list(keys)))
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Waits until all of these have a value.
@@ -110,7 +114,10 @@ class SignedStore:
 
     def delete_key(self, key: str) -> bool:
         """Deletes a value; returns whether there was one."""
-        return ended(lambda: self.raw.delete_key(key))
+        return self._asked(lambda: self.raw.delete_key(key))
+
+    def _asked(self, call: Callable[[], T]) -> T:
+        return ended(call, self._within_seconds)
 
     def _short(self, key: str, value: bytes | str) -> bytes:
         """Returns a value; of a large one, whose pieces it sets, where they are."""

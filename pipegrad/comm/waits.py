@@ -15,12 +15,16 @@ that stays in C++ is left behind. Every wait for another rank is one of these:
 
 from __future__ import annotations
 
+import math
 import os
 import threading
+import time
 from collections.abc import Callable
 from queue import SimpleQueue
 from typing import Any, TypeVar
 from weakref import finalize
+
+import torch.distributed as dist
 
 T = TypeVar("T")
 _LOOK_SECONDS = 0.25
@@ -51,13 +55,17 @@ class _Helper:
             del call  # or what it holds would live until the next one
             self.done.release()
 
-    def come(self) -> None:
-        """Waits for the end of a call, and looks meanwhile."""
+    def come(self, seconds: float) -> None:
+        """Waits for the end of a call, at most so long, and looks meanwhile."""
+        deadline = time.monotonic() + seconds
         while not self.done.acquire(timeout=_LOOK_SECONDS):
             if self.outcome is not None:  # just now; or an interrupt came right behind `acquire`
                 self.done.acquire(timeout=_LOOK_SECONDS)
                 return
-            look()
+            if time.monotonic() > deadline:
+                raise dist.DistNetworkError(f"no answer in {seconds:g} s")
+            if not _thread.may_block:
+                look()
 
 
 class PerThread(threading.local):
@@ -88,7 +96,7 @@ def let_block() -> None:
     _thread.may_block = True
 
 
-def ended(call: Callable[[], T]) -> T:
+def ended(call: Callable[[], T], seconds: float = math.inf) -> T:
     """Returns the result of a call that waits in C++; see [Note: waits].
 
     An interrupt is raised behind the call: nobody could say what half of it has done. A second
@@ -96,8 +104,9 @@ def ended(call: Callable[[], T]) -> T:
 
     Raises:
         StallError: If a rank has raised the alarm. The call still runs.
+        DistNetworkError: If it takes longer than so many seconds.
     """
-    if _thread.may_block:
+    if _thread.may_block and seconds == math.inf:
         return call()
     helper = _thread.helper or _Helper()
     _thread.helper = None  # unless it comes back
@@ -106,10 +115,10 @@ def ended(call: Callable[[], T]) -> T:
     try:
         try:
             if not helper.done.acquire(timeout=_LOOK_SECONDS):
-                helper.come()
+                helper.come(seconds)
         except KeyboardInterrupt as error:
             interrupt = error
-            helper.come()
+            helper.come(seconds)
     except BaseException:
         helper.tasks.put(None)  # it ends when the call has
         raise

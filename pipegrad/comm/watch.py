@@ -2,7 +2,7 @@
 
 [Note: watch] A thread of each rank sleeps nearly always. A few times a second it looks at what the
 rank is at, at the processes of this machine, and into the key-value store, on a connection of its
-own. It alone may be blocked there, if the network is gone.
+own. It waits some seconds for an answer, and looks on without one.
 
 1. An activity takes longer than it may, a process of this machine has ended, or the thread of verbs
    calls `fail`: the rank raises the alarm, a key in the store. The first one counts.
@@ -42,12 +42,12 @@ from pipegrad.comm.activity import (
     Record,
     has_lost_connection,
 )
-from pipegrad.comm.agreement import store
+from pipegrad.comm.agreement import STORE_IS_GONE, store
 from pipegrad.comm.ending import cut_all
 from pipegrad.comm.failures import ENDED, FailureReport, make_report
 from pipegrad.comm.store import SignedStore
 from pipegrad.comm.waits import let_block, look_with
-from pipegrad.errors import MessageError, StallError
+from pipegrad.errors import AgreementError, MessageError, StallError, following
 
 _POLL_SECONDS, _QUICK_SECONDS, _TICK_SECONDS, _JOIN_SECONDS = 0.5, 0.1, 0.02, 1.0
 _ANSWER_SECONDS = 8.0  # for all ranks to post their records
@@ -86,7 +86,7 @@ class Watch:
         self.ends_process, self.last_verb = False, "its set-up"
         self._world = ref(dist.group.WORLD)
         # A wait of another thread holds its connection to the store until it ends.
-        self._store = store().clone()
+        self._store = store().clone(_REPORT_SECONDS)
         # A store may outlive a process group, and still have its alarm. So each watch has keys of
         # its own. All ranks make each watch, so each rank counts alone and has the same number.
         life = self._store.count(f"pipegrad/watch/lives/{self.rank}")
@@ -199,18 +199,16 @@ class Watch:
 
     def _run(self) -> None:
         let_block()
-        pause, has_store = _QUICK_SECONDS, True  # a rank may end at once
+        pause = _QUICK_SECONDS  # a rank may end at once
         while not self._comes_to(State.ALARM, pause):
             # Whoever keeps the store may have ended because the job is done. If not, waits fail.
             # Any other error must not end the watch.
             try:
-                pause = self._look(has_store=has_store)
-            except dist.DistNetworkError:
-                has_store = False
+                pause = self._look()
             except MessageError:
                 self._raise_alarm("")
             except Exception:  # noqa: BLE001 - see above
-                pause = _POLL_SECONDS
+                pause, self._is_debugged = _POLL_SECONDS, False
         if self.has_alarm:
             try:
                 self._exchange()
@@ -220,14 +218,13 @@ class Watch:
                 self._report_alone(_NO_STORE if is_store else repr(error), has_lost_store=has_lost)
             self._end()
 
-    def _look(self, *, has_store: bool) -> float:
+    def _look(self) -> float:
         """Looks once; returns how long to sleep then."""
         self._account.look(counts=not self._is_debugged)
         if dist.group.WORLD is not self._world():
             self.leave()  # another default process group has another watch
             return 0.0
-        have_come = True
-        if has_store:
+        try:
             have_come = self._neighbours.learn()
             self._is_debugged = self._is_one_debugged()
             self.absent.look(self._account)
@@ -236,8 +233,9 @@ class Watch:
                 self._raise_alarm("".join(f"Rank {self.rank} waits in {x}" for x in waits))
             elif self._store.check([self._key("alarm")]):
                 self._raise_alarm("")
-        if (late := self._late()) is not None:
-            self._raise_alarm(late)
+        finally:  # the store may not answer
+            if (late := self._late()) is not None:
+                self._raise_alarm(late)
         return _POLL_SECONDS if have_come else _QUICK_SECONDS
 
     def _late(self) -> str | None:
@@ -374,7 +372,10 @@ def watch() -> Watch | None:
     world = dist.group.WORLD
     assert world is not None
     if world not in _watches:
-        _watches[world] = Watch()
+        try:
+            _watches[world] = Watch()
+        except dist.DistNetworkError as gone:
+            raise following(AgreementError(f"the watch: {STORE_IS_GONE}")) from gone
     return _watches[world]
 
 
