@@ -79,8 +79,9 @@ class Scheduler:
         loss_reduction: ``"mean"``: the loss of a step is the mean over microbatches and data ranks.
             A microbatch counts by its rows, if the step cuts them. With ``nn.CrossEntropyLoss``,
             ``nn.NLLLoss``, their functions or `chunked_cross_entropy` as loss_fn it counts by its
-            labels, or by the weights of their classes. So it is the mean of one process. This is
-            the default, but for the own loss of a `Cut`.
+            labels, or by the weights of their classes. So it is the mean of one process. Another
+            loss must be a mean over rows: one over a mask, or of pairs of rows, is not, and nothing
+            warns. This is the default, but for the own loss of a `Cut`.
             ``"token_mean"``: loss_fn returns ``(sum, weight)`` or ``(sum, weight, metrics)``, such
             as the sum of ``cross_entropy(..., ignore_index=-100, reduction="sum")`` and the number
             of targets that are not ignored. The loss is the sum over all microbatches and data
