@@ -245,6 +245,8 @@ class Watch:
 
     def _end(self) -> None:
         """Ends the waits of torch's own, and the process, if it may."""
+        if dist.group.WORLD is not self._world():
+            return  # another default process group has another watch, and groups of its own
         if self.ends_process:
             # gloo may wait for a stopped rank when a group is destroyed, and may hold Python's lock
             # then. So only a thread of C can end the process.

@@ -27,11 +27,12 @@ PACKAGE = ROOT / "pipegrad"
 HANDLERS = ROOT / "handlers" / "pipegrad_handlers"
 CODECS = ROOT / "handlers" / "pipegrad_codecs"
 ACME = ROOT / "tests" / "support" / "acme_handlers"
-TORCH_PRIVATE = {PACKAGE / "interop" / "private.py"}
+# And the groups of this process, of which torch has no public list.
+TORCH_PRIVATE = {PACKAGE / "interop" / "private.py", PACKAGE / "comm" / "ending.py"}
 
 # What runs in a step. A folder may import from itself and from those above it in this list.
 CORE = [
-    *("_torch_version", "errors", "limits", "run_files", "printable", "comm", "topology"),
+    *("_torch_version", "printable", "errors", "limits", "run_files", "comm", "topology"),
     *("plugins", "model", "plan", "gradients", "interop", "losses", "pipeline"),
 ]
 # What stands beside a step: each may import the core too, and what is above it here.
