@@ -39,6 +39,7 @@ T = TypeVar("T")
 Local = TypeVar("Local")
 AGREE_SECONDS = 60.0  # how long ranks wait for the slowest rank, by default
 _SLOW_SECONDS = 600.0  # where ranks may be minutes apart
+_LOOK_SECONDS = 0.02
 _SHORT, _CONTEXT = 72, 16  # characters of a line, and before a difference
 _MOST_VALUES, _MOST_RANKS = 4, 8  # in a message
 # The agreements of each set of ranks, by default process group.
@@ -367,10 +368,13 @@ def once_a_machine(function: Callable[[], None], *, timeout_seconds: float = 10.
         function()
         store().set(key, "")
         return
-    try:
-        store().wait([key], timedelta(seconds=timeout_seconds))
-    except dist.DistError:  # the first rank hangs, or has ended
-        function()
+    kv, deadline = store(), time.monotonic() + timeout_seconds
+    with contextlib.suppress(dist.DistError, StallError):  # the first rank has ended
+        while time.monotonic() < deadline:
+            if kv.check([key]):  # and no `wait`, which an alarm ends: the message may be about it
+                return
+            time.sleep(_LOOK_SECONDS)
+    function()
 
 
 def warn_once(words: str, key: str) -> None:
