@@ -15,7 +15,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
@@ -36,7 +36,6 @@ from pipegrad.errors import (
 
 Drawing = Callable[[int, Mapping[int, str]], str]
 _FAILED = "pipegrad_failed"  # the attribute of an error
-FAILED_BEFORE = "failed before"  # in the words of a verb that repeats an earlier failure
 # What torch's backends say when another rank is gone. No words of others are looked at.
 _CONNECTION = re.compile(r"gloo|NCCL|[Cc]onnection|Broken pipe|pair closure")
 _COMM = f"{Path(__file__).parent}{os.sep}"
@@ -217,10 +216,6 @@ class Stand(NamedTuple):
     ranks: tuple[int, ...]
 
 
-def _is_prompt(frames: Iterable[Frame]) -> bool:
-    return any(_PROMPTS.get(frame.function, "\0") in frame.file for frame in frames)
-
-
 def _awaited_by_others(thread: int) -> tuple[int, ...]:
     """Returns the ranks for which the threads other than this one wait."""
     others = [stack[-1].ranks for other, stack in activities().items() if stack and other != thread]
@@ -368,7 +363,8 @@ class Account:
                 self._moved = self._looked if place[1] else 0.0
             self._place, self.since, self.is_debugged = place, self._looked, False
         elif self._looked - self.since >= _STILL_SECONDS or self.late(share=0.5) is not None:
-            self.is_debugged = _is_prompt(frames_of(verb_thread()))
+            frames = frames_of(verb_thread())
+            self.is_debugged = any(_PROMPTS.get(x.function, "\0") in x.file for x in frames)
         if self.is_debugged or not counts:
             give_back(self._looked - before, before)
 

@@ -42,7 +42,7 @@ from typing import Literal
 
 import torch.distributed as dist
 
-from pipegrad.comm.activity import FAILED_BEFORE, Drawing, Record, has_lost_connection
+from pipegrad.comm.activity import Drawing, Record, has_lost_connection
 from pipegrad.comm.agreement import STORE_IS_GONE, store
 from pipegrad.errors import (
     DriftError,
@@ -292,10 +292,10 @@ class FailedSteps:
         if self._final is not None:
             self._notice.next_step()
             # The other ranks begin this step, too, and wait for this rank: its board must say why.
-            self._notice.post(f"it {FAILED_BEFORE}: {self._final}", final=True)
+            self._notice.post(f"it failed before: {self._final}", final=True)
             raise following(
                 ReduceError(
-                    f"this GradientSync {FAILED_BEFORE} and the ranks are out of step; end the "
+                    f"this GradientSync failed before and the ranks are out of step; end the "
                     f"process and resume from a checkpoint. The failure: {self._final}"
                 )
             ) from self._final

@@ -66,8 +66,8 @@ def dumps(value: object) -> bytes:
     content = _VERSION + _text(_tree(value, 0)).encode()
     if len(content) > MOST_BYTES:
         raise MessageError(
-            f"a message of {len(content)} bytes is too large to be sent between ranks, which takes "
-            f"{MOST_BYTES}"
+            f"a message of {len(content)} bytes is too large to be sent between ranks: at most "
+            f"{MOST_BYTES} are"
         )
     return content
 

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # public
 from torch.distributed.distributed_c10d import Store
 
+from pipegrad.comm.plain import MOST_BYTES
 from pipegrad.comm.waits import ended, look
 from pipegrad.errors import MessageError
 
@@ -34,7 +35,7 @@ _LEAST_PAUSE_SECONDS, _MOST_PAUSE_SECONDS = 2e-4, 0.05  # between two looks of a
 _MARK = b"pipegrad signed "
 _HEAD = len(_MARK) + 32
 _PIECES = b"pipegrad pieces "
-_PIECE_BYTES, _MOST_BYTES = 2**22, 2**30  # torch's store drops a client that sends 8 MiB at once
+_PIECE_BYTES = 2**22  # torch's store drops a client that sends 8 MiB at once
 
 
 class SignedStore:
@@ -134,7 +135,7 @@ class SignedStore:
         if not content.startswith(_PIECES):
             return content
         name, _, size = content.removeprefix(_PIECES).decode(errors="replace").partition(" ")
-        if not size.isdigit() or int(size) > _MOST_BYTES:
+        if not size.isdigit() or int(size) > MOST_BYTES:
             raise MessageError(_refusal(key))
         return b"".join(self.get(f"{key}/{name}/{at}") for at in range(0, int(size), _PIECE_BYTES))
 
