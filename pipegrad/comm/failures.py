@@ -289,6 +289,8 @@ class FailedSteps:
         """
         if self._doubt is not None:
             self.wait()
+        if self._notice.has_failures and (words := self._notice.read_final()) is not None:
+            self.end_for_good(elsewhere(ReduceError, words))
         if self._final is not None:
             self._notice.next_step()
             # The other ranks begin this step, too, and wait for this rank: its board must say why.

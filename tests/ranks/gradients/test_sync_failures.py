@@ -358,7 +358,7 @@ def test_a_step_that_one_rank_has_made_and_another_has_not_ends_the_training() -
     told = [gathered(outcome(partial(train, number))) for number in range(1, 7)]
     assert ["Error" in words for words in told[2]] == [False, True]
     assert "step 3 has failed on another rank after it ended on this one" in told[4][0]
-    assert all("Error" in words for words in told[5])
+    assert all("Error" in words for words in told[5]), told
     sync.close()
 
 
