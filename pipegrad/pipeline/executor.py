@@ -85,7 +85,9 @@ class Executor:
             Op.SHARED_WEIGHTS: weights.compute_shared,
         }
         self._calls = list[_Call]()  # of all items, so that a step looks nothing up
-        for item in program.called(self._rank):
+        items = list(program.called(self._rank))
+        last = max((i for i, item in enumerate(items) if item.op is Op.COMPUTE), default=0)
+        for index, item in enumerate(items):
             op, which, microbatch = item
             arguments: tuple[int, ...] = which, microbatch
             if op is Op.COMPUTE:
@@ -93,6 +95,8 @@ class Executor:
                 method, arguments = compute.method_of(stage, kind), (stage, microbatch)
             elif op in methods:
                 method = methods[op]
+                if op is Op.RELEASE:  # behind the last action no receive proves anything
+                    arguments = which, microbatch, index < last
             else:
                 is_sharded = op is Op.LAST_BACKWARD and which in sharded.stages
                 method = sharded.last_backward if is_sharded else of_stages[op]

@@ -61,7 +61,7 @@ import torch.distributed as dist
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.collectives import HEADERS, TRANSFERS
-from pipegrad.comm.sync_points import Done, Work
+from pipegrad.comm.sync_points import Done, HostWork, Work
 from pipegrad.errors import StepError
 from pipegrad.pipeline.codings import Coding, Codings, Position
 from pipegrad.pipeline.edges import (
@@ -535,7 +535,7 @@ class Transfers:
         work = sync_points.in_use.send(group, message, peer, tag)
         self._sending.setdefault(key, []).append((work, SENDING(message)))
 
-    def release(self, channel: int, microbatch: int) -> None:
+    def release(self, channel: int, microbatch: int, has_arrived: bool = False) -> None:
         """Lets go of a tensor that was sent.
 
         The program has this item behind a receive that proves that the message has arrived, or at
@@ -544,6 +544,8 @@ class Transfers:
         key = channel, microbatch
         if key in self._sending:
             for work, _ in self._sending[key]:
+                if has_arrived and type(work) is HostWork:
+                    work.has_arrived = True
                 SENT(work)
             del self._sending[key]
 
