@@ -1,8 +1,8 @@
 """Communication hooks: averages buckets with torch's DDP communication hooks, chosen by name.
 
 torch's hooks are written for DistributedDataParallel: functions of a state and a bucket that return
-a future of the mean. Here each bucket has its own state, so comm streams share nothing. The
-contributed flags never go through a hook.
+a future of the mean. Here the state is the process group. The contributed flags never go through a
+hook.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NoReturn
 
@@ -17,22 +18,15 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from pipegrad import FlatBucket, LateWork, ReductionStep, Work, errors
+from pipegrad import FlatBucket, ReductionStep, Work, errors
 from pipegrad.plugins.handler import closest_first, complaints_of
-from pipegrad_handlers.power_sgd import PowerSGD
 
 Function = Callable[..., Any]
-_Key = tuple[int, tuple[int, ...]]  # bucket and ranks
 
 _HOOKS: dict[str, Function] = {
     "allreduce_hook": default_hooks.allreduce_hook,
     "bf16_compress_hook": default_hooks.bf16_compress_hook,
     "fp16_compress_hook": default_hooks.fp16_compress_hook,
-}
-_POWER_SGD = ("powerSGD_hook", "batched_powerSGD_hook")
-_WRAPPERS: dict[str, Function] = {
-    "bf16_compress_wrapper": default_hooks.bf16_compress_wrapper,
-    "fp16_compress_wrapper": default_hooks.fp16_compress_wrapper,
 }
 
 
@@ -40,14 +34,9 @@ class CommunicationHook:
     """Averages buckets with one of torch's DDP communication hooks.
 
     A handler has it as its `hook`. Names are those of torch: ``allreduce_hook``,
-    ``bf16_compress_hook``, ``fp16_compress_hook``, ``powerSGD_hook``, ``batched_powerSGD_hook``. Or
-    give ``module:attr``, a function ``(state, bucket) -> Future``. In a table, all further keys are
-    options of the hook (of ``PowerSGDState``, or keyword arguments of the function), except two:
-
-    - ``wrapper``: ``bf16_compress_wrapper``, ``fp16_compress_wrapper`` or ``module:attr``.
-    - ``state``: ``module:attr``, called as ``state(process_group=..., **options)`` for each bucket.
-      Without it, the state is the process group. The state is saved if it has ``state_dict`` and
-      ``load_state_dict``.
+    ``bf16_compress_hook``, ``fp16_compress_hook``. Or give ``module:attr``, a function
+    ``(process_group, bucket) -> Future``. In a table, all further keys are its keyword arguments.
+    Nothing is kept from step to step.
 
     A hook may change the tensor of `TorchBucket.buffer`, but not its size. Its future must wait for
     every collective that it starts. It runs on a comm stream, beside the compute. An `OrderChecker`
@@ -63,73 +52,30 @@ class CommunicationHook:
     def __init__(self, spec: str | Mapping[str, object]) -> None:
         if not isinstance(spec, str | Mapping):
             raise errors.PluginOptionError(f"the hook {spec!r} should be a name or a table")
-        self._table: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
-        options = dict(self._table)
+        options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
         if not isinstance(name := options.pop("name", None), str):
             raise errors.PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
-        wrapper = options.pop("wrapper", None)
-        wrap = None if wrapper is None else _resolve("wrapper", wrapper, _WRAPPERS)
-        self._make: Callable[[dist.ProcessGroup], _Plain | PowerSGD]
-        if name in _POWER_SGD:
-            PowerSGD.check(name, options)
-            batched = name == "batched_powerSGD_hook"
-            self._make = partial(PowerSGD, options=options, batched=batched, wrapper=wrap)
-        else:
-            function = _resolve("hook", name, _HOOKS, *_POWER_SGD)
-            self._make = _plain(name, function, options, wrap)
-        self._hooks: dict[_Key, tuple[dist.ProcessGroup, _Plain | PowerSGD]] = {}
-        self._loaded: dict[_Key, Mapping[str, Any]] = {}
+        function = _resolve(name)
+        if complaints := complaints_of(function, options, given=_first_two(function)):
+            raise errors.PluginOptionError(f"hook {name!r} {complaints}")
+        self._function = partial(function, **options)
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
         """Averages a bucket over `group`; see `GradientHandler.launch`.
 
-        Sync: on a comm stream. A separate all-reduce sums the flags exactly. If the flags decide
-        whether the hook starts, the wait for the work blocks the host, on devices too.
+        Sync: on a comm stream. A separate all-reduce sums the flags exactly.
         """
         # A hook's callbacks may start collectives in threads of the backend. The comm stream waits
         # for the work before its next task, so no other collective of this group runs beside them.
-        hook = self._of((bucket.index, reduction.ranks), group)
         bucket.is_mean = True
-        running = _Running(hook, TorchBucket(bucket), group)
-        # If the host reads the flags, it waits: late, unless in a thread.
-        return LateWork(running.wait, in_threads=False) if hook.sums_flags_first else running
-
-    def state_dict(self) -> dict[str, Any]:
-        """Returns the states of the hooks of this rank's buckets; {} if there are none."""
-        states = {key: dict(state) for key, state in self._loaded.items()}
-        states |= {key: hook.state_dict() for key, (_, hook) in self._hooks.items()}
-        buckets = {key: state for key, state in states.items() if state}
-        return {"hook": dict(self._table), "buckets": buckets} if buckets else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues with a result of `state_dict`; starts anew if it is empty.
-
-        Raises:
-            ValueError: If it is the state of another hook, or of other options.
-        """
-        if state and state.get("hook") != self._table:
-            raise ValueError(
-                f"what is to be loaded is of the hook {state.get('hook')}, this one is "
-                f"{self._table!r}: load it with the same hook and options"
-            )
-        self._hooks.clear()
-        self._loaded = dict(state.get("buckets", {}))
-
-    def _of(self, key: _Key, group: dist.ProcessGroup) -> _Plain | PowerSGD:
-        """Returns the hook of a bucket, with its state."""
-        if key not in self._hooks:
-            self._hooks[key] = group, self._make(group)
-            if key in self._loaded:
-                self._hooks[key][1].load_state_dict(self._loaded.pop(key))
-        first_group, hook = self._hooks[key]
-        if first_group is not group:
-            raise ValueError(
-                "a handler with a communication hook belongs to one GradientSync, and was given to "
-                "two: give each an instance of its own, or a table of name and options"
-            )
-        return hook
+        flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
+        of_torch = TorchBucket(bucket)
+        future = self._function(group, of_torch)
+        if not hasattr(future, "wait"):
+            raise TypeError(f"a communication hook returned {future!r}, expected a Future")
+        return _Running(flags, future, of_torch)
 
 
 class TorchBucket:
@@ -195,72 +141,17 @@ class TorchBucket:
             payload.copy_(result.reshape(-1))
 
 
+@dataclass(frozen=True)
 class _Running:
     """A hook at work. After `wait`, the mean and the summed flags are in the bucket."""
 
-    def __init__(
-        self, hook: _Plain | PowerSGD, bucket: TorchBucket, group: dist.ProcessGroup
-    ) -> None:
-        self._hook, self._bucket = hook, bucket
-        self._flags: Work = dist.all_reduce(bucket.flat.flags, group=group, async_op=True)
-        self._future = None if hook.sums_flags_first else self._start()
+    flags: Work
+    future: Work
+    bucket: TorchBucket
 
     def wait(self) -> None:
-        self._flags.wait()
-        if self._future is None:
-            if not bool(self._bucket.flat.flags.any()):
-                return
-            self._future = self._start()
-        self._bucket.take(self._future.wait())
-        self._hook.end(self._bucket)
-
-    def _start(self) -> Any:  # noqa: ANN401 - a user's hook may return anything
-        future = self._hook.start(self._bucket)
-        if not hasattr(future, "wait"):
-            raise TypeError(f"a communication hook returned {future!r}, expected a Future")
-        return future
-
-
-class _Plain:
-    """A hook of one bucket, without a state, or with a state of the user."""
-
-    sums_flags_first = False
-
-    def __init__(
-        self, group: dist.ProcessGroup, *, function: Function, state: Function | None
-    ) -> None:
-        self._function = function
-        self._state: Any = group if state is None else state(process_group=group)
-        self._saves = state is not None and hasattr(self._state, "state_dict")
-
-    def start(self, bucket: TorchBucket) -> Any:  # noqa: ANN401 - a user's hook may return anything
-        return self._function(self._state, bucket)
-
-    def end(self, bucket: TorchBucket) -> None:
-        """Does nothing."""
-
-    def state_dict(self) -> dict[str, Any]:
-        return dict(self._state.state_dict()) if self._saves else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._state.load_state_dict(state)
-
-
-def _plain(
-    name: str, function: Function, options: dict[str, Any], wrap: Function | None
-) -> Callable[[dist.ProcessGroup], _Plain]:
-    """Returns a function that makes the hook of a bucket, after a check of its options."""
-    state, takes, positional = None, function, _first_two(function)
-    if (factory := options.pop("state", None)) is not None:
-        state = _resolve("state of a hook", factory, {})
-        takes, positional = state, ["process_group"]
-    if complaints := complaints_of(takes, options, given=positional):
-        raise errors.PluginOptionError(f"hook {name!r} {complaints}")
-    if state is None:
-        function = partial(function, **options)
-    else:
-        state = partial(state, **options)
-    return partial(_Plain, function=function if wrap is None else wrap(function), state=state)
+        self.flags.wait()
+        self.bucket.take(self.future.wait())
 
 
 def _first_two(function: Function) -> list[str]:
@@ -271,23 +162,21 @@ def _first_two(function: Function) -> list[str]:
         return []
 
 
-def _resolve(kind: str, name: object, known: Mapping[str, Function], *others: str) -> Function:
-    """Returns a function by name or as ``module:attr``; `others` are names for the message."""
-    if isinstance(name, str) and name in known:
-        return known[name]
-    if not isinstance(name, str) or ":" not in name:
+def _resolve(name: str) -> Function:
+    """Returns a hook by name, or as ``module:attr``."""
+    if name in _HOOKS:
+        return _HOOKS[name]
+    if ":" not in name:
         raise errors.PluginNotFoundError(
-            f"no {kind} is called {name!r}; known, closest first: "
-            f"{closest_first(str(name), [*known, *others])}; or give it as 'module:attr'"
+            f"no hook is called {name!r}; known, closest first: {closest_first(name, [*_HOOKS])}; "
+            f"or give it as 'module:attr'"
         )
     try:
         function: Any = pkgutil.resolve_name(name)
     except Exception as error:
-        raise errors.PluginLoadError(
-            f"the {kind} {name!r} cannot be imported: {error!r}"
-        ) from error
+        raise errors.PluginLoadError(f"the hook {name!r} cannot be imported: {error!r}") from error
     if not callable(function):
-        raise errors.PluginLoadError(f"the {kind} {name!r} is {function!r}, expected a function")
+        raise errors.PluginLoadError(f"the hook {name!r} is {function!r}, expected a function")
     return function  # type: ignore[no-any-return]  # of any class, but callable
 
 

@@ -17,8 +17,8 @@ class DataParallel(GradientHandler):
         axis: The mesh dimension; by default all data dimensions of the topology. After ``sharded``
             it is an outer dimension, over which shards are averaged.
         hook: How gradients are sent: a communication hook of torch's DistributedDataParallel. It is
-            a name, ``"bf16_compress_hook"``, or a table of name and options, ``{name =
-            "powerSGD_hook", matrix_approximation_rank = 2}``. See `CommunicationHook`.
+            a name, ``"bf16_compress_hook"``, or a table of name and options. See
+            `CommunicationHook`.
     """
 
     def __init__(

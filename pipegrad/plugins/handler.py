@@ -253,21 +253,12 @@ class FlatBucket(Protocol):
 
 
 class Averaging(Protocol):
-    """Averages instead of an all-reduce, as `CommunicationHook` of the built-in handlers does.
-
-    Its methods are those of a handler.
-    """
+    """Averages instead of an all-reduce, as `CommunicationHook` of the built-in handlers does."""
 
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
         """As `GradientHandler.launch`; it sets ``bucket.is_mean``."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """As `GradientHandler.state_dict`."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `GradientHandler.load_state_dict`."""
 
 
 class OuterOptimizer(Protocol):
@@ -380,9 +371,9 @@ class GradientHandler(Constructed, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Returns this rank's state from step to step: numbers, strings and CPU tensors.
 
-        By default it is the state of `hook`. Override it if `launch` has another state.
+        By default there is none. Override it if `launch` has a state.
         """
-        return {} if self.hook is None else self.hook.state_dict()
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continues with a result of `state_dict` of the same rank; starts anew if it is empty.
@@ -390,10 +381,10 @@ class GradientHandler(Constructed, ABC):
         Raises:
             ValueError: If it is the state of something else.
         """
-        if self.hook is not None:
-            self.hook.load_state_dict(state)
-        elif state:
-            raise ValueError("it has no communication hook, and takes nothing that one kept")
+        if state:
+            raise ValueError(
+                "it keeps nothing from step to step, and this is what another one kept"
+            )
 
 
 def sums_plainly(handler: GradientHandler) -> bool:
@@ -404,7 +395,8 @@ def sums_plainly(handler: GradientHandler) -> bool:
 
 def keeps_state(handler: GradientHandler) -> bool:
     """Whether a handler may have a state from step to step, such as error feedback."""
-    # After a failed step, such a state may differ between ranks. So it makes the failure final.
+    # After a failed step, such a state may differ between ranks. So it makes the failure final. A
+    # hook of a user may keep one where nobody sees it.
     overridden = type(handler).state_dict is not GradientHandler.state_dict
     return handler.hook is not None or overridden
 

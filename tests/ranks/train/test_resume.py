@@ -53,25 +53,32 @@ def hook(chosen: str) -> list[str]:
     return [DROPOUT, REPLICAS, f"gradient_handlers={handlers}"]
 
 
-def power(rank: int) -> list[str]:
-    options = f"start_powerSGD_iter=2, matrix_approximation_rank={rank}"
-    return hook(f"{{name='powerSGD_hook', {options}}}")
+def keeping(handler: str) -> list[str]:
+    return [DROPOUT, REPLICAS, f"gradient_handlers=['pipeline-shared', {handler}]"]
 
 
 CODED = ["parallel.codecs={gradients='topk', activations='int8'}", DROPOUT]
-ODD = hook("{name='odd_hook:averaged', state='odd_hook:Keeps'}")
-ODD_HOOK = """
+FADING, ODD = keeping("{name='keeping:Fading', by=2}"), keeping("'keeping:Odd'")
+KEEPING = """
 from fractions import Fraction
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-class Keeps:
-    def __init__(self, process_group):
-        self.process_group = process_group
+from pipegrad_handlers.data_parallel import DataParallel
+class Fading(DataParallel):  # sends less each time
+    def __init__(self, *, by: int = 2):
+        super().__init__()
+        self.by, self.calls = by, 0
+    def launch(self, bucket, reduction, group):
+        self.calls += 1
+        bucket.payload.div_(self.by * self.calls)
+        return super().launch(bucket, reduction, group)
     def state_dict(self):
-        return {"scale": Fraction(1, 2)}
+        return {"by": self.by, "calls": self.calls}
     def load_state_dict(self, state):
-        pass
-def averaged(state, bucket):
-    return allreduce_hook(state.process_group, bucket)
+        if state.get("by", self.by) != self.by:
+            raise ValueError("it fades by another number")
+        self.calls = state.get("calls", 0)
+class Odd(Fading):
+    def state_dict(self):
+        return {"by": Fraction(2)}
 """
 LOW = """
 from tensor_parallel import tensor_parallel_gpt
@@ -178,8 +185,8 @@ JOBS = {
     "averages of a forward": Job(
         2, ["model={factory='factories:averaging'}", "parallel.boundaries=[2]"]
     ),
-    "errors of a hook": Job(2, power(2), stops=(4,)),
-    "a hook without errors": Job(2, hook("'bf16_compress_hook'"), stops=(4,)),
+    "what a handler keeps": Job(2, FADING, stops=(4,)),
+    "a hook": Job(2, hook("'bf16_compress_hook'"), stops=(4,)),
     "errors of codecs": Job(2, CODED, stops=(4,)),
     # They stop in the middle of the second epoch.
     "batches of a generator": of_data(*GENERATED),
@@ -222,7 +229,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for path in EXAMPLES.glob("*.*"):
         if path.stem in ("tensor_parallel", "mixture_of_experts"):
             (made / path.name).write_bytes(path.read_bytes())
-    (made / "odd_hook.py").write_text(ODD_HOOK)
+    (made / "keeping.py").write_text(KEEPING)
     (made / "low.py").write_text(LOW)
     (made / "plan.py").write_text(PLAN)
     (made / "other.txt").write_text("other words " * 99)
@@ -430,10 +437,10 @@ def test_replicas_end_as_one_model_that_can_be_exported_after_a_meeting(folder: 
 @pytest.mark.parametrize(
     ("name", "kept"),
     [
-        ("errors of a hook", ["handlers.0", "handlers.1"]),
+        ("what a handler keeps", ["handlers.0", "handlers.1"]),
         # The first stage sends no gradient, so its rank has no errors of codecs.
         ("errors of codecs", ["handlers.1"]),
-        ("a hook without errors", []),
+        ("a hook", []),
     ],
 )
 def test_a_checkpoint_has_errors_of_handlers_if_there_are_any(
@@ -456,9 +463,9 @@ IS_ANOTHER = "^train.resume: this is not the run that wrote the checkpoint: "
         ("plain", [DROPOUT, "optimizer.name=Adam"], "optimizer.name was 'AdamW', and is 'Adam'"),
         ("errors of codecs", [*CODED, REPLICAS], f"{AFRESH}.*of another plan"),
         ("errors of codecs", [*CODED, "parallel.boundaries=[1]"], f"{AFRESH}.*cut"),
-        ("errors of a hook", power(1), f"{AFRESH}.*ValueError.*what is to be loaded is of the h"),
-        ("errors of a hook", [DROPOUT, REPLICAS], f"{AFRESH}.*it has no communication hook"),
-        ("a hook without errors", power(2), ""),
+        ("what a handler keeps", keeping("{name='keeping:Fading', by=3}"), f"{AFRESH}.*it fades"),
+        ("what a handler keeps", [DROPOUT, REPLICAS], f"{AFRESH}.*of another plan"),
+        ("a hook", hook("'fp16_compress_hook'"), ""),
     ],
 )
 def test_who_goes_on_in_another_way_is_told(
@@ -476,7 +483,7 @@ def test_who_goes_on_in_another_way_is_told(
 def test_what_could_not_be_read_again_is_not_written(folder: Path) -> None:
     job = folder / "small.toml"
     said = refusal(job, *ODD, save="odd")
-    assert said.startswith("no checkpoint can be written: what handlers ['data-parallel'] keep ")
+    assert said.startswith("no checkpoint can be written: what handlers ['keeping:Odd'] keep ")
     assert "fractions.Fraction" in said
     assert not (folder / "odd").exists()
     # What an older version wrote is said.

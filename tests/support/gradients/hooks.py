@@ -16,14 +16,6 @@ from tests.support.gradients.cases import rank, stage
 from tests.support.gradients.placements import compute
 
 Grads = list[torch.Tensor]  # all gradients of a step, flat, by step
-# Compressed from the third step on, whatever it saves.
-POWER: dict[str, Any] = {
-    "matrix_approximation_rank": 2,
-    "start_powerSGD_iter": 2,
-    "min_compression_rate": 1,
-}
-POWER_SGD = {"name": "powerSGD_hook", **POWER}
-ONE = {**POWER_SGD, "matrix_approximation_rank": 1}  # as gradients here: so nothing is lost
 HERE = "tests.support.gradients.hooks"
 CAST = {"bf16_compress_hook": torch.bfloat16, "fp16_compress_hook": torch.float16}
 
@@ -107,26 +99,6 @@ def torchs(hook: Callable[..., Any], state: object) -> Grads:
 
 
 # Hooks of one's own, by ``module:attr``.
-
-
-class Half:
-    """A state that counts; the hook of it sends a mean, and half of it in odd calls."""
-
-    def __init__(self, process_group: dist.ProcessGroup, *, scale: float = 0.5) -> None:
-        self.group, self.scale, self.calls = process_group, scale, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self.calls = state["calls"]
-
-
-def halving(state: Half, bucket: Any) -> Any:
-    state.calls += 1
-    factor = (state.scale if state.calls % 2 else 1.0) / dist.get_world_size(state.group)
-    sent = bucket.buffer() * factor
-    return dist.all_reduce(sent, group=state.group, async_op=True).get_future()
 
 
 def scaled(group: dist.ProcessGroup, bucket: Any, *, by: float) -> Any:
