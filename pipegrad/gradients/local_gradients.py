@@ -1,10 +1,9 @@
 """Gradients that no other rank has: they stay where autograd adds to them, and are divided.
 
 [Note: loose leaves] A loss may have parameters of its own, and a module may keep a tensor or a
-layer in a list. Nobody reduces their gradients, so they are refused where there are several
-replicas. In one pipeline they are right as soon as they are divided as all others are. Nobody
-declares them: they are looked for in autograd's graphs, in each loss, and in whole stages in the
-steps 1, 2, 4, 8 and so on, and after each step that has found a new one.
+layer in a list. Nobody divides or reduces their gradients, so they are refused. Nobody declares
+them: they are looked for in autograd's graphs, in each loss, and in whole stages in the steps 1, 2,
+4, 8 and so on.
 """
 
 from __future__ import annotations
@@ -260,7 +259,7 @@ _LEAF = "AccumulateGrad"  # the class of the node of a leaf
 
 
 class LooseLeaves:
-    """Divides the gradients of loose leaves; see [Note: loose leaves].
+    """Refuses loose leaves; see [Note: loose leaves].
 
     Args:
         sync: Knows the parameters that the ranks agreed on.
@@ -272,34 +271,16 @@ class LooseLeaves:
         # FSDP2 exchanges parameters while a stage computes.
         self._unseen = {stage for stage, parts in fsdp_modules(modules).items() if parts}
         self._num_steps = 0
-        self._known = weakref.WeakValueDictionary[int, Tensor]()  # by id
         self._seen = dict[int, tuple[weakref.ref[Tensor], int, set[int]]]()  # stage, microbatches
-        self._parameter_ids = set[int]()  # ids of parameters
-        self._before = dict[int, tuple[weakref.ref[Tensor], Tensor | None]]()  # its gradient
-        self._has_new = False  # since the last step began
+        self._parameter_ids = set[int]()
         self.is_looking = False
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether no loose leaf is known."""
-        return not self._known
-
-    def begin(self, passed: Iterable[object] = ()) -> None:
-        """Begins a step; the gradients of known leaves are put aside, if they are not yet.
-
-        Args:
-            passed: What the caller gives the step. Leaves among it are known, and this replica's.
-        """
+    def begin(self) -> None:
+        """Begins a step."""
         self._num_steps += 1
         self._seen.clear()
         self._parameter_ids.clear()  # between two steps a user may replace parameters
-        self.is_looking = self._has_new or not self._num_steps & (self._num_steps - 1)
-        self._has_new = False
-        for value in passed:
-            if isinstance(value, Tensor) and value.is_leaf and value.requires_grad:
-                self._known[id(value)] = value
-        for leaf in self._known.values():
-            self._put_aside(leaf)
+        self.is_looking = not self._num_steps & (self._num_steps - 1)
 
     def look(
         self,
@@ -325,10 +306,9 @@ class LooseLeaves:
                 continue
             _, _, seen_in = self._seen.setdefault(id(leaf), (weakref.ref(leaf), stage, set()))
             seen_in.update(microbatches)
-            self._put_aside(leaf)
 
     def refuse(self, num_microbatches: int) -> None:
-        """Takes what was seen for loose; refuses it if there are replicas.
+        """Refuses what was seen.
 
         Args:
             num_microbatches: A leaf that the first and the last one do not share is made in
@@ -339,52 +319,20 @@ class LooseLeaves:
         """
         for reference, stage, seen_in in self._seen.values():
             leaf = reference()  # None if only the graph has held it
-            if leaf is None or leaf.grad is None or id(leaf) in self._known:
+            if leaf is None or leaf.grad is None:
                 continue
-            if not seen_in.issuperset((0, num_microbatches - 1)):
-                continue
-            if len(self._sync.topology.pipelines) > 1:
+            if seen_in.issuperset((0, num_microbatches - 1)):
                 raise StepError(
                     f"stage {stage}, or its loss, has a tensor of shape {tuple(leaf.shape)} that "
                     f"gets a gradient and was no parameter of its module at the beginning, so "
-                    f"nobody reduces it over the replicas: make it a parameter of the module "
-                    f"before the Scheduler is made; or freeze it, if nothing steps it"
+                    f"nobody divides or reduces it: make it a parameter of the module before the "
+                    f"Scheduler is made; or freeze it, if nothing steps it"
                 )
-            self._known[id(leaf)], self._has_new = leaf, True
-
-    def end(self, divisor: Tensor | float) -> None:
-        """Divides the gradients of a step, and adds what was there before.
-
-        Sync: on the current stream.
-        """
-        for reference, before in self._before.values():
-            leaf = reference()
-            if leaf is None:
-                continue
-            if leaf.grad is not None and id(leaf) in self._known:
-                leaf.grad = (leaf.grad / divisor).to(leaf.grad.dtype)
-            if before is not None:
-                leaf.grad = before if leaf.grad is None else before + leaf.grad
-        self._before.clear()
-
-    def drop(self) -> None:
-        """Drops the gradients of a step that failed, and what was there before."""
-        for reference, _ in self._before.values():
-            if (leaf := reference()) is not None:
-                leaf.grad = None
-        self._before.clear()
 
     def _is_parameter(self, leaf: Tensor) -> bool:
-        if not self._parameter_ids and id(leaf) not in self._known:
+        if not self._parameter_ids:
             self._parameter_ids = {id(self._sync.parameter(r)) for r in self._sync.records()}
         return id(leaf) in self._parameter_ids
-
-    def _put_aside(self, leaf: Tensor) -> None:
-        # What a leaf has from earlier steps is divided already, or is the user's. So it waits
-        # beside, and `end` adds it behind the division.
-        if id(leaf) not in self._before:
-            self._before[id(leaf)] = weakref.ref(leaf), leaf.grad
-            leaf.grad = None
 
 
 def _leaves(roots: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Tensor]:

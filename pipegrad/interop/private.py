@@ -24,6 +24,7 @@ from torch.utils._pytree import (
     keystr,
     tree_flatten,
     tree_leaves_with_path,
+    tree_map,
     tree_unflatten,
 )
 
@@ -44,6 +45,7 @@ __all__ = [
     "gpu_trace",
     "real_tensors",
     "tree_flatten",
+    "tree_map",
     "tree_unflatten",
 ]
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,7 +23,7 @@ from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import PlanError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.interop.private import tree_flatten
+from pipegrad.interop.private import tree_map
 from pipegrad.interop.torch_failure import TorchFailure
 from pipegrad.interop.torch_schedule import (
     TorchSchedule,
@@ -106,9 +107,9 @@ def attach(
         check_stages(stages)
         check_split_backward(schedule)
         check_sharded(schedule, stages)
-        staged = with_stages_of(topology, stages[0])
+        with_stages_of(topology, stages[0])  # refuses one that does not fit
         if any(stage.is_last for stage in stages):
-            refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages], staged)
+            refuse_loss_parameters(schedule._loss_fn, [stage.submod for stage in stages])
 
     # Anything that can fail on one rank alone is checked inside `agree`, so all ranks raise. Only
     # then are methods replaced.
@@ -149,19 +150,27 @@ def _follow_step(
             try:
                 _begin_step(schedule, sync)
                 if schedule._has_backward:
-                    loose.begin(tree_flatten((args, kwargs))[0])
+                    loose.begin()
+                    args, kwargs = tree_map(partial(_divided, by=divisor(schedule)), (args, kwargs))
                 failure.is_begun = schedule._has_backward
                 result = step(*args, **kwargs)
                 if failure.error is None:
                     _end_step(schedule, sync, failure, loose)
             except BaseException as error:  # noqa: BLE001 - `raise_first` raises this or an earlier
                 failure.fail(error)
-                loose.drop()
                 failure.finish_transfers()
             failure.raise_first()
         return result
 
     replace(schedule, {"step": synced_step})
+
+
+def _divided(value: object, *, by: float) -> object:
+    """Returns an input whose gradient is divided, as those of parameters are; torch leaves it."""
+    if isinstance(value, torch.Tensor) and value.is_leaf and value.requires_grad:
+        value = value.view_as(value)
+        value.register_hook(lambda gradient: gradient / by)
+    return value
 
 
 def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
@@ -184,7 +193,6 @@ def _end_step(
         if failure.error is not None:
             return
         loose.refuse(num_microbatches(schedule))
-        loose.end(divisor(schedule))
         sync.finish()
     # `finish` checks for failed ranks itself. A step without it checks here.
     if not schedule._has_backward or sync.is_accumulating:

@@ -463,12 +463,11 @@ class Steps:
         """Refuses gradients that would be divided by the weights of this step alone."""
         if not (self._losses.is_weighted and self._sync.is_accumulating):
             return
-        if not (self.batches.outer.is_empty and self._loose.is_empty):
+        if not self.batches.outer.is_empty:
             raise StepError(
-                "an input comes from a graph of yours, or a tensor that gets a gradient is no "
-                "stage's, in a step inside accumulate() with loss_reduction='token_mean': its "
-                "gradient would not be divided by the weights of all steps. Give the input without "
-                "its graph, make the tensor a parameter of a stage, or accumulate no steps"
+                "an input comes from a graph of yours, in a step inside accumulate() with "
+                "loss_reduction='token_mean': its gradient would not be divided by the weights of "
+                "all steps. Give the input without its graph, or accumulate no steps"
             )
 
     def _finish(self, kind: StepKind, terms: LossTerms, divisor: Tensor | float) -> None:
@@ -480,9 +479,6 @@ class Steps:
             divisor = divisor if late is None else late
         if training:
             self._loose.refuse(kind.program.schedule.num_microbatches)
-            # Asked once more: this step may have found its first tensor of this kind.
-            self._refuse_graphs()
-            self._loose.end(divisor)
         self.batches.outer.backward(divisor)
         if training:
             sync.finish(divisor=late)
@@ -521,7 +517,6 @@ class Steps:
             self.edges.cut()
             executor.forget()
         self._sharded.forget()
-        self._loose.drop()
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.
             self._losses.send(

@@ -154,7 +154,7 @@ def agree_on_wiring(
             choice,
         )
         if staged.num_stages - 1 in staged.local_stages:  # others may not have what it is given
-            refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages], staged)
+            refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages])
         ends = {s.index: (s.inputs, s.outputs, s.losses) for s in local_stages}
         words = f"depth {depth}\nwhole {whole!r}\nloss_reduction {reduction!r}"
         words += f"\nloss_over {loss_over!r}"

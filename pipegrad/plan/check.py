@@ -413,13 +413,12 @@ def _warn_of_constants(axis: str, ranks: Sequence[int], unreduced: Starts) -> No
         )
 
 
-def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology: Topology) -> None:
-    """Refuses a loss with its own parameters, which would not be averaged over replicas.
+def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module]) -> None:
+    """Refuses a loss with its own parameters, which nobody would divide or reduce.
 
     Args:
         loss: A function, a module, or a method of a module.
         modules: This rank's stages.
-        topology: Ranks.
 
     Raises:
         PlanError: If it has parameters that no stage holds. It names them.
@@ -428,14 +427,12 @@ def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module], topology:
     if isinstance(loss, partial):
         owner, bound = loss.func, [*loss.args, *loss.keywords.values()]
     owners = [x for x in (getattr(owner, "__self__", owner), *bound) if isinstance(x, nn.Module)]
-    if len(topology.pipelines) == 1:
-        return
     held = {id(parameter) for module in modules for parameter in module.parameters()}
     named = [pair for owner in owners for pair in owner.named_parameters()]
     named += [("of functools.partial", x) for x in bound if isinstance(x, nn.Parameter)]
     bare = [name for name, p in named if p.requires_grad and id(p) not in held]
     if bare:
         raise PlanError(
-            f"the loss has parameters {bare} that no stage holds, so nobody would average their "
-            f"gradients over the replicas: make the loss's module a part of the last stage's"
+            f"the loss has parameters {bare} that no stage holds, so nobody would divide or "
+            f"reduce their gradients: make the loss's module a part of the last stage's"
         )

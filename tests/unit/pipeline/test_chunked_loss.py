@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -332,11 +331,10 @@ def test_logits_that_the_model_writes_into_are_refused(write: Any) -> None:
     assert "forward" not in vars(head)
 
 
-def test_a_loss_that_is_given_a_parameter_is_refused_where_replicas_would_differ() -> None:
+def test_a_loss_that_is_given_a_parameter_is_refused() -> None:
     head, stage = nn.Parameter(torch.zeros(CLASSES, WIDTH)), nn.Linear(2, 2)
-    two = SimpleNamespace(pipelines=[(0,), (1,)])
     loss = partial(chunked_cross_entropy, head=head)
     with pytest.raises(PlanError, match="no stage holds"):
-        refuse_loss_parameters(loss, [stage], two)  # type: ignore[arg-type]
+        refuse_loss_parameters(loss, [stage])
     stage.head = head
-    refuse_loss_parameters(loss, [stage], two)  # type: ignore[arg-type]
+    refuse_loss_parameters(loss, [stage])
