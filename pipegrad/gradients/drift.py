@@ -7,9 +7,8 @@ at the speed of memory.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -26,7 +25,6 @@ from pipegrad.plan.buckets import Bucket
 from pipegrad.plugins.handler import Placement
 
 Parameters = Mapping[str, LiveParameter]
-Sums = Callable[[torch.Tensor], torch.Tensor]  # `checksum` or `full_checksum`
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
 Sets = tuple[tuple[int, ...], ...]
@@ -35,7 +33,6 @@ Facts = tuple[tuple[int, ...], Sets]
 """What a rank says of its copy: its checksum, and along which ranks it is equal."""
 
 _LEAST = torch.iinfo(torch.int64).min
-_ROUNDINGS = 4.0  # allowed in one step, of the largest element: an optimizer rounds a few times
 _WHY = (
     "Something changed them differently: other options of the optimizer (weight_decay, lr), "
     "clipping by the norm of one rank's gradients (call sync.clip_grad_norm_), values written on "
@@ -109,7 +106,6 @@ class DriftCheck:
         device: Of this rank.
         agree_seconds: How long the ranks wait for each other if copies differ.
         every: Steps between two comparisons; see `is_compared`.
-        is_exact: Whether ranks round alike, so that copies must be equal bit by bit.
     """
 
     def __init__(
@@ -123,7 +119,6 @@ class DriftCheck:
         device: torch.device,
         agree_seconds: float,
         every: int,
-        is_exact: bool,
     ) -> None:
         self._parameters = parameters
         self._groups = groups
@@ -131,7 +126,6 @@ class DriftCheck:
         self._device = device
         self._agree_seconds = agree_seconds
         self._every = every
-        self._is_exact = is_exact
         self._num_steps = 0
         self._first = 0  # steps before the first one that was counted
         self._last_step = 0
@@ -179,38 +173,13 @@ class DriftCheck:
         return is_wanted or is_compared(self._num_steps, self._every)
 
     def look(self) -> None:
-        """Compares copies in a step; raises an error on all ranks if any differ.
-
-        Machines of two kinds may round differently, in each step the last bit of an element. There,
-        if the bits of a parameter differ, the parameter itself is sent too.
-
-        Raises:
-            DriftError: If they differ, by more than roundings explain. It names parameters and
-                ranks.
-        """
-        differing = self._differing(checksum)
-        if not self._is_exact:
-            # Errors of independent roundings grow with the square root of their number.
-            limit = _ROUNDINGS * math.sqrt(self._num_steps)
-            # `_spread` runs collectives. All ranks that hold a parameter have the same differences,
-            # in the same order, so they run the same collectives.
-            differing = [
-                (name, ranks)
-                for name, ranks in differing
-                if not name[1]
-                and _spread(local(self._parameters[name[0]].parameter), self._groups.of(ranks, 0))
-                > limit
-            ]
-        self._refuse([name for name, _ in differing])
-
-    def refuse(self) -> None:
-        """Raises an error on all ranks if copies differ in a single bit.
+        """Compares copies in a step; raises an error on all ranks if any differ in a single bit.
 
         Raises:
             DriftError: If they differ. It names parameters and ranks.
         """
         if self._groups.world is not None:
-            self._refuse([name for name, _ in self._differing(full_checksum)])
+            self._refuse(self._differing())
 
     def _refuse(self, differing: Sequence[Name]) -> None:
         """Raises an error on all ranks if copies differ on any."""
@@ -256,19 +225,17 @@ class DriftCheck:
     def _facts(self, names: Collection[Name]) -> dict[Name, Facts]:
         """Returns what this rank says of its copies of some names."""
         return {
-            name: (tuple(full_checksum(tensor).tolist()), sets)
+            name: (tuple(checksum(tensor).tolist()), sets)
             for name, sets in self._copies.items()
             if name in names and (tensor := self._tensor(name)) is not None
         }
 
-    def _differing(self, sums: Sums) -> list[tuple[Name, tuple[int, ...]]]:
-        """Returns the copies that differ over the ranks of a reduction, with these ranks.
-
-        All ranks of a reduction have the same result.
+    def _differing(self) -> list[Name]:
+        """Returns the copies that differ over the ranks of a reduction, the same on all of these.
 
         Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
         """
-        rows = {name: self._row(name, sums) for name in self._copies}
+        rows = {name: self._row(name) for name in self._copies}
         differing = []
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
         for ranks, names in sorted(self._over.items()):
@@ -278,35 +245,18 @@ class DriftCheck:
             largest, complements = table.chunk(2, dim=1)
             is_nowhere = (largest == _LEAST) & (complements == _LEAST)
             unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
-            differing += [(n, ranks) for n, differs in zip(names, unequal, strict=True) if differs]
+            differing += [n for n, differs in zip(names, unequal, strict=True) if differs]
         return differing
 
-    def _row(self, name: Name, sums: Sums) -> torch.Tensor:
-        """Returns the sums and their complements; the least numbers if the tensor is not here."""
+    def _row(self, name: Name) -> torch.Tensor:
+        """Returns the sum and its complement; the least numbers if the tensor is not here."""
         # The maximum of the complements is the complement of the minimum. So one reduction compares
         # any number of copies: they are equal if maximum and minimum are.
         tensor = self._tensor(name)
         if tensor is None:
-            number = 2 * len(sums(torch.zeros(0)))
-            return torch.full((number,), _LEAST, device=self._device)
-        values = sums(tensor)
-        return torch.cat([values, ~values])
-
-
-def _spread(parameter: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Returns the largest difference, in roundings of the largest element; inf if not finite."""
-    low = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
-    low = low.to(torch.promote_types(low.dtype, torch.float32), copy=True).contiguous()
-    high = low.clone()
-    all_reduce(low, group, dist.ReduceOp.MIN)
-    all_reduce(high, group, dist.ReduceOp.MAX)
-    if not parameter.numel() or not (parameter.is_floating_point() or parameter.is_complex()):
-        return math.inf if bool((low != high).any()) else 0.0
-    # Small elements may differ by many of their own roundings, after a subtraction in the optimizer
-    # for example. So the largest element is the measure.
-    largest = torch.maximum(low.abs(), high.abs()).max() * torch.finfo(parameter.dtype).eps
-    spread = ((high - low).max() / largest).item() if bool(largest) else 0.0
-    return math.inf if math.isnan(spread) else spread
+            return torch.full((2,), _LEAST, device=self._device)
+        value = checksum(tensor)
+        return torch.cat([value, ~value])
 
 
 def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
@@ -346,9 +296,6 @@ def _connected(facts: Mapping[int, Facts]) -> Iterator[list[int]]:
 
 
 _BLOCK = 1024  # words of 8 bytes
-_PIECE = 2**17  # words: what is mixed at a time fits into a cache
-_LOW = 2**32 - 1
-_ODD = 0x1E3779B97F4A7C15  # the golden ratio, so that products have bits everywhere
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -376,25 +323,6 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     return total.reshape(1)
 
 
-def full_checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns three int64 sums ``(3,)``: `checksum`, and two that also see exchanged elements.
-
-    It takes several times as long as `checksum`.
-
-    Args:
-        tensor: Of any dtype and shape.
-    """
-    words, _ = _words(tensor)
-    sums = torch.zeros(2, dtype=torch.int64, device=words.device)
-    positions = torch.arange(min(_PIECE, words.numel()), device=words.device)
-    for start in range(0, words.numel(), _PIECE):
-        mixed = _mixed(words[start : start + _PIECE])
-        plain = mixed.sum()
-        weighted = (mixed * positions[: len(mixed)]).sum() + start * plain
-        sums += torch.stack([plain, weighted])
-    return torch.cat([checksum(tensor), sums])
-
-
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor, uint8 ``(nbytes,)``, in row-major order."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
@@ -412,10 +340,3 @@ def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
     rest = flat.new_zeros(8)
     rest[: flat.numel() - whole] = flat[whole:]
     return words, rest.view(torch.int64)[0]
-
-
-def _mixed(words: torch.Tensor) -> torch.Tensor:
-    """Returns words of which each bit depends on several; different words stay different."""
-    # Without it, a difference in the highest bits alone would vanish in the weighted sum.
-    mixed = (words ^ ((words >> 32) & _LOW)) * _ODD
-    return mixed ^ ((mixed >> 32) & _LOW)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipegrad.comm.agreement import agree, same
+from pipegrad.comm.agreement import agree, same, warn_once
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
@@ -98,7 +98,7 @@ class Agreed:
         plan: This rank's buckets and collectives.
         device: Of this rank's parameters.
         name: The same on all ranks. No other GradientSync has it.
-        rounds_alike: Whether all ranks that have parameters are machines of one kind.
+        check_every: The option; 0 if the machines of ranks are of several kinds.
         needs_parameter_sync: Whether any rank sends updated parameters or has a master copy, or
             replicas train alone.
 
@@ -125,7 +125,6 @@ class Agreed:
         # have the same manifests, so the checks below raise the same error on all of them.
         replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for *_, manifest in replies]
-        self.rounds_alike = len({kind for _, kind, _ in replies if kind}) <= 1
         self.manifest = merge(manifests, topology, self._ties)
         refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
         allowed = self.options.allow_unsynced
@@ -142,6 +141,14 @@ class Agreed:
         self.device = device_of(modules, manifests)
         # Ranks may have made different numbers of objects before. The largest number is new on all.
         self.name = str(max(number for number, *_ in replies))
+        kinds, self.check_every = {kind for _, kind, _ in replies if kind}, self.options.check_every
+        if len(kinds) > 1 and self.check_every:
+            self.check_every = 0
+            warn_once(
+                f"copies of parameters are not compared, since machines of several kinds round "
+                f"differently: {'; '.join(sorted(kinds))}",
+                f"kinds of machine {self.name}",
+            )
         is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
         self.needs_parameter_sync = is_sent or any(
             record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
@@ -339,8 +346,7 @@ def set_up(
         ranks=sorted(topology.ranks),
         device=device,
         agree_seconds=agree_seconds,
-        every=agreed.options.check_every,
-        is_exact=agreed.rounds_alike,
+        every=agreed.check_every,
     )
     is_plain = isinstance(agreed.accessor, GradAttribute)
     return Parts(

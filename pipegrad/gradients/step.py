@@ -383,10 +383,9 @@ class Step:
 
         If no rank contributed to a gradient, it is None again, as in one process. In the steps 2,
         4, 8 and so on, and later every `check_every` steps, all ranks compare the copies of each
-        parameter by cheap checksums, and the master copies that are equal on several ranks. If the
-        machines of all ranks are of one kind, one bit that differs is an error. Machines of two
-        kinds may round differently, so there a few roundings for each step are allowed. Steps that
-        only accumulate do not count.
+        parameter by cheap checksums, and the master copies that are equal on several ranks. One bit
+        that differs is an error. Machines of several kinds may round differently, so there nothing
+        is compared. Steps that only accumulate do not count.
 
         Args:
             divisor: If `prepare` was given None: a scalar on the device, the same on all ranks. All

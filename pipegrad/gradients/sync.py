@@ -625,7 +625,7 @@ class GradientSync(Step):
         It compares parameters, also frozen ones, and master copies that are equal on several ranks.
         It compares neither buffers nor the optimizer's state.
 
-        Sync: sends a few integers for each parameter, and one flag. Every rank must call it,
+        Sync: sends two integers for each parameter, and one flag. Every rank must call it,
         outside of a step.
 
         Raises:
@@ -641,7 +641,7 @@ class GradientSync(Step):
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()
             self.reshard()
-            self._parts.drift.refuse()
+            self._parts.drift.look()
 
     def continue_from(self, num_steps: int) -> None:
         """Counts steps from `num_steps` on in messages about copies, for a run that was resumed.
