@@ -18,7 +18,6 @@ LARGEST = 2**31 - 1  # the page of a picture keeps integers of 32 bits
 MOST_CONFIG_BYTES = 2**20  # its parser is slow
 MOST_CONFIG_DEPTH = 32  # tables in tables
 MOST_ORDERS_BYTES = 2**26  # of a list of actions, ten times that of 64 ranks x 1024 microbatches
-MOST_SOURCE_BYTES = 2**24  # of a plug-in, for the first line of its docstring
 MOST_JSON_BYTES = 2**30  # a timeline of MOST_CELLS
 MOST_JSON_CONTAINERS = 10_000_000  # an empty one takes two bytes in a file, and 64 in memory
 

@@ -271,14 +271,13 @@ def _lister(name: str, group: str, what: str) -> click.Command:
     @click.command(name, help=f"List the installed {what}; none is imported.")
     @AS_JSON
     def show(as_json: bool) -> None:
-        plugins = Registry(group, object)
-        entries = [asdict(plugin) | {"summary": plugin.summary} for plugin in plugins]
+        entries = [asdict(plugin) for plugin in Registry(group, object)]
         if as_json:
             click.echo(json.dumps(entries, indent=2))
             return
         from pipegrad.train.rendering import make_console, table
 
-        columns = ["name", "distribution", "version", "summary"]
+        columns = ["name", "distribution", "version", "value"]
         cells = ([entry[column] for column in columns] for entry in entries)
         print_parts(make_console(), [table(columns, cells)])
 

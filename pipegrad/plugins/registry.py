@@ -7,31 +7,22 @@ seeds: every rank has the same list. No other file reads entry points.
 
 from __future__ import annotations
 
-import ast
 import difflib
 import inspect
 import os
 import re
-import sys
-import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from importlib.machinery import PathFinder
-from importlib.util import find_spec
-from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from pipegrad import run_files
 from pipegrad.errors import (
     PluginConflictError,
     PluginContractError,
-    PluginError,
     PluginLoadError,
     PluginNotFoundError,
     PluginOptionError,
 )
-from pipegrad.limits import MOST_SOURCE_BYTES
 
 # Entry-point groups. They are here, because listing plug-ins needs no torch.
 HANDLERS = "pipegrad.handlers"
@@ -41,9 +32,6 @@ DISABLE_VARIABLE = "PIPEGRAD_DISABLE_PLUGINS"
 _PACKAGES = ("pipegrad", "pipegrad_handlers", "pipegrad_codecs")
 
 T = TypeVar("T")
-
-# File systems round the time of a change: within this time, two changes may have the same.
-_TICK_NS = 50_000_000
 
 
 @dataclass(frozen=True)
@@ -69,20 +57,6 @@ class Plugin:
     def source(self) -> str:
         """Distribution and version, for messages."""
         return f"{self.distribution} {self.version}".strip() or "of no distribution"
-
-    @property
-    def summary(self) -> str:
-        """First line of its docstring, read from its source without an import. "" if unknown."""
-        module, _, qualname = self.value.partition(":")
-        try:
-            node: ast.AST = ast.parse(run_files.read(Path(_origin(module)), MOST_SOURCE_BYTES))
-        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
-            return ""  # the last two: nested too deeply for Python's parser
-        for name in qualname.split("."):
-            inside = (n for n in ast.iter_child_nodes(node) if getattr(n, "name", None) == name)
-            node = next(inside, ast.Pass())
-        text = ast.get_docstring(node) if isinstance(node, ast.ClassDef) else None
-        return (text or "").partition("\n")[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,7 +165,7 @@ class Registry(Generic[T]):
 
     def _installed(self) -> tuple[Plugin, ...]:
         """Returns the plug-ins of entry points; equal entry points of a distribution count once."""
-        plugins = _installed_plugins(self.group)
+        plugins = _plugins_of(metadata.entry_points(group=self.group))
         if not _plugins_disabled():
             return plugins
         return tuple(p for p in plugins if _is_built_in(p))
@@ -200,22 +174,11 @@ class Registry(Generic[T]):
         """Returns the plug-in of `target`, and its class."""
         # What this process has registered comes first: it is the most explicit choice.
         if not isinstance(target, str):
-            plugin = Plugin(_value(target), _value(target))
-            return plugin, self._checked(plugin, target)
+            given = Plugin(_value(target), _value(target))
+            return given, self._checked(given, target)
         if target in self._registered:
             return Plugin(target, _value(self._registered[target])), self._registered[target]
-        plugins = self._installed()
-        try:
-            return self._find_installed(target, plugins)
-        except PluginError:
-            # A file that was edited leaves its folder as old as before.
-            _scans.clear()
-            if self._installed() == plugins:
-                raise
-        return self._find_installed(target, self._installed())
-
-    def _find_installed(self, target: str, plugins: Sequence[Plugin]) -> tuple[Plugin, type[T]]:
-        plugin = self._entry_point(target, plugins)
+        plugin = self._entry_point(target, self._installed())
         if plugin is None and ":" in target and "::" not in target:
             plugin = Plugin(target, target)
         if plugin is None:
@@ -280,53 +243,6 @@ class Registry(Generic[T]):
         return message
 
 
-@dataclass(frozen=True)
-class _Scan:
-    """The entry points of all distributions, and by group the plug-ins among them.
-
-    Attributes:
-        surroundings: What the scan depended on.
-        select: Returns the entry points of a group.
-        plugins: Filled when a group is asked for: its distributions' names and versions are read.
-    """
-
-    surroundings: tuple[object, ...]
-    select: Callable[..., metadata.EntryPoints]
-    plugins: dict[str, tuple[Plugin, ...]]
-
-
-_scans: list[_Scan] = []  # the last one, or none
-
-
-def _installed_plugins(group: str) -> tuple[Plugin, ...]:
-    """Returns the plug-ins of a group; reads metadata only if something was installed or removed.
-
-    A scan stays valid as long as `sys.path` and the times of its folders stay. An installer makes
-    or removes a folder there. It is dropped if a folder is so new that its time might not change.
-    """
-    folders = tuple(map(_state, sys.path))
-    # A test may replace the function; what it made must not outlive it.
-    surroundings = (*sys.path, *folders, *sys.meta_path, metadata.entry_points)
-    scan = next((scan for scan in _scans if scan.surroundings == surroundings), None)
-    if scan is None:
-        scan = _Scan(surroundings, metadata.entry_points().select, {})
-        newest_ns = max((changed_ns for changed_ns, _, _ in folders), default=0)
-        is_settled = newest_ns + _TICK_NS < time.time_ns()
-        _scans[:] = [scan] if is_settled else []
-    if group not in scan.plugins:
-        scan.plugins[group] = _plugins_of(scan.select(group=group))
-    return scan.plugins[group]
-
-
-def _state(folder: str) -> tuple[int, int, int]:
-    """Returns when a folder changed, and which one it is: the same words name another elsewhere."""
-    try:
-        status = os.stat(folder or ".")  # noqa: PTH116 - a Path costs as much again
-    except (OSError, ValueError):
-        return 0, 0, 0
-    return status.st_mtime_ns, status.st_dev, status.st_ino
-
-
 def _plugins_of(points: Iterable[metadata.EntryPoint]) -> tuple[Plugin, ...]:
     # A distribution may be on `sys.path` twice, for example installed and as a source tree.
     unique: dict[tuple[str, str, str], Plugin] = {}
@@ -336,22 +252,6 @@ def _plugins_of(points: Iterable[metadata.EntryPoint]) -> tuple[Plugin, ...]:
         plugin = Plugin(entry.name, entry.value, distribution, version)
         unique.setdefault((entry.name, _normalized(distribution), entry.value), plugin)
     return _sorted(unique.values())
-
-
-def _origin(module: str) -> str:
-    """Returns the file of a module, without an import of it or of its packages."""
-    # `find_spec` of a dotted name would import the parent packages. So each part is looked up in
-    # the folders of its parent.
-    path: Sequence[str] | None = None
-    spec = None
-    parts = module.split(".")
-    for depth in range(1, len(parts) + 1):
-        name = ".".join(parts[:depth])
-        spec = find_spec(name) if path is None else PathFinder.find_spec(name, path)
-        path = (spec and spec.submodule_search_locations) or []
-    if spec is None or spec.origin is None:
-        raise ValueError(f"no source of {module!r}")
-    return spec.origin
 
 
 def _split(spec: object) -> tuple[object, dict[str, object]]:

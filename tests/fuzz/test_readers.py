@@ -39,7 +39,6 @@ from pipegrad.orders import verify
 from pipegrad.partition.weights.files import INDEX, SINGLE, Weights, write_shard
 from pipegrad.picture import write_html
 from pipegrad.pipeline.edges import WORDS, Spec, header, read_header
-from pipegrad.plugins.registry import Plugin
 from pipegrad.schedules import build, lower, read_csv, write_csv
 from pipegrad.simulation.costs import Costs, Network, StageCosts
 from pipegrad.simulation.explain.explanation import explain
@@ -160,14 +159,6 @@ def orders(content: bytes, folder: Path) -> None:
 def csv(content: bytes, _folder: Path) -> None:
     found = read_csv(content.decode("utf-8", "replace"))
     assert read_csv(write_csv(found)) == found
-
-
-def summary(content: bytes, folder: Path) -> None:
-    written(content, folder, "fuzzed_plugin.py")
-    origin = "pipegrad.plugins.registry._origin"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(origin, lambda _: str(folder / "fuzzed_plugin.py"))
-        assert "\n" not in Plugin("x", "fuzzed_plugin:Sum").summary
 
 
 def message(content: bytes, _folder: Path) -> None:
@@ -353,11 +344,6 @@ READERS: dict[str, Reader] = {
             b"forward_step,send_forward,recv_backward\nrecv_forward,forward_step,backward_step\n",
         ),
         (b"999999999F0\n", b"(" * 5000, b"0F999999999,0B0\n", b'"' + b"a" * 200_000, b"\0"),
-    ),
-    "source of a plug-in": Reader(
-        summary,
-        (b'class Sum:\n    """Adds.\n\n    More."""\n',),
-        (b"(" * 5000, b"x = " + b"-" * 100_000 + b"1", b"a" + b".a" * 50_000, b"\0", b"\xff"),
     ),
     "header of a transfer": Reader(
         message,

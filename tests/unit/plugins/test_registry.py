@@ -56,33 +56,6 @@ def test_listing_is_sorted_by_name_then_distribution_then_value_and_imports_noth
     assert "zeta" not in sys.modules
 
 
-def test_a_summary_is_read_from_the_source_and_imports_nothing(
-    install: Install, registry: Handlers
-) -> None:
-    source = """
-import no_such_module
-class Outer:
-    class Sum:
-        '''Sums everything.
-
-        And more.
-        '''
-class Bare: pass
-value = 3
-"""
-    values = ["Outer.Sum", "Bare", "value", "Absent", "Outer.Absent.Sum"]
-    install(
-        "acme-handlers",
-        entry_points={value: f"acme:{value}" for value in values}
-        | {"none": "absent_module:Sum", "deep": "os.path.absent:X", "wrong": "wrong:X"},
-        modules={"acme": source, "wrong": "class X(:"},
-    )
-    summaries = {plugin.name: plugin.summary for plugin in registry}
-    assert summaries.pop("Outer.Sum") == "Sums everything."
-    assert set(summaries.values()) == {""}
-    assert "acme" not in sys.modules
-
-
 # --- resolving
 
 
