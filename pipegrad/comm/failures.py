@@ -12,6 +12,9 @@
 5. A rank may post that its failure is final: a collective failed, or was perhaps never launched.
    Then no rank can go on, and all ranks raise an error.
 
+New communicators in the place of the zeros would lose steps: a rank that has ended the step before
+another one fails in it is in its next step already, and sends on the old ones.
+
 A GradientSync, a Scheduler and an attached schedule each have a board, since each counts its own
 steps: an evaluation is a step of a Scheduler, but not of its GradientSync.
 

@@ -11,6 +11,7 @@ import torch
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.routes import Route, signature
 from pipegrad.plugins.handler import BUCKET_BYTES, ParameterRecord, Placement, ReductionStep
+from pipegrad.printable import printable
 
 _ALIGN_BYTES = 64
 _BUCKETS_THAT_GO = 10  # two or three of them are in memory at a time
@@ -79,7 +80,7 @@ class Bucket:
     @property
     def names(self) -> str:
         """A short text for its parameters."""
-        return in_few_words([slot.key for slot in self.slots])
+        return printable(in_few_words([slot.key for slot in self.slots]))
 
     @property
     def numel(self) -> int:
