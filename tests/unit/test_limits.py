@@ -152,14 +152,12 @@ def test_no_plugin_writes_on_the_terminal_when_it_is_listed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Security, F7."""
-    source = 'class Sum:\n    """Adds \x1b[2J\u202ex."""\n'
-    points = {"a\x1b[31mb": "evil:Sum"}
-    write_distribution(tmp_path, "evil", entry_points=points, modules={"evil": source})
+    write_distribution(tmp_path, "evil", entry_points={"a\x1b[31mb": "evil:Sum\u202ex"})
     monkeypatch.syspath_prepend(tmp_path)
     result = run("handlers")
     assert all(map(str.isprintable, result.output.splitlines()))
     assert "a\\x1b[31mb" in result.output
-    assert "Adds \\x1b[2J\\u202ex." in result.output
+    assert "evil:Sum\\u202ex" in result.output
 
 
 def test_no_name_in_a_report_of_an_audit_does() -> None:
