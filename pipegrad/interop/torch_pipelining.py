@@ -151,7 +151,9 @@ def _follow_step(
                 _begin_step(schedule, sync)
                 if schedule._has_backward:
                     loose.begin()
-                    args, kwargs = tree_map(partial(_divided, by=divisor(schedule)), (args, kwargs))
+                    given = args, {k: x for k, x in kwargs.items() if k != "losses"}  # a result
+                    args, copied = tree_map(partial(_divided, by=divisor(schedule)), given)
+                    kwargs |= copied
                 failure.is_begun = schedule._has_backward
                 result = step(*args, **kwargs)
                 if failure.error is None:
