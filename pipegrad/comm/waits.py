@@ -6,7 +6,8 @@ helper thread waits in C++, and the verb waits for the helper, in Python. It loo
 second, and raises at its own line when a rank has raised the alarm or its time is over. A helper
 that stays in C++ is left behind. Every wait for another rank is one of these:
 
-1. Transfers and collectives of the host, the store, and groups that are made: `ended`.
+1. Transfers and collectives of the host, the store, and groups that are made: `ended`. A send whose
+   message has arrived is waited for at once.
 2. Tasks of a comm stream, whose thread may stay in C++: `Ticket.wait`, whose callers look.
 3. Devices: what a verb enqueues does not block it.
 4. Torch's own stages and shards wait in C++. The watch closes all connections for them. That ends

@@ -538,8 +538,11 @@ class Transfers:
     def release(self, channel: int, microbatch: int, has_arrived: bool = False) -> None:
         """Lets go of a tensor that was sent.
 
-        The program has this item behind a receive that proves that the message has arrived, or at
-        the end of the step. So the wait is short.
+        Args:
+            channel: Where to.
+            microbatch: Of which microbatch.
+            has_arrived: Whether a receive before it proves that the message has arrived. Behind the
+                last action none does, and the wait needs a helper: see [Note: waits] in `waits`.
         """
         key = channel, microbatch
         if key in self._sending:

@@ -38,6 +38,9 @@ def test_a_plan_prints_what_matters() -> None:
         "2       3       1       3      0.000      replicate-sum(pp[0,2]) over ranks [1, 5]: "
         "0.emb"
     )
+    # A line feed in a name would forge a line.
+    (bucket,) = plans(Manifest(((entry("a\nb", 3),),), ()), grid(1, 2))[0].buckets
+    assert bucket.names == r"0.a\nb"
 
 
 def test_stage_ticks_order_the_buckets() -> None:
