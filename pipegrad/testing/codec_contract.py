@@ -8,7 +8,8 @@ class TestMine(CodecContract):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -180,8 +181,16 @@ class CodecContract(PluginContract):
 
     # Inside.
 
+    @cached_property
+    def _spec(self) -> Any:  # noqa: ANN401 - a codec as a configuration names it
+        """The codec by its class: a name would be looked up for each message."""
+        if not isinstance(self.codec, str | Mapping):
+            return self.codec
+        options = {} if isinstance(self.codec, str) else dict(self.codec)
+        return {**options, "name": type(codecs.resolve(self.codec).plugin)}
+
     def _new_codec(self) -> EdgeCodec:
-        return codecs.resolve(self.codec).plugin
+        return codecs.resolve(self._spec).plugin
 
     def _cases(self) -> Iterator[tuple[Carried, Tensor]]:
         """Yields tensors that would be encoded, with what they are."""
