@@ -1,4 +1,4 @@
-"""Cells of the fault matrix: a fault, the place where it strikes, and the layout of the ranks."""
+"""Cells of the fault matrix: a fault, its place, the layout of the ranks, and what they send."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ PLACES = {
     "writing": "between two tensors that are written into the checkpoint of step 4",
 }
 LAYOUTS: Mapping[str, tuple[int, int]] = {"4": (4, 1), "2x2": (2, 2)}  # pipeline, data
+# Bytes that a stage sends to the next one. A large value is half on its way for a while.
+SIZES: Mapping[str, int] = {"small": 0, "16 MiB": 2**24}
 STEPS, SAVE_EVERY, EVAL_EVERY, MICROBATCHES = 6, 2, 2, 4
 FAULT_STEP = 3
 SLOW_SECONDS = 2.0
@@ -49,13 +51,16 @@ class Cell:
     place: str
     layout: str
     rank: int  # the global rank with the fault
+    size: str = "small"
 
     @classmethod
-    def of(cls, fault: str, place: str, layout: str, rank: int | None = None) -> Cell:
+    def of(
+        cls, fault: str, place: str, layout: str, rank: int | None = None, size: str = "small"
+    ) -> Cell:
         """Returns the cell; by default with a rank that comes to the place."""
         # In a pipeline of four, only the first and the last rank hold the tied parameter.
         usual = 3 if place in ("reduction", "parameter sync") else 2
-        return cls(fault, place, layout, usual if rank is None else rank)
+        return cls(fault, place, layout, usual if rank is None else rank, size)
 
     @classmethod
     def here(cls) -> Cell | None:
@@ -70,5 +75,6 @@ class Cell:
 
     def __str__(self) -> str:
         name = f"{self.fault} x {self.place} x {self.layout}"
-        is_usual = self == Cell.of(self.fault, self.place, self.layout)
+        name += f" x {self.size}" if self.size != "small" else ""
+        is_usual = self == Cell.of(self.fault, self.place, self.layout, size=self.size)
         return name if is_usual else f"{name} on rank {self.rank}"

@@ -33,6 +33,9 @@ _NOT_FINITE = Expected("fails", None, "step 3", "the norm of the gradients is no
 _LOSS = "the output does not fit to the targets, and the loss raises"
 _NO_SAVE = Expected("finishes", why="the save fails, and a line says so")
 _ZEROS = Expected("finishes", why="it counts as zeros")
+_SIZE = Excluded("the size of what stages send changes nothing")
+_SENDING = ("first step", "forward", "backward", "transfer", "reduction", "evaluation")
+_ENDING = ("raise", "exit", "_exit", "kill", "stop", "stall", "cut", "slow")
 
 # Faults that change a value, or end nothing. All others end the job.
 _CHANGES: dict[tuple[str, str], Expected | Excluded] = {
@@ -74,6 +77,8 @@ _CHANGES: dict[tuple[str, str], Expected | Excluded] = {
 
 def expected(cell: Cell) -> Expected | Excluded:
     """Returns what a cell must do."""
+    if cell.size != "small" and (cell.place not in _SENDING or cell.fault not in _ENDING):
+        return _SIZE
     if cell.fault in ("", "slow"):
         return Expected("finishes", why="the loss is that of a run without a fault")
     if cell.fault == "shape" and cell.place in ("first step", "forward", "evaluation"):

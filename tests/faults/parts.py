@@ -13,6 +13,7 @@ from pipegrad.comm.sync_points import Work
 from pipegrad.plugins.handler import FlatBucket, ReductionStep
 from pipegrad_handlers.pipeline_shared import PipelineShared
 from tests.faults import inject
+from tests.faults.cell import LAYOUTS, MICROBATCHES, SIZES, Cell
 from tests.faults.inject import strikes
 
 TOKENS, WIDTH, LENGTH, ROWS = 64, 16, 8, 16
@@ -35,21 +36,22 @@ class Backward(torch.autograd.Function):
 
 
 class Block(nn.Module):
-    """Attention over earlier tokens, and a layer for each token."""
+    """Attention over earlier tokens, and a layer for each token. What it returns is padded."""
 
-    def __init__(self) -> None:
+    def __init__(self, padding: int) -> None:
         super().__init__()
+        self.padding = padding
         self.mix = nn.Linear(WIDTH, 3 * WIDTH)
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        fault = self._fault()
+        fault, hidden = self._fault(), hidden[..., :WIDTH]
         queries, keys, values = self.mix(hidden).chunk(3, -1)
         attended = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True)
         weight = self.weight.detach() if fault == "no gradient" else self.weight
         hidden = _changed(fault, hidden + functional.linear(attended, weight))
         result: Tensor = Backward.apply(hidden)  # type: ignore[no-untyped-call]
-        return result
+        return functional.pad(result, (0, self.padding)) if self.padding else result
 
     def state_dict(self, *args: Any, **options: Any) -> Any:
         strikes("checkpoint")
@@ -72,10 +74,19 @@ def model() -> nn.Sequential:
     fault = strikes("construction")
     embedding, head = nn.Embedding(TOKENS, WIDTH), nn.Linear(WIDTH, TOKENS, bias=False)
     head.weight = embedding.weight
-    blocks = [Block() for _ in range(4)]
+    padding = _padding()
+    blocks = [Block(padding), Block(padding), Block(padding), Block(0)]
     for block in blocks if fault else ():
         block.weight = nn.Parameter(_changed(fault, block.weight.detach()))
     return nn.Sequential(embedding, *blocks, head)
+
+
+def _padding() -> int:
+    """Returns the columns with which a value of a microbatch has the size of the cell."""
+    if (cell := Cell.here()) is None:
+        return 0
+    rows = ROWS // LAYOUTS[cell.layout][1] // MICROBATCHES
+    return SIZES[cell.size] // (4 * rows * LENGTH)
 
 
 class Shared(PipelineShared):
