@@ -60,13 +60,16 @@ def outcome(
     ended = _run_by_torchrun(cell, folder) if by_torchrun else _run(cell, network, folder)
     errors = re.findall(r"^Error.*$", ended.stderr, re.MULTILINE)
     # An error of several ranks has a line for each, below the first one.
-    first = re.search(r"^Error.*\n?.*", ended.stderr, re.MULTILINE)
-    ranks = re.findall(r"\brank (\d+)", first[0]) if first else []
+    reports = re.findall(r"^Error.*\n?.*", ended.stderr, re.MULTILINE)
+    ranks = [int(rank) for report in reports for rank in re.findall(r"\brank (\d+)", report)[:1]]
+    # Each side of a cut has a report, and that of the rank behind it may be first.
+    if cell.fault == "cut" and cell.rank in ranks:
+        ranks = [cell.rank]
     found = Outcome(
         cell,
         ended,
         error=errors[0] if errors else "",
-        culprit=int(ranks[0]) if ranks else None,
+        culprit=ranks[0] if ranks else None,
         checkpoints=_checkpoints(folder / RUN),
         had_checkpoint=had_checkpoint(folder),
         loss=_loss(folder / RUN),
