@@ -58,6 +58,7 @@ def fail_on(failing: int, error: BaseException) -> None:
 
 
 def fail_one_after_another() -> None:
+    dist.barrier()  # so that all begin alike
     time.sleep(0.3 * (2 - dist.get_rank()))
     raise ValueError(f"number {dist.get_rank()}")
 
