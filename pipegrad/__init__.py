@@ -23,7 +23,7 @@ if typing.TYPE_CHECKING:
     from pipegrad.gradients.sync import GradientSync as GradientSync
     from pipegrad.interop.torch_pipelining import attach as attach
     from pipegrad.model.describe import make_manifest as make_manifest
-    from pipegrad.model.gradient_storage import MainGrad as MainGrad
+    from pipegrad.model.main_grad import MainGrad as MainGrad
     from pipegrad.model.ties import find_tied as find_tied
     from pipegrad.observe.measured_costs import measure_costs as measure_costs
     from pipegrad.observe.recording import record as record
@@ -58,7 +58,7 @@ _HOMES = {
     "gradients.grad_scaler": "GradScaler",
     "gradients.sync": "GradientSync",
     "interop.torch_pipelining": "attach",
-    "model.gradient_storage": "MainGrad",
+    "model.main_grad": "MainGrad",
     "model.describe": "make_manifest",
     "model.ties": "find_tied",
     "observe.measured_costs": "measure_costs",

@@ -52,20 +52,6 @@ class Ticket:
         self.done: Future[Outcome] = Future()
         self._device = device
 
-    def is_done(self, timeout_seconds: float = 0.0) -> bool:
-        """Whether the task has ended well, also on the device. Waits for its thread until then.
-
-        Sync: if it is done, the calling thread is after the task. No stream waits.
-        """
-        done = HOST(self.done, timeout_seconds)
-        if done is False or self.done.exception() is not None:
-            return False
-        event, order = self.done.result()
-        if done:
-            sync_points.in_use.take_over(order)
-        # The thread has only enqueued the task: the device may still be at it.
-        return sync_points.in_use.has_happened(event)
-
     def wait(self, timeout_seconds: float) -> bool:
         """Waits for the task and all tasks before it; returns False after the timeout.
 

@@ -116,10 +116,6 @@ class Backend:
         if event is not None and (on := stream or self.current(device)) is not None:
             on.wait_event(event)
 
-    def has_happened(self, event: torch.Event | None) -> bool:
-        """Whether the device is past `event`; True without streams. It orders nothing."""
-        return event is None or event.query()
-
     def send(self, group: dist.ProcessGroup, tensor: torch.Tensor, peer: int, tag: int) -> Work:
         """Starts to send. Do not write into `tensor` before you have waited for the work."""
         host = HostWork()

@@ -1,32 +1,24 @@
-"""A bucket's life in a step: gradients enter it, it leaves complete, and results come back.
+"""A bucket's life in a step: gradients accumulate in it, it leaves complete, results come back.
 
 Steps 1 to 4 and 7 of the journey of a gradient in docs/internals.md.
 
-[Note: the unit of work] What happens to every gradient is done once a bucket: by one operator over
-many tensors, or on the flat memory. In the last backward of a stage each parameter has a hook that
-counts. A large gradient is copied by its hook, while it is in the cache. So a parameter costs the
-host a call of Python, and an entry in some lists.
+[Note: slots] From `begin` to `finish` the gradient of each parameter is its slot in the bucket:
+zeros, to which autograd adds in place, and whoever else computes gradients. So nothing is copied,
+and whether this rank has contributed is the version of the slot. A gradient may be elsewhere when
+the bucket is complete: with ``create_graph=True`` autograd makes a new tensor, a user may set one,
+and another one may have been there before. It is copied then.
 
-[Note: where a gradient is] Where ``.grad`` points to says how far a gradient is:
-
-=========================== ===================================================================
-None                        Nothing was added in this step, or the bucket is final and its memory
-                            goes.
-memory of autograd's        Something was added. A large gradient moves into its slot at once.
-its slot                    It has moved: autograd adds to the slot. Or the bucket is final.
-the result of the last step It was zeroed in place, or the step is refused.
-=========================== ===================================================================
-
-What is rare is in careful.py: gradients elsewhere than in ``.grad``, DTensors, and buckets that are
-sent in another dtype.
+Only the announced last backward of a bucket has hooks. Each counts how often its parameter was
+added to. When all have come to what they came to in earlier steps, the bucket leaves at the next
+hook, so that hooks of users behind ours have run.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum
-from operator import attrgetter, is_
+from operator import add, attrgetter, is_, ne
 from typing import Any
 
 import torch
@@ -35,15 +27,20 @@ from torch.utils.weak import TensorWeakRef
 
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
-from pipegrad.gradients.bucket_buffer import BucketBuffer, write
+from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.model.dtensor import local
+from pipegrad.model.dtensor import (
+    as_dtensor,
+    is_dtensor,
+    is_misplaced,
+    local,
+    redistribute_gradient,
+)
+from pipegrad.model.main_grad import MainGrad, set_main_grad, take_gradient
 
-# 64 KiB of fp32: its copy takes longer than the call of a hook. Not tuned.
-LARGE_NUMEL = 16384
 NOTHING = {type(None)}
-_HOOKS = attrgetter("_post_accumulate_grad_hooks")  # of users, while ours rest
-_NEVER = 1 << 40  # no bucket has as many parameters
+_VERSION = attrgetter("_version")
+_NAMED = 1 << 30  # the count of a gradient that is final by its name: more than any other
 
 
 class BucketState(Enum):
@@ -55,10 +52,9 @@ class BucketState(Enum):
 
 
 class Hook:
-    """A hook of ours on one parameter, behind all hooks of users. It rests until `run`.
+    """A hook of ours on one parameter. It rests until `run`, without any cost.
 
-    torch has the hooks of a parameter in a dictionary, and calls what is in it. So a hook rests
-    without any cost by leaving the dictionary.
+    torch has the hooks of a parameter in a dictionary, and calls what is in it, in its order.
     """
 
     # The garbage collector does not see that a parameter holds its hooks. So what is called may
@@ -73,18 +69,12 @@ class Hook:
 
     def run(self, call: Callable[[nn.Parameter], None]) -> None:
         """Makes autograd call this behind all hooks that the parameter has now."""
-        # A hook of the user may change the gradient, so it must run before ours.
         self.hooks.pop(self.number, None)
         self.hooks[self.number] = call
 
     def rest(self) -> None:
         """Calls nothing until `run`."""
         self.hooks.pop(self.number, None)
-
-    @property
-    def runs_last(self) -> bool:
-        """Whether no hook of the user has come behind this one."""
-        return next(reversed(self.hooks), self.number) == self.number
 
     def __del__(self) -> None:
         if hasattr(self, "number"):  # it is missing if torch has refused the hook
@@ -100,9 +90,10 @@ class GradientBucket:
 
     Args:
         parameters: By slot.
-        buffer: The memory.
+        memory: Of the bucket.
         mean: Besides their divisors, they are divided by this before they are sent.
         may_leave_early: Whether a gradient may be final before its stage's backward ends.
+        main_grad: Where gradients live; None for ``.grad``.
 
     Attributes:
         stages: Stages of this rank that add to these gradients.
@@ -113,102 +104,113 @@ class GradientBucket:
     def __init__(
         self,
         parameters: Sequence[LiveParameter],
-        buffer: BucketBuffer,
+        memory: BucketMemory,
         *,
         mean: int,
         may_leave_early: bool,
+        main_grad: MainGrad | None = None,
     ) -> None:
         self.parameters = parameters
-        self.buffer = buffer
+        self.memory = memory
         self.stages = parameters[0].stages
         self.waiting: set[int] = set()
         self.num_early = 0
         self.state = BucketState.RESTS
-        self._device = buffer.device
-        self._fixed_divisor = buffer.bucket.divisor
+        self._fixed_divisor = memory.bucket.divisor
         self._mean = mean
+        self._may_leave_early = may_leave_early
+        self._main_grad = main_grad
         self._divisor = 1.0
-        number = len(parameters)
-        self._is_large = [p.live.numel() >= LARGE_NUMEL for p in parameters]
-        # Parameters whose hook runs from the beginning of a step. Witnesses see whether gradients
-        # that were made are gone at its end: two, as one of them may be unused. Later it is a
-        # parameter that is used.
-        self._watched = {i for i, large in enumerate(self._is_large) if large}
-        self._witnesses = {0, number - 1}
         self._main_shards = [p.main_shard for p in parameters]
         self._is_sharded = parameters[0].is_sharded
+        self._has_result = any(p.has_result for p in parameters)
+        # Whether slots are the results, so that nothing is put in place.
         self._is_plain = (
-            not (self._is_sharded or buffer.goes or any(self._main_shards))
+            not (self._is_sharded or memory.goes or any(self._main_shards))
             and parameters[0].has_result
         )
-        # Whether one accumulation in the last backward is the whole gradient, for each parameter.
-        # None: unknown before the first step. With a checkpoint that runs backward inside backward
-        # each accumulation adds only a part.
-        self._accumulates_once: bool | None = None if may_leave_early else False
-        self._again = False
+        number = len(parameters)
         self._announced: set[int] = set()  # stages whose next backward is the last
         self._is_last = False  # whether this holds for all that are waiting
-        self._final = bytearray(number)  # 1: by its hook, 2: by `parameters_final`
-        self._left = [0]  # how many are not; shared with the hooks
-        self._num_named = 0
-        self._fired = bytearray(number)  # of those whose hook runs from the beginning
-        self._divided: set[int] = set()
-        self._absent = frozenset[int]()
+        # Additions to each in the last backward, and the most in the steps before. A parameter that
+        # was not used so far is expected to be final only when its stage is.
+        self._counts, self._expected = [0] * number, [0] * number
+        self._left = [number]  # how many are not final; hooks share these three lists
+        self._named: set[int] = set()  # final by `parameters_final`
+        # What `.grad` is in a step: the slots. A DTensor holds its slot.
+        self._gradients: list[torch.Tensor] = []
+        self._present: list[torch.Tensor | None] = []  # read last
+        self._own: set[int] = set()  # that a user had set when the step began
+        self._touched: set[int] = set()  # whose hook has run, with `main_grad`
+        self._begun: list[int] = []  # versions of the slots when the step began
+        self._final: list[int] = []  # and when they were final
+        self._absent: list[int] = []
         self._cleared: set[int] = set()  # results that were zeroed in place
         self._are_zero: bool | None = None  # all slots, as far as this check has read them
-        self._to_share: Sequence[int] = ()  # slots to which somebody adds without autograd
-        self._before: list[torch.Tensor | None] | None = None
-        self._has_streams = False
-        self._num_writes = 0  # into the slots, when they were final, and when they had the results
-        self._lacks = False  # whether a gradient is None when the step ends
+        self._shown: dict[int, TensorWeakRef] = {}  # results that are in `main_grad`, too
         self._results: Sequence[torch.Tensor | TensorWeakRef | None] = ()
         self._result_versions: list[int] = []
+        this = weakref.ref(self)
+        self._takes = [taking(number, this) for number in range(number)]
         self.follow()
 
     def connect(
-        self, complete: Callable[[GradientBucket], None], late: Callable[[StepError], None]
+        self,
+        ready: list[GradientBucket],
+        leave: Callable[[], None],
+        late: Callable[[StepError], None],
     ) -> None:
-        """Sets what to call, perhaps in a thread of autograd. It does not keep their object alive.
+        """Sets what hooks use, perhaps in a thread of autograd. It does not keep an object alive.
 
         Args:
-            complete: A bound method; called when the last gradient is final in a backward.
+            ready: Gets the bucket when its last gradient is final in a backward.
+            leave: A bound method; called at the next hook.
             late: A bound method; it makes the step fail in `finish`.
         """
         # The step holds its buckets. Strong references back would be a circle, and hooks and memory
         # of a GradientSync that nobody holds any more would stay until Python's collector runs.
-        self._on_complete, self._on_late = weakref.WeakMethod(complete), weakref.WeakMethod(late)
+        self._ready, self._on_late = ready, weakref.WeakMethod(late)
+        self._calls = self._counting(weakref.ref(self), weakref.WeakMethod(leave))
+
+    def _counting(
+        self,
+        called: weakref.ref[GradientBucket],
+        on_leave: weakref.WeakMethod[Callable[[], None]],
+    ) -> list[Callable[[nn.Parameter], None]]:
+        """Returns the hooks of the last backward."""
+        # They count in plain lists, without the bucket: each runs for its parameter in each step.
+        counts, expected, left, ready = self._counts, self._expected, self._left, self._ready
+
+        def counting(number: int) -> Callable[[nn.Parameter], None]:
+            def count(_: nn.Parameter) -> None:
+                # Those that became complete at an earlier hook: hooks of users have run by now.
+                if ready and (leave := on_leave()) is not None:
+                    leave()
+                counts[number] = now = counts[number] + 1
+                if now == expected[number]:
+                    left[0] -= 1
+                    if not left[0] and (bucket := called()) is not None:
+                        bucket.counted()
+                elif now > expected[number] and (bucket := called()) is not None:
+                    bucket.counted_again(number)
+
+            return count
+
+        return list(map(counting, range(len(counts))))
 
     def follow(self) -> None:
         """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
         self._live = [p.live for p in self.parameters]
-        # A hook is made when it first runs: from then on autograd looks for hooks of the parameter
-        # in each backward, which costs as much as half of a call.
-        self._hooks: dict[int, Hook] = {}
-        this = weakref.ref(self)
-        self._watch = [_watching(i, this) for i in range(len(self._live))]
-        self._last_calls = [
-            self._watch[i] if large else _counting(i, self._final, self._left, this)
-            for i, large in enumerate(self._is_large)
-        ]
+        self._has_dtensors = any(map(is_dtensor, self._live))
+        # They are made when they first run: from then on autograd looks for hooks of the parameter
+        # in each backward.
+        self._hooks: list[Hook] = []
+        self._taking: list[Hook] = []  # with `main_grad`
+        self._gradients = []
 
     def unfollow(self) -> None:
         """Removes all hooks."""
-        self._hooks = {}
-
-    # How gradients are read and set. CarefulBucket does both in another way.
-
-    def read(self, number: int) -> torch.Tensor | None:
-        """Returns a gradient."""
-        return self._live[number].grad
-
-    def _key(self, number: int) -> str:
-        return self.parameters[number].record.key
-
-    def _read_all(self) -> list[torch.Tensor | None]:
-        return [tensor.grad for tensor in self._live]
-
-    def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        self._live[number].grad = gradient
+        self._hooks, self._taking = [], []
 
     # The verbs of a step, in order.
 
@@ -222,9 +224,8 @@ class GradientBucket:
             StepError: Names the parameter.
         """
         self._are_zero = None
-        present = self._read_all()
+        self._present = present = self._read_all()
         has_any = set(map(type, present)) != NOTHING
-        self._before = present if has_any else None
         if continuing:
             return
         self._cleared = set()
@@ -253,90 +254,86 @@ class GradientBucket:
 
         Sync: blocks the host if a gradient was zeroed, and not set to None.
         """
-        for number, gradient in enumerate(self._before or ()):
-            if gradient is not None and number not in self._cleared:
-                refuse_value(self._key(number), gradient)
+        for number, gradient in self._set_by_user():
+            refuse_value(self._key(number), gradient)
+
+    def _set_by_user(self) -> list[tuple[int, torch.Tensor]]:
+        """Returns the gradients that are neither what this bucket has left, nor its slots."""
+        held: Sequence[object] = self._gradients or [None] * len(self._present)
+        return [
+            (number, gradient)
+            for number, (gradient, slot) in enumerate(zip(self._present, held, strict=True))
+            if gradient is not None and gradient is not slot and number not in self._cleared
+            if number not in self._shown or gradient is not self._shown[number]()
+        ]
 
     def begin(self, divisor: float, *, continuing: bool) -> None:
-        """Starts a step, or continues it.
+        """Starts a step, or continues it: each gradient is its slot.
 
         Args:
             divisor: Of this step.
             continuing: Whether it continues accumulated steps.
 
-        Sync: on the current stream. It may scale gradients of earlier steps.
+        Sync: on the current stream.
         """
         # Everything that may refuse the step has run in `check` and `refuse_values`, for all
         # buckets: this changes gradients.
         before, self._divisor = self._divisor, divisor * self._fixed_divisor
-        if self._before is not None:
-            # Now one division at the end is right for the gradients of all steps. One that the
-            # user has set is not divided by the step's divisor.
-            scale = self._divisor / (before if continuing else self._fixed_divisor)
-            for number, gradient in enumerate(self._before):
-                if gradient is None or (number in self._cleared and not continuing):
-                    continue
-                if scale != 1:
-                    with torch.no_grad():
-                        gradient.mul_(scale)
-            # The list would hold the memory of gradients that move into their slots in this step.
-            self._before = None
-        self._results = ()
+        own, present = self._set_by_user(), self._present
+        self._present, self._results, self._shown = [], (), {}
+        self._restart(continuing=continuing)
+        slots = self.memory.slots
+        for number, gradient in enumerate(present) if continuing else ():
+            if gradient is None:  # a user has dropped what had accumulated
+                slots[number].zero_()
+                self._own.discard(number)
+                self._begun[number] = self._versions()[number]
+        if own:
+            self._own.update(number for number, _ in own)
+            self.memory.copy([local(gradient) for _, gradient in own], [i for i, _ in own])
+        # Now one division at the end is right for the gradients of all steps. One that a user has
+        # set is not divided by the divisor of its step.
+        if continuing and before != self._divisor:
+            self.memory.scale(self._divisor / before)
+        for number, _ in own if not continuing and divisor != 1 else ():
+            slots[number].mul_(divisor)
+        for number, gradient in enumerate(self._gradients):
+            self._set(number, gradient)
         if not continuing:
-            self._fired[:] = bytes(len(self._fired))
-            if self._cleared:
-                self._drop_zeros()
-        self._restart()
-        # A slot that is written by its first gradient needs no zeros. So only slots are zeroed to
-        # which somebody adds without autograd.
-        self.buffer.reset(self._to_share)
-        self._begin_hooks()
+            self._drop_zeros()
+            self._begun = self._versions()
+        if self._main_grad is not None:
+            self._run(self._taking, self._takes)
 
-    @property
-    def has_final(self) -> bool:
-        """Whether a gradient is final, and perhaps divided: the step cannot be continued."""
-        return bool(self._num_named or (self._accumulates_once and any(self._final)))
-
-    def _restart(self) -> None:
+    def _restart(self, *, continuing: bool) -> None:
         """Makes all gradients open."""
+        self.memory.reset(continuing=continuing)
+        if not continuing:
+            self._own = set()
+        if not self._gradients or (self.memory.goes and not continuing):
+            self._gradients = [self._hold(i, s) for i, s in enumerate(self.memory.slots)]
         self.state = BucketState.OPEN
         self.waiting = set(self.stages)
         self._announced.clear()
-        self._is_last = self._again = False
+        self._is_last = False
         number = len(self.parameters)
-        self._final[:] = bytes(number)
-        self._left[0] = number if self._accumulates_once else number + _NEVER
-        self._num_named = self.num_early = 0
-        self._divided = set()
-        self._absent = frozenset()
+        self._counts[:] = [0] * number
+        self._left[0] = number
+        self._named = set()
+        self._touched = set()
+        self._absent = []
 
-    def _begin_hooks(self) -> None:
-        # A parameter with hooks of a user is watched, since they may drop its gradient. And where
-        # there are streams every parameter is: its hook says on which stream its gradient was made.
-        self._has_streams = sync_points.in_use.current(self._device) is not None
-        watched: Collection[int] = range(len(self._live))
-        if not self._has_streams:
-            watched = self._watched | self._witnesses
-            self._rest()
-            tables = list(map(_HOOKS, self._live))
-            if any(tables):
-                watched = watched.union(i for i, table in enumerate(tables) if table)
-        self._run(watched, self._watch)
+    @property
+    def has_final(self) -> bool:
+        """Whether a gradient is final: the step cannot be continued."""
+        return self._left[0] < len(self.parameters)
 
-    def _run(self, numbers: Iterable[int], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
+    def _run(self, hooks: list[Hook], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
         """Makes autograd call these, behind all hooks that the parameters have now."""
-        hooks = self._hooks
-        for number in numbers:
-            if (hook := hooks.get(number)) is None:
-                hook = hooks[number] = Hook(self._live[number])
-            # As `Hook.run`, without a call for each parameter.
-            hook.hooks.pop(hook.number, None)
-            hook.hooks[hook.number] = calls[number]
-
-    def _runs_last(self, number: int) -> bool:
-        """Whether no hook of a user comes behind ours, if there is ours."""
-        hook = self._hooks.get(number)
-        return hook is None or hook.runs_last
+        if not hooks:
+            hooks += map(Hook, self._live)
+        for hook, call in zip(hooks, calls, strict=True):
+            hook.run(call)
 
     def announce(self, stage: int) -> None:
         """Lets gradients become final one by one in the next backward of a stage."""
@@ -346,72 +343,42 @@ class GradientBucket:
     def _update_last(self) -> None:
         is_open = self.state is BucketState.OPEN and bool(self.waiting)
         is_last = is_open and self.waiting <= self._announced
-        if is_last and not self._is_last:
-            calls = self._watch if self._has_streams else self._last_calls
-            self._run(range(len(self._live)), calls)
+        if is_last and not self._is_last and self._may_leave_early:
+            calls = self._calls
+            if sync_points.in_use.current(self.memory.device) is not None:
+                calls = [_on_streams(call, self.memory) for call in calls]
+            self._run(self._hooks, calls)
         self._is_last = is_last
 
-    def accumulated(self, number: int) -> None:
-        """Called by a hook after each accumulation, perhaps in a thread of autograd.
-
-        Sync: on the stream on which autograd has added.
-        """
-        if self.state is not BucketState.OPEN:
-            return  # `late` compares
-        if self._has_streams:
-            self.buffer.add_stream()
-        self._fired[number] = 1
-        if not self._is_last:
-            if self._is_large[number]:
-                self._move(number)
-            # On CPU one call in a step says enough: a gradient was made. On a device the next
-            # microbatch may run on another stream, for which `fill` must wait, too. So there the
-            # hook goes on.
-            if not self._has_streams:
-                self._hooks[number].rest()
-            return
-        if self._final[number]:
-            self.accumulated_again(number)
-            return
-        self._final[number] = 1
-        self._left[0] -= 1
-        if self._is_large[number]:
-            (self._take if self._accumulates_once else self._move)(number)
-        if not self._left[0]:
-            self.counted(number)
-
-    def counted(self, number: int) -> None:
+    def counted(self) -> None:
         """Called by the hook of the last gradient that becomes final."""
-        # Behind a user's hook the gradient may change. Then the end of its stage completes it.
-        if self.state is BucketState.OPEN and self._runs_last(number):
-            self._complete()
+        if self.state is BucketState.OPEN:
+            self._ready.append(self)
 
-    def accumulated_again(self, number: int) -> None:
-        """Called by a hook that runs twice in the last backward of a stage."""
-        self._again = True
-        if number in self._divided and (late := self._on_late()) is not None:
+    def counted_again(self, number: int) -> None:
+        """Called by a hook that runs more often than in earlier steps."""
+        if self.state is BucketState.FINAL and (late := self._on_late()) is not None:
             late(too_late(repr(self._key(number))))
 
-    def parameters_final(self, stage: int, numbers: Sequence[int]) -> None:
+    def parameters_final(self, stage: int, numbers: Sequence[int]) -> bool:
         """Marks some gradients as final, if no other stage of this rank adds to them.
+
+        Returns:
+            Whether all are: the bucket must leave now.
 
         Sync: the current stream must be after everything that wrote them.
         """
         # Another stage of this rank may still add to these gradients. Then nobody divides or sends
         # them yet: the last of these stages makes them final.
         if self.state is not BucketState.OPEN or self.waiting != {stage}:
-            return
-        if self._has_streams:
-            self.buffer.add_stream()
+            return False
+        self.memory.add_stream()
         for number in numbers:
-            if self._final[number] != 2:
-                self._num_named += 1
-                self._left[0] -= not self._final[number]
-                self._final[number] = 2
-                if self._is_large[number]:
-                    self._take(number)
-        if not self._left[0] or self._num_named == len(self.parameters):
-            self._complete()
+            if number not in self._named:
+                self._named.add(number)
+                self._left[0] -= not 0 < self._expected[number] <= self._counts[number]
+                self._counts[number] = _NAMED
+        return not self._left[0]
 
     def stage_is_final(self, stage: int) -> bool:
         """Takes a stage out of `waiting`; returns whether the bucket must be filled now.
@@ -419,209 +386,129 @@ class GradientBucket:
         Sync: the current stream must be after everything that wrote the stage's gradients.
         """
         self.waiting.discard(stage)
+        if not self.waiting:
+            # Once no backward runs: autograd may walk the hooks of a parameter until then.
+            self._rest()
         if self.state is not BucketState.OPEN:
             return False
-        if self._has_streams:
-            self.buffer.add_stream()
+        self.memory.add_stream()
         # One stage fewer is waited for. So a backward that was announced before may be the last one
         # of the bucket now, and its hooks must count.
         self._update_last()
         return not self.waiting
 
-    def _complete(self) -> None:
-        if (complete := self._on_complete()) is not None:
-            complete(self)
-
-    def _move(self, number: int) -> None:
-        """Moves a new gradient into its slot; autograd adds the next ones to it.
-
-        Sync: on the current stream, on which autograd has made the gradient.
-        """
-        gradient = self._live[number].grad
-        # With create_graph=True autograd makes a new tensor for each sum.
-        if gradient is None or gradient.requires_grad:
-            return
-        if self.buffer.slots and gradient is self.buffer.slots[number]:
-            return
-        # The stream that has made the gradient copies it. So the gradient may be freed at once: who
-        # gets its memory next, on that stream, runs behind the copy.
-        slot = self.buffer.claim()[number]
-        write(slot, gradient)
-        self._live[number].grad = slot
-
-    def move_all(self) -> None:
-        """Moves all new gradients into their slots.
-
-        Sync: as `_move`.
-        """
-        if self.state is not BucketState.OPEN:
-            return
-        slots = self.buffer.slots
-        present = self._read_all()
-        fresh = [
-            number
-            for number, gradient in enumerate(present)
-            if gradient is not None and not (slots and gradient is slots[number])
-            if not (self._final[number] or gradient.requires_grad)
-        ]
-        if fresh:
-            if self._has_streams:
-                self.buffer.add_stream()
-            with self.buffer.filling():
-                self.buffer.fill([g for i in fresh if (g := present[i]) is not None], fresh, ())
-            for number in fresh:
-                self._live[number].grad = self.buffer.slots[number]
-
-    def claim(self, number: int) -> torch.Tensor | None:
-        """Returns a slot for a caller that writes the first gradient; None if it may not.
-
-        Sync: afterwards the current stream may write to it.
-        """
-        is_free = self._live[number].grad is None and not self._final[number]
-        if self.state is not BucketState.OPEN or not is_free:
-            return None
-        return self.buffer.claim()[number]
-
-    def _take(self, number: int) -> None:
-        """Copies a final gradient into its slot, divided in the same pass.
-
-        Sync: as `_move`.
-        """
-        gradient, divisor = self._live[number].grad, self._divisor * self._mean
-        if (
-            gradient is None
-            or gradient.is_sparse
-            or not self._runs_last(number)
-            or (self.buffer.slots and gradient is self.buffer.slots[number])
-        ):
-            # `fill` does what is left. It runs behind all hooks of users, and one of theirs behind
-            # this one may still change the gradient.
-            return
-        slot = self.buffer.claim()[number]
-        write(slot, gradient, divisor)
-        self._divided.add(number)
-        self._live[number].grad = None if self.buffer.goes else slot
-
     def fill(self) -> None:
-        """Moves all gradients into their slots: they are final.
+        """Ends the step for these gradients: all are in their slots.
 
         Raises:
-            StepError: If autograd has made a gradient, and it was set to None.
+            StepError: If autograd has added to a gradient, and it was set to None.
 
         Sync: on the current stream, behind all streams that wrote.
         """
-        # All gradients are final. What autograd adds from here on is seen by `late`, from version
-        # counters, so no hook costs anything until the next step.
-        self._rest()
-        self.buffer.allocated()
-        slots, present = self.buffer.slots, self._read_all()
-        # In most steps all gradients are new, or all are in their slots. One look says so.
-        numbers = [
-            i for i, (g, slot) in enumerate(zip(present, slots, strict=True)) if g is not slot
-        ]
-        absent = []
-        if type(None) in set(map(type, present)):
-            absent = [i for i in numbers if present[i] is None]
-            numbers = [i for i in numbers if present[i] is not None]
-            if self.buffer.goes:
-                absent = [i for i in absent if i not in self._divided]
-            self._refuse_gone(absent)
-        gradients: list[Any] = (
-            present if len(numbers) == len(present) else [present[i] for i in numbers]
-        )
-        with self.buffer.filling():
-            self.buffer.fill(gradients, numbers, absent)
-        # Only behind `filling`: the streams that have made these gradients wait for the copy by
-        # now, so they may take the memory again. Where the memory of the bucket goes, no gradient
-        # may stay a view of it, or all of it would stay.
-        live, goes = self._live, self.buffer.goes
-        for number in range(len(live)) if goes else numbers:
-            live[number].grad = None if goes else slots[number]
-        self._end_fill(absent)
+        for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
+            if tensor.grad is not None:  # torch's split backwards call no hooks
+                self.take(number)
+        absent, unsure, elsewhere = self._sorted()
+        with self.memory.gathering():
+            for number in absent:
+                if number in self._own:
+                    self.memory.slots[number].zero_()
+            self.memory.copy([self._placed(number) for number in elsewhere], elsewhere)
+            self.memory.lack(absent, unsure)
+        for number in elsewhere:
+            self._set(number, self._gradients[number])
+        self.state, self._absent = BucketState.FINAL, [*absent, *unsure]
+        self.num_early = len(self.parameters) - self._left[0]
+        self._final = self._versions()
+        self.memory.complete(self._divisor * self._mean)
 
-    def _rest(self) -> None:
-        for hook in self._hooks.values():
-            hook.hooks.pop(hook.number, None)
+    def _sorted(self) -> tuple[list[int], list[int], list[int]]:
+        """Returns which gradients are absent, which may be, and which are not in their slots."""
+        absent, unsure, elsewhere = list[int](), list[int](), list[int]()
+        present, versions = self._read_all(), self._versions()
+        if all(map(is_, present, self._gradients)) and all(map(ne, versions, self._begun)):
+            return absent, unsure, elsewhere
+        for number, gradient in enumerate(present):
+            is_written = versions[number] != self._begun[number]
+            if gradient is None:
+                self._refuse_gone(number, is_written=is_written)
+                absent.append(number)
+            elif gradient is not self._gradients[number]:
+                elsewhere.append(number)
+            elif not (is_written or number in self._own or number in self._touched):
+                # A kernel may have written to an address, which no counter shows.
+                (absent if self._main_grad is None else unsure).append(number)
+        return absent, unsure, elsewhere
 
-    def _refuse_gone(self, absent: Sequence[int]) -> None:
-        for number in absent:
-            if self._fired[number] or self._final[number] == 1:
-                raise StepError(
-                    f"the gradient of {self._key(number)!r} is gone: autograd added to it in this "
-                    f"step, and it was set to None since, so nothing is left to reduce. Call "
-                    f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
-                    f"step, zero it"
-                )
+    def _refuse_gone(self, number: int, *, is_written: bool) -> None:
+        if is_written:
+            raise StepError(
+                f"the gradient of {self._key(number)!r} is gone: autograd added to it in this "
+                f"step, and it was set to None since, so nothing is left to reduce. Call "
+                f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
+                f"step, zero it"
+            )
 
-    def _end_fill(self, absent: Sequence[int]) -> None:
-        self.state, self._absent = BucketState.FINAL, frozenset(absent)
-        by_hook = self._final.count(1) if self._accumulates_once else 0
-        self.num_early = self._final.count(2) + by_hook
-        self._num_writes = self.buffer.slots[0]._version
-        self.buffer.complete(self._divisor * self._mean, self._divided)
+    def _placed(self, number: int) -> torch.Tensor:
+        """Returns a gradient that is elsewhere; of a DTensor, this rank's part of it."""
+        if is_misplaced(self._live[number]):
+            redistribute_gradient(self._live[number])  # as autograd does before it adds
+        gradient = self._read(number)
+        assert gradient is not None
+        return local(gradient)
 
     def give_up(self) -> None:
         """Fills the bucket with zeros, for other ranks that wait for it after a failed step."""
         self._rest()
         self.state = BucketState.FINAL
-        with self.buffer.filling():
-            self.buffer.fill([], (), range(len(self.parameters)))
-        self.buffer.complete(1.0)
+        with self.memory.gathering():
+            self.memory.zero()
+        self.memory.complete(1.0)
 
     def late(self) -> StepError | None:
         """Returns the error of a gradient that was added to after it was final."""
         if self.state is not BucketState.FINAL:
             return None
-        gradients, slots = self._read_all(), self.buffer.slots
-        self._lacks = type(None) in set(map(type, gradients))
-        if not self.buffer.goes:
-            if self.buffer.slots[0]._version != self._num_writes:
-                several = len(slots) > 1
-                return too_late(self.buffer.bucket.names if several else repr(self._key(0)))
-            if all(map(is_, gradients, slots)):
-                return None
-        # `fill` has set each gradient to None if the memory goes. So a gradient that is there now
-        # has come later.
-        for number, gradient in enumerate(gradients):
-            if gradient is not None and (self.buffer.goes or gradient is not slots[number]):
+        self._present, versions = self._read_all(), self._versions()
+        is_there = all(map(is_, self._present, self._gradients))
+        if is_there and versions == self._final and self._main_grad is None:
+            return None
+        for number, gradient in enumerate(self._present):
+            is_moved = gradient is not None and gradient is not self._gradients[number]
+            is_added = self._main_grad is not None and self._live[number].grad is not None
+            if is_moved or is_added or versions[number] != self._final[number]:
                 return too_late(repr(self._key(number)))
         return None
 
     def finish(self) -> int:
         """Puts the results in place; returns how many were copied out of the bucket."""
         self.state = BucketState.RESTS
-        if self._again:
-            self._accumulates_once = False
-        # Known from the first step on: until then only the end of a stage proves that a gradient is
-        # complete.
-        elif self._accumulates_once is None and any(f == 1 for f in self._final):
-            self._accumulates_once = True
-        # No witness had a gradient, so none could have missed one. Another parameter takes over,
-        # one that is used.
-        if self._witnesses <= self._absent:
-            used = (i for i in range(len(self._live)) if i not in self._absent)
-            self._witnesses = {next(used, 0)}
+        self._rest()
+        if self._may_leave_early:
+            counts = (0 if i in self._named else n for i, n in enumerate(self._counts))
+            self._expected[:] = map(max, self._expected, counts)
+        self.memory.end_step()
         nobody = self._nobody() if self._absent else ()
-        if self._is_plain:
-            for number in range(len(self._live)) if self._lacks else ():
-                has_any = number not in nobody
-                self._live[number].grad = self.buffer.slots[number] if has_any else None
-        else:
+        if nobody or not self._is_plain or not all(map(is_, self._present, self._gradients)):
             for number in range(len(self._live)):
                 self._put_result(number, has_any=number not in nobody)
+        self._present = []
+        if self.memory.goes:
+            self._gradients = []
         self.note_results()
-        return 0
+        has_copies = self.memory.is_apart and not self.memory.goes and self._has_result
+        return len(self._live) - len(nobody) if has_copies else 0
 
     def _nobody(self) -> Collection[int]:
         """Returns the slots to which no rank contributed. Blocks the host if this rank has some."""
         # As in one process, a result that was zeroed, and not set to None, stays zeros if no
         # rank contributed: zeros have travelled.
         asked = [i for i in self._absent if i not in self._cleared]
-        if not asked or not any(p.has_result for p in self.parameters):
+        if not asked or not self._has_result:
             return ()
         # The flags were summed with the gradients. To read them blocks the host, so a rank reads
         # them for gradients that it lacks itself, and in most steps not at all.
-        contributed = self.buffer.contributed()
+        contributed = self.memory.contributed()
         return {i for i in asked if not contributed[i]}
 
     def _put_result(self, number: int, *, has_any: bool) -> None:
@@ -632,26 +519,28 @@ class GradientBucket:
             if main_shard is not None:
                 part = main_shard.main_range
                 main_shard.take(
-                    self.buffer.shard(number, part.begin, part.end) if has_any else None
+                    self.memory.shard(number, part.begin, part.end) if has_any else None
                 )
             return
         has_any = has_any and self.parameters[number].has_result
-        result = self.buffer.result(number) if has_any else None
-        if main_shard is None:
-            self._set(number, result)
-        else:
-            self._set(number, None)
+        result = self.memory.result(number) if has_any else None
+        if main_shard is not None:
             main_shard.take(result)
+            if self._main_grad is None:
+                # Another optimizer might step the parameter with it.
+                result = None
+            elif result is not None:  # left there until the next step, for users
+                self._shown[number] = TensorWeakRef(result)
+        self._set(number, None if result is None else self._hold(number, result))
 
     def note_results(self) -> None:
         """Takes the gradients as they are now for those of the step."""
-        if self._is_plain:
-            self._results = self.buffer.slots
-            self._num_writes = self.buffer.slots[0]._version
-            return
         gradients = [self.result(number) for number in range(len(self._live))]
-        # Weak references: a gradient that the user drops must be freed before the next step.
-        self._results = [None if g is None else TensorWeakRef(g) for g in gradients]
+        # Weak references: a gradient that the user drops must be freed before the next step. Slots
+        # stay.
+        self._results = gradients
+        if not self._is_plain:
+            self._results = [None if g is None else TensorWeakRef(g) for g in gradients]
         self._result_versions = [
             -1 if g is None else self._writes(i, g) for i, g in enumerate(gradients)
         ]
@@ -659,21 +548,17 @@ class GradientBucket:
     def result(self, number: int) -> torch.Tensor | None:
         """Returns what this rank's optimizer steps with."""
         main_shard = self._main_shards[number]
-        return self.read(number) if main_shard is None else main_shard.tensor.grad
+        return self._read(number) if main_shard is None else main_shard.tensor.grad
 
-    def changed_result(self) -> list[str]:
-        """Returns parameters one of whose results somebody has written since, or replaced."""
-        written = list[str]()
+    def changed_result(self) -> str | None:
+        """Returns a parameter whose result somebody has written since, or replaced."""
         for number in range(len(self._results)):
             gradient, last = self.result(number), self._last_result(number)
             if gradient is None or last is None:
                 continue
-            if gradient is not last:
-                return [self._key(number)]
-            if not self._is_unwritten(number, gradient):
-                written.append(self._key(number))
-        # Slots of one buffer have one counter of writes.
-        return written if self._is_plain else written[:1]
+            if gradient is not last or not self._is_unwritten(number, gradient):
+                return self._key(number)
+        return None
 
     def _last_result(self, number: int) -> torch.Tensor | None:
         last = self._results[number] if self._results else None
@@ -681,12 +566,11 @@ class GradientBucket:
 
     def _writes(self, number: int, gradient: torch.Tensor) -> int:
         """Returns the number of writes to a gradient."""
-        return gradient._version
+        held = self._gradients[number] if self._gradients else None
+        part = self.memory.slots[number] if gradient is held else local(gradient)
+        return gradient._version + (part._version if part is not gradient else 0)
 
     def _is_unwritten(self, number: int, result: torch.Tensor) -> bool:
-        """Whether nobody has written a result. With one number for all slots, none of them."""
-        if self._is_plain:
-            return self.buffer.slots[0]._version == self._num_writes
         return self._writes(number, result) == self._result_versions[number]
 
     def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:
@@ -695,59 +579,93 @@ class GradientBucket:
         # step cannot have been zeroed, so it is not read.
         if self._is_unwritten(number, result):
             return False
-        slots = self.buffer.slots
-        if slots and result is slots[number]:
+        if self._gradients and result is self._gradients[number]:
             if self._are_zero is None:
-                self._are_zero = self.buffer.is_zero()
+                self._are_zero = self.memory.is_zero()
             if self._are_zero:
                 return True
-        return not bool(result.any())
+        return not bool(local(result).any())
 
     def _drop_zeros(self) -> None:
-        """Removes zeroed results in memory that is made again in each step."""
-        # The zeros lie in memory of the last step. Autograd would add to them there, and that
-        # memory would stay beside the new one.
+        """Removes results that were zeroed in memory of the last step."""
         for number in self._cleared:
             main_shard = self._main_shards[number]
-            if self._is_sharded and main_shard is not None:
+            if self.memory.goes and main_shard is not None:
                 main_shard.take(None)
-            elif main_shard is None and self.buffer.goes:
-                self._set(number, None)
 
     def drop(self) -> None:
         """Sets all gradients to None, after a failed step: they may not be complete."""
-        self.state, self._results = BucketState.RESTS, ()
+        self.state, self._results, self._shown = BucketState.RESTS, (), {}
         self._rest()
         for number, main_shard in enumerate(self._main_shards):
             self._set(number, None)
+            self._live[number].grad = None  # `main_grad` may not have it yet
             if main_shard is not None:
                 main_shard.take(None)
 
+    # How gradients are read and set.
 
-def _watching(number: int, called: weakref.ref[GradientBucket]) -> Callable[[nn.Parameter], None]:
-    def watch(_: nn.Parameter) -> None:
-        if (bucket := called()) is not None:
-            bucket.accumulated(number)
+    def _key(self, number: int) -> str:
+        return self.parameters[number].record.key
 
-    return watch
+    def _read(self, number: int) -> torch.Tensor | None:
+        tensor: Any = self._live[number]
+        return tensor.grad if self._main_grad is None else getattr(tensor, "main_grad", None)
+
+    def _read_all(self) -> list[torch.Tensor | None]:
+        if self._main_grad is None:
+            return [tensor.grad for tensor in self._live]
+        return [getattr(tensor, "main_grad", None) for tensor in self._live]
+
+    def _set(self, number: int, gradient: torch.Tensor | None) -> None:
+        if self._main_grad is None:
+            self._live[number].grad = gradient
+        else:
+            set_main_grad(self._live[number], gradient)
+
+    def _hold(self, number: int, slot: torch.Tensor) -> torch.Tensor:
+        """Returns what `.grad` must be, so that a gradient is this slot."""
+        parameter = self._live[number]
+        return slot if not is_dtensor(parameter) else as_dtensor(slot, parameter)
+
+    def _versions(self) -> list[int]:
+        """Returns how often each slot was written. DTensor counts writes in the whole one."""
+        slots = self.memory.slots
+        versions = list(map(_VERSION, slots))
+        if self._has_dtensors:
+            versions = list(map(add, versions, map(_VERSION, self._gradients)))
+        return versions
+
+    def _rest(self) -> None:
+        for hook in self._hooks:
+            hook.hooks.pop(hook.number, None)
+
+    def take(self, number: int) -> None:
+        """Adds a gradient to ``main_grad``, perhaps in a thread of autograd."""
+        if self.state is BucketState.OPEN:
+            self._touched.add(number)
+            assert self._main_grad is not None
+            take_gradient(self._live[number], self._main_grad.dtype)
 
 
-def _counting(
-    number: int, final: bytearray, left: list[int], called: weakref.ref[GradientBucket]
+def _on_streams(
+    count: Callable[[nn.Parameter], None], memory: BucketMemory
 ) -> Callable[[nn.Parameter], None]:
-    # It counts in two plain buffers, without the bucket: this runs for each parameter in each step.
-    # The bucket is called for the last one alone, by a weak reference: see `Hook`.
-    def count(_: nn.Parameter) -> None:
-        if final[number]:
-            if (bucket := called()) is not None:
-                bucket.accumulated_again(number)
-            return
-        final[number] = 1
-        left[0] -= 1
-        if not left[0] and (bucket := called()) is not None:
-            bucket.counted(number)
+    def count_on_stream(parameter: nn.Parameter) -> None:
+        memory.add_stream()  # on which autograd has added
+        count(parameter)
 
-    return count
+    return count_on_stream
+
+
+def taking(number: int, called: weakref.ref[Any]) -> Callable[[nn.Parameter], None]:
+    """Returns a hook that calls `take` of an object, as long as somebody holds it."""
+
+    def take(_: nn.Parameter) -> None:
+        if (bucket := called()) is not None:
+            bucket.take(number)
+
+    return take
 
 
 def refuse_value(key: str, gradient: torch.Tensor) -> None:

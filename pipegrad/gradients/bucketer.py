@@ -18,7 +18,7 @@ from pipegrad.comm.comm_stream import CommStream, Ticket, outside_of_graphs
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.waits import look
 from pipegrad.errors import PlanError, ReduceError, StepError
-from pipegrad.gradients.bucket_buffer import FlatBuffer
+from pipegrad.gradients.bucket_memory import FlatBuffer
 from pipegrad.plugins.handler import BUCKET_BYTES
 
 Callback = Callable[[torch.Tensor], object]

@@ -9,7 +9,7 @@ them: they are looked for in autograd's graphs, in each loss, and in whole stage
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,12 +18,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
-from pipegrad.gradients.bucket import NOTHING, Hook, refuse_value
-from pipegrad.gradients.careful import ShownResults
+from pipegrad.gradients.bucket import NOTHING, Hook, refuse_value, taking
+from pipegrad.gradients.main_params import MainShard
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.model.dtensor import is_dtensor, is_misplaced, redistribute_gradient
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.dtensor import is_dtensor, is_misplaced, local, redistribute_gradient
+from pipegrad.model.main_grad import MainGrad, set_main_grad, take_gradient
 from pipegrad.model.wrappers import fsdp_modules
 
 if TYPE_CHECKING:
@@ -35,21 +35,20 @@ class LocalGradients:
 
     Args:
         parameters: That are trained.
-        accessor: Where their gradients live.
+        main_grad: Where their gradients live; None for ``.grad``.
         divisors: Each gradient is divided by this, besides the divisor of each step.
     """
 
     def __init__(
         self,
         parameters: Sequence[LiveParameter],
-        accessor: GradientAccessor,
+        main_grad: MainGrad | None,
         divisors: Sequence[float],
     ) -> None:
         self.parameters = parameters
-        self._accessor = accessor
+        self._main_grad = main_grad
         self._fixed_divisors = divisors
         self._main_shards = [p.main_shard for p in parameters]
-        self._is_attribute = isinstance(accessor, GradAttribute)
         self._is_open = False
         self._before: list[torch.Tensor | None] | None = None
         self._divisor = 1.0
@@ -62,34 +61,37 @@ class LocalGradients:
         # Gradients that were there when the step began: they are where the user wants them.
         self._present: set[int] = set()
         self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
-        self._shown = ShownResults(accessor)
+        self._shown: dict[int, TensorWeakRef] = {}  # results that are in `main_grad`, too
         self.follow()
 
     def follow(self) -> None:
-        """Takes the present tensors of the parameters. An accessor needs a hook on each."""
+        """Takes the present tensors of the parameters."""
         self._live = [p.live for p in self.parameters]
-        # Only DTensors, and gradients elsewhere, are read by the accessor.
-        self._is_plain = self._is_attribute and not any(map(is_dtensor, self._live))
-        self._hooks = [] if self._is_attribute else [Hook(tensor) for tensor in self._live]
-        for number, hook in enumerate(self._hooks):
-            hook.run(_accumulating(number, weakref.ref(self)))
+        self._has_dtensors = any(map(is_dtensor, self._live))
+        self._hooks = list[Hook]()
+        for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
+            self._hooks.append(hook := Hook(tensor))
+            hook.run(taking(number, weakref.ref(self)))
 
     def unfollow(self) -> None:
         """Removes all hooks."""
         self._hooks = []
 
-    def accumulated(self, number: int) -> None:
-        """Called by a hook: the accessor moves a gradient."""
-        if self._is_open:
-            self._accessor.accumulated(self._live[number])
+    def take(self, number: int) -> None:
+        """Adds a gradient to ``main_grad``."""
+        if self._is_open and self._main_grad is not None:
+            take_gradient(self._live[number], self._main_grad.dtype)
 
     def _read_all(self) -> list[torch.Tensor | None]:
-        if self._is_plain:
+        if self._main_grad is None:
             return [tensor.grad for tensor in self._live]
-        return [
-            tensor.grad if is_misplaced(tensor) else self._accessor.read(tensor)
-            for tensor in self._live
-        ]
+        return [getattr(tensor, "main_grad", None) for tensor in self._live]
+
+    def _set(self, number: int, gradient: torch.Tensor | None) -> None:
+        if self._main_grad is None:
+            self._live[number].grad = gradient
+        else:
+            set_main_grad(self._live[number], gradient)
 
     def check(self, *, continuing: bool) -> None:
         """Looks what is there of earlier steps; see `GradientBucket.check`."""
@@ -103,7 +105,9 @@ class LocalGradients:
                 for number in range(len(self._results))
                 if self._is_last(number, self._result(number, present))
             }
-        self._shown.leave_out(present)
+        for number, shown in self._shown.items():
+            if present[number] is not None and present[number] is shown():
+                present[number] = None  # no gradient of this step
 
     def _result(self, number: int, gradients: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         main_shard = self._main_shards[number]
@@ -127,8 +131,10 @@ class LocalGradients:
 
         Sync: on the current stream. It may scale gradients of earlier steps.
         """
-        if not continuing:
-            self._shown.drop(self._live)
+        for number in self._shown if not continuing else ():
+            if self._before is None or self._before[number] is None:
+                self._set(number, None)
+        self._shown = {} if not continuing else self._shown
         self._present = set()
         for number, gradient in enumerate(self._before or ()):
             if gradient is None:
@@ -142,18 +148,12 @@ class LocalGradients:
                     gradient.mul_(divisor * fixed / before)
         self._before, self._results, self._divisor, self._is_open = None, [], divisor, True
 
-    def claim(self, number: int) -> torch.Tensor | None:
-        """Returns new memory for a caller that writes a first gradient; None if it may not."""
-        tensor = self._live[number]
-        if not self._is_plain or not self._is_open or tensor.grad is not None:
-            return None
-        return torch.empty_like(tensor, dtype=self._accessor.dtype(tensor))
-
     def late(self) -> None:
         """Moves what was computed without hooks. Until the step ends, nothing here is too late."""
-        for tensor in self._live if not self._is_plain else ():
-            if tensor.grad is not None and not self._is_attribute:
-                self._accessor.accumulated(tensor)
+        for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
+            if tensor.grad is not None:
+                self.take(number)
+        for tensor in self._live if self._has_dtensors else ():
             if is_misplaced(tensor):
                 redistribute_gradient(tensor)
 
@@ -170,34 +170,42 @@ class LocalGradients:
         by = {fixed: self._divisor * fixed for fixed in {*self._fixed_divisors}}
         if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)
+            parts = [None if g is None else local(g) for g in gradients]
             if divisor is not None:
-                divide_([g for g in gradients if g is not None], divisor)
+                divide_([part for part in parts if part is not None], divisor)
             for fixed, factor in by.items():
-                some = zip(gradients, self._fixed_divisors, strict=True)
+                some = zip(parts, self._fixed_divisors, strict=True)
                 if factor != 1:
                     _divide([g for g, o in some if g is not None and o == fixed], factor)
         for number, main_shard in enumerate(self._main_shards):
             if main_shard is not None:
-                adds = number in self._adds
-                main_shard.take(gradients[number], adds=adds)
-                if adds and main_shard.tensor.grad is not None and not self._is_attribute:
-                    shown = main_shard.tensor.grad.detach()
-                    tensor = self._live[number]
-                    self._accessor.write(tensor, shown.to(self._accessor.dtype(tensor)))
-                self._shown.show(number, self._live[number])
+                self._give(number, main_shard, gradients[number])
         self.note_results()
+
+    def _give(self, number: int, main_shard: MainShard, gradient: torch.Tensor | None) -> None:
+        """Gives a result to the main parameter, and leaves it in ``main_grad`` for users."""
+        adds = number in self._adds
+        main_shard.take(gradient, adds=adds)
+        if self._main_grad is None:
+            self._set(number, None)
+            return
+        if adds and main_shard.tensor.grad is not None:
+            gradient = main_shard.tensor.grad.detach().to(self._main_grad.dtype)
+            self._set(number, gradient)
+        if gradient is not None:
+            self._shown[number] = TensorWeakRef(gradient)
 
     def _part(self, gradients: list[torch.Tensor | None]) -> None:
         """Copies gradients that share memory, before each is divided."""
         # Autograd may give two parameters, such as the terms of a sum, views of one gradient.
         taken = set[int]()
         for number, gradient in enumerate(gradients):
-            if gradient is None or gradient.layout != torch.strided:
+            if gradient is None or gradient.layout != torch.strided or is_dtensor(gradient):
                 continue
             address = gradient.untyped_storage().data_ptr()
             if address in taken and number not in self._present:
                 copied = gradients[number] = gradient.clone()
-                self._accessor.write(self._live[number], copied)
+                self._set(number, copied)
             taken.add(address)
 
     def note_results(self) -> None:
@@ -212,24 +220,25 @@ class LocalGradients:
 
     def result(self, number: int) -> torch.Tensor | None:
         """Returns what this rank's optimizer steps with."""
-        return self.parameters[number].main_gradient
+        main_shard = self._main_shards[number]
+        return self._live[number].grad if main_shard is None else main_shard.tensor.grad
 
-    def changed_result(self) -> list[str]:
-        """Returns the parameter whose result somebody has written since, or replaced."""
+    def changed_result(self) -> str | None:
+        """Returns a parameter whose result somebody has written since, or replaced."""
         for number, last in enumerate(self._results):
             gradient = self.result(number)
             if gradient is None or last is None:
                 continue
             is_same = gradient._version == self._result_versions[number]
             if not (is_same and self._is_last(number, gradient)):
-                return [self.parameters[number].record.key]
-        return []
+                return self.parameters[number].record.key
+        return None
 
     def drop(self) -> None:
         """Sets all gradients to None, after a failed step: they may not be complete."""
-        self._is_open, self._results = False, []
+        self._is_open, self._results, self._shown = False, [], {}
         for number, tensor in enumerate(self._live):
-            self._accessor.write(tensor, None)
+            self._set(number, None)
             tensor.grad = None
             if (main_shard := self._main_shards[number]) is not None:
                 main_shard.take(None)
@@ -243,16 +252,6 @@ def _divide(gradients: Sequence[torch.Tensor], by: float) -> None:
         for gradient in gradients:
             if gradient.layout != torch.strided:
                 gradient.div_(by)
-
-
-def _accumulating(
-    number: int, called: weakref.ref[LocalGradients]
-) -> Callable[[nn.Parameter], None]:
-    def accumulate(_: nn.Parameter) -> None:
-        if (gradients := called()) is not None:
-            gradients.accumulated(number)
-
-    return accumulate
 
 
 _LEAF = "AccumulateGrad"  # the class of the node of a leaf

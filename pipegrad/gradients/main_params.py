@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import PlanError
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.main_grad import MainGrad
 from pipegrad.plan.plan import MainRange, Plan
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
@@ -50,13 +50,12 @@ def master_dtype_of(record: ParameterRecord, master_dtype: torch.dtype | None) -
 
 
 def has_main_shard(
-    record: ParameterRecord, accessor: GradientAccessor, master_dtype: torch.dtype | None
+    record: ParameterRecord, main_grad: MainGrad | None, master_dtype: torch.dtype | None
 ) -> bool:
     """Whether the optimizer steps another tensor than the parameter, even without SHARD."""
-    # It does for a master copy. It also does if the accessor keeps gradients elsewhere: an
-    # optimizer looks only in ``.grad``, so the main shard has the gradient there.
-    elsewhere = not isinstance(accessor, GradAttribute)
-    return elsewhere or master_dtype_of(record, master_dtype) != record.dtype
+    # It does for a master copy. It also does for gradients in `main_grad`: an optimizer looks only
+    # in ``.grad``, so the main shard has the gradient there.
+    return main_grad is not None or master_dtype_of(record, master_dtype) != record.dtype
 
 
 class MainShard:

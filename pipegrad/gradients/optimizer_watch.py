@@ -42,7 +42,7 @@ class OptimizerWatch:
         alike: Whether each rank steps all parameters with the same gradients; see `steps_alike`.
         on_refusal: A bound method; called with the error if an optimizer is refused.
         on_step: A bound method; called after each step of an optimizer that was added.
-        find_changed: A bound method; returns parameters one of whose gradients has changed since.
+        find_changed: A bound method; returns a parameter whose gradient has changed since.
         refuse_reduced: A bound method; refuses a step of another sync with these parameters.
 
     Attributes:
@@ -59,7 +59,7 @@ class OptimizerWatch:
         alike: bool,
         on_refusal: Callable[[PipegradError], object],
         on_step: Callable[[], object],
-        find_changed: Callable[[], list[str]],
+        find_changed: Callable[[], str | None],
         refuse_reduced: Callable[[], object],
     ) -> None:
         self.has_gradients = False
@@ -158,10 +158,8 @@ class OptimizerWatch:
         self._looks = False  # an optimizer that steps may write gradients itself
         if (find := self._find_changed()) is not None and (changed := find()):
             self._has_warned = True
-            more = " ..." if len(changed) > 3 else ""
-            one = f"one of {changed[:3]}{more}" if len(changed) > 1 else repr(changed[0])
             warn_once(
-                f"the gradient of {one} was changed between finish() and "
+                f"the gradient of {changed!r} was changed between finish() and "
                 f"optimizer.step(). torch's clip_grad_norm_ and its GradScaler know only the "
                 f"gradients of this rank: call sync.clip_grad_norm_(), and use "
                 f"pipegrad.GradScaler(sync), which know those of all ranks. What changes each "
@@ -196,6 +194,12 @@ class OptimizerWatch:
             )
         if scaler is not None and (reason := scaler.refusal()):
             return StepError(reason)
+        sends = self._parameter_sync.is_needed and not self._is_part(optimizer)
+        if sends and self.has_gradients and not self._parameter_sync.is_due:
+            return StepError(
+                "optimizer.step() after publish(), or after an evaluation, which publishes: no "
+                "other rank would get its update. Step between finish() and the evaluation"
+            )
         return None
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:

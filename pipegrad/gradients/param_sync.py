@@ -33,7 +33,6 @@ class Due(Enum):
 
     NOT = "there are no new gradients, or it was called"
     NOW = "there are gradients, and an optimizer may have used them"
-    IDLE = "there are gradients, and no rank had updated anything in `find_if_updated`"
     BY_HOOK = "an optimizer's own hook has called it, so the user's call does nothing"
 
 
@@ -54,8 +53,6 @@ class ParameterSync:
 
     Attributes:
         coming: Stages whose parameters may still be on the wire.
-        is_moving: Whether parameters were published and not all ranks have waited for them. It is
-            the same on all ranks whose optimizers made a step.
         is_needed: The same.
         is_taken: Whether an optimizer has got the main parameters.
     """
@@ -81,7 +78,6 @@ class ParameterSync:
         self._before_publish: Callable[[], None] | None = None
         self.coming: dict[int, list[Ticket]] = {}
         self._due = Due.NOT
-        self.is_moving = False
         self.is_taken = False
         self._blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
@@ -91,7 +87,7 @@ class ParameterSync:
     @property
     def is_due(self) -> bool:
         """Whether there are gradients whose updated parameters were not published."""
-        return self._due in (Due.NOW, Due.IDLE)
+        return self._due is Due.NOW
 
     def begin_with(self, step: Callable[[], None]) -> None:
         """Makes each `publish` begin with a call: the step of an outer optimizer."""
@@ -168,25 +164,6 @@ class ParameterSync:
         if self.is_due:
             self.publish()
 
-    def publish_if_updated(self) -> None:
-        """Publishes, unless `find_if_updated` has learned that no rank has updated any."""
-        if self._due is Due.NOW:
-            self.publish()
-
-    def find_if_updated(self) -> None:
-        """Learns whether any rank has updated a parameter since the gradients are there.
-
-        Sync: on the current stream; one flag is reduced, so all ranks must call it.
-        """
-        # A rank may have published from its optimizer's hook, and another rank has updated nothing.
-        # Then both must send.
-        is_updated = self.is_moving or (
-            self.is_due and any(t._version != version for _, t, version in self._versions)
-        )
-        is_anywhere = self._groups.is_anywhere(is_updated)
-        if self.is_due:
-            self._due = Due.NOW if is_anywhere else Due.IDLE
-
     def send(self) -> None:
         """Sends this rank's parameters as they are; returns at once.
 
@@ -196,7 +173,6 @@ class ParameterSync:
         # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
         # since the optimizer may still write on the current stream.
         self._due = Due.NOT
-        self.is_moving = self._plan.syncs_parameters
         if not self._plan.publishes:
             return
         event = UPDATED(self._device)
@@ -211,10 +187,8 @@ class ParameterSync:
 
     def expect(self) -> None:
         """Called when new gradients are there: the optimizer comes next."""
-        # The optimizer may step from here on. Counters of now, compared later, say whether it has,
-        # whoever made it.
-        self._due, self.is_moving = Due.NOW, False
-        self._record_versions(self._parameters)
+        self._due = Due.NOW
+        self._versions.clear()
 
     def check_published(self) -> None:
         """Refuses parameters that were changed after `publish`, which other ranks do not have.
@@ -257,7 +231,6 @@ class ParameterSync:
         # writes into the parameters.
         self._reducer.wait()
         self.coming.clear()
-        self.is_moving = False
 
     def forget(self) -> None:
         """Forgets all changes: all ranks have the same parameters now."""

@@ -12,8 +12,8 @@ from torch import nn
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.main_params import MainShard
-from pipegrad.model.dtensor import is_dtensor
-from pipegrad.model.gradient_storage import GradientAccessor
+from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.model.main_grad import MainGrad, gradient_dtype
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plugins.handler import ParameterRecord, Placement
 
@@ -136,7 +136,7 @@ class LiveParameter:
     Args:
         record: The parameter, as the ranks agreed on it.
         homes: Local stage -> its modules, and the full name there. All are the same object.
-        accessor: Where its gradient lives.
+        main_grad: Where its gradient lives; None for ``.grad``.
         is_reduced: Whether a bucket has its gradient.
         has_result: Whether this rank has its reduced gradient, or a shard of it.
         buffer: The memory of the parameter, if a parameter sync may write to it.
@@ -157,7 +157,7 @@ class LiveParameter:
         self,
         record: ParameterRecord,
         homes: Mapping[int, tuple[ModuleTree, str]],
-        accessor: GradientAccessor,
+        main_grad: MainGrad | None,
         *,
         is_reduced: bool,
         has_result: bool = True,
@@ -175,7 +175,7 @@ class LiveParameter:
         self.is_updated_elsewhere = main_shard is not None or buffer is not None
         self.is_elsewhere = is_reduced or main_shard is not None
         self.homes = list(homes.values())
-        self._accessor = accessor
+        self._main_grad = main_grad
         self._buffer = buffer
         # Updated values are written to this address, and a master copy was made from this version.
         # `check_memory` compares both: a parameter that a user has replaced would never be updated.
@@ -205,7 +205,8 @@ class LiveParameter:
         """The gradient of the main parameter."""
         if self.main_shard is not None:
             return self.main_shard.tensor.grad
-        return self._accessor.read(self.live)
+        gradient = self.live.grad
+        return None if gradient is None else local(gradient)
 
     def move(self) -> None:
         """Moves the parameter into its buffer, and its values into the main parameter.
@@ -285,10 +286,8 @@ class LiveParameter:
         self.live = parameter
 
     def _traits(self, parameter: nn.Parameter) -> Traits:
-        # An accessor may set the dtype in which autograd makes the gradient. So this call is also
-        # needed for a new parameter.
-        gradient_dtype = self._accessor.dtype(parameter)
-        return Traits(parameter.shape, parameter.dtype, gradient_dtype, parameter.requires_grad)
+        dtype = gradient_dtype(parameter, self._main_grad)
+        return Traits(parameter.shape, parameter.dtype, dtype, parameter.requires_grad)
 
 
 def _unless_gathered(present: nn.Parameter, live: nn.Parameter) -> nn.Parameter:
@@ -308,7 +307,6 @@ class LiveParameters:
     Args:
         by_key: The parameters.
         trees: Find them, by stage.
-        is_plain: Whether gradients live in ``.grad``.
 
     Attributes:
         by_key: The same.
@@ -319,12 +317,9 @@ class LiveParameters:
         self,
         by_key: Mapping[str, LiveParameter],
         trees: Mapping[int, ModuleTree],
-        *,
-        is_plain: bool,
     ) -> None:
         self.by_key = by_key
         self.trees = trees
-        self._is_plain = is_plain
         self._updated_elsewhere = [p for p in by_key.values() if p.is_updated_elsewhere]
         self._stepped = dict[str, weakref.ref[nn.Parameter]]()
         self._locate()
@@ -354,7 +349,6 @@ class LiveParameters:
         present = map(dict.get, self._tables, self._names)
         is_as_agreed = (
             not replaced
-            and self._is_plain
             and all(map(is_, present, self._held))
             and all(
                 all(map(eq, map(get, self._live), agreed))

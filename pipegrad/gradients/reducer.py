@@ -20,7 +20,7 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import LateWork, Work
 from pipegrad.comm.waits import look
 from pipegrad.errors import ReduceError, ends_in_words, following
-from pipegrad.gradients.bucket_buffer import BucketBuffer, FlatBuffer
+from pipegrad.gradients.bucket_memory import BucketMemory, FlatBuffer
 from pipegrad.gradients.reductions import PairSum, StepBucket, rows_of
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
@@ -48,10 +48,9 @@ class Reducer:
         handlers: Handlers by name.
         notice: The board for failures of this rank and of others.
         device: Of the gradients.
-        is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
 
     Attributes:
-        buffers: The memory of each bucket, by its number.
+        memories: The memory of each bucket, by its number.
         notice: The board.
         needs_barrier: Whether only a barrier says that no rank has failed: no wait blocks the host.
         comm_streams: They run the collectives.
@@ -67,18 +66,11 @@ class Reducer:
         handlers: Mapping[str, GradientHandler],
         notice: FailureNotice,
         device: torch.device,
-        is_patient: bool = False,
     ) -> None:
         self._handlers = handlers
         self._rank = plan.rank
         self._device = device
-        room = Room(is_patient=is_patient)
-        self.buffers = {
-            b.index: BucketBuffer(b, device, rank=plan.rank, on_making=room.make)
-            for b in plan.buckets
-        }
-        # Without SHARD and WHOLE all memory stays, and no step asks for room.
-        self._room = room if any(buffer.goes for buffer in self.buffers.values()) else None
+        self.memories = {b.index: BucketMemory(b, device, rank=plan.rank) for b in plan.buckets}
         self._queues = [
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
@@ -115,8 +107,6 @@ class Reducer:
             ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
         self._ending.clear()
-        if self._room is not None:
-            self._room.begin()
         self._complete.clear()
         self._next = [0] * len(self.comm_streams)
         self.num_launched = 0
@@ -199,14 +189,12 @@ class Reducer:
             and queue[self._next[comm_stream]].bucket in self._complete
         ):
             launch = queue[self._next[comm_stream]]
-            buffer = self.buffers[launch.bucket]
+            memory = self.memories[launch.bucket]
             self._next[comm_stream] += 1
             self.num_launched += 1
             # The comm stream waits for the writes, and not the host: backward goes on.
-            after = [] if buffer.event is None else [buffer.event]
-            ticket = self.submit(comm_stream, partial(self._reduce, launch), after)
-            if launch.step == buffer.scatters_at and self._room is not None:
-                self._room.launched(buffer, ticket)
+            after = [] if memory.event is None else [memory.event]
+            self.submit(comm_stream, partial(self._reduce, launch), after)
 
     def mean_of(self, bucket: Bucket) -> int:
         """Returns by what gradients are divided before the first reduction; 1 for nothing."""
@@ -231,19 +219,19 @@ class Reducer:
 
     def _inbox(self, launch: Launch) -> FlatBuffer:
         """Returns memory for a sum that another rank will send."""
-        bucket = self.buffers[launch.bucket].bucket
+        bucket = self.memories[launch.bucket].bucket
         numel = len(bucket.region(self._rank, launch.step)) + len(bucket.slots)
         return FlatBuffer(torch.empty(numel, dtype=bucket.wire_dtype, device=self._device))
 
     def _receives_sum(self, launch: Launch) -> bool:
         """Whether the next rank sends its partial sum to this rank."""
-        step = self.buffers[launch.bucket].bucket.route[launch.step]
+        step = self.memories[launch.bucket].bucket.route[launch.step]
         return step.is_point_to_point and self._rank != step.tail
 
     def _step_bucket(self, launch: Launch) -> StepBucket:
-        buffer = self.buffers[launch.bucket]
-        bucket = buffer.bucket
-        part = buffer.nothing() if buffer.goes else buffer.part(launch.step)
+        memory = self.memories[launch.bucket]
+        bucket = memory.bucket
+        part = memory.nothing() if memory.goes else memory.part(launch.step)
         step, pair_sum = bucket.route[launch.step], None
         if step.is_pair:
             region = bucket.region(self._rank, launch.step)
@@ -262,7 +250,7 @@ class Reducer:
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of a partial sum, unless it is posted already. On a comm stream."""
-        bucket, flat = self.buffers[launch.bucket].bucket, self._flat[launch]
+        bucket, flat = self.memories[launch.bucket].bucket, self._flat[launch]
         if flat.arriving is None:
             step, inbox = bucket.route[launch.step], self._inboxes[launch]
             with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
@@ -281,17 +269,17 @@ class Reducer:
             comm_stream.put_off(partial(self._reduce, launch))
             return
         began = self.tape.now()
-        buffer, flat = self.buffers[launch.bucket], self._flat[launch]
-        step, (description, label) = buffer.bucket.route[launch.step], self._words[launch]
+        memory, flat = self.memories[launch.bucket], self._flat[launch]
+        step, (description, label) = memory.bucket.route[launch.step], self._words[launch]
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
             if launch in self._inboxes:
                 self._expect(launch)
             # Here and not in `fill`: the comm stream divides beside the backward that goes on.
             if launch.step == 0:
-                buffer.divide()
-            if buffer.goes:
-                flat.use(buffer.part(launch.step))
+                memory.divide()
+            if memory.goes:
+                flat.use(memory.part(launch.step))
             flat.begin()
             with record_function(label):
                 work = self._handlers[step.handler].launch(flat, step, group)
@@ -308,26 +296,26 @@ class Reducer:
 
     def _end_late(self, launch: Launch, work: Work, began: object) -> None:
         """Waits for a collective whose wait was put off. On a comm stream."""
-        step = self.buffers[launch.bucket].bucket.route[launch.step]
+        step = self.memories[launch.bucket].bucket.route[launch.step]
         with self.reporting(self._words[launch][0], step.ranks):
             self._ending.discard(launch.bucket)
             self._end(launch, work, began)
 
     def _end(self, launch: Launch, work: Work, began: object) -> None:
         """Waits for a collective. On a comm stream."""
-        buffer, flat = self.buffers[launch.bucket], self._flat[launch]
-        step = buffer.bucket.route[launch.step]
+        memory, flat = self.memories[launch.bucket], self._flat[launch]
+        step = memory.bucket.route[launch.step]
         COLLECTIVE(work)
         flat.end()
         is_sum_of_mean = step.op == "mean" and not flat.is_mean
-        buffer.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
-        if buffer.goes:
-            flat.use(buffer.nothing())
+        memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
+        if memory.goes:
+            flat.use(memory.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     def _words_of(self, launch: Launch) -> tuple[str, str]:
         """Returns what a launch is, for errors and for profilers."""
-        bucket = self.buffers[launch.bucket].bucket
+        bucket = self.memories[launch.bucket].bucket
         step = bucket.route[launch.step]
         what = f"bucket {bucket.index} ({bucket.names}): {step} over ranks {list(step.ranks)}"
         return f"{what} by handler {step.handler!r}", f"pipegrad bucket {bucket.index} {step}"
@@ -370,12 +358,6 @@ class Reducer:
             ReduceError: If a collective failed on this rank, or another rank posted a failure.
         """
         start, began = time.perf_counter(), self.tape.now()
-        if self._room is not None:
-            # In the order of launches, and each bucket's memory is freed when its part was copied,
-            # while the next ones are still on their way.
-            for ticket in self._room.tickets():
-                self.wait_for(ticket)
-                self._room.free_done()
         self._wait_for_comm_streams()
         # What was put off waits for a rank that answers at the end of its own step: see [Note: pair
         # exchange] in `reductions`. So it comes last, and no other collective waits behind it.
@@ -395,15 +377,10 @@ class Reducer:
                 while not comm_stream.wait(_POLL_SECONDS):
                     self._raise_peer_failure()
 
-    def end_step(self) -> None:
-        """Ends a step, whose results are in place; frees the memory that goes.
-
-        Sync: as `BucketBuffer.end_step`.
-        """
-        for buffer in self.buffers.values():
-            buffer.end_step()
-        if self._room is not None:
-            self._room.free()
+    def release(self) -> None:
+        """Called when gradients have the results. Sync: as `BucketMemory.release`."""
+        for memory in self.memories.values():
+            memory.release()
 
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
@@ -491,87 +468,3 @@ class Reducer:
             self._raise_refusal()
         if message is not None:
             raise elsewhere(ReduceError, message)
-
-
-_MAX_LEAVING = 2  # buckets whose parts are not taken yet, before new memory waits for theirs
-_PATIENCE_SECONDS = 1.0  # in each step, for that
-_LEAST_PATIENCE_SECONDS = 1e-3
-_DEVICE_POLL_SECONDS = 5e-5
-
-
-class Room:
-    """Frees the memory of buckets in the order of their launches. Each backward asks for room.
-
-    Args:
-        is_patient: Whether a backward may wait for memory, some time: no other stage needs it.
-    """
-
-    def __init__(self, *, is_patient: bool) -> None:
-        self._is_patient = is_patient
-        self._allowed_seconds = _PATIENCE_SECONDS
-        self._patience_seconds = _PATIENCE_SECONDS  # what is left of it in this step
-        self._leaving: dict[BucketBuffer, Ticket] = {}
-        self._lock = threading.Lock()
-
-    def begin(self) -> None:
-        """Starts a step, in which no bucket was launched."""
-        self._leaving.clear()
-        if not self._is_patient:
-            self._patience_seconds = 0.0
-            return
-        # Where a wait was in vain, the next step is most likely to wait in vain, too. So it waits
-        # for half as long, and longer again when waits have ended in time.
-        if self._patience_seconds <= 0:
-            self._allowed_seconds = max(self._allowed_seconds / 2, _LEAST_PATIENCE_SECONDS)
-        else:
-            self._allowed_seconds = min(2 * self._allowed_seconds, _PATIENCE_SECONDS)
-        self._patience_seconds = self._allowed_seconds
-
-    def launched(self, buffer: BucketBuffer, ticket: Ticket) -> None:
-        """Adds a reduction after which the memory of a bucket may go.
-
-        Args:
-            buffer: Of the bucket.
-            ticket: Of the reduction.
-        """
-        self._leaving[buffer] = ticket
-
-    def tickets(self) -> list[Ticket]:
-        """Returns the reductions whose buckets are still in memory, in the order of launches."""
-        return list(self._leaving.values())
-
-    def make(self) -> None:
-        """Frees what may go. It may wait a short time, so that few buckets are in memory at once.
-
-        Sync: no stream waits for a reduction that is under way.
-        """
-        # A rank that waits here could wait for a rank that waits for it in a collective of the
-        # user. So the wait is bounded, for each step.
-        with self._lock:
-            self.free_done()
-            while len(self._leaving) >= _MAX_LEAVING and self._patience_seconds > 0:
-                start = time.perf_counter()
-                oldest = next(iter(self._leaving.values()))
-                if not oldest.is_done(self._patience_seconds):
-                    time.sleep(_DEVICE_POLL_SECONDS)
-                self._patience_seconds -= time.perf_counter() - start
-                self.free_done()
-
-    def free(self) -> None:
-        """Frees all that may go. Call it when the reductions have ended.
-
-        Sync: as `BucketBuffer.let_go`.
-        """
-        for buffer in list(self._leaving):
-            del self._leaving[buffer]
-            buffer.let_go()
-
-    def free_done(self) -> None:
-        """Frees the memory of buckets whose reductions have ended, without a wait.
-
-        Sync: as `BucketBuffer.let_go`.
-        """
-        for buffer, ticket in list(self._leaving.items()):
-            if ticket.is_done() and buffer.is_taken:
-                del self._leaving[buffer]
-                buffer.let_go()

@@ -23,7 +23,6 @@ from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
 from pipegrad.errors import PlanError
 from pipegrad.gradients.bucket import GradientBucket
-from pipegrad.gradients.careful import CarefulBucket
 from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
@@ -32,8 +31,7 @@ from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter, LiveParameters, ModuleTree, ParameterBuffer
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.model.describe import check_stages, describe_rank, device_of, merge, starts_of
-from pipegrad.model.dtensor import is_dtensor
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.ties import AllTies, Tied, declared, link_local, named, refuse_likely_ties
 from pipegrad.model.wrappers import fsdp_modules, reshard, unwrapped
@@ -54,7 +52,7 @@ _CPUINFO = Path("/proc/cpuinfo")
 
 
 def refuse_main_shards(
-    manifest: Manifest, accessor: GradientAccessor, master_dtype: torch.dtype | None
+    manifest: Manifest, main_grad: MainGrad | None, master_dtype: torch.dtype | None
 ) -> None:
     """Refuses a master copy of a DTensor, and a gradient elsewhere or in another dtype.
 
@@ -67,12 +65,13 @@ def refuse_main_shards(
         entry = manifest.entries(record.key)[0]
         if entry.layout is None or not entry.requires_grad:
             continue
-        if has_main_shard(record, accessor, master_dtype) or entry.gradient_dtype != entry.dtype:
+        if has_main_shard(record, main_grad, master_dtype) or entry.gradient_dtype != entry.dtype:
             raise PlanError(
                 f"{record.key!r} is a DTensor, {entry.layout}, of {entry.dtype}: it is stepped as "
                 f"it is, and its gradient is where and what FSDP2 makes it; found master_dtype="
-                f"{master_dtype}, gradients of {entry.gradient_dtype} by "
-                f"{type(accessor).__name__}: leave both out, FSDP2 has MixedPrecisionPolicy"
+                f"{master_dtype}, gradients of {entry.gradient_dtype} in "
+                f"{'.grad' if main_grad is None else 'main_grad'}: leave both out, FSDP2 has "
+                f"MixedPrecisionPolicy"
             )
 
 
@@ -84,13 +83,13 @@ class Agreed:
         topology: Over all ranks.
         tied: Parameters that several stages hold.
         handlers: They return the reductions.
-        accessor: Where gradients live.
+        main_grad: Where gradients live; None for ``.grad``.
         agree_seconds: How long the ranks wait for each other.
         options: Fields of `GradientOptions` by name.
 
     Attributes:
         topology: The argument.
-        accessor: The argument.
+        main_grad: The argument.
         options: The record of all options.
         wrapped: The modules of this rank's stages that FSDP2 has wrapped.
         handlers: The resolved handlers by name.
@@ -113,12 +112,12 @@ class Agreed:
         *,
         tied: Tied,
         handlers: Sequence[HandlerSpec],
-        accessor: GradientAccessor,
+        main_grad: MainGrad | None,
         agree_seconds: float,
         options: Mapping[str, Any],
     ) -> None:
         self.topology = topology
-        self.accessor = accessor
+        self.main_grad = main_grad
         ranks = sorted(topology.ranks)
         describe = partial(self._describe, modules, tied, handlers, options)
         # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
@@ -126,7 +125,7 @@ class Agreed:
         replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
         manifests = [manifest for *_, manifest in replies]
         self.manifest = merge(manifests, topology, self._ties)
-        refuse_main_shards(self.manifest, accessor, self.options.master_dtype)
+        refuse_main_shards(self.manifest, main_grad, self.options.master_dtype)
         allowed = self.options.allow_unsynced
         if not isinstance(tied, AllTies):
             refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
@@ -151,7 +150,7 @@ class Agreed:
             )
         is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
         self.needs_parameter_sync = is_sent or any(
-            record.requires_grad and has_main_shard(record, accessor, self.options.master_dtype)
+            record.requires_grad and has_main_shard(record, main_grad, self.options.master_dtype)
             for record in self.manifest.parameters
         )
 
@@ -167,6 +166,11 @@ class Agreed:
         It runs the checks that need no other rank before.
         """
         check_stages(modules, self.topology)
+        if not isinstance(self.main_grad, MainGrad | None):
+            raise PlanError(
+                f"accessor={type(self.main_grad).__name__}: it is pipegrad.MainGrad() or None, "
+                f"where gradients are in .grad"
+            )
         self.options = GradientOptions.of(options)
         self.options.check(self.topology)
         self.handlers = registry.resolve_all(handlers)
@@ -185,10 +189,10 @@ class Agreed:
             ),
             "tied": [*map(str, self._ties), *["no other"] * isinstance(tied, AllTies)],
             "handlers": [resolved.identity for resolved in self.handlers.values()],
-            "accessor": type(self.accessor).__qualname__,
+            "accessor": "" if self.main_grad is None else "MainGrad",
             **self.options.settings(),
         }
-        manifest = describe_rank(modules, self.accessor, settings, self._ties)
+        manifest = describe_rank(modules, self.main_grad, settings, self._ties)
         device = device_of(modules, [manifest])
         kind = kind_of_machine(device) if manifest.device_type else ""
         return next(_instances), kind, manifest
@@ -348,13 +352,12 @@ def set_up(
         agree_seconds=agree_seconds,
         every=agreed.check_every,
     )
-    is_plain = isinstance(agreed.accessor, GradAttribute)
     return Parts(
         groups,
         reducer,
         failures,
         ending,
-        LiveParameters(parameters, trees, is_plain=is_plain),
+        LiveParameters(parameters, trees),
         _buckets(agreed, parameters, reducer),
         _local(agreed, parameters),
         parameter_sync,
@@ -376,8 +379,6 @@ def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Endi
         handlers=agreed.plugins,
         notice=notice,
         device=device,
-        # In a pipeline, the stage before waits for the rest of this backward.
-        is_patient=topology.size(topology.pipeline) == 1,
     )
     ending = Ending(
         owner, threads=reducer.comm_streams, groups=groups.joined, is_local=is_local(device)
@@ -414,14 +415,14 @@ def _parameters(
         key, main_shard = record.key, None
         main_range = main_ranges.get(key)
         if main_range is not None and (
-            main_range.sharded or has_main_shard(record, agreed.accessor, master_dtype)
+            main_range.sharded or has_main_shard(record, agreed.main_grad, master_dtype)
         ):
             dtype = master_dtype_of(record, master_dtype)
             main_shard = MainShard(main_range, dtype, manifest.entries(key)[0].gradient_dtype)
         parameters[key] = LiveParameter(
             record,
             {p[0]: homes[p] for p in manifest.locations(key) if p[0] in modules},
-            agreed.accessor,
+            agreed.main_grad,
             is_reduced=key in bucket_of,
             has_result=main_range is not None,
             buffer=buffers.get(bucket_of.get(key, -1)),
@@ -434,24 +435,17 @@ def _buckets(
     agreed: Agreed, parameters: Mapping[str, LiveParameter], reducer: Reducer
 ) -> dict[int, GradientBucket]:
     """Returns the gradients of each bucket, by its number."""
-    accessor = agreed.accessor
     buckets: dict[int, GradientBucket] = {}
     for bucket in agreed.plan.buckets:
         held = [parameters[slot.key] for slot in bucket.slots]
-        # What is rare is decided here, once; see careful.py.
-        is_rare = (
-            not isinstance(accessor, GradAttribute)
-            or bucket.dtype != bucket.wire_dtype
-            or any(is_dtensor(p.live) for p in held)
-        )
-        make = partial(CarefulBucket, accessor) if is_rare else GradientBucket
-        buckets[bucket.index] = make(
+        buckets[bucket.index] = GradientBucket(
             held,
-            reducer.buffers[bucket.index],
+            reducer.memories[bucket.index],
             mean=reducer.mean_of(bucket),
             # DistributedDataParallel reduces gradients until the end of the whole backward. Before
             # that they are not final.
             may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(held[0].stages),
+            main_grad=agreed.main_grad,
         )
     return buckets
 
@@ -462,4 +456,4 @@ def _local(agreed: Agreed, parameters: Mapping[str, LiveParameter]) -> LocalGrad
     alone = [p for k, p in parameters.items() if k not in reduced and p.record.requires_grad]
     divisors = dict(agreed.plan.divisors)
     fixed = [divisors.get(p.record.key, 1.0) for p in alone]
-    return LocalGradients(alone, agreed.accessor, fixed) if alone else None
+    return LocalGradients(alone, agreed.main_grad, fixed) if alone else None

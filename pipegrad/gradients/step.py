@@ -132,8 +132,9 @@ class Step:
         handlers = agreed.plugins.values()
         self._keeps_state = any(keeps_state(handler) for handler in handlers)
         self._keeps_equal = all(handler.keeps_equal for handler in handlers)
+        self._ready: list[GradientBucket] = []  # complete, and not on their way yet
         for bucket in parts.buckets.values():
-            bucket.connect(self._complete, self._late)
+            bucket.connect(self._ready, self._leave_ready, self._late)
         # Backward completes the last parameter of a stage first. Buckets leave in that order.
         self._by_stage = {
             stage: [bucket for bucket in parts.buckets.values() if stage in bucket.stages]
@@ -170,8 +171,8 @@ class Step:
     def prepare(self, *, divisor: float | None = 1.0) -> None:
         """Starts a step, or continues an accumulated step.
 
-        Gradients stay None until autograd makes them. Then each is copied into its slot once, and
-        ``.grad`` is a view of the slot.
+        ``.grad`` of each parameter that is reduced is a view of a bucket until `finish`: zeros,
+        to which autograd adds. A gradient that is elsewhere when the step ends is copied.
 
         Args:
             divisor: The gradients of this step are divided by it once, when they are final. It is
@@ -183,9 +184,9 @@ class Step:
                 have a gradient when the step begins. Steps that accumulate together all give a
                 number, or all give None, and the last `finish` the divisor of all of them.
 
-        Sync: may scale the gradients of accumulated steps, on the current stream. Call backward on
-        this stream, or on a stream that waits for it. The buffers of pipegrad are safe for verbs on
-        any stream.
+        Sync: zeroes the gradients of this step, or scales those of accumulated steps, on the
+        current stream. Call backward, and the verbs of this step, on this stream, or on a stream
+        that waits for it.
 
         Raises:
             StepError: If a gradient is still the reduced gradient of the last step, if there is
@@ -240,6 +241,7 @@ class Step:
         self._failures.begin()
         self._late_error = self._late_error if continues else None
         # Step 1 of the journey of a gradient.
+        self._ready.clear()
         for gradients in self._everything:
             gradients.begin(1.0 if divisor is None else divisor, continuing=continues)
         self._reducer.begin()
@@ -292,7 +294,7 @@ class Step:
             self._check("stage_first_use")
             if not self._parameter_sync.is_needed:
                 return
-            self._parameter_sync.publish_if_updated()
+            self._parameter_sync.publish_if_due()
             if stage in self._parameter_sync.coming:
                 self._parameter_sync.first_use(stage)
                 self._record_versions(stage)
@@ -332,31 +334,8 @@ class Step:
             if isinstance(gradients, GradientBucket):
                 by_bucket.setdefault(gradients, []).append(number)
         for bucket, numbers in by_bucket.items():
-            bucket.parameters_final(stage, numbers)
-
-    def claim(self, parameter: nn.Parameter) -> torch.Tensor | None:
-        """Returns memory for the first gradient of a parameter in this step.
-
-        For whoever computes gradients without autograd: overwrite it, make it ``parameter.grad``,
-        and call the parameter's post-accumulate hooks. It is the slot of the parameter, so the
-        gradient is not copied. If nobody reduces the parameter, it is new memory. None if the
-        parameter has a gradient, or if autograd must make it.
-
-        Sync: afterwards the current stream may write to the memory.
-        """
-        _, gradients, number = self._by_id.get(id(parameter), (None, None, 0))
-        return gradients.claim(number) if gradients is not None and self.is_in_step else None
-
-    def adopt(self, stage: int) -> None:
-        """Moves gradients of `stage` that somebody has set without autograd into their slots.
-
-        For whoever sets ``parameter.grad`` and calls no hooks. Call it before anything is added to
-        these gradients: two of them may be views of one tensor, as two terms of a sum are.
-
-        Sync: writes on the current stream, which must be the one that made the gradients.
-        """
-        for bucket in self._by_stage[stage] if self.is_in_step else ():
-            bucket.move_all()
+            if bucket.parameters_final(stage, numbers):
+                self._complete(bucket)
 
     @outside_of_graphs
     def stage_final(self, stage: int) -> None:
@@ -448,20 +427,20 @@ class Step:
         if divisor is not None:
             # Whole buckets, not single gradients: the fewest operations, and each bucket is divided
             # once, whoever holds its gradients.
-            rank, buffers = self.plan.rank, self._reducer.buffers.values()
-            divide_([b.payload for b in buffers if has_result(b.bucket.route, rank)], divisor)
+            rank, memories = self.plan.rank, self._reducer.memories.values()
+            divide_([m.payload for m in memories if has_result(m.bucket.route, rank)], divisor)
         self._put_in_place(exposed_seconds, divisor)
         return compares
 
     def _put_in_place(self, exposed_seconds: float, divisor: torch.Tensor | None) -> None:
         """Step 7 of the journey of a gradient, after the wait."""
         early = sum(bucket.num_early for bucket in self._buckets.values())
-        # Before `end_step`: results are views of this rank's part, which belongs to them alone from
+        # Before `release`: results are views of this rank's part, which belongs to them alone from
         # then on.
         copies = sum(bucket.finish() for bucket in self._buckets.values())
         if self._local is not None:
             self._local.finish(divisor)
-        self._reducer.end_step()
+        self._reducer.release()
         self._go("finish")
         self._parts.ending.set_in_vain(False)
         if self._parameter_sync.is_needed:
@@ -647,6 +626,11 @@ class Step:
         self._by_id = by_id
         self._watch.follow({id(p.live): p for p in self._parameters.values()})
 
+    def _leave_ready(self) -> None:
+        """Sends the buckets that hooks have found complete. Autograd's threads may call it."""
+        while self._ready:
+            self._complete(self._ready.pop(0))
+
     def _complete(self, bucket: GradientBucket) -> None:
         """Sends a bucket whose gradients are all final. Autograd's threads may call it."""
         if not self.is_in_step or bucket.state is not BucketState.OPEN:
@@ -658,7 +642,7 @@ class Step:
             # `finish` posts it, and only then launches what is left: no rank ends this step before.
             return
         try:
-            self._reducer.leave(bucket.buffer.bucket.index, bucket.fill)
+            self._reducer.leave(bucket.memory.bucket.index, bucket.fill)
         except StepError as error:  # `finish` raises it, and posts it for other ranks
             self._late_error = error
 
@@ -678,9 +662,9 @@ class Step:
         """Makes `finish` fail."""
         self._late_error = self._late_error or error
 
-    def _changed_result(self) -> list[str]:
-        """Returns parameters one of whose results was changed since the end of the step."""
-        return next(filter(None, (each.changed_result() for each in self._everything)), [])
+    def _changed_result(self) -> str | None:
+        """Returns a parameter whose result was changed since the end of the step."""
+        return next(filter(None, (each.changed_result() for each in self._everything)), None)
 
     def _refuse_reduced(self) -> None:
         """Refuses a step of another sync with the same parameters, which would add to gradients."""
@@ -699,7 +683,7 @@ class Step:
                 self._parameter_sync.publish_if_due()
             self._reducer.begin()
             for bucket in self._buckets.values():
-                bucket.buffer.reset()
+                bucket.memory.reset()
             self._reducer.expect()
         self._reducer.give_up()
         for index, bucket in self._buckets.items():

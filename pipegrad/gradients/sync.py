@@ -48,7 +48,7 @@ from pipegrad.gradients.named_optimizer import (
 from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
 from pipegrad.gradients.set_up import Agreed, set_up
 from pipegrad.gradients.step import State, Statistics, Step
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.options import SyncKeywords
@@ -99,7 +99,7 @@ class GradientSync(Step):
         tied: Parameters that several stages hold: lists of names (`find_tied`), mappings
             stage -> name, or ``Pipe.replicated_params``. The same on all ranks.
         handlers: Names, tables of name and options, classes or instances.
-        accessor: Where gradients live; ``parameter.grad`` by default.
+        accessor: Where gradients live: `MainGrad`, or None for ``parameter.grad``.
         agree_seconds: How long the ranks wait for each other. After verbs that may load files, they
             wait for the timeout of the process group, up to ten minutes, if that is longer.
         **options: Fields of `GradientOptions` by name, such as ``bucket_bytes``.
@@ -127,7 +127,7 @@ class GradientSync(Step):
         *,
         tied: Tied = (),
         handlers: Sequence[HandlerSpec],
-        accessor: GradientAccessor | None = None,
+        accessor: MainGrad | None = None,
         agree_seconds: float = AGREE_SECONDS,
         **options: Unpack[SyncKeywords],
     ) -> None:
@@ -136,7 +136,7 @@ class GradientSync(Step):
             topology,
             tied=tied,
             handlers=handlers,
-            accessor=accessor or GradAttribute(),
+            main_grad=accessor,
             agree_seconds=agree_seconds,
             options=options,
         )
@@ -424,17 +424,15 @@ class GradientSync(Step):
 
     @outside_of_graphs
     def publish_if_due(self) -> None:
-        """Publishes if parameters were updated and not published, for example before an evaluation.
+        """Publishes what was not published since `finish`, for example before an evaluation.
 
-        If no rank has updated a parameter since the gradients are there, it does nothing.
+        An optimizer that steps behind it with the same gradients is refused.
 
-        Sync: if parameters are sent at all, one flag is reduced, so all ranks must call it.
+        Sync: as `publish`; all ranks must call it.
         """
         self._check("publish_if_due")
         if self._parameter_sync.is_needed:
-            with self.bounded("publish_if_due()"):
-                self._parameter_sync.find_if_updated()
-                self._parameter_sync.publish_if_updated()
+            self._parameter_sync.publish_if_due()
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
@@ -593,7 +591,7 @@ class GradientSync(Step):
 
         def check() -> None:
             self._check("synchronize_parameters")
-            if self._parameter_sync.is_due or self._parameter_sync.is_moving:
+            if self._parameter_sync.is_due or self._parameter_sync.coming:
                 raise StepError(
                     "synchronize_parameters() while updates of other ranks are on their way would "
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "

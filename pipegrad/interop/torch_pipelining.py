@@ -220,16 +220,6 @@ def _follow_stage(
             sync.stage_last_backward(index)
         _look(loose, stage, bwd_chunk_id, loss)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
-        # Two gradients may be views of one tensor, and the next backward would add to both.
-        sync.adopt(index)
-
-    weights = stage.backward_weight_one_chunk
-
-    @functools.wraps(weights)
-    def watched_weights(*args: Any, **kwargs: Any) -> None:  # noqa: ANN401 - torch's signature
-        # torch sets the first gradients of weights itself, and no hook sees them.
-        weights(*args, **kwargs)
-        sync.adopt(index)
 
     versions = dict[int, list[int]]()
     forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)
@@ -255,7 +245,6 @@ def _follow_stage(
     methods: dict[str, Callable[..., object]] = {
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
-        "backward_weight_one_chunk": watched_weights,
         "perform_reduce_grad": final,
         "scale_grads": final,
     }

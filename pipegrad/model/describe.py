@@ -13,7 +13,7 @@ from torch.fx import GraphModule
 from pipegrad.comm.agreement import same
 from pipegrad.errors import PlanError, TopologyError
 from pipegrad.model.dtensor import Shard, largest, layout_of, shard_of
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.main_grad import MainGrad, gradient_dtype
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
 from pipegrad.model.suspects import Location, Start, fingerprint, is_zero
 from pipegrad.model.ties import (
@@ -60,7 +60,7 @@ def check_stages(modules: Mapping[int, nn.Module], topology: Topology) -> None:
 
 def describe_rank(
     modules: Mapping[int, nn.Module],
-    accessor: GradientAccessor,
+    main_grad: MainGrad | None,
     settings: Mapping[str, object],
     ties: Sequence[Tie] = (),
 ) -> RankManifest:
@@ -75,7 +75,7 @@ def describe_rank(
     wrappers = {stage: kind for stage in sorted(modules) if (kind := wrapper_of(modules[stage]))}
     seen = _Seen()
     for stage in sorted(modules):
-        _see_stage(seen, stage, modules[stage], accessor, is_flat=wrappers.get(stage) == FSDP1)
+        _see_stage(seen, stage, modules[stage], main_grad, is_flat=wrappers.get(stage) == FSDP1)
     return RankManifest(
         stages=tuple(
             (stage, tuple(e for (at, _), e in seen.entries.items() if at == stage))
@@ -119,7 +119,7 @@ class _Seen:
 
 
 def _see_stage(
-    seen: _Seen, stage: int, module: nn.Module, accessor: GradientAccessor, *, is_flat: bool
+    seen: _Seen, stage: int, module: nn.Module, main_grad: MainGrad | None, *, is_flat: bool
 ) -> None:
     """Adds the parameters of one stage.
 
@@ -127,7 +127,7 @@ def _see_stage(
         seen: Gets them.
         stage: The number of the stage.
         module: The stage.
-        accessor: Where gradients live.
+        main_grad: Where gradients live; None for ``.grad``.
         is_flat: Whether FSDP1 has wrapped it.
     """
     names: dict[int, str] = {}
@@ -144,7 +144,7 @@ def _see_stage(
             )
             continue
         names[id(parameter)], owners[id(parameter)] = location[1], owner
-        entry = _entry(location[1], parameter, accessor)
+        entry = _entry(location[1], parameter, main_grad)
         seen.entries[location] = replace(entry, kind=type(owner).__name__)
         seen.objects.setdefault(id(parameter), []).append(location)
         if (shard := shard_of(parameter)) is not None:
@@ -162,14 +162,14 @@ def _see_stage(
             seen.constants.append((location, constant))
 
 
-def _entry(name: str, parameter: nn.Parameter, accessor: GradientAccessor) -> ParameterEntry:
+def _entry(name: str, parameter: nn.Parameter, main_grad: MainGrad | None) -> ParameterEntry:
     return ParameterEntry(
         name=name,
         aliases=(),
         shape=tuple(parameter.shape),
         stride=tuple(parameter.stride()),
         dtype=parameter.dtype,
-        gradient_dtype=accessor.dtype(parameter),
+        gradient_dtype=gradient_dtype(parameter, main_grad),
         requires_grad=parameter.requires_grad,
         layout=layout_of(parameter),
     )
@@ -189,7 +189,7 @@ def make_manifest(
     topology: Topology,
     *,
     tied: Tied = (),
-    accessor: GradientAccessor | None = None,
+    main_grad: MainGrad | None = None,
 ) -> Manifest:
     """Returns the model on which the ranks of a job would agree, from all stages in one process.
 
@@ -200,7 +200,7 @@ def make_manifest(
         modules: Every stage of the model, ``{stage: module}``.
         topology: Of any rank.
         tied: As `GradientSync` takes it.
-        accessor: Where gradients live; ``parameter.grad`` by default.
+        main_grad: Where gradients live; None for ``.grad``.
 
     Raises:
         TopologyError: If the modules are not those of the topology's stages.
@@ -218,7 +218,7 @@ def make_manifest(
     for rank in topology.one_replica:
         stages = topology.at(rank).local_stages
         local = {stage: modules[stage] for stage in stages}
-        described[stages] = describe_rank(local, accessor or GradAttribute(), {}, ties)
+        described[stages] = describe_rank(local, main_grad, {}, ties)
     manifests = [described[topology.at(rank).local_stages] for rank in sorted(topology.ranks)]
     return merge(manifests, topology, ties)
 

@@ -125,6 +125,22 @@ def is_misplaced(parameter: torch.Tensor) -> bool:
     return gradient.placements != parameter.placements
 
 
+def as_dtensor(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """Returns a DTensor that lies as a parameter does, and holds this rank's part itself."""
+    assert is_dtensor(parameter)
+    from torch.distributed.tensor import DTensor  # the parameter is one: no slow import
+
+    with torch.no_grad():
+        return DTensor.from_local(
+            part,
+            parameter.device_mesh,
+            parameter.placements,
+            run_check=False,
+            shape=parameter.shape,
+            stride=parameter.stride(),
+        )
+
+
 def redistribute_gradient(parameter: torch.Tensor) -> None:
     """Makes the gradient of a DTensor lie as the DTensor does; sums terms over its mesh.
 

@@ -27,7 +27,7 @@ from pipegrad.errors import PlanError, ScheduleError, level_of_caller
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
-from pipegrad.model.gradient_storage import GradientAccessor
+from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, Tied
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
@@ -133,7 +133,7 @@ class Scheduler:
         tied: Tied = (),
         handlers: Sequence[HandlerSpec] = DEFAULT_HANDLERS,
         depth: int = DEPTH,
-        accessor: GradientAccessor | None = None,
+        accessor: MainGrad | None = None,
         agree_seconds: float = AGREE_SECONDS,
         **options: Unpack[GradientKeywords],
     ) -> None:

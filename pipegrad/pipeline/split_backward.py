@@ -238,11 +238,6 @@ def _chain(node: Any, parameters: Collection[int]) -> tuple[Any, ...]:  # noqa: 
 
 LEAF, TRANSPOSED = "AccumulateGrad", "TBackward0"
 Factors = tuple[Tensor, ...]  # one, or two to be multiplied
-Claim = Callable[[nn.Parameter], Tensor | None]
-
-
-def _nothing(_: nn.Parameter) -> None:
-    """Gives no memory for a first gradient: autograd makes it."""
 
 
 class WeightProduct:
@@ -327,17 +322,16 @@ def by_parameter(products: Iterable[WeightProduct]) -> dict[int, list[WeightProd
     return by_id
 
 
-def accumulate(groups: Iterable[Sequence[WeightProduct]], claim: Claim = _nothing) -> None:
+def accumulate(groups: Iterable[Sequence[WeightProduct]]) -> None:
     """Adds the waiting products of some parameters in a microbatch to their gradients.
 
     One pass of autograd adds them. So hooks of a parameter, and all nodes between a weight and its
     parameter, see the sum of all uses, as in a whole backward. If nothing is between the two, a
-    product is added while it is computed, without memory of its own. The first one of a step is
-    computed into a slot.
+    product is added while it is computed, without memory of its own, where there is a gradient to
+    add to.
 
     Args:
         groups: For each parameter, all its products that wait in the microbatch.
-        claim: Parameter -> memory for its first gradient, as `GradientSync.claim` gives it.
 
     Sync: all on the current stream.
     """
@@ -346,8 +340,8 @@ def accumulate(groups: Iterable[Sequence[WeightProduct]], claim: Claim = _nothin
         for uses in groups:  # Python's time for each counts
             parameter = uses[0].parameter
             total = parameter.grad
-            into = claim(parameter) if total is None else total
-            if into is None or not may_write(uses, into):
+            is_free = total is None and parameter.grad_dtype == parameter.dtype
+            if not may_write(uses, parameter if is_free else total):
                 for product in uses:
                     edge, gradient = product.gradient_at_edge()
                     by_edge[edge] = by_edge[edge] + gradient if edge in by_edge else gradient
@@ -355,8 +349,7 @@ def accumulate(groups: Iterable[Sequence[WeightProduct]], claim: Claim = _nothin
             for product in uses:
                 left, right = product.factors()
                 if total is None:
-                    torch.mm(left, right, out=into)
-                    parameter.grad = total = into
+                    parameter.grad = total = left @ right
                 else:
                     total.addmm_(left, right)
             written.append(parameter)
@@ -369,9 +362,9 @@ def accumulate(groups: Iterable[Sequence[WeightProduct]], claim: Claim = _nothin
             torch.autograd.backward(list(by_edge), list(by_edge.values()), retain_graph=True)
 
 
-def may_write(products: Sequence[WeightProduct], into: Tensor) -> bool:
-    """Whether products of a parameter may go into its gradient, or a slot, without autograd."""
-    if into.dim() != 2 or into.layout is not torch.strided:
+def may_write(products: Sequence[WeightProduct], into: Tensor | None) -> bool:
+    """Whether products of a parameter may go into its gradient, or one like it, by us."""
+    if into is None or into.dim() != 2 or into.layout is not torch.strided:
         return False
     if products[0].parameter._backward_hooks:
         return False

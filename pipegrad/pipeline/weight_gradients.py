@@ -132,7 +132,7 @@ class WeightGradients:
                 parameters = [uses[0].parameter for uses in chunk]
                 # The name would hold the factors of the last weight until the next chunk.
                 del uses
-                accumulate(chunk, self._sync.claim)
+                accumulate(chunk)
                 self._became_complete(stage, parameters)
                 chunk, nbytes = [], 0
 

@@ -10,12 +10,10 @@ import torch
 
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.routes import Route, signature
-from pipegrad.plugins.handler import BUCKET_BYTES, ParameterRecord, Placement, ReductionStep
+from pipegrad.plugins.handler import ParameterRecord, Placement, ReductionStep
 from pipegrad.printable import printable
 
 _ALIGN_BYTES = 64
-_BUCKETS_THAT_GO = 10  # two or three of them are in memory at a time
-_LEAST_BYTES = 2**20  # a smaller message costs as much
 
 
 @dataclass(frozen=True)
@@ -153,11 +151,9 @@ def _piece(slot: Slot, region: range) -> Slot:
 
 # [Note: shards] After a reduction with SHARD or WHOLE, a rank continues with one region of the
 # payload, and with the flags. The flags are copied to right behind the region, over elements that
-# belong to other ranks now. So the later reductions of the route also have one flat tensor. Behind
-# the first of these reductions, this tensor, the rank's part, is copied into new memory, and the
-# mean is taken in the same pass. Then nobody needs the memory of the whole bucket, and it goes. The
-# part goes with the last gradient that is in it. See step 6 of the journey of a gradient in
-# docs/internals.md.
+# belong to other ranks now. So the later reductions of the route also have one flat tensor, the
+# rank's part. When the step ends it is copied into new memory, and that of the whole bucket goes.
+# The part goes with the last gradient that is in it.
 
 
 def empty_bucket(
@@ -194,16 +190,14 @@ def in_few_words(keys: Sequence[str]) -> str:
 
 
 def make_buckets(
-    manifest: Manifest, kinds: Iterable[tuple[ParameterRecord, Bucket]], capacity_bytes: int | None
+    manifest: Manifest, kinds: Iterable[tuple[ParameterRecord, Bucket]], capacity_bytes: int
 ) -> list[Bucket]:
     """Returns buckets of parameters of one kind, in reverse position, numbered by readiness.
 
     Args:
         manifest: The agreed model.
         kinds: Each parameter, with its `empty_bucket`.
-        capacity_bytes: Bytes on the wire at which a bucket is closed. None for the default: at most
-            `BUCKET_BYTES`; and with SHARD or WHOLE a tenth of all that is sent alike. The
-            memory of such a bucket goes when it was reduced, so small ones take less memory.
+        capacity_bytes: Bytes on the wire at which a bucket is closed.
     """
     # Backward completes gradients in the reverse order of the model. With buckets in this order,
     # the first bucket is complete early, and its collective runs beside the rest of the backward.
@@ -213,9 +207,7 @@ def make_buckets(
     cuts = [
         (kind, cut)
         for kind, family in families.values()
-        for cut in _cut(
-            kind, family, _default_bytes(kind, family) if capacity_bytes is None else capacity_bytes
-        )
+        for cut in _cut(kind, family, capacity_bytes)
     ]
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
@@ -225,13 +217,6 @@ def make_buckets(
         _filled(replace(kind, index=index), cut, manifest, owners)
         for index, (kind, cut) in enumerate(cuts)
     ]
-
-
-def _default_bytes(kind: Bucket, family: Sequence[ParameterRecord]) -> int:
-    if not any(step.placement.scatters for step in kind.route):
-        return BUCKET_BYTES
-    total = kind.wire_dtype.itemsize * sum(record.numel for record in family)
-    return min(BUCKET_BYTES, max(total // _BUCKETS_THAT_GO, _LEAST_BYTES))
 
 
 def step_cost(shape: Sequence[int]) -> int:

@@ -9,6 +9,7 @@ from typing import Any, TypedDict
 import torch
 
 from pipegrad.errors import PlanError
+from pipegrad.plugins.handler import BUCKET_BYTES
 from pipegrad.plugins.registry import complaints_of
 from pipegrad.topology import Topology
 
@@ -20,7 +21,7 @@ CHECK_EVERY = 500
 class GradientKeywords(TypedDict, total=False):
     """The fields of `GradientOptions` that a `Scheduler` takes by name, for type checkers."""
 
-    bucket_bytes: int | None
+    bucket_bytes: int
     reduce_dtype: torch.dtype | None
     sum_dtype: torch.dtype | None
     master_dtype: torch.dtype | None
@@ -45,8 +46,6 @@ class GradientOptions:
 
     Attributes:
         bucket_bytes: Wire bytes at which a bucket is closed. A larger gradient has its own bucket.
-            None: 25 MiB. With SHARD and WHOLE, where the memory of a bucket goes when it was
-            reduced, also at most a tenth of these gradients, and at least 1 MiB.
         reduce_dtype: dtype on the wire. None: the dtype of each gradient, so nothing is copied.
         sum_dtype: dtype in which the parts of ranks are added, if it is wider than the dtype on the
             wire. The sum is rounded once. None: the dtype on the wire.
@@ -67,7 +66,7 @@ class GradientOptions:
             in steps 2, 4, 8 and so on. 0: never.
     """
 
-    bucket_bytes: int | None = None
+    bucket_bytes: int = BUCKET_BYTES
     reduce_dtype: torch.dtype | None = None
     sum_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
@@ -110,9 +109,9 @@ class GradientOptions:
         """
         for name in ("bucket_bytes", "comm_streams", "check_every"):
             number = getattr(self, name)
-            if type(number) is not int and not (number is None and name == "bucket_bytes"):
+            if type(number) is not int:
                 raise PlanError(f"{name} is {number!r}, expected a whole number")
-        if (self.bucket_bytes or 0) < 0 or self.comm_streams < 1:
+        if self.bucket_bytes < 0 or self.comm_streams < 1:
             raise PlanError(
                 f"bucket_bytes={self.bucket_bytes} must be at least 0 and "
                 f"comm_streams={self.comm_streams} at least 1"

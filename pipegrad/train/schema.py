@@ -14,6 +14,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 from pydantic_core import PydanticCustomError
 
 from pipegrad.plan.options import CHECK_EVERY, STEP_SECONDS
+from pipegrad.plugins.handler import BUCKET_BYTES
 
 
 class Table(BaseModel):
@@ -95,10 +96,8 @@ Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_
 class Gradients(Table):
     """How gradients travel."""
 
-    bucket_bytes: int | None = Field(
-        default=None,
-        ge=0,
-        description="wire bytes at which a bucket closes; else 25 MiB, and of shards a tenth",
+    bucket_bytes: int = Field(
+        default=BUCKET_BYTES, ge=0, description="wire bytes at which a bucket closes"
     )
     reduce_dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
         default=None,

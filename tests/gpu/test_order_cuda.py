@@ -17,7 +17,7 @@ from torch import nn
 
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.sync_points import sites
-from pipegrad.gradients.bucket_buffer import WRITTEN, FlatBuffer
+from pipegrad.gradients.bucket_memory import WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from tests.support.gpu.card import GPU, Card, sleep
 from tests.support.gpu.programs import EXPECTED, TWINS, Program, dropped

@@ -201,12 +201,6 @@ class OrderChecker(sync_points.Backend):
                 cast("torch.Event | None", event), device, cast("torch.Stream | None", stream)
             )
 
-    def has_happened(self, event: object) -> bool:
-        """Returns True for a virtual event: operators of virtual streams run at once."""
-        return isinstance(event, VirtualEvent) or super().has_happened(
-            cast("torch.Event | None", event)
-        )
-
     def hand_over(self) -> object:
         """Returns the clock of this thread."""
         with self._locked():

@@ -1,4 +1,4 @@
-"""Gradients wherever they live: main_grad, and a third party's ledger."""
+"""Gradients in main_grad; and whose writes to a gradient count inside a step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import ScheduleInterleavedZeroBubble
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from pipegrad import GradientSync, MainGrad, Scheduler, Stage, Topology, attach, find_tied
+from pipegrad.errors import PlanError
 from pipegrad.testing import OrderChecker
 from tests.support.gradients.cases import (
     ALONE,
@@ -33,32 +33,6 @@ from tests.support.rounding import ADAM_EPS, rounding
 from tests.support.versions import needs_2_13
 
 MOST = rounding(3 * 2 * 8 * TOKENS)  # of three steps of two batches
-
-
-class Ledger:
-    """Somebody else's: all gradients in one dictionary."""
-
-    def __init__(self) -> None:
-        self.entries = WeakTensorKeyDictionary()
-
-    def dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return parameter.dtype
-
-    def read(self, parameter: nn.Parameter) -> Tensor | None:
-        gradient: Tensor | None = self.entries.get(parameter)
-        return gradient
-
-    def write(self, parameter: nn.Parameter, gradient: Tensor | None) -> None:
-        self.entries[parameter] = gradient
-
-    def accumulated(self, parameter: nn.Parameter) -> None:
-        gradient, parameter.grad = parameter.grad, None
-        assert gradient is not None
-        there = self.read(parameter)
-        if there is None:
-            self.write(parameter, gradient.clone())
-        else:
-            there.add_(gradient)
 
 
 @pytest.mark.ranks(2)
@@ -87,7 +61,7 @@ def test_bf16_with_main_grad_and_master_copies_is_one_process_in_mixed_precision
         early.append(sync.statistics().early)
         assert all(p.grad is None for p in module.parameters())
         for one in sync.main_parameters():
-            main = MainGrad().read(sync.parameter(one.record))
+            main = getattr(sync.parameter(one.record), "main_grad", None)
             assert (main is None) == (one.tensor.grad is None)
         sync.publish()
 
@@ -134,12 +108,17 @@ def test_what_torchs_split_backward_writes_is_taken_too() -> None:
     sync.close()
 
 
-@pytest.mark.parametrize("accessor", [MainGrad, Ledger])
-def test_an_optimizer_steps_what_has_its_gradients_elsewhere(accessor: type) -> None:
+def test_an_accessor_of_ones_own_is_refused() -> None:
+    own: Any = object()
+    with pytest.raises(PlanError, match=r"accessor=object: it is pipegrad.MainGrad\(\) or None"):
+        GradientSync({0: nn.Linear(3, 2)}, ALONE, handlers=[], accessor=own)
+
+
+def test_an_optimizer_steps_what_has_its_gradients_elsewhere() -> None:
     torch.manual_seed(1)
     module = nn.Linear(3, 2)
     true = copy.deepcopy(module)
-    sync = GradientSync({0: module}, ALONE, handlers=[], accessor=accessor())
+    sync = GradientSync({0: module}, ALONE, handlers=[], accessor=MainGrad())
     optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=0.5)
     true_optimizer = torch.optim.SGD(true.parameters(), lr=0.5)
     for number in range(3):

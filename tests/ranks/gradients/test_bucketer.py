@@ -18,7 +18,7 @@ import torch.distributed as dist
 from pipegrad import Bucketer
 from pipegrad.comm import collectives
 from pipegrad.gradients import bucketer as module
-from pipegrad.gradients.bucket_buffer import FlatBuffer
+from pipegrad.gradients.bucket_memory import FlatBuffer
 from tests.support.gradients.cases import bits, outcome, rank
 from tests.support.ranked import gathered
 

@@ -194,6 +194,23 @@ def test_a_rank_that_steps_nothing_may_leave_its_step_out(*, evaluates: bool) ->
     assert job.arrived == [-4.0]
 
 
+@pytest.mark.parametrize("own", [True, False])
+def test_a_step_behind_an_evaluation_is_refused(*, own: bool) -> None:
+    """Its update would reach no other rank."""
+    job = Job(OWNER)
+    sgd = torch.optim.SGD
+    if own:
+        groups = [*job.sync.optimizer_parameters(), {"params": [nn.Parameter(torch.ones(1))]}]
+        optimizer = sgd(groups, lr=1.0)
+    else:
+        optimizer = job.sync.optimizer(sgd, lr=1.0)
+    job.compute()
+    job.sync.publish_if_due()
+    steps = not own or bool(job.sync.main_parameters())
+    words = outcome(optimizer.step)
+    assert ("after publish(), or after an evaluation, which publishes" in words) == steps
+
+
 def test_names_are_those_of_the_uncut_model() -> None:
     """Two stages that use one name for two parameters, and a tie."""
     torch.manual_seed(rank())

@@ -10,14 +10,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import SequenceParallel, parallelize_module
 
 from pipegrad import GradientSync, Scheduler, Stage, Topology
-from pipegrad.model.dtensor import local
-from pipegrad.model.gradient_storage import GradAttribute, GradientAccessor
+from pipegrad.model.dtensor import as_dtensor, local
 from pipegrad.plugins.handler import Exchange
-from tests.support.gradients.cases import outcome, rank
+from tests.support.gradients.cases import rank
 from tests.support.gradients.placements import compute, mesh
 from tests.support.pipeline.pipelines import loss_of
 from tests.support.pipeline.schedulers import error
@@ -35,25 +34,23 @@ def tensor_parallel(**axes: int) -> tuple[Topology, DeviceMesh]:
 
 
 @pytest.mark.ranks(2)
-def test_a_dtensors_gradient_is_read_and_written_as_the_local_shard() -> None:
+def test_autograd_adds_to_the_slot_that_a_dtensor_holds() -> None:
     """On a mesh of two ranks; the second has fewer rows."""
     dp = init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
     parameter = nn.Parameter(distribute_tensor(torch.arange(10.0).view(5, 2), dp, [Shard(0)]))
-    accessor: GradientAccessor = GradAttribute()
     slot = torch.zeros(local(parameter).shape)
     assert slot.shape == (3 - rank(), 2)
-    accessor.write(parameter, slot)
-    assert accessor.read(parameter) is slot
+    parameter.grad = held = as_dtensor(slot, parameter)
     (parameter * 3).sum().backward()
+    assert parameter.grad is held
+    assert held.shape == (5, 2)
     assert slot.unique().tolist() == [3.0]
-    assert parameter.grad is not None
-    assert parameter.grad.shape == (5, 2)
-    parameter.grad = None
-    assert accessor.read(parameter) is None
-    parameter.grad = DTensor.from_local(torch.ones(5, 2), dp, [Partial()])
-    refused = outcome(lambda: accessor.read(parameter))
-    assert refused.startswith("StepError: ")
-    assert "[Shard(dim=0)], its gradient by [Partial(sum)]" in refused
+    # Autograd sums the terms of a replicated one, which a whole backward leaves as they are.
+    terms = nn.Parameter(distribute_tensor(torch.ones(4), dp, [Replicate()]))
+    terms.grad = held = as_dtensor(torch.zeros(4), terms)
+    (distribute_tensor(torch.ones(2, 4), dp, [Shard(0)]) * terms).sum().backward()
+    assert terms.grad is held
+    assert local(held).tolist() == [2.0] * 4
 
 
 class Projection(nn.Module):

@@ -104,14 +104,14 @@ def test_launches_leave_in_the_order_of_the_plan_and_beside_each_other() -> None
     for s in (1, 0):
         give(modules[s], w=s + 1.0)
         sync.stage_final(s)
-    assert gate.wait_for(2)
+    assert gate.wait_for(1)
     gate.allow(2)
     sync.finish()
     assert sorted(gate.events) == ["launch 1", "launch 2"]
 
 
 def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
-    """A chain of three factors: from the second step on, the last leaves inside backward."""
+    """A chain of three factors: from the second step on, one leaves at the hook of the next."""
     module = stage(p0=torch.tensor([2.0]), p1=torch.tensor([3.0]), p2=torch.tensor([5.0]))
     gate, sync = gated({0: module}, comm_streams=1)
     gate.allow(99)
@@ -123,15 +123,15 @@ def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
 
             def look(_: torch.Tensor, late: bool = number > 0 and not left) -> None:
                 if late:
-                    gate.wait_for(2)
+                    gate.wait_for(1)
                 seen.append(len(gate.events))  # noqa: B023
 
             hidden.register_hook(look)
             if not left:
                 sync.stage_last_backward(0)
             (hidden * module.get_parameter("p1") * module.get_parameter("p2")).backward()
-        # Nothing in the first microbatch; p2 and p1 before p0.
-        assert seen == ([0, 2] if number else [0])
+        # Nothing in the first microbatch; p2 before p0, when p1 is there.
+        assert seen == ([0, 1] if number else [0])
         sync.stage_final(0)
         sync.finish()
         assert gate.events == [f"launch {microbatches * g}" for g in (6, 10, 15)]
@@ -140,12 +140,12 @@ def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
         assert grads(module) == {name: [g * microbatches] for name, g in factors.items()}
         gate.events.clear()
         module.zero_grad()
-    # A partial sum does not leave. Reentrant checkpointing fires a hook twice: then the end of the
-    # stage decides.
+    # A partial sum does not leave. Reentrant checkpointing fires a hook twice: the second one
+    # decides, as it did in the step before.
     module = stage(w=torch.tensor([2.0]))
     w = module.get_parameter("w")
     sync = replicated(module)
-    for _ in range(3):
+    for number in range(3):
         sync.prepare()
         sync.stage_last_backward(0)
         inner = checkpoint(lambda x: x * w, w * 1.0, use_reentrant=True)
@@ -153,7 +153,7 @@ def test_parameters_leave_one_by_one_inside_the_last_backward() -> None:
         sync.stage_final(0)
         sync.finish()
         assert grads(module) == {"w": [5.0]}  # of w * w + w: 2 w + 1
-        assert sync.statistics().early == 0
+        assert sync.statistics().early == (number > 0)
         module.zero_grad()
 
 

@@ -134,9 +134,9 @@ REFUSALS: list[tuple[Callable[[DeviceMesh], None], tuple[str, ...]]] = [
     ),
     (
         lambda mesh: low_precision(mesh, accumulates=True),
-        ("torch.float32 by GradAttribute", ANY_LAYOUT, POLICY),
+        ("gradients of torch.float32 in .grad", ANY_LAYOUT, POLICY),
     ),
-    (lambda mesh: synced(mesh, accessor=MainGrad()), ("by MainGrad", ANY_LAYOUT, POLICY)),
+    (lambda mesh: synced(mesh, accessor=MainGrad()), ("in main_grad", ANY_LAYOUT, POLICY)),
     (
         lambda mesh: synced(mesh, accessor=MainGrad() if mesh.get_rank() == 3 else None),
         ("ranks disagree on accessor", "MainGrad on rank 3"),

@@ -40,8 +40,8 @@ def noted(events: list[Event]) -> Iterator[None]:
         events.append(("final", {id(p) for p in parameters}))
         final(self, stage, parameters)
 
-    def say_products(found: Any, claim: Any) -> None:
-        accumulate(found, claim)
+    def say_products(found: Any) -> None:
+        accumulate(found)
         events.append(("products", {id(uses[0].parameter) for uses in found}))
 
     def say_leaves(self: CommStream, task: Any, after: Any) -> Any:

@@ -16,7 +16,7 @@ import torch
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import CommStream
-from pipegrad.gradients.bucket_buffer import WRITTEN, BucketBuffer, FlatBuffer
+from pipegrad.gradients.bucket_memory import WRITTEN, BucketMemory, FlatBuffer
 from pipegrad.gradients.param_sync import UPDATED
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plugins.handler import Placement, ReductionStep
@@ -83,52 +83,55 @@ Program = Callable[[Where, Slow], Any]
 Result = dict[str, list[float]]
 
 
-def events(bucket: BucketBuffer) -> list[torch.Event]:
+def events(memory: BucketMemory) -> list[torch.Event]:
     """Returns what a launch of the bucket waits for."""
-    return [] if bucket.event is None else [bucket.event]
+    return [] if memory.event is None else [memory.event]
 
 
-def two_steps(
-    where: Where, slow: Slow, *, threaded: bool = False, adopts: bool = False
-) -> list[Result]:
-    """Two steps of one bucket: zeroed, filled by producers, reduced in a comm stream, read."""
-    # Each producer adds 1: who copies a gradient too early copies a smaller one.
+def two_steps(where: Where, slow: Slow, *, threaded: bool = False) -> list[Result]:
+    """Two steps of one bucket: zeroed, added to by producers, reduced in a comm stream, read."""
     gradients = [[_full(where, 10 * step + key) for key in (0, 1)] for step in range(2)]
     results = [_full(where, 0, 3 * NUMEL + 3) for _ in range(2)]
     comm_stream = CommStream("comm_stream", where.device, threaded=threaded)
     made = _recorded(where)
     _pause(where, slow, "allocation")
-    bucket = BucketBuffer(BUCKET, where.device)
-    assert bucket.buffer.numel() == len(results[0])  # the memory is made here
+    memory = BucketMemory(BUCKET, where.device)  # is made here
+    flat = memory.part(0)
+    assert flat.numel() == len(results[0])
 
     def reduce() -> None:
         _pause(where, slow, "comm_stream")
-        bucket.buffer.mul_(2)
+        flat.mul_(2)
 
     tickets = []
     for given, result in zip(gradients, results, strict=True):
         with where.on("zeroing"):
             _pause(where, slow, "zeroing")
-            bucket.reset(() if adopts else range(3))
-        for number, gradient in enumerate(given):
-            with where.on(f"producer of {'ab'[number]}"):
-                sync_points.in_use.wait(made, where.device)
-                _pause(where, slow, f"producer of {'ab'[number]}")
-                gradient.add_(1)
-                bucket.add_stream()
-                if adopts:
-                    bucket.claim()[number].copy_(gradient)
+            memory.reset()
+            zeroed = _recorded(where)
+        with where.on("producer of a"):  # adds to its slot, behind the zeroing
+            sync_points.in_use.wait(made, where.device)
+            sync_points.in_use.wait(zeroed, where.device)
+            _pause(where, slow, "producer of a")
+            memory.slots[0].add_(given[0] + 1)
+            memory.add_stream()
+        with where.on("producer of b"):  # makes a gradient elsewhere: 1 more when it has run
+            sync_points.in_use.wait(made, where.device)
+            _pause(where, slow, "producer of b")
+            given[1].add_(1)
+            memory.add_stream()
         with where.on("filler"):
             sync_points.in_use.wait(made, where.device)
             _pause(where, slow, "filler")
-            with bucket.filling():
-                bucket.fill([] if adopts else given, () if adopts else (0, 1), (2,))
-            bucket.complete(1.0)
-        tickets.append(comm_stream.submit(reduce, events(bucket)))
+            with memory.gathering():
+                memory.copy(given[1:], (1,))
+                memory.lack((2,))
+            memory.complete(1.0)
+        tickets.append(comm_stream.submit(reduce, events(memory)))
         tickets[-1].wait(10)
         _pause(where, slow, "reader")
-        result.copy_(bucket.buffer)
-        bucket.end_step()
+        result.copy_(flat)
+        memory.release()
     for ticket in tickets:
         ticket.done.result(10)  # a comm stream's thread, also where nobody waited for it
     comm_stream.close()
@@ -142,69 +145,62 @@ def in_a_thread(where: Where, slow: Slow) -> list[Result]:
     return two_steps(where, slow, threaded=True)
 
 
-def adopted(where: Where, slow: Slow) -> list[Result]:
-    """The same with nothing zeroed: each producer copies its gradient into its slot."""
-    return two_steps(where, slow, adopts=True)
-
-
 def taken(where: Where, slow: Slow) -> list[list[float]]:
-    """A comm stream copies the shard out of a bucket, whose memory goes on the host meanwhile.
+    """A shard is copied out of a bucket on another stream than that of its memory, which goes.
 
-    The shard may be in memory of the last step's shard, which is still read.
+    Twice: an allocator of the host keeps large memory only when it has seen some go.
     """
     comm_stream = CommStream("taken", where.device, threaded=False)
-    last, result, gradient = _full(where, 0), _full(where, 0), _full(where, 3, LARGE)
-    old = [_full(where, 7, LARGE // 2 + 1)]
-    bucket = BucketBuffer(SHARDED, where.device)
-    bucket.reset(())
-    assert bucket.buffer.numel() == LARGE + 1  # the memory is made here
-    made = _recorded(where)
-    with where.on("producer of a"):
-        sync_points.in_use.wait(made, where.device)
-        bucket.claim()[0].copy_(gradient)
-        bucket.complete(1.0)
-    _pause(where, slow, "reader")
-    last.copy_(old.pop()[:NUMEL])
+    finisher = CommStream("finisher", where.device, threaded=False)
+    result, gradient, others = _full(where, 0), _full(where, 3, LARGE), list[torch.Tensor]()
+    memory = BucketMemory(SHARDED, where.device)
 
-    def reduce() -> None:
-        _pause(where, slow, "comm_stream")
-        bucket.end_reduction(0, 1)
+    def finish() -> None:
+        comm_stream.wait(10)
+        _pause(where, slow, "finisher")
+        memory.end_step()
+        result.copy_(memory.shard(0, 0, NUMEL))
 
-    ticket = comm_stream.submit(reduce, events(bucket))
-    bucket.let_go()
-    others = [_full(where, -1, LARGE) for _ in range(4)]
-    ticket.wait(10)
-    result.copy_(bucket.shard(0, 0, NUMEL))
-    comm_stream.close()
+    for _ in range(2):
+        memory.reset()  # the memory is made here
+        memory.slots[0].copy_(gradient)
+        memory.complete(1.0)
+        comm_stream.submit(lambda: memory.end_reduction(0, 1), events(memory))
+        ended = finisher.submit(finish, [])
+        others = [_full(where, -1, LARGE) for _ in range(4)]
+        ended.wait(10)
+        memory.release()
+    for each in (comm_stream, finisher):
+        each.close()
     where.synchronize()
-    return [_values(last), _values(result), *map(_values, others)]
+    return [_values(result), *map(_values, others)]
 
 
 def freed(where: Where, slow: Slow) -> list[list[float]]:
     """A gradient is copied on another stream than the one that made it, and freed at once."""
-    result, bucket = _full(where, 0, LARGE), BucketBuffer(UNREDUCED, where.device)
-    bucket.reset()
+    result, memory = _full(where, 0, LARGE), BucketMemory(UNREDUCED, where.device)
+    memory.reset()
     made = _recorded(where)
     with where.on("producer"):
         sync_points.in_use.wait(made, where.device)
         gradients = [_full(where, 3, LARGE)]
-        bucket.add_stream()
+        memory.add_stream()
     filler = CommStream("filler", where.device, threaded=False)
 
     def fill() -> None:
         _pause(where, slow, "filler")
-        with bucket.filling():
-            bucket.fill(gradients, (0,), ())
-        bucket.complete(1.0)
+        with memory.gathering():
+            memory.copy(gradients, (0,))
+        memory.complete(1.0)
 
     filler.submit(fill, [made])
     gradients.clear()
     with where.on("producer"):
         others = [_full(where, -1, LARGE) for _ in range(4)]
         last = _recorded(where)
-    for event in (*events(bucket), last):
+    for event in (*events(memory), last):
         sync_points.in_use.wait(event, where.device)
-    result.copy_(bucket.slots[0])
+    result.copy_(memory.slots[0])
     filler.close()
     where.synchronize()
     return [_values(result), *map(_values, others)]
@@ -282,9 +278,8 @@ _RESULTS: list[Result] = [
 EXPECTED: dict[Program, Any] = {
     two_steps: _RESULTS,
     in_a_thread: _RESULTS,
-    adopted: _RESULTS,
     freed: [[3.0], *[[-1.0]] * 4],
-    taken: [[7.0], [3.0], *[[-1.0]] * 4],
+    taken: [[3.0], *[[-1.0]] * 4],
     held: [[1.0], *[[-1.0]] * 4],
     given_up: [[0.0], *[[-1.0]] * 4],
     published: [[2.0], [6.0]],
@@ -299,22 +294,16 @@ class Twin:
     slow: Slow = field(default_factory=dict)
 
 
-_LATE_ZEROES = {"zeroing": 1, "comm_stream": 2}  # the comm stream reads when the zeroes have come
 TWINS: dict[str, Twin] = {
     "buffer.allocated": Twin(two_steps, {"allocation": 1}),
     "buffer.reset-free": Twin(two_steps, {"reader": 1}),
-    "buffer.reset": Twin(two_steps, _LATE_ZEROES),
-    "buffer.claim-free": Twin(adopted, {"reader": 1}),
-    "buffer.fill-free": Twin(two_steps, _LATE_ZEROES),
     "buffer.written": Twin(two_steps, {"filler": 1}),
     "buffer.wrote": Twin(two_steps, {"producer of a": 1}),
     "buffer.gather": Twin(two_steps, {"producer of a": 1}),
     "buffer.copied": Twin(freed, {"filler": 1}),
     "buffer.freed": Twin(freed, {"filler": 1}),
     "buffer.released": Twin(two_steps, {"reader": 1}),
-    "buffer.part-free": Twin(taken, {"reader": 1}),
-    "buffer.part-taken": Twin(taken, {"comm_stream": 1}),
-    "buffer.gone": Twin(taken, {"comm_stream": 1}),
+    "buffer.gone": Twin(taken, {"finisher": 1}),
     "comm-stream.producers": Twin(two_steps, {"filler": 1}),
     "comm-stream.task-done": Twin(two_steps, {"comm_stream": 1}),
     "comm-stream.host": Twin(in_a_thread, {"comm_stream": 1}),

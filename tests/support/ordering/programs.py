@@ -24,8 +24,7 @@ from pipegrad.comm import collectives
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
-from pipegrad.gradients import bucket
-from pipegrad.gradients.bucket_buffer import WRITTEN, FlatBuffer
+from pipegrad.gradients.bucket_memory import WRITTEN, FlatBuffer
 from pipegrad.observe import links
 from pipegrad.observe.links import measure_links
 from pipegrad.observe.recording import read_clock
@@ -84,9 +83,7 @@ def run_programs(names: Sequence[str], mutant: str | None = None) -> dict[str, R
     found: dict[str, Result] = {}
     for name in names:
         this = PROGRAMS[name]
-        # The parameter `large` is one whose hook copies its gradient.
-        large = mock.patch.object(bucket, "LARGE_NUMEL", 64)
-        with large, OrderChecker(virtual_streams=this.virtual_streams) as checker:
+        with OrderChecker(virtual_streams=this.virtual_streams) as checker:
             if mutant is None:
                 value = this.run(checker)
             else:
@@ -195,7 +192,7 @@ def viewed(checker: OrderChecker) -> Any:
 
 @program([{"a": [3.0 + step] * 3, "b": [9.0 + 3 * step] * 2} for step in range(3)])
 def wandering(checker: OrderChecker) -> Any:
-    """Every verb on a stream of its own: with copies pipegrad's buffers are safe all the same.
+    """Every verb on a stream of its own, which waits for that of `prepare`.
 
     Everything is used everywhere, else the host would wait for a flag and order all behind it.
     """
@@ -206,35 +203,15 @@ def wandering(checker: OrderChecker) -> Any:
     for step in range(3):
         with checker.on(f"prepare {step}"):
             sync.prepare()
+            zeroed = checker.record(CPU)
         with checker.on(f"backward {step}"):
             checker.wait(made, CPU)
+            checker.wait(zeroed, CPU)
             give(module, a=used(step)["a"], b=used(step)["b"])
             sync.stage_final(0)
         with checker.on(f"finish {step}"):
             sync.finish()
             found.append(grads(module))
-        module.zero_grad()
-    sync.close()
-    return found
-
-
-@program({"large": [5.0] * 64})
-def wandering_hooks(checker: OrderChecker) -> Any:
-    """The same where a hook copies a large gradient into its slot, on its own stream."""
-    module = stage(large=(64,))
-    sync = replicated(module)
-    made = checker.record(CPU)
-    found = None
-    for step in range(3):
-        with checker.on(f"prepare {step}"):
-            sync.prepare()
-        with checker.on(f"backward {step}"):
-            checker.wait(made, CPU)
-            give(module, large=used(step)["a"])
-            sync.stage_final(0)
-        with checker.on(f"finish {step}"):
-            sync.finish()
-            found = grads(module) if step == 2 else None
         module.zero_grad()
     sync.close()
     return found
@@ -319,8 +296,8 @@ def rows(checker: OrderChecker) -> Any:
 
 
 @program(ROWS)
-def rows_adopted(checker: OrderChecker) -> Any:
-    """A producer makes the memory of a bucket, and others adopt into it, in a first backward."""
+def rows_of_two_backwards(checker: OrderChecker) -> Any:
+    """Producers of a first backward add to a bucket, and others in the last one."""
     module = model()
     sync = replicated(module, bucket_bytes=256, handlers=["sharded"])
     return trained(checker, sync, module, used, NUMBERS, backwards=2)
@@ -352,6 +329,12 @@ def rows_that_go(checker: OrderChecker) -> Any:
 def freed(checker: OrderChecker) -> Any:
     """A gradient is copied on another stream than the one that made it, and freed at once."""
     return programs.freed(programs.Virtual(checker), {})
+
+
+@program(programs.EXPECTED[programs.taken])
+def shard_taken(checker: OrderChecker) -> Any:
+    """A shard is copied out of memory of another stream, which goes at once."""
+    return programs.taken(programs.Virtual(checker), {})
 
 
 @program(PASSED)

@@ -16,7 +16,6 @@ from pipegrad import ParameterRecord, Topology
 from pipegrad.comm import plain
 from pipegrad.errors import AgreementError, PlanError, TopologyError
 from pipegrad.model.describe import check_stages, describe_rank, device_of, make_manifest, merge
-from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
 from pipegrad.model.ties import declared
 from pipegrad.plan.options import GradientOptions
@@ -27,7 +26,7 @@ Modules = Mapping[int, nn.Module]
 
 
 def describe(modules: Modules, **settings: object) -> RankManifest:
-    return describe_rank(modules, GradAttribute(), settings)
+    return describe_rank(modules, None, settings)
 
 
 def merged(
@@ -93,7 +92,7 @@ def test_strides_and_gradient_dtypes_are_described() -> None:
     image = nn.Parameter(torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last))
     low = nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
     low.grad_dtype = torch.float32
-    manifest = describe_rank({0: stage(image=image, low=low)}, GradAttribute(), {})
+    manifest = describe_rank({0: stage(image=image, low=low)}, None, {})
     (_, (first, second)), *_ = manifest.stages
     assert first.stride == (48, 1, 12, 3)
     assert (second.dtype, second.gradient_dtype) == (torch.bfloat16, torch.float32)

@@ -17,7 +17,6 @@ from torch.distributed.pipelining import pipe_split, pipeline
 from pipegrad import Topology, find_tied, make_manifest
 from pipegrad.errors import PlanError
 from pipegrad.model.describe import describe_rank, starts_of
-from pipegrad.model.gradient_storage import GradAttribute
 from pipegrad.model.suspects import Location, Start, likely_ties
 from pipegrad.model.ties import (
     Tie,
@@ -164,7 +163,7 @@ def test_link_local_refuses_what_cannot_be_one(other: torch.Tensor | None, found
 
 
 def prints(modules: Mapping[int, nn.Module]) -> dict[Location, Start]:
-    return starts_of([describe_rank(modules, GradAttribute(), {})])
+    return starts_of([describe_rank(modules, None, {})])
 
 
 def linear(seed: int) -> nn.Linear:
@@ -264,7 +263,7 @@ TWO = Topology.build(axes=(("pp", 2), ("dp", 1)))
 
 def verdict(*stages: nn.Module) -> tuple[int, int]:
     """Returns how many groups are likely tied, and how many only look alike."""
-    said = describe_rank(dict(enumerate(stages)), GradAttribute(), {})
+    said = describe_rank(dict(enumerate(stages)), None, {})
     likely, alike = likely_ties(starts_of([said]), [])
     return len(likely), len(alike)
 

@@ -13,7 +13,7 @@ from torch.cuda import _gpu_trace
 
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.errors import OrderError
-from pipegrad.gradients.bucket_buffer import FILL_FREE, RELEASED, WRITTEN, FlatBuffer
+from pipegrad.gradients.bucket_memory import RELEASED, RESET_FREE, WRITTEN, FlatBuffer
 from pipegrad.testing import OrderChecker
 from pipegrad.testing.ordering.clocks import Access, HappensBefore, Kind
 from pipegrad.testing.ordering.replay import Recording
@@ -43,7 +43,7 @@ class Bucket:
         with self._checker.on(stream):
             gradient = torch.full((4,), slot + 1.0)
             if wait:
-                self.flat.acquire(FILL_FREE)
+                self.flat.acquire(RESET_FREE)
             self.flat.buffer[4 * slot : 4 * slot + 4].copy_(gradient)
             event = self.flat.written(WRITTEN)
         assert event is not None

@@ -1,0 +1,366 @@
+"""The memory of buckets: several streams write it, a comm stream reduces it.
+
+Steps 1 to 4 of the journey of a gradient (docs/internals.md) write here, step 6 reduces what is
+here, and step 7 reads the results. What happens to the gradients themselves is in bucket.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from operator import attrgetter
+
+import torch
+
+from pipegrad.comm import sync_points
+from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.routes import steps_taken
+
+ALLOCATED = sync_points.Record("buffer.allocated", "fresh memory may be zeroed or in use still")
+RESET_FREE = sync_points.Wait(
+    "buffer.reset-free", "the last step may still be read on another stream"
+)
+WRITTEN = sync_points.Record(
+    "buffer.written", "a collective must not read before the producer wrote"
+)
+WROTE = sync_points.Record("buffer.wrote", "what another stream has written must be read")
+GATHER = sync_points.Wait("buffer.gather", "gradients of other streams are sent from this one")
+COPIED = sync_points.Record("buffer.copied", "a gradient that was copied is freed at once")
+FREED = sync_points.Wait(
+    "buffer.freed", "the stream that has made a gradient takes its memory again at once"
+)
+GONE = sync_points.Wait("buffer.gone", "its allocation stream takes freed memory again at once")
+RELEASED = sync_points.Record(
+    "buffer.released", "a later step must not overwrite what is being read"
+)
+_LAYOUT = attrgetter("layout")
+
+
+class FlatBuffer:
+    """A new flat tensor that any stream may write to, and the event for which writers must wait.
+
+    A writer calls `acquire`, writes, and calls `written`. The reader waits for the events of all
+    writers, reads, and calls `release`. All of these are on the current stream of their caller.
+    """
+
+    # One event is enough to protect the buffer: the last `release` comes after all earlier uses. So
+    # a writer on any stream waits for this event, and no stream needs a list of the others.
+
+    def __init__(self, buffer: torch.Tensor) -> None:
+        self.buffer = buffer
+        self.device = buffer.device
+        self._home = sync_points.in_use.current(buffer.device)
+        self._free = ALLOCATED(buffer.device)
+
+    def acquire(self, site: sync_points.Wait) -> None:
+        """Makes the current stream wait until the buffer may be written to."""
+        site(self._free, self.device)
+
+    def written(self, site: sync_points.Record) -> torch.Event | None:
+        """Returns the event for which a reader must wait, recorded after a write."""
+        return site(self.device)
+
+    def release(self, site: sync_points.Record) -> None:
+        """Makes the next writers wait for everything on the current stream until now."""
+        self._free = site(self.device)
+
+    def return_home(self, site: sync_points.Wait) -> None:
+        """Makes the stream on which the buffer was allocated wait, like a writer."""
+        # torch's allocator gives freed memory back to the stream of its allocation, without a wait
+        # for the other streams that have used it.
+        site(self._free, self.device, self._home)
+
+
+class BucketMemory:
+    """The memory of one bucket: a slot for each gradient, and a flag for each slot.
+
+    What is reduced is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
+    gradients have another dtype, or are on another device, their slots are memory of their own,
+    which is copied there and back. The memory stays. With SHARD or WHOLE it is made when a step
+    begins, and goes when the step ends, but for this rank's part; see [Note: shards].
+
+    Args:
+        bucket: The bucket.
+        device: On which it is reduced.
+        rank: This rank, which has one part after a reduction with SHARD or WHOLE.
+        home: The device of the gradients; None for the same one.
+
+    Attributes:
+        bucket: The bucket.
+        slots: Views, in the order of the bucket. Each has a version of its own, which grows with
+            each write into it, but by an address or by this class.
+        payload: The part of the slots that this rank has after the reductions so far.
+        goes: Whether this rank reduces with SHARD or WHOLE, so that the memory goes.
+        is_apart: Whether gradients have memory of their own.
+        event: A launch must wait for it, if there is one: all slots are written then.
+    """
+
+    def __init__(
+        self,
+        bucket: Bucket,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        home: torch.device | None = None,
+    ) -> None:
+        self.bucket = bucket
+        self.device = device
+        self.slots: list[torch.Tensor] = []
+        self._num_taken = steps_taken(bucket.route, rank)
+        taken = bucket.route[: self._num_taken]
+        self.goes = any(step.placement.scatters for step in taken)
+        self._home = home or device
+        self.is_apart = bucket.dtype != bucket.wire_dtype or self._home != device
+        self._rank = rank
+        self._memory: FlatBuffer | None = None
+        self._part: torch.Tensor | None = None  # of this rank, until the gradients have it
+        self._part_start = 0
+        self._divisor = 1.0
+        # On CPU there is none: a task is submitted only after the writes of all threads.
+        self.event: torch.Event | None = None
+        # Streams that wrote into slots: the keys, in their order.
+        self._streams: dict[torch.Stream, None] = {}
+        if not self.goes:
+            self._make()
+
+    def _make(self) -> FlatBuffer:
+        bucket = self.bucket
+        flat = torch.zeros(bucket.numel, dtype=bucket.wire_dtype, device=self.device)
+        self._locate(flat)
+        self._gradients = self.payload
+        if self.is_apart:
+            self._gradients = torch.zeros(
+                bucket.payload_numel, dtype=bucket.dtype, device=self._home
+            )
+        self._memory = FlatBuffer(flat)
+        # `.data` has a version counter of its own. So each slot counts its own writes, and none of
+        # what comm streams write.
+        self.slots = [
+            self._gradients.as_strided(slot.shape, slot.stride, slot.offset).data
+            for slot in bucket.slots
+        ]
+        return self._memory
+
+    def reset(self, *, continuing: bool = False) -> None:
+        """Begins a step: zeroes all slots, unless it continues accumulated steps.
+
+        Sync: writes on the current stream, after the last reader of the memory. Writers must wait
+        for it.
+        """
+        # Step 1 of the journey of a gradient. The collective of the last step may still read on its
+        # comm stream.
+        self._streams.clear()
+        is_new = self._memory is None
+        memory = self._memory or self._make()
+        memory.acquire(RESET_FREE)
+        self._locate(memory.buffer)
+        if not (continuing or is_new):
+            self._gradients.zero_()
+        self._flags.fill_(1)
+
+    def scale(self, factor: float) -> None:
+        """Multiplies what has accumulated. Sync: as `reset`."""
+        self._gradients.mul_(factor)
+
+    def add_stream(self) -> None:
+        """Adds the current stream to those that wrote slots."""
+        # The event comes when the bucket is complete: one for all gradients of the stream.
+        if (stream := sync_points.in_use.current(self.device)) is not None:
+            self._streams[stream] = None
+
+    @contextmanager
+    def gathering(self) -> Iterator[None]:
+        """Orders what is written inside behind all streams that wrote.
+
+        Sync: the current stream waits for them, and they for it: what was copied may be freed.
+        """
+        current = sync_points.in_use.current(self.device) if self._streams else None
+        others = [stream for stream in self._streams if stream != current]
+        # One wait for each stream, not for each gradient: an event covers all that a stream has
+        # done before it.
+        for stream in others:
+            GATHER(WROTE(self.device, stream), self.device)
+        yield
+        if others:
+            copied = COPIED(self.device)
+            for stream in others:
+                FREED(copied, self.device, stream)
+
+    def copy(self, gradients: Sequence[torch.Tensor], slots: Sequence[int]) -> None:
+        """Copies gradients that are elsewhere into their slots, inside of `gathering`.
+
+        Sync: writes on the current stream.
+        """
+        into = [self.slots[number] for number in slots]
+        with torch.no_grad():
+            if set(map(_LAYOUT, gradients)) - {torch.strided}:
+                for gradient, slot in zip(gradients, into, strict=True):
+                    write(slot, gradient)
+            elif gradients:
+                torch._foreach_copy_(into, list(gradients))
+
+    def lack(self, slots: Sequence[int], unsure: Sequence[int] = ()) -> None:
+        """Sets the flags of slots without a gradient of this rank.
+
+        Args:
+            slots: They are zero.
+            unsure: To which somebody may have added, without a trace: whether a value is not zero.
+
+        Sync: as `copy`, behind it. The host does not wait.
+        """
+        for number in slots:
+            self._flags[number].zero_()
+        for number in unsure:
+            self._flags[number].copy_(self.slots[number].any())
+
+    def zero(self) -> None:
+        """Zeroes all slots and flags: of a step that failed, nothing is sent."""
+        assert self._memory is not None
+        self._gradients.zero_()
+        self._memory.buffer.zero_()
+
+    def complete(self, divisor: float) -> None:
+        """Ends the writes of a step: the bucket may leave.
+
+        Args:
+            divisor: All gradients must still be divided by this.
+
+        Sync: the current stream must be after all writes.
+        """
+        # One event for the whole bucket: whoever completes it has made the current stream wait for
+        # all other streams that wrote.
+        assert self._memory is not None
+        self._divisor = divisor
+        if self.is_apart:
+            # Divided while it is copied, in the wider of the two dtypes: it is rounded once.
+            write(self.payload, self._gradients, divisor)
+            self._divisor = 1.0
+        self.event = self._memory.written(WRITTEN)
+
+    def divide(self) -> None:
+        """Divides the gradients; call it once, before any reduction.
+
+        Sync: on the current stream, after all producers.
+        """
+        if self._divisor != 1:
+            self.payload.div_(self._divisor)
+
+    def end_reduction(self, step: int, divisor: int) -> None:
+        """Ends a reduction: divides what this rank has then, its part.
+
+        Args:
+            step: The number of the reduction.
+            divisor: 1 if there is nothing to divide.
+
+        Sync: on the current stream, a comm stream.
+        """
+        part = self.part(step + 1)
+        if divisor != 1:
+            part.div_(divisor)
+        if self.goes:
+            self._locate(part)
+
+    def end_step(self) -> None:
+        """Ends the reductions of a step: results are in place, in slots or in this rank's part.
+
+        Sync: on the current stream, after all reductions.
+        """
+        assert self._memory is not None
+        if self.goes:
+            # The shard is a part of memory that is freed here, and was perhaps allocated on another
+            # stream.
+            self._part_start = self.bucket.region(self._rank, self._num_taken).start
+            self._part = self.part(self._num_taken).clone()
+            self._locate(self._part)
+            self._memory.release(RELEASED)
+            self._memory.return_home(GONE)
+            self._memory, self.slots, self._gradients = None, [], self._part
+        elif self.is_apart:
+            self._gradients.copy_(self.payload)
+
+    def release(self) -> None:
+        """Called when gradients have the results. A part belongs to them alone then.
+
+        Sync: the next writers wait for everything on the current stream until now.
+        """
+        if self._memory is not None:
+            self._memory.release(RELEASED)
+        if self._part is not None:
+            # A view of the part, here or in `payload`, would keep its memory when the user has
+            # dropped all gradients.
+            self._part = None
+            self._gradients = torch.empty(0, dtype=self.bucket.wire_dtype, device=self.device)
+            self._locate(self._gradients)
+
+    def contributed(self) -> list[bool]:
+        """Returns for each slot whether any rank has a gradient. Blocks the host."""
+        return [flag != 0 for flag in self._flags.tolist()]
+
+    def is_zero(self) -> bool:
+        """Whether the bits of all slots are zero.
+
+        False does not prove a gradient: a zero may have a sign, and another slot may have old
+        values.
+
+        Sync: blocks the host.
+        """
+        # One read for the whole bucket, as integers of 64 bits, is much faster than one for each
+        # slot in its dtype.
+        nbytes = self._gradients.numel() * self._gradients.element_size()
+        if not nbytes or nbytes % 8:
+            return False
+        return not bool(torch.stack(self._gradients.view(torch.int64).aminmax()).any())
+
+    def shard(self, number: int, begin: int, end: int) -> torch.Tensor:
+        """Returns the elements ``begin:end`` of a slot, flat, in the order of memory.
+
+        They must be in this rank's shard, between `end_step` and `release`.
+        """
+        assert self._part is not None
+        start = self.bucket.slots[number].offset - self._part_start
+        return self._part[start + begin : start + end]
+
+    def result(self, number: int) -> torch.Tensor:
+        """Returns a gradient that this rank has whole, between `end_step` and `release`."""
+        if self._part is None:
+            return self.slots[number]
+        slot = self.bucket.slots[number]
+        offset = slot.offset - self._part_start
+        return self._part.as_strided(slot.shape, slot.stride, offset).data
+
+    def part(self, num_steps: int) -> torch.Tensor:
+        """Returns this rank's part after `num_steps` reductions: payload and flags, flat."""
+        assert self._memory is not None
+        region = self.bucket.region(self._rank, num_steps)
+        return self._memory.buffer[region.start : region.stop + len(self.bucket.slots)]
+
+    def nothing(self) -> torch.Tensor:
+        """Returns no elements, of the wire dtype, on the device."""
+        return torch.empty(0, dtype=self.bucket.wire_dtype, device=self.device)
+
+    def _locate(self, flat: torch.Tensor) -> None:
+        """Uses the payload and the flags in `flat` from now on; there are none if it is empty."""
+        end = max(len(flat) - len(self.bucket.slots), 0)
+        self.payload, self._flags = flat[:end], flat[end:]
+
+
+def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> None:
+    """Overwrites a slot with a gradient, divided.
+
+    Sync: on the current stream. One pass over both, if the slot's dtype is not the wider one.
+    """
+    with torch.no_grad():
+        if gradient.is_sparse:
+            slot.zero_().add_(gradient)
+        elif (
+            divisor != 1
+            and slot.device == gradient.device
+            and torch.promote_types(gradient.dtype, slot.dtype) == gradient.dtype
+        ):
+            torch.div(gradient.detach(), divisor, out=slot)
+            return
+        else:
+            slot.copy_(gradient.detach())
+        if divisor != 1:
+            # A division in the narrower dtype would round once more.
+            slot.div_(divisor)

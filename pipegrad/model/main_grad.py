@@ -1,0 +1,60 @@
+"""Gradients in ``parameter.main_grad``, in the place of ``parameter.grad``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class MainGrad:
+    """Gradients in ``parameter.main_grad``, in fp32 by default, as in Megatron.
+
+    Each gradient that autograd adds to ``parameter.grad`` is added to ``main_grad`` and dropped. A
+    kernel may add to ``main_grad`` itself and set ``parameter.grad_added_to_main_grad = True``.
+    Then the gradient from autograd is a placeholder, and is ignored. In a step, ``main_grad`` is
+    zeros before the first gradient. If no rank reduces a parameter, it has none before.
+
+    From `finish` to the next `prepare`, ``main_grad`` is the result: with REPLICATE on all ranks,
+    with OWNER on the owner. It shares memory with the ``.grad`` of the main parameter, unless the
+    master dtype is another dtype. In that case clipping does not change ``main_grad``. With SHARD,
+    a rank has only a shard of the result, in that ``.grad``, and ``main_grad`` is None.
+
+    Args:
+        dtype: In which gradients accumulate.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self.dtype = dtype
+
+
+def gradient_dtype(parameter: nn.Parameter, main_grad: MainGrad | None) -> torch.dtype:
+    """Returns the dtype in which gradients of a parameter accumulate."""
+    if main_grad is not None:
+        return main_grad.dtype
+    return parameter.grad_dtype or parameter.dtype
+
+
+def set_main_grad(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
+    """Sets ``parameter.main_grad``."""
+    named: Any = parameter
+    named.main_grad = gradient
+    named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
+
+
+def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Adds ``parameter.grad`` to ``main_grad``, unless a kernel has done so."""
+    named: Any = parameter
+    gradient, parameter.grad = parameter.grad, None
+    was_added, named.grad_added_to_main_grad = (
+        getattr(named, "grad_added_to_main_grad", False),
+        False,
+    )
+    if gradient is None or was_added:
+        return
+    main = getattr(named, "main_grad", None)
+    if main is None:  # a copy: autograd may share the gradient with others
+        set_main_grad(parameter, gradient.detach().to(dtype, copy=True))
+    else:
+        main.add_(gradient.detach())
