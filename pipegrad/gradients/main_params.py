@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections import Counter
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -248,18 +249,11 @@ class Locations:
         # Replicas of the data count as one parameter, even if no reduction makes them equal.
         # Experts are the exception: each data rank may hold other experts. So are replicas that
         # train alone: each has its own parameters, and its own state of the optimizer.
-        if key in self._divisors or (key is not None and self._independent):
-            return self._along(key, ())
-        # A buffer may be that of an expert.
-        experts = [self._axes_apart(expert) for expert in self._divisors] if key is None else []
-        return self._along(key, {*self._view.data_axes}.difference(*experts))
-
-    def joined(self, key: str) -> str:
-        """Returns the location of a parameter in a run whose replicas do not train alone."""
-        return self._along(key, self._independent) if self._independent else self.of(key)
-
-    def _along(self, key: str | None, replicated: Collection[str]) -> str:
-        """Returns the location in all dimensions but the pipeline and `replicated`."""
+        replicated = set[str]()
+        if key is None or (key not in self._divisors and not self._independent):
+            # A buffer may be that of an expert.
+            experts = [self._axes_apart(expert) for expert in self._divisors] if key is None else []
+            replicated = {*self._view.data_axes}.difference(*experts)
         apart = [
             f"{axis}={self._view.coordinate(axis)}"
             for axis in self._axes_apart(key)
@@ -277,6 +271,12 @@ class Locations:
             if size > 1 and axis != view.pipeline
             if not any(set(view.ranks_along(axis)) <= step for step in reduction_steps)
         ]
+
+
+def parted(key: str) -> tuple[str, str]:
+    """Returns a name without its location, and the location."""
+    match = re.fullmatch(r"(.*?)(\[\w+=\d+(?:,\w+=\d+)*\])", key)
+    return (match[1], match[2]) if match else (key, "")
 
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # offsets and sizes in a tensor

@@ -21,6 +21,7 @@ from pipegrad.gradients.main_params import (
     NamedGroupOf,
     group_keys,
     grouped,
+    parted,
     refuse_unless_elementwise,
     uncut_names,
 )
@@ -191,7 +192,6 @@ def named_optimizer(
     sharded: Container[str],
     main_parameters: Sequence[MainParameter],
     locations: Mapping[str, str],
-    joined_locations: Mapping[str, str],
     strides: Mapping[str, Sequence[int]],
 ) -> tuple[torch.optim.Optimizer, str]:
     """Returns an optimizer of the main parameters of this rank, and a text to compare with others.
@@ -202,7 +202,6 @@ def named_optimizer(
         sharded: Keys of parameters that are updated in shards.
         main_parameters: Of this rank.
         locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
-        joined_locations: The same in a run whose replicas do not train alone.
         strides: Key -> strides of the parameter in its module.
 
     Raises:
@@ -222,9 +221,8 @@ def named_optimizer(
     optimizer = optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
     groups = [group for groups in groups_of_parts for group in groups]
     named = {names[main.record.key] + locations[main.record.key]: main for main in main_parameters}
-    joined = {n: names[m.record.key] + joined_locations[m.record.key] for n, m in named.items()}
     names_of_groups = [[names[key] for key in keys] for _, keys in groups]
-    NamedState(optimizer, named, names_of_groups, strides=strides, joined=joined)
+    NamedState(optimizer, named, names_of_groups, strides=strides)
     described = [
         f"{written(options)} for {len(keys)} parameters ({_digest(keys)})"
         for options, keys in groups
@@ -326,7 +324,6 @@ class NamedState:
         main_parameters: Name -> what it steps. Names have locations.
         groups: The names of each group's parameters on all ranks, without locations.
         strides: Key -> strides of the parameter in its module.
-        joined: Name -> the name in a run whose replicas do not train alone.
     """
 
     def __init__(
@@ -336,9 +333,7 @@ class NamedState:
         groups: Sequence[Sequence[str]],
         *,
         strides: Mapping[str, Sequence[int]],
-        joined: Mapping[str, str],
     ) -> None:
-        self._joined = joined
         self._main_parameters = main_parameters
         self._strides = strides
         self._names = {id(main.tensor): name for name, main in main_parameters.items()}
@@ -376,13 +371,14 @@ class NamedState:
         """Returns a ``state_dict`` of torch, for this rank; sets master copies.
 
         Raises:
-            PlanError: If it is of another model, or has other groups or shards.
+            PlanError: If it is of another model, has other groups or shards, or lacks state.
         """
         saved = state_dict["param_groups"]
         present_groups = [_identity(group) for group in self._groups]
         by_names = {_identity(group["params"]): group for group in saved[: len(present_groups)]}
         if by_names.keys() != set(present_groups) or len(saved) != len(optimizer.param_groups):
             raise PlanError(_other_groups(self._groups, [group["params"] for group in saved]))
+        self._refuse_missing({n for n in state_dict["state"] if isinstance(n, str)})
         groups, first = [], 0
         ordered = [*(by_names[group] for group in present_groups), *saved[len(present_groups) :]]
         for group, present in zip(ordered, optimizer.param_groups, strict=True):
@@ -393,14 +389,32 @@ class NamedState:
         for number in range(first):
             name = names.get(number, number)
             main = self._main_parameters.get(str(name))
-            if main is not None and name not in state_dict["state"]:
-                # It was saved where all ranks had one state, as before a run whose replicas train
-                # alone.
-                name = self._joined[str(name)]
             if name in state_dict["state"]:
                 values = state_dict["state"][name]
                 state[number] = self._loaded(main, values) if main else values
         return {**state_dict, "state": state, "param_groups": groups}
+
+    def _refuse_missing(self, saved: set[str]) -> None:
+        """Refuses a state that would leave a parameter without the state that it had.
+
+        Raises:
+            PlanError: If a parameter has state in other locations alone, or if there is state, but
+                none of what this rank steps.
+        """
+        stems = {parted(name)[0] for name in saved}
+        missing = [name for name in self._main_parameters if name not in saved]
+        # A parameter without a gradient has no state, so one that is absent everywhere is no error.
+        apart = [name for name in missing if parted(name)[0] in stems]
+        if not apart and stems and len(missing) == len(self._main_parameters):
+            apart = missing
+        if apart:
+            raise PlanError(
+                f"the optimizer's state lacks {sorted(apart)[:4]}, which this rank steps; it has "
+                f"{sorted(saved)[:4]}: load it with the handlers, and the mesh, of the run that "
+                f"saved it, and on the rank that saved it unless it is whole; or begin with a new "
+                f"optimizer. If a parameter had no state, because it had no gradient, give it an "
+                f"empty one: state_dict['state'][{min(apart)!r}] = {{}}"
+            )
 
     def _loaded(self, main: MainParameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a parameter's state; sets its master copy."""

@@ -318,6 +318,8 @@ class GradientSync(Step):
                 cannot step shards, or if there are `others` and no matrix.
             AgreementError: On all ranks, if ranks differ, or one of them fails.
             StepError: In its ``step()``, if there are no gradients that were not used yet.
+            PlanError: In its ``load_state_dict()``, if the state is of another model, has other
+                groups or elements, or lacks a parameter's state.
         """
         ranks = sorted(self.topology.ranks)
 
@@ -338,7 +340,6 @@ class GradientSync(Step):
                 sharded=self.plan.sharded,
                 main_parameters=self.main_parameters(),
                 locations={r.key: locations.of(r.key) for r in self.records()},
-                joined_locations={r.key: locations.joined(r.key) for r in self.records()},
                 strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
 

@@ -15,7 +15,6 @@ their keys have a location, ``name[tp=1]``, and only a run with the same sizes r
 from __future__ import annotations
 
 import io
-import re
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
-from pipegrad.gradients.main_params import Chunk, Locations
+from pipegrad.gradients.main_params import Chunk, Locations, parted
 from pipegrad.gradients.named_optimizer import parts_in
 from pipegrad.model.dtensor import local
 from pipegrad.model.suspects import same_bits
@@ -398,12 +397,6 @@ def unpack_entry(key: str, packed: Tensor) -> dict[str, Any]:
 def _state_name(key: str) -> str:
     """Returns the optimizer's name of a state, from its key in a checkpoint."""
     return parted(key)[0].rpartition(".")[2]
-
-
-def parted(key: str) -> tuple[str, str]:
-    """Returns a key of a checkpoint without its location, and the location."""
-    match = re.fullmatch(r"(.*?)(\[\w+=\d+(?:,\w+=\d+)*\])", key)
-    return (match[1], match[2]) if match else (key, "")
 
 
 def check_keys(config: Config, saved: set[str], here: set[str]) -> None:

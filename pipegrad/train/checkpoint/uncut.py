@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as read_into
 
 from pipegrad import run_files
 from pipegrad.errors import PipegradError, WeightsError
+from pipegrad.gradients.main_params import parted
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.suspects import same_bits
 from pipegrad.partition.weights.files import extra, listed
@@ -38,7 +39,6 @@ from pipegrad.train.checkpoint.storage import (
     read_contents,
     step_of,
 )
-from pipegrad.train.checkpoint.training_state import parted
 
 Write = Callable[[Mapping[str, Tensor], Path], None]
 _TIED = "tied"  # among the values of the run

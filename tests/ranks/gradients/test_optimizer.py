@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from pipegrad import GradientSync, ParameterRecord
 from pipegrad.gradients.param_sync import ParameterSync
+from pipegrad_handlers.diloco import DiLoCo
 from tests.support.gradients.cases import bits, give, outcome, rank, replicated, stage, tied
 from tests.support.gradients.placements import (
     OWNER,
@@ -288,6 +289,17 @@ def test_what_cannot_be_made_or_loaded_is_refused_on_all_ranks() -> None:
     states = gathered(adam.state_dict())
     refused = outcome(lambda: adam.load_state_dict(states[1 - rank()]))
     assert refused.startswith("PlanError: the optimizer's state of '0.")
+    # So is that of a run whose replicas train alone, and that of another run there.
+    stepped = []
+    for handler in (DiLoCo(every=2), By("dp", REPLICATE, "mean")):
+        module = small()
+        sync = alone(module, handler)
+        stepped.append(train((module, sync, sync.optimizer(torch.optim.AdamW)), 0)[2])
+    for optimizer, wrong in (stepped, reversed(stepped)):
+        kept = [state["exp_avg"] for state in optimizer.state.values()]
+        refused = outcome(lambda o=optimizer, w=wrong: o.load_state_dict(w.state_dict()))  # type: ignore[misc]
+        assert refused.startswith("PlanError: the optimizer's state lacks ['a")
+        assert [state["exp_avg"] for state in optimizer.state.values()] == kept
 
 
 @pytest.mark.parametrize("kind", FOUR_KINDS)

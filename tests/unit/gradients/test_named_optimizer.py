@@ -25,52 +25,75 @@ MESH = Topology.build(axes=(("pp", 1), ("dp", 2), ("out", 2), ("tp", 2)), data=(
 
 
 @pytest.mark.parametrize(
-    ("handlers", "location", "joined"),
+    ("handlers", "location"),
     [
-        ([DataParallel()], "[tp=1]", "[tp=1]"),
-        ([DiLoCo(every=2)], "[dp=1,out=1,tp=1]", "[tp=1]"),
-        ([DataParallel(axis="dp"), DiLoCo(every=2, axis="out")], "[out=1,tp=1]", "[tp=1]"),
+        ([DataParallel()], "[tp=1]"),
+        ([DiLoCo(every=2)], "[dp=1,out=1,tp=1]"),
+        ([DataParallel(axis="dp"), DiLoCo(every=2, axis="out")], "[out=1,tp=1]"),
     ],
 )
 def test_replicas_that_train_alone_have_locations(
-    handlers: list[GradientHandler], location: str, joined: str
+    handlers: list[GradientHandler], location: str
 ) -> None:
     plan = make_plan(manifest(("a",)), MESH.at(7), [(str(i), h) for i, h in enumerate(handlers)])
     locations = Locations(MESH.at(7), plan)
-    assert (locations.of("0.a"), locations.joined("0.a")) == (location, joined)
+    assert locations.of("0.a") == location
     assert locations.of() == "[tp=1]"  # a buffer, once for all data ranks
 
 
 def with_names(
-    main: MainParameter, name: str = "w", joined: str = "w", strides: tuple[int, int] = (3, 1)
+    main: MainParameter, name: str = "w", strides: tuple[int, int] = (3, 1)
 ) -> torch.optim.Optimizer:
     """Returns an optimizer of one parameter, whose state has names."""
     optimizer = torch.optim.SGD([main.tensor], lr=0.1, momentum=0.9)
-    joins = {name: joined}
-    NamedState(optimizer, {name: main}, [["w"]], strides={"0.w": strides}, joined=joins)
+    NamedState(optimizer, {name: main}, [["w"]], strides={"0.w": strides})
     return optimizer
 
 
 @pytest.mark.parametrize(
-    ("name", "joined", "saved", "is_found"),
+    ("name", "saved", "is_found"),
     [
-        ("w[tp=1]", "w[tp=1]", "w[tp=1]", True),
-        ("w[tp=1]", "w[tp=1]", "w", False),
-        ("w[dp=0]", "w", "w", True),
-        ("w[dp=0,tp=1]", "w[tp=1]", "w[tp=1]", True),
-        ("w[dp=0,tp=1]", "w[tp=1]", "w", False),
+        ("w[tp=1]", "w[tp=1]", True),
+        ("w[tp=1]", "w", False),
+        ("w[dp=0]", "w", False),  # of a run whose replicas do not train alone
+        ("w", "w[dp=0]", False),
+        ("w[dp=0,tp=1]", "w[tp=1]", False),
+        ("w[ep=3]", "w[ep=1]", False),
+        ("w", "v", False),  # of another rank
     ],
 )
-def test_state_of_another_location_is_left_out(
-    name: str, joined: str, saved: str, *, is_found: bool
-) -> None:
+def test_state_of_another_location_is_refused(name: str, saved: str, *, is_found: bool) -> None:
     """Whole state of a run without TP was loaded for a shard, and the next step failed."""
     main = MainParameter(record("w", 2, 3), nn.Parameter(torch.ones(2, 3)))
-    optimizer = with_names(main, name, joined)
+    optimizer = with_names(main, name)
     state = optimizer.state_dict()
     state["state"] = {saved: {"momentum_buffer": torch.ones(2 if is_found else 4, 3)}}
+    if is_found:
+        optimizer.load_state_dict(state)
+        assert list(optimizer.state[main.tensor]) == ["momentum_buffer"]
+        return
+    optimizer.state[main.tensor] = kept = {"momentum_buffer": torch.zeros(2, 3)}
+    with pytest.raises(PlanError) as caught:
+        optimizer.load_state_dict(state)
+    assert optimizer.state[main.tensor] is kept
+    message = str(caught.value)
+    assert f"lacks ['{name}'], which this rank steps; it has ['{saved}']: load it with" in message
+    assert "or begin with a new optimizer" in message
+    # What it says works.
+    state["state"][name] = {}
     optimizer.load_state_dict(state)
-    assert bool(optimizer.state) == is_found
+    assert not optimizer.state[main.tensor]
+
+
+@pytest.mark.parametrize("saved", [(), ("w", "other"), (5,)])
+def test_a_parameter_without_a_gradient_has_no_state_to_miss(saved: tuple[str | int, ...]) -> None:
+    mains = {n: MainParameter(record(n, 2), nn.Parameter(torch.ones(2))) for n in ("w", "unused")}
+    optimizer = torch.optim.SGD([main.tensor for main in mains.values()], lr=0.1, momentum=0.9)
+    NamedState(optimizer, mains, [list(mains)], strides={"0.w": (1,), "0.unused": (1,)})
+    state = optimizer.state_dict()
+    state["state"] = {name: {"momentum_buffer": torch.ones(2)} for name in saved}
+    optimizer.load_state_dict(state)
+    assert list(optimizer.state) == [mains["w"].tensor for name in saved if name == "w"]
 
 
 @pytest.mark.parametrize("copied", [True, False])
