@@ -9,7 +9,7 @@ import hashlib
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import nn
@@ -29,13 +29,10 @@ from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.plugins.written import written
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 Optimizer = TypeVar("Optimizer", bound=torch.optim.Optimizer)
 Steps = Literal["everything", "matrices", "others"]
 
-_MASTER = "master"  # the name of a master copy, among the state of its parameter
+MASTER = "master"  # the name of a master copy, among the state of its parameter
 # What to do if Muon gets a parameter that has not two dimensions.
 _ADVICE: dict[Steps, str] = {
     "everything": "let another optimizer step what is no matrix, others=torch.optim.AdamW",
@@ -347,7 +344,7 @@ class NamedState:
         """Returns a ``state_dict`` of torch with names."""
         names = dict(self._numbers(optimizer))
         state: dict[Any, dict[str, Any]] = {
-            name: {_MASTER: _saved(main, main.tensor.detach())}
+            name: {MASTER: _saved(main, main.tensor.detach())}
             for name, main in self._main_parameters.items()
             if main.copied
         }
@@ -403,10 +400,9 @@ class NamedState:
         """
         stems = {parted(name)[0] for name in saved}
         missing = [name for name in self._main_parameters if name not in saved]
+        has_none = bool(saved) and len(missing) == len(self._main_parameters)
         # A parameter without a gradient has no state, so one that is absent everywhere is no error.
-        apart = [name for name in missing if parted(name)[0] in stems]
-        if not apart and stems and len(missing) == len(self._main_parameters):
-            apart = missing
+        apart = [name for name in missing if has_none or parted(name)[0] in stems]
         if apart:
             raise PlanError(
                 f"the optimizer's state lacks {sorted(apart)[:4]}, which this rank steps; it has "
@@ -420,7 +416,7 @@ class NamedState:
         """Returns this rank's part of a parameter's state; sets its master copy."""
         stride = self._strides[main.record.key]
         values = {key: _of_rank(main, value, stride) for key, value in saved.items()}
-        master = values.pop(_MASTER, None)
+        master = values.pop(MASTER, None)
         if master is not None and main.copied:
             # `.data` has its own version counter: this is no step of the optimizer.
             main.tensor.data.copy_(master)
@@ -454,13 +450,10 @@ def _other_groups(present: Sequence[Sequence[str]], saved: Sequence[Sequence[obj
     )
 
 
-def _is_per_element(main: MainParameter, value: object) -> bool:
-    return isinstance(value, torch.Tensor) and value.shape == main.tensor.shape
-
-
 def _saved(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - state of any optimizer
     """Returns a value of a parameter's state; that of a shard's elements as a `Chunk`."""
-    if not (main.sharded and _is_per_element(main, value)):
+    is_per_element = isinstance(value, torch.Tensor) and value.shape == main.tensor.shape
+    if not (main.sharded and is_per_element):
         return value
     return Chunk.of(value.detach().reshape(-1), main.begin, main.record.numel)
 
@@ -470,7 +463,7 @@ def _slice(begin: int, size: int) -> slice:
 
 
 def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa: ANN401 - as above
-    """Returns this rank's part of a value: of a `Chunk`, or of the whole parameter.
+    """Returns this rank's elements of a value: of a `Chunk`, a DTensor, or the whole parameter.
 
     Args:
         main: What this rank steps.
@@ -481,56 +474,50 @@ def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # 
         PlanError: If a chunk or a DTensor has other elements.
     """
     tensor, record = main.tensor, main.record
-    if is_dtensor(tensor):
-        return _of_mesh(record, tensor, value)
-    if isinstance(value, Chunk):
-        if (value.begin, *value.local.shape, *value.shape) != (
-            main.begin,
-            tensor.numel(),
-            record.numel,
-        ):
-            raise PlanError(
-                f"the optimizer's state of {record.key!r} has {value.local.numel()} elements from "
-                f"{value.begin} on, and this rank steps {tensor.numel()} from {main.begin} on: it "
-                f"is of another rank or cut. Save and load it by torch.distributed.checkpoint"
-            )
-        return value.local.view_as(tensor)
-    is_whole = isinstance(value, torch.Tensor) and value.numel() == record.numel and value.ndim > 0
-    if not is_whole or _is_per_element(main, value):
-        return value
-    if not main.sharded:  # it may be flat, of a run that sharded it
-        return value.as_strided(tensor.shape, tensor.stride()) if value.ndim == 1 else value
-    if value.ndim > 1:
-        in_order = torch.empty_strided(record.shape, stride, dtype=value.dtype, device=value.device)
-        value = in_order.copy_(value).as_strided((record.numel,), (1,))
-    # A view would keep the memory of the whole.
-    return value[main.begin : main.begin + tensor.numel()].clone()
-
-
-def _of_mesh(record: ParameterRecord, tensor: DTensor, value: Any) -> Any:  # noqa: ANN401 - as above
-    """Returns this rank's part of a value for a DTensor that it steps.
-
-    Raises:
-        PlanError: If a DTensor has other elements.
-    """
+    numel = record.numel if main.sharded else tensor.numel()
     if is_dtensor(value):
-        if (local(value).shape, value.placements) != (local(tensor).shape, tensor.placements):
-            raise PlanError(
-                f"the optimizer's state of {record.key!r} has {tuple(local(value).shape)} of "
-                f"{tuple(value.shape)}, and this rank steps {tuple(local(tensor).shape)} of "
-                f"{tuple(tensor.shape)}: it is of another rank or mesh. Save and load it by "
-                f"torch.distributed.checkpoint"
-            )
+        _refuse_others(main, value)
         return value
     if isinstance(value, Chunk):
+        _refuse_others(main, value)
         elements = value.local
-    elif isinstance(value, torch.Tensor) and value.ndim and value.numel() == tensor.numel():
-        whole: Any = value.view(tensor.shape)  # it may be flat, of a run that sharded it
+    elif not isinstance(value, torch.Tensor) or not value.ndim or value.numel() != numel:
+        return value
+    elif is_dtensor(tensor):
+        whole = value.view(tensor.shape)  # it may be flat, of a run that sharded it
         boxes: Any = cast("Any", tensor).__create_chunk_list__()
         parts = [whole[tuple(map(_slice, b.offsets, b.sizes))].reshape(-1) for b in boxes]
         elements = torch.cat([value.new_empty(0), *parts])
+    elif not main.sharded:  # it may be flat, too
+        is_flat = value.ndim == 1 != tensor.ndim
+        return value.as_strided(tensor.shape, tensor.stride()) if is_flat else value
     else:
-        return value
+        if value.ndim > 1:
+            in_order = value.new_empty_strided(record.shape, stride).copy_(value)
+            value = in_order.as_strided((record.numel,), (1,))
+        # A view would keep the memory of the whole.
+        elements = value[main.begin : main.begin + tensor.numel()].clone()
+    if not is_dtensor(tensor):
+        return elements.view_as(tensor)
     result = torch.empty_like(tensor, dtype=value.dtype)
     local(result).copy_(elements.view_as(local(result)))
     return result
+
+
+def _refuse_others(main: MainParameter, value: Any) -> None:  # noqa: ANN401 - as above
+    """Refuses a `Chunk` or a DTensor of other elements than this rank steps."""
+    tensor, record = main.tensor, main.record
+    there: tuple[Any, ...]
+    here: tuple[Any, ...]
+    if is_dtensor(value):
+        there = tuple(local(value).shape), tuple(value.shape), value.placements
+        here = tuple(local(tensor).shape), tuple(tensor.shape), getattr(tensor, "placements", ())
+    else:
+        there = f"{value.local.numel()} elements from {value.begin} on", value.numel()
+        here = f"{local(tensor).numel()} elements from {main.begin} on", record.numel
+    if there != here:
+        raise PlanError(
+            f"the optimizer's state of {record.key!r} has {there[0]} of {there[1]}, and this rank "
+            f"steps {here[0]} of {here[1]}: it is of another rank, mesh or cut. Save and load it "
+            f"by torch.distributed.checkpoint"
+        )

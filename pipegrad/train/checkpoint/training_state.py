@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.main_params import Chunk, Locations, parted
-from pipegrad.gradients.named_optimizer import parts_in
+from pipegrad.gradients.named_optimizer import MASTER, parts_in
 from pipegrad.model.dtensor import local
 from pipegrad.model.suspects import same_bits
 from pipegrad.pipeline.scheduler import Scheduler
@@ -128,15 +128,16 @@ class TrainingState:
         state: dict[str, Any] = {STEP: torch.tensor(step), **self._parts(model)}
         # State with the shape of a main parameter is written as a chunk of the whole parameter.
         # Other state, such as a step count, has no elements to divide and is written whole.
-        for name, main in self._main_parameters.items():
-            if main.copied:
-                state[f"stored.{name}"] = self._part(name, main.tensor)
-            for key, value in self._optimizer.state.get(main.tensor, {}).items():
-                tensor = torch.as_tensor(value)
-                if tensor.shape == main.tensor.shape:
-                    state[f"optimizer.{name}.{key}"] = self._part(name, tensor)
+        names = {located: name for name, located in self._located.items()}
+        for located, values in self._optimizer.state_dict()["state"].items():
+            name = names[located]
+            for key, value in values.items():
+                stem = f"stored.{name}" if key == MASTER else f"optimizer.{name}.{key}"
+                tensor = value.local if isinstance(value, Chunk) else torch.as_tensor(value)
+                if tensor.shape == self._main_parameters[name].tensor.shape:
+                    state[stem] = self._part(name, tensor)
                 else:
-                    state[f"optimizer.{name}.{key}{self._location(name)}"] = tensor
+                    state[stem + self._location(name)] = tensor
         state[COMMON] = pack({"update": self._update.state_dict()})
         if kept := self._scheduler.state_dict():
             try:
@@ -245,13 +246,9 @@ class TrainingState:
             # An expanded constant cannot be written to. If its value is right, it stays.
             if not same_bits(tensor, empty[key]):
                 tensor.copy_(empty[key])
-        # This makes replicas equal and sets main parameters from the parameters. Master copies are
-        # set after it, because they are more precise than the parameters.
+        # This makes replicas equal and sets main parameters from the parameters. The optimizer sets
+        # master copies after it, because they are more precise than the parameters.
         self._sync.synchronize_parameters()
-        for name, main in self._main_parameters.items():
-            copy = state.get(f"stored.{name}")
-            if main.copied and isinstance(copy, Chunk):
-                main.tensor.detach().copy_(copy.local.view_as(main.tensor))
         self._restore(self._optimizer, state)
         return int(state[STEP])
 
@@ -333,10 +330,10 @@ class TrainingState:
         return {k: shards[k].chunk(t) if k in shards else t for k, t in tensors.items()}
 
     def _restore(self, optimizer: torch.optim.Optimizer, state: dict[str, Tensor]) -> None:
-        """Sets the state of the optimizer."""
+        """Sets the state of the optimizer, and master copies."""
         named: dict[str, dict[str, Tensor]] = {}
         for key, value in state.items():
-            name = self._owner(key) if key.startswith("optimizer.") else None
+            name = self._owner(key)
             if name not in self._main_parameters:
                 continue
             main, states = self._main_parameters[name], named.setdefault(self._located[name], {})
@@ -396,7 +393,7 @@ def unpack_entry(key: str, packed: Tensor) -> dict[str, Any]:
 
 def _state_name(key: str) -> str:
     """Returns the optimizer's name of a state, from its key in a checkpoint."""
-    return parted(key)[0].rpartition(".")[2]
+    return MASTER if key.startswith("stored.") else parted(key)[0].rpartition(".")[2]
 
 
 def check_keys(config: Config, saved: set[str], here: set[str]) -> None:
