@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import settings
 from hypothesis.configuration import set_hypothesis_home_dir
 
 from pipegrad.plugins.handler import GradientHandler
@@ -66,6 +67,8 @@ def pytest_configure(config: pytest.Config) -> None:
     """Keeps files of tokens and of hypothesis out of the home folder and the tree; ranks, too."""
     os.environ["XDG_CACHE_HOME"] = cache = empty_folder(config)
     set_hypothesis_home_dir(cache)
+    settings.register_profile("any machine", deadline=None)  # a busy one is slow for a moment
+    settings.load_profile("any machine")
     os.environ["OMP_NUM_THREADS"] = "1"  # each rank is a process; more threads fight for the cores
 
 
