@@ -153,8 +153,8 @@ def test_few_buckets_are_in_flight_and_full_ones_are_not_copied() -> None:
         allocated.append(calls.bucketer.allocated_bytes)
     calls.flush()
     assert counts == [0, 0, *range(1, 19)]
-    # Each with four rows of staging and one of result; one more was in use during the call.
-    assert max(allocated) == (3 * 4 + 2) * row
+    # Each with four rows, one of which becomes the result; one more was in use during the call.
+    assert max(allocated) == 3 * 4 * row
     assert calls.bucketer.allocated_bytes == 3 * 4 * row
     # Other backends get one tensor and full buckets are not copied.
     # The way of backends that reduce-scatter themselves; gloo stands in for them.
@@ -309,8 +309,7 @@ def test_staging_is_used_again_and_released() -> None:
                 bucketer.reduce_scatter([torch.ones(4)] * 2, callback=lambda view: None)
             bucketer.flush()
         buffers.append(counter.call_count)
-    # Three results a round, which belong to who holds a view; stagings in the first one only.
-    assert buffers == [3 + 3, 3, 3, 3]
+    assert buffers == [3, 0, 0, 0]
     assert bucketer.allocated_bytes == 3 * 2 * 4 * 8
     # Release frees everything and the bucketer goes on.
     calls, others = Calls(4), set(threading.enumerate())
@@ -441,7 +440,7 @@ def test_what_is_overwritten_changes_no_sum() -> None:
             tensor.fill_(7e7)
     assert calls.flush() == [(3, 1.0)] * 2
     assert sums == [[10.0] * 3] * 2
-    # Views stay valid as long as they are held.
+    # Sums stay valid as long as they are held.
     bucketer, views = Bucketer(capacity_bytes=64), list[torch.Tensor]()
     for number in range(6):
         keep = views.append if number == 0 else lambda view: None
