@@ -47,6 +47,7 @@ class OptimizerWatch:
 
     Attributes:
         has_gradients: Whether a step has finished, and no optimizer has used its gradients.
+        optimizer: Returns the optimizer that was added last, while its user keeps it.
         scaler: Returns the GradScaler of these parameters, if there is one.
     """
 
@@ -63,6 +64,7 @@ class OptimizerWatch:
         refuse_reduced: Callable[[], object],
     ) -> None:
         self.has_gradients = False
+        self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.scaler: Callable[[], GradScaler | None] = lambda: None
         self._parameter_sync = parameter_sync
         self._name = name
@@ -105,6 +107,7 @@ class OptimizerWatch:
     def add(self, optimizer: torch.optim.Optimizer) -> None:
         """Makes `on_step` follow each step of `optimizer`, which has all main parameters."""
         self._added.add(optimizer)
+        self.optimizer = weakref.ref(optimizer)
 
     def remove(self) -> None:
         """Stops the checks."""
@@ -257,6 +260,8 @@ class OptimizerWatch:
         """Sets whether there are gradients for an optimizer, of a step that has just ended."""
         self.has_gradients, self._last, self._looks = has_gradients, None, has_gradients
         self._is_stepping = False  # the step may have failed
+        if (scaler := self.scaler()) is not None:
+            scaler.expect()
 
     def _tensors_of(
         self, optimizer: torch.optim.Optimizer

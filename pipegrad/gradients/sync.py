@@ -162,9 +162,9 @@ class GradientSync(Step):
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales all gradients so that their global norm is at most `max_norm`; returns the norm.
 
-        With an infinite `max_norm` it only measures. With a `GradScaler` it also unscales the
-        gradients, in the same pass, also if `max_norm` is infinite. The norm is then that of the
-        unscaled gradients. If they overflow it is not finite, and `GradScaler.step` skips the step.
+        With an infinite `max_norm` it only measures. With a `GradScaler` that has not unscaled in
+        this step, it first calls `GradScaler.unscale_` for the optimizer that `optimizer` made
+        last. If gradients overflow, the norm is not finite, and `GradScaler.step` skips the step.
 
         A parameter counts once if its copies, or parts, are reduced over the ranks that hold it. If
         no handler reduces it, it counts on each of these ranks. All ranks must call this. The norm
@@ -175,12 +175,13 @@ class GradientSync(Step):
         Returns:
             The norm before clipping, an fp32 scalar; fp64 if there are fp64 gradients.
 
-        Sync: on the current stream; one all-reduce of a scalar, or of a few numbers with a
-        `GradScaler`, and then the host waits for it.
+        Sync: on the current stream; one all-reduce of a number for each rank, behind that of
+        `GradScaler.unscale_`, for which the host waits.
 
         Raises:
             StepError: Inside a step, or after the step of an optimizer of `optimizer`. With a
-                `GradScaler`, as its `unscale_`.
+                `GradScaler`, as its `unscale_`; and on all ranks if that was not called, and there
+                is no optimizer of `optimizer`.
         """
         self._check("clip_grad_norm_")
         if self._watch.is_used and not math.isinf(max_norm):
@@ -188,19 +189,15 @@ class GradientSync(Step):
                 "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
                 "before"
             )
-        gradients = self._main_gradients()
-        scaler = self._watch.scaler()
-        inverse_scale = None
         with self.bounded("clip_grad_norm_()"):
-            if scaler is not None and scaler.is_due:
-                norm, inverse_scale = scaler.measure(self._parts.norm, gradients, norm_type)
-            else:
-                world = self._parts.groups.world
-                norm = self._parts.norm.of(gradients, norm_type, group=world, device=self.device)
-        if inverse_scale is not None or not math.isinf(max_norm):
+            if (scaler := self.scaler) is not None:
+                scaler.unscale_to_clip(self._watch.optimizer())
+            gradients = self._main_gradients()
+            norm = self._parts.norm.of(gradients, norm_type, self._parts.groups, self.device)
+        if not math.isinf(max_norm):
             # These writes are pipegrad's. Without `note_results` the next optimizer would be warned
             # of gradients that somebody has changed.
-            clip_(list(gradients.values()), norm, max_norm, inverse_scale)
+            clip_(list(gradients.values()), norm, max_norm)
             self.note_results()
         return norm
 
@@ -256,26 +253,9 @@ class GradientSync(Step):
         self._watch.scale_by(scaler)
 
     @property
-    def is_scaled(self) -> bool:
-        """Whether there is a `GradScaler` for these gradients."""
-        return self._watch.scaler() is not None
-
-    def note_scaled(self) -> None:
-        """Marks the losses of this step as scaled, also if they are on other ranks.
-
-        So the step of an optimizer without the `GradScaler` is refused on all ranks.
-        """
-        if (scaler := self._watch.scaler()) is not None:
-            scaler.note_scaled()
-
-    def loss_scale(self) -> torch.Tensor | None:
-        """Returns the scalar with which a backward begins; None without a `GradScaler`.
-
-        For whoever begins backward with a gradient, as a `Scheduler` does. It is also None if the
-        loss of this step was scaled by `GradScaler.scale`.
-        """
-        scaler = self._watch.scaler()
-        return None if scaler is None else scaler.begin_backward()
+    def scaler(self) -> GradScaler | None:
+        """The `GradScaler` of these gradients; None if there is none, or if it is disabled."""
+        return self._watch.scaler()
 
     # The optimizer.
 

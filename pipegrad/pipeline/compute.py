@@ -125,9 +125,10 @@ class Compute:
         self._terms = terms
         self._keeps_outputs = keeps_outputs
         if self._sync is not None:
-            self._is_scaled = self._sync.is_scaled
-            if self._is_scaled:
-                self._sync.note_scaled()
+            scaler = self._sync.scaler
+            self._is_scaled = scaler is not None
+            if scaler is not None:
+                scaler.note_scaled()
             if self._splits:
                 self._weights.begin()
 
@@ -422,7 +423,8 @@ class Compute:
                 f"number of microbatches or loss_divisor, is none of its numbers: return "
                 f"loss.float(), and compute it of float32"
             )
-        scale = self._sync.loss_scale()
+        scaler = self._sync.scaler
+        scale = None if scaler is None else scaler.begin_backward()
         if scale is None and self._with_losses:
             raise StepError(
                 "loss_fn has called scaler.scale(), which does not scale the losses that a stage "

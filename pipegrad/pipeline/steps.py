@@ -430,7 +430,8 @@ class Steps:
         if batch.time_dim != 1:
             self._unseen.clear()  # nobody knows where time is in what stages hand on
         # With a GradScaler backward begins with a gradient that is divided already.
-        return _Accepted(inputs, targets, terms, 1.0 if sync.is_scaled else divisor, shared_divisor)
+        gradient_divisor = divisor if sync.scaler is None else 1.0
+        return _Accepted(inputs, targets, terms, gradient_divisor, shared_divisor)
 
     def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.

@@ -351,8 +351,7 @@ class Update:
             raise _refusal(number, norm, found, in_a_row=self._in_a_row)
         lowered = ""
         if self._scaler is not None:
-            self._scaler.step(self._optimizer)  # it finds the overflow, and steps nothing
-            self._scaler.update()
+            self._scaler.update()  # clipping has looked for overflows
             lowered = f", and the loss scale is {self._scaler.get_scale():g} now"
         self._sync.drop_gradients()
         if self._in_a_row & (self._in_a_row - 1):  # a line for the 1st, 2nd, 4th, 8th ... in a row

@@ -12,6 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import pipegrad
 from pipegrad import GradientSync
@@ -125,10 +127,38 @@ def test_copies_in_another_dtype_are_unscaled() -> None:
     assert trained(make, "", sync, module)[0] == trained(make, "")[0]
 
 
+@pytest.mark.parametrize("clips", [False, True])
+def test_a_dtensor_beside_other_gradients_is_unscaled(*, clips: bool) -> None:
+    """Without clipping torch refused both together."""
+    module = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    fully_shard(module[0], mesh=init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    topology = pipegrad.Topology.create(pipeline=1)
+    sync = GradientSync({0: module}, topology, handlers=[], allow_unsynced=["0.1.weight"])
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
+    scaler, live = pipegrad.GradScaler(sync, init_scale=4.0), sync.live()
+    for bad, scale in ((1.0, 4.0), (INF if rank() else 1.0, 2.0)):
+        compute(sync, lambda: scaler.scale(module(torch.ones(1, 4)).sum()).backward())
+        scaled: Any = [parameter.main_gradient for parameter in live]
+        scaled[0][0] *= bad  # of one rank's rows
+        expected = [gradient / 4.0 for gradient in scaled]
+        if clips:
+            assert sync.clip_grad_norm_(INF).isfinite() == (scale == 4.0)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.get_scale() == scale
+        found: Any = [parameter.main_gradient for parameter in live]
+        assert all(map(torch.equal, found, expected))
+        optimizer.zero_grad()
+    sync.close()
+
+
 @pytest.mark.parametrize(
-    ("clip", "passes"), [("", 1), ("unscale_", 2), ("clip", 1), ("measure", 1)]
+    ("clip", "passes", "messages"),
+    [("", 1, 1), ("unscale_", 2, 2), ("clip", 2, 2), ("measure", 1, 2)],
 )
-def test_unscaling_and_clipping_are_one_pass_and_one_message(clip: str, passes: int) -> None:
+def test_unscaling_and_clipping_are_a_pass_and_a_message_each(
+    clip: str, passes: int, messages: int
+) -> None:
     """Issue 18, point 4. From `finish` to the optimizer's step."""
     module = stage(w=(4096,))  # so that each rank has a shard
     sync = alone(module, By("dp", SHARD, "mean"))
@@ -151,7 +181,7 @@ def test_unscaling_and_clipping_are_one_pass_and_one_message(clip: str, passes: 
             assert norm.item() == pytest.approx(64.0)
         scaler.step(optimizer)
     assert main.tensor.grad._version - before + unscaled.call_count == passes
-    assert sent.call_count + summed.call_count == passes
+    assert sent.call_count + summed.call_count == messages
 
 
 @pytest.mark.parametrize("clip", CLIPS)
@@ -177,9 +207,8 @@ def test_who_holds_a_gradient_divides_it(kind: tuple[str, str], clip: str) -> No
         assert main.tensor.grad is not None
         assert main.tensor.grad.unique().tolist() == [2.0 if scales else 0.25]
     outside.grad = torch.full((2,), 8.0)
-    if clip in ("", "unscale_"):
-        scaler.step(torch.optim.SGD([outside], lr=1.0))
-        assert outside.tolist() == [-1.0] * 2
+    scaler.step(torch.optim.SGD([outside], lr=1.0))  # clipping took all for unscaled then
+    assert outside.tolist() == [-1.0] * 2
     if clip == "unscale_":
         scaler.unscale_(optimizer)
     if clip:
@@ -263,13 +292,34 @@ def test_gradients_are_unscaled_once_also_behind_update() -> None:
     groups = sync.optimizer_parameters(lambda record: {"name": record.name})
     optimizers = [torch.optim.SGD([group], lr=1.0) for group in groups]
     scaler = pipegrad.GradScaler(sync, init_scale=4.0)
-    compute(sync, lambda: scaler.scale(sum(p.sum() for p in module.parameters())).backward())
+
+    def begin() -> None:
+        module.zero_grad()
+        compute(sync, lambda: scaler.scale(sum(p.sum() for p in module.parameters())).backward())
+
+    begin()
+    refused = outcome(lambda: sync.clip_grad_norm_(INF))  # whose gradients are they?
+    assert refused.startswith("StepError: gradients cannot be unscaled on ranks {0: 'clip_grad_no")
+    assert "call scaler.unscale_(optimizer) for each of yours before" in refused
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
     for optimizer in optimizers:
         assert sync.clip_grad_norm_(INF).item() == pytest.approx(2.0)
         scaler.step(optimizer)
-        scaler.update()
+    scaler.update()
     assert sync.clip_grad_norm_(INF).item() == pytest.approx(2.0)
     assert [p.tolist() for p in module.parameters()] == [[-1.0] * 2] * 2
+    # Each has its own pass. Clipping has unscaled one of all parameters, and another one steps.
+    others = "StepError: gradients cannot be unscaled on ranks {0: 'the gradients were unscaled for"
+    everything = sync.optimizer(torch.optim.SGD, lr=1.0)
+    begin()
+    assert sync.clip_grad_norm_(INF).item() == pytest.approx(2.0)
+    assert outcome(lambda: scaler.step(optimizers[0])).startswith(others)
+    scaler.step(everything)
+    scaler.update()
+    scaler.scale(torch.ones(()))
+    assert outcome(lambda: scaler.step(everything)).startswith(others)
+    assert [p.tolist() for p in module.parameters()] == [[-2.0] * 2] * 2
     sync.close()
 
 
@@ -358,9 +408,8 @@ def test_gradients_at_a_wrong_time_are_refused() -> None:
     sync.clip_grad_norm_(1.0)
     other = nn.Parameter(torch.zeros(2))
     other.grad = torch.ones(2)
-    refused = outcome(lambda: scaler.step(torch.optim.SGD([other])))
-    of_others = "StepError: clip_grad_norm_() has unscaled the gradients of its GradientSync"
-    assert refused.startswith(of_others)
+    scaler.step(torch.optim.SGD([other], lr=1.0))  # gradients of no sync have a pass of their own
+    assert other.tolist() == [-0.5] * 2
     assert w.tolist() == [0.0] * 2
 
 
@@ -370,7 +419,7 @@ def test_float16_on_one_rank_alone_is_refused_on_all(*, clips: bool) -> None:
     sync = tied(half)
     scaler = pipegrad.GradScaler(sync, init_scale=2.0)
     compute(sync, lambda: scaler.scale(half.get_parameter("w").sum()).backward())
-    optimizer = torch.optim.SGD(sync.optimizer_parameters(), lr=1.0)
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
     refused = outcome(lambda: sync.clip_grad_norm_(1.0) if clips else scaler.step(optimizer))
     words = "StepError: gradients cannot be unscaled on ranks {0: 'gradients are torch.float16"
     assert refused.startswith(words)
