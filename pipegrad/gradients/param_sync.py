@@ -53,6 +53,8 @@ class ParameterSync:
 
     Attributes:
         coming: Stages whose parameters may still be on the wire.
+        is_moving: Whether parameters were published and not all ranks have waited for them. It is
+            the same on all ranks.
         is_needed: The same.
         is_taken: Whether an optimizer has got the main parameters.
     """
@@ -78,7 +80,7 @@ class ParameterSync:
         self._before_publish: Callable[[], None] | None = None
         self.coming: dict[int, list[Ticket]] = {}
         self._due = Due.NOT
-        self.is_taken = False
+        self.is_moving = self.is_taken = False
         self._blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
         # written, and whether a parameter was changed after it was published.
@@ -172,7 +174,7 @@ class ParameterSync:
         # All ranks submit their part of one list, in the same order: see
         # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
         # since the optimizer may still write on the current stream.
-        self._due = Due.NOT
+        self._due, self.is_moving = Due.NOT, self._plan.syncs_parameters
         if not self._plan.publishes:
             return
         event = UPDATED(self._device)
@@ -187,7 +189,7 @@ class ParameterSync:
 
     def expect(self) -> None:
         """Called when new gradients are there: the optimizer comes next."""
-        self._due = Due.NOW
+        self._due, self.is_moving = Due.NOW, False
         self._versions.clear()
 
     def check_published(self) -> None:
@@ -231,6 +233,7 @@ class ParameterSync:
         # writes into the parameters.
         self._reducer.wait()
         self.coming.clear()
+        self.is_moving = False
 
     def forget(self) -> None:
         """Forgets all changes: all ranks have the same parameters now."""

@@ -572,7 +572,7 @@ class GradientSync(Step):
 
         def check() -> None:
             self._check("synchronize_parameters")
-            if self._parameter_sync.is_due or self._parameter_sync.coming:
+            if self._parameter_sync.is_due or self._parameter_sync.is_moving:
                 raise StepError(
                     "synchronize_parameters() while updates of other ranks are on their way would "
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "

@@ -87,15 +87,20 @@ def test_parameters_that_are_misused_are_refused(moved: dict[str, Any]) -> None:
     assert "give the optimizer sync.optimizer_parameters()" in refused
     assert outcome(sync.prepare) == outcome(sync.wait_parameters) == refused
     assert outcome(sync.close) == "None"
-    # What is stepped behind publish is refused. A copy in another dtype was never brought back
-    # then, and nobody said so: the run stood.
+    # A step behind publish is refused, and so is what is written there. A copy in another dtype was
+    # never brought back then, and nobody said so: the run stood.
+    steps_nothing = moved["placed"] is OWNER and rank() == 1
     job = Job(**moved)
     job.compute()
     job.sync.publish()
-    job.optimizer.step()
-    job.optimizer.zero_grad()
+    refused = "StepError: optimizer.step() after publish(), or after an evaluation"
+    assert outcome(job.optimizer.step).startswith("None" if steps_nothing else refused)
+    job = Job(**moved)
+    job.step()
+    for one in job.sync.main_parameters():
+        with torch.no_grad():
+            one.tensor.add_(1.0)
     refused = "StepError: '0.w' was changed after publish(), so other ranks do not have it"
-    steps_nothing = moved["placed"] is OWNER and rank() == 1
     assert outcome(job.sync.prepare).startswith("None" if steps_nothing else refused)
     # Parameters whose memory is replaced are refused. A copy in another dtype went on from its own
     # values, into memory that nobody used.
