@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Stage, Topology, Work
 from pipegrad.comm import sync_points
+from pipegrad.errors import StepError
 from pipegrad.schedules.program.program import Op
 from tests.support.gradients.cases import rank
 from tests.support.pipeline import scales
@@ -323,13 +324,16 @@ def test_replicas_have_batches_of_their_own_size() -> None:
 
 
 @pytest.mark.parametrize("how", ["owner", "sharded"])
-def test_parameters_may_be_read_before_the_optimizer_steps(how: str) -> None:
-    """Issue 16, point 10 (2.3; runtime, 2): publish() was refused then, on the owner alone."""
+def test_a_step_behind_a_read_of_parameters_is_refused_and_training_goes_on(how: str) -> None:
+    """On all ranks: publish() was refused then, on the owner alone."""
     with closing(Training(how)) as twin:
-        for number in range(3):
+        for number in range(1, 3):
             twin.step(number)
         for name in ("evaluate", "check_replicas", "wait_parameters"):
             with closing(Training(how)) as training:
                 read = getattr(training if name == "evaluate" else training.sync, name)
-                assert [training.step(number, read) for number in range(3)] == ["", "", ""], name
+                with pytest.raises(StepError, match="and the evaluation"):
+                    training.step(0, read)
+                training.optimizer.zero_grad()
+                assert [training.step(number) for number in range(1, 3)] == ["", ""], name
                 assert equal(training, twin), name
