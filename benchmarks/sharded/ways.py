@@ -26,6 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW, Optimizer
 
 import pipegrad
+from pipegrad.plugins.handler import BUCKET_BYTES
 
 OURS, OURS_WHOLE = "pipegrad, sharded", "pipegrad, data-parallel"
 LOCAL = "forward and backward alone"
@@ -209,7 +210,7 @@ def adamw(parameters: Iterable[Tensor] | Iterable[dict[str, Any]], shape: Shape)
 def ours(model: Gpt, shape: Shape, *, handler: str) -> Way:
     """Returns pipegrad's, as in docs/attach.md."""
     topology = pipegrad.Topology.create(pipeline=1)
-    bucket_bytes = None if shape.bucket_mib is None else shape.bucket_mib * 2**20
+    bucket_bytes = BUCKET_BYTES if shape.bucket_mib is None else shape.bucket_mib * 2**20
     sync = pipegrad.GradientSync(
         {0: model}, topology, handlers=[handler], bucket_bytes=bucket_bytes
     )

@@ -290,16 +290,16 @@ def test_what_cannot_be_made_or_loaded_is_refused_on_all_ranks() -> None:
     refused = outcome(lambda: adam.load_state_dict(states[1 - rank()]))
     assert refused.startswith("PlanError: the optimizer's state of '0.")
     # So is that of a run whose replicas train alone, and that of another run there.
-    stepped = []
+    stepped: list[torch.optim.Optimizer] = []
     for handler in (DiLoCo(every=2), By("dp", REPLICATE, "mean")):
         module = small()
         sync = alone(module, handler)
         stepped.append(train((module, sync, sync.optimizer(torch.optim.AdamW)), 0)[2])
-    for optimizer, wrong in (stepped, reversed(stepped)):
-        kept = [state["exp_avg"] for state in optimizer.state.values()]
-        refused = outcome(lambda o=optimizer, w=wrong: o.load_state_dict(w.state_dict()))  # type: ignore[misc]
+    for of_run, of_another in (stepped, reversed(stepped)):
+        kept = [state["exp_avg"] for state in of_run.state.values()]
+        refused = outcome(lambda o=of_run, w=of_another: o.load_state_dict(w.state_dict()))  # type: ignore[misc]
         assert refused.startswith("PlanError: the optimizer's state lacks ['a")
-        assert [state["exp_avg"] for state in optimizer.state.values()] == kept
+        assert [state["exp_avg"] for state in of_run.state.values()] == kept
 
 
 @pytest.mark.parametrize("kind", FOUR_KINDS)
