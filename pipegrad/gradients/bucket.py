@@ -36,7 +36,7 @@ from pipegrad.model.dtensor import (
     local,
     redistribute_gradient,
 )
-from pipegrad.model.main_grad import MainGrad, set_main_grad, take_gradient
+from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
 
 NOTHING = {type(None)}
 _VERSION = attrgetter("_version")
@@ -150,13 +150,14 @@ class GradientBucket:
         self._shown: dict[int, TensorWeakRef] = {}  # results that are in `main_grad`, too
         self._results: Sequence[torch.Tensor | TensorWeakRef | None] = ()
         self._result_versions: list[int] = []
-        this = weakref.ref(self)
-        self._takes = [taking(number, this) for number in range(number)]
+        self._takes: list[Callable[[nn.Parameter], None]] = []
+        if main_grad is not None:
+            self._takes = [taking(i, weakref.ref(self)) for i in range(number)]
         self.follow()
 
     def connect(
         self,
-        ready: list[GradientBucket],
+        ready: dict[GradientBucket, None],
         leave: Callable[[], None],
         late: Callable[[StepError], None],
     ) -> None:
@@ -297,8 +298,8 @@ class GradientBucket:
             self.memory.scale(self._divisor / before)
         for number, _ in own if not continuing and divisor != 1 else ():
             slots[number].mul_(divisor)
-        for number, gradient in enumerate(self._gradients):
-            self._set(number, gradient)
+        for parameter, gradient in zip(self._live, self._gradients, strict=True):
+            set_gradient(parameter, gradient, self._main_grad)
         if not continuing:
             self._drop_zeros()
             self._begun = self._versions()
@@ -353,7 +354,7 @@ class GradientBucket:
     def counted(self) -> None:
         """Called by the hook of the last gradient that becomes final."""
         if self.state is BucketState.OPEN:
-            self._ready.append(self)
+            self._ready[self] = None
 
     def counted_again(self, number: int) -> None:
         """Called by a hook that runs more often than in earlier steps."""
@@ -613,15 +614,10 @@ class GradientBucket:
         return tensor.grad if self._main_grad is None else getattr(tensor, "main_grad", None)
 
     def _read_all(self) -> list[torch.Tensor | None]:
-        if self._main_grad is None:
-            return [tensor.grad for tensor in self._live]
-        return [getattr(tensor, "main_grad", None) for tensor in self._live]
+        return gradients_of(self._live, self._main_grad)
 
     def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        if self._main_grad is None:
-            self._live[number].grad = gradient
-        else:
-            set_main_grad(self._live[number], gradient)
+        set_gradient(self._live[number], gradient, self._main_grad)
 
     def _hold(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """Returns what `.grad` must be, so that a gradient is this slot."""
@@ -638,7 +634,7 @@ class GradientBucket:
 
     def _rest(self) -> None:
         for hook in self._hooks:
-            hook.hooks.pop(hook.number, None)
+            hook.rest()
 
     def take(self, number: int) -> None:
         """Adds a gradient to ``main_grad``, perhaps in a thread of autograd."""

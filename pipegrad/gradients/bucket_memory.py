@@ -75,15 +75,14 @@ class BucketMemory:
     """The memory of one bucket: a slot for each gradient, and a flag for each slot.
 
     What is reduced is flat, ``(numel,)`` of the wire dtype: first the slots, then the flags. If
-    gradients have another dtype, or are on another device, their slots are memory of their own,
-    which is copied there and back. The memory stays. With SHARD or WHOLE it is made when a step
-    begins, and goes when the step ends, but for this rank's part; see [Note: shards].
+    gradients have another dtype, their slots are memory of their own, which is copied there and
+    back. The memory stays. With SHARD or WHOLE it is made when a step begins, and goes when the
+    step ends, but for this rank's part; see [Note: shards].
 
     Args:
         bucket: The bucket.
-        device: On which it is reduced.
+        device: Of the memory.
         rank: This rank, which has one part after a reduction with SHARD or WHOLE.
-        home: The device of the gradients; None for the same one.
 
     Attributes:
         bucket: The bucket.
@@ -95,22 +94,14 @@ class BucketMemory:
         event: A launch must wait for it, if there is one: all slots are written then.
     """
 
-    def __init__(
-        self,
-        bucket: Bucket,
-        device: torch.device,
-        *,
-        rank: int = 0,
-        home: torch.device | None = None,
-    ) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device, *, rank: int = 0) -> None:
         self.bucket = bucket
         self.device = device
         self.slots: list[torch.Tensor] = []
         self._num_taken = steps_taken(bucket.route, rank)
         taken = bucket.route[: self._num_taken]
         self.goes = any(step.placement.scatters for step in taken)
-        self._home = home or device
-        self.is_apart = bucket.dtype != bucket.wire_dtype or self._home != device
+        self.is_apart = bucket.dtype != bucket.wire_dtype
         self._rank = rank
         self._memory: FlatBuffer | None = None
         self._part: torch.Tensor | None = None  # of this rank, until the gradients have it
@@ -130,7 +121,7 @@ class BucketMemory:
         self._gradients = self.payload
         if self.is_apart:
             self._gradients = torch.zeros(
-                bucket.payload_numel, dtype=bucket.dtype, device=self._home
+                bucket.payload_numel, dtype=bucket.dtype, device=self.device
             )
         self._memory = FlatBuffer(flat)
         # `.data` has a version counter of its own. So each slot counts its own writes, and none of
@@ -352,11 +343,7 @@ def write(slot: torch.Tensor, gradient: torch.Tensor, divisor: float = 1.0) -> N
     with torch.no_grad():
         if gradient.is_sparse:
             slot.zero_().add_(gradient)
-        elif (
-            divisor != 1
-            and slot.device == gradient.device
-            and torch.promote_types(gradient.dtype, slot.dtype) == gradient.dtype
-        ):
+        elif divisor != 1 and torch.promote_types(gradient.dtype, slot.dtype) == gradient.dtype:
             torch.div(gradient.detach(), divisor, out=slot)
             return
         else:

@@ -23,7 +23,7 @@ from pipegrad.gradients.main_params import MainShard
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import is_dtensor, is_misplaced, local, redistribute_gradient
-from pipegrad.model.main_grad import MainGrad, set_main_grad, take_gradient
+from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
 from pipegrad.model.wrappers import fsdp_modules
 
 if TYPE_CHECKING:
@@ -82,20 +82,12 @@ class LocalGradients:
         if self._is_open and self._main_grad is not None:
             take_gradient(self._live[number], self._main_grad.dtype)
 
-    def _read_all(self) -> list[torch.Tensor | None]:
-        if self._main_grad is None:
-            return [tensor.grad for tensor in self._live]
-        return [getattr(tensor, "main_grad", None) for tensor in self._live]
-
     def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        if self._main_grad is None:
-            self._live[number].grad = gradient
-        else:
-            set_main_grad(self._live[number], gradient)
+        set_gradient(self._live[number], gradient, self._main_grad)
 
     def check(self, *, continuing: bool) -> None:
         """Looks what is there of earlier steps; see `GradientBucket.check`."""
-        present = self._read_all()
+        present = gradients_of(self._live, self._main_grad)
         self._before = present if set(map(type, present)) != NOTHING else None
         if continuing:
             return
@@ -166,7 +158,7 @@ class LocalGradients:
         Sync: on the current stream.
         """
         self._is_open = False
-        gradients = self._read_all()
+        gradients = gradients_of(self._live, self._main_grad)
         by = {fixed: self._divisor * fixed for fixed in {*self._fixed_divisors}}
         if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)
@@ -210,7 +202,7 @@ class LocalGradients:
 
     def note_results(self) -> None:
         """Takes the gradients as they are now for those of the step."""
-        present = self._read_all()
+        present = gradients_of(self._live, self._main_grad)
         gradients = present
         if any(self._main_shards):
             gradients = [self._result(number, present) for number in range(len(present))]

@@ -132,7 +132,7 @@ class Step:
         handlers = agreed.plugins.values()
         self._keeps_state = any(keeps_state(handler) for handler in handlers)
         self._keeps_equal = all(handler.keeps_equal for handler in handlers)
-        self._ready: list[GradientBucket] = []  # complete, and not on their way yet
+        self._ready: dict[GradientBucket, None] = {}  # complete, and not on their way yet
         for bucket in parts.buckets.values():
             bucket.connect(self._ready, self._leave_ready, self._late)
         # Backward completes the last parameter of a stage first. Buckets leave in that order.
@@ -628,8 +628,10 @@ class Step:
 
     def _leave_ready(self) -> None:
         """Sends the buckets that hooks have found complete. Autograd's threads may call it."""
-        while self._ready:
-            self._complete(self._ready.pop(0))
+        # Two threads may find the same ones: the second time nothing is left to do.
+        for bucket in list(self._ready):
+            self._ready.pop(bucket, None)
+            self._complete(bucket)
 
     def _complete(self, bucket: GradientBucket) -> None:
         """Sends a bucket whose gradients are all final. Autograd's threads may call it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -36,8 +37,22 @@ def gradient_dtype(parameter: nn.Parameter, main_grad: MainGrad | None) -> torch
     return parameter.grad_dtype or parameter.dtype
 
 
-def set_main_grad(parameter: nn.Parameter, gradient: torch.Tensor | None) -> None:
-    """Sets ``parameter.main_grad``."""
+def gradients_of(
+    parameters: Sequence[nn.Parameter], main_grad: MainGrad | None
+) -> list[torch.Tensor | None]:
+    """Returns the gradients of parameters, wherever they live."""
+    if main_grad is None:
+        return [parameter.grad for parameter in parameters]
+    return [getattr(parameter, "main_grad", None) for parameter in parameters]
+
+
+def set_gradient(
+    parameter: nn.Parameter, gradient: torch.Tensor | None, main_grad: MainGrad | None
+) -> None:
+    """Sets the gradient of a parameter, wherever it lives."""
+    if main_grad is None:
+        parameter.grad = gradient
+        return
     named: Any = parameter
     named.main_grad = gradient
     named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
@@ -55,6 +70,6 @@ def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         return
     main = getattr(named, "main_grad", None)
     if main is None:  # a copy: autograd may share the gradient with others
-        set_main_grad(parameter, gradient.detach().to(dtype, copy=True))
+        named.main_grad = gradient.detach().to(dtype, copy=True)
     else:
         main.add_(gradient.detach())

@@ -215,7 +215,7 @@ class FlatBucket(Protocol):
 
     Attributes:
         is_mean: A `launch` sets it if it leaves the mean. Then pipegrad does not divide. It is True
-            already if gradients were divided as they were put into the bucket.
+            already if gradients were divided before.
     """
 
     is_mean: bool
