@@ -91,7 +91,6 @@ class GradientBucket:
     Args:
         parameters: By slot.
         memory: Of the bucket.
-        mean: Besides their divisors, they are divided by this before they are sent.
         may_leave_early: Whether a gradient may be final before its stage's backward ends.
         main_grad: Where gradients live; None for ``.grad``.
 
@@ -106,7 +105,6 @@ class GradientBucket:
         parameters: Sequence[LiveParameter],
         memory: BucketMemory,
         *,
-        mean: int,
         may_leave_early: bool,
         main_grad: MainGrad | None = None,
     ) -> None:
@@ -117,7 +115,6 @@ class GradientBucket:
         self.num_early = 0
         self.state = BucketState.RESTS
         self._fixed_divisor = memory.bucket.divisor
-        self._mean = mean
         self._may_leave_early = may_leave_early
         self._main_grad = main_grad
         self._divisor = 1.0
@@ -421,7 +418,7 @@ class GradientBucket:
         self.state, self._absent = BucketState.FINAL, [*absent, *unsure]
         self.num_early = len(self.parameters) - self._left[0]
         self._final = self._versions()
-        self.memory.complete(self._divisor * self._mean)
+        self.memory.complete(self._divisor)
 
     def _sorted(self) -> tuple[list[int], list[int], list[int]]:
         """Returns which gradients are absent, which may be, and which are not in their slots."""

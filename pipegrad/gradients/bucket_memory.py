@@ -83,6 +83,7 @@ class BucketMemory:
         bucket: The bucket.
         device: Of the memory.
         rank: This rank, which has one part after a reduction with SHARD or WHOLE.
+        mean: Gradients are divided by this for the means of their reductions.
 
     Attributes:
         bucket: The bucket.
@@ -94,7 +95,7 @@ class BucketMemory:
         event: A launch must wait for it, if there is one: all slots are written then.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device, *, rank: int = 0) -> None:
+    def __init__(self, bucket: Bucket, device: torch.device, *, rank: int = 0, mean: int = 1) -> None:
         self.bucket = bucket
         self.device = device
         self.slots: list[torch.Tensor] = []
@@ -103,6 +104,7 @@ class BucketMemory:
         self.goes = any(step.placement.scatters for step in taken)
         self.is_apart = bucket.dtype != bucket.wire_dtype
         self._rank = rank
+        self._mean = mean
         self._memory: FlatBuffer | None = None
         self._part: torch.Tensor | None = None  # of this rank, until the gradients have it
         self._part_start = 0
@@ -214,17 +216,17 @@ class BucketMemory:
         """Ends the writes of a step: the bucket may leave.
 
         Args:
-            divisor: All gradients must still be divided by this.
+            divisor: Of the step; means are divided besides.
 
         Sync: the current stream must be after all writes.
         """
         # One event for the whole bucket: whoever completes it has made the current stream wait for
         # all other streams that wrote.
         assert self._memory is not None
-        self._divisor = divisor
+        self._divisor = divisor * self._mean
         if self.is_apart:
             # Divided while it is copied, in the wider of the two dtypes: it is rounded once.
-            write(self.payload, self._gradients, divisor)
+            write(self.payload, self._gradients, self._divisor)
             self._divisor = 1.0
         self.event = self._memory.written(WRITTEN)
 

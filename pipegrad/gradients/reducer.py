@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,7 +25,7 @@ from pipegrad.gradients.bucket_memory import BucketMemory, FlatBuffer
 from pipegrad.gradients.reductions import PairSum, StepBucket, rows_of
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
-from pipegrad.plugins.handler import GradientHandler, Placement, sums_plainly
+from pipegrad.plugins.handler import GradientHandler, ReductionStep, sums_plainly
 
 _POLL_SECONDS = 0.2
 _HOST_POLL_SECONDS = 5e-5
@@ -70,7 +71,10 @@ class Reducer:
         self._handlers = handlers
         self._rank = plan.rank
         self._device = device
-        self.memories = {b.index: BucketMemory(b, device, rank=plan.rank) for b in plan.buckets}
+        self.memories = {
+            b.index: BucketMemory(b, device, rank=plan.rank, mean=self._mean_of(b))
+            for b in plan.buckets
+        }
         self._queues = [
             [x for x in plan.launches if x.comm_stream == comm_stream]
             for comm_stream in range(comm_streams)
@@ -196,26 +200,19 @@ class Reducer:
             after = [] if memory.event is None else [memory.event]
             self.submit(comm_stream, partial(self._reduce, launch), after)
 
-    def mean_of(self, bucket: Bucket) -> int:
-        """Returns by what gradients are divided before the first reduction; 1 for nothing."""
-        return len(bucket.route[0].ranks) if self._divides_first(bucket) else 1
+    def _mean_of(self, bucket: Bucket) -> int:
+        """Returns by what gradients are divided before all reductions, for their means."""
+        means = (step for step in bucket.route if self._divides_first(bucket, step))
+        return math.prod(len(step.ranks) for step in means)
 
-    def _divides_first(self, bucket: Bucket) -> bool:
-        """Whether gradients are divided for the mean of the first reduction as they are filled.
+    def _divides_first(self, bucket: Bucket, step: ReductionStep) -> bool:
+        """Whether gradients are divided for a mean before all reductions, in one pass.
 
-        That costs no pass of its own if they are written then. With SHARD it is cheaper afterwards,
-        of the shard alone, but a sum of float16 may overflow although the mean does not. A wide sum
-        is divided before it is rounded. What a handler's own `launch` reduces must be whole.
+        What a handler's own `launch` reduces must be whole, and a wide sum is divided before it is
+        rounded.
         """
-        first = bucket.route[0]
-        is_cheaper = first.placement is Placement.REPLICATE or bucket.wire_dtype == torch.float16
-        return (
-            first.op == "mean"
-            and not first.placement.has_owner
-            and is_cheaper
-            and bucket.sum_dtype == bucket.wire_dtype
-            and sums_plainly(self._handlers[first.handler])
-        )
+        is_plain = bucket.sum_dtype == bucket.wire_dtype and step.op == "mean"
+        return is_plain and sums_plainly(self._handlers[step.handler])
 
     def _inbox(self, launch: Launch) -> FlatBuffer:
         """Returns memory for a sum that another rank will send."""
@@ -245,7 +242,7 @@ class Reducer:
             sum_dtype=bucket.sum_dtype,
             scattered=bucket.scattered(launch.step, self._rank),
             pair_sum=pair_sum,
-            is_divided=launch.step == 0 and self._divides_first(bucket),
+            is_divided=self._divides_first(bucket, step),
         )
 
     def _expect(self, launch: Launch) -> None:

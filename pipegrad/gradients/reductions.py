@@ -110,22 +110,17 @@ class StepBucket:
         Sync: on a comm stream. With SHARD and WHOLE, only this rank's part and the flags hold sums
         then.
         """
-        # A sum of float16 may overflow although the mean does not. So each rank divides its own
-        # part before the sum. A wider sum is divided before it is rounded.
-        wide = self._wide_sum(reduction)
-        is_due = reduction.op == "mean" and not self.is_mean
-        if is_due and (wide is not None or self.buffer.dtype == torch.float16):
-            self.is_mean = True
-            if wide is None:
-                self.buffer.div_(len(reduction.ranks))
-        return _REDUCE[reduction.placement](self, group, wide)
-
-    def _wide_sum(self, reduction: ReductionStep) -> WideSum | None:
+        # Each rank divides its own part before the sum: a sum of float16 may overflow although the
+        # mean does not. A wider sum is divided before it is rounded.
+        divisor = len(reduction.ranks) if reduction.op == "mean" and not self.is_mean else 1
+        self.is_mean |= divisor != 1
+        wide = None
         # Messages between two ranks add two parts, and such a sum is rounded once in any case.
-        if self.sum_dtype == self.buffer.dtype or reduction.is_point_to_point:
-            return None
-        is_due = reduction.op == "mean" and not self.is_mean
-        return WideSum(self.sum_dtype.to_real(), len(reduction.ranks) if is_due else 1)
+        if self.sum_dtype != self.buffer.dtype and not reduction.is_point_to_point:
+            wide = WideSum(self.sum_dtype.to_real(), divisor)
+        elif divisor != 1:
+            self.payload.div_(divisor)
+        return _REDUCE[reduction.placement](self, group, wide)
 
 
 def _replicate(bucket: StepBucket, group: dist.ProcessGroup, wide: WideSum | None) -> Work:

@@ -441,7 +441,6 @@ def _buckets(
         buckets[bucket.index] = GradientBucket(
             held,
             reducer.memories[bucket.index],
-            mean=reducer.mean_of(bucket),
             # DistributedDataParallel reduces gradients until the end of the whole backward. Before
             # that they are not final.
             may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(held[0].stages),
