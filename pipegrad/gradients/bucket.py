@@ -16,7 +16,7 @@ hook, so that hooks of users behind ours have run.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from enum import Enum
 from operator import add, attrgetter, is_, ne
 from typing import Any
@@ -143,7 +143,6 @@ class GradientBucket:
         self._final: list[int] = []  # and when they were final
         self._absent: list[int] = []
         self._cleared: set[int] = set()  # results that were zeroed in place
-        self._are_zero: bool | None = None  # all slots, as far as this check has read them
         self._shown: dict[int, TensorWeakRef] = {}  # results that are in `main_grad`, too
         self._results: Sequence[torch.Tensor | TensorWeakRef | None] = ()
         self._result_versions: list[int] = []
@@ -221,7 +220,6 @@ class GradientBucket:
         Raises:
             StepError: Names the parameter.
         """
-        self._are_zero = None
         self._present = present = self._read_all()
         has_any = set(map(type, present)) != NOTHING
         if continuing:
@@ -229,20 +227,21 @@ class GradientBucket:
         self._cleared = set()
         if not self._results or not (has_any or any(self._main_shards)):
             return
+        left: dict[int, torch.Tensor] = {}
         for number in reversed(range(len(present))):  # the order of the model
             gradient, main_shard = present[number], self._main_shards[number]
             result = gradient if main_shard is None else main_shard.tensor.grad
-            if result is None or result is not self._last_result(number):
-                continue
-            if not self._is_zeroed(number, result):
-                raise StepError(
-                    f"the gradient of {self._key(number)!r} is already reduced, and another "
-                    f"backward would add to it: call optimizer.zero_grad() before the step, to "
-                    f"make it zero or None. optimizer.zero_grad() does so for the parameters that "
-                    f"this optimizer has, module.zero_grad() for all whose gradient is in .grad. "
-                    f"Or accumulate with 'with sync.accumulate():' around all steps but the last"
-                )
-            self._cleared.add(number)
+            if result is not None and result is self._last_result(number):
+                left[number] = result
+        for number in self._not_zeroed(left):
+            raise StepError(
+                f"the gradient of {self._key(number)!r} is already reduced, and another "
+                f"backward would add to it: call optimizer.zero_grad() before the step, to "
+                f"make it zero or None. optimizer.zero_grad() does so for the parameters that "
+                f"this optimizer has, module.zero_grad() for all whose gradient is in .grad. "
+                f"Or accumulate with 'with sync.accumulate():' around all steps but the last"
+            )
+        self._cleared = {*left}
 
     def refuse_values(self) -> None:
         """Refuses gradients that this step would add to, and then divide once more.
@@ -298,7 +297,8 @@ class GradientBucket:
         for parameter, gradient in zip(self._live, self._gradients, strict=True):
             set_gradient(parameter, gradient, self._main_grad)
         if not continuing:
-            self._drop_zeros()
+            for main_shard in filter(None, self._main_shards):  # it would keep memory that is gone
+                main_shard.take(None)
             self._begun = self._versions()
         if self._main_grad is not None:
             self._run(self._taking, self._takes)
@@ -571,25 +571,15 @@ class GradientBucket:
     def _is_unwritten(self, number: int, result: torch.Tensor) -> bool:
         return self._writes(number, result) == self._result_versions[number]
 
-    def _is_zeroed(self, number: int, result: torch.Tensor) -> bool:
-        """Whether a result was zeroed in place. Reads its values only after a write."""
-        # To read values blocks the host on a device. A result that nobody has written since the
-        # step cannot have been zeroed, so it is not read.
-        if self._is_unwritten(number, result):
-            return False
-        if self._gradients and result is self._gradients[number]:
-            if self._are_zero is None:
-                self._are_zero = self.memory.is_zero()
-            if self._are_zero:
-                return True
-        return not bool(local(result).any())
-
-    def _drop_zeros(self) -> None:
-        """Removes results that were zeroed in memory of the last step."""
-        for number in self._cleared:
-            main_shard = self._main_shards[number]
-            if self.memory.goes and main_shard is not None:
-                main_shard.take(None)
+    def _not_zeroed(self, results: Mapping[int, torch.Tensor]) -> Sequence[int]:
+        """Returns which results were not zeroed in place. Reads values only after writes."""
+        # To read values blocks the host on a device, once for all. A result that nobody has written
+        # since the step cannot have been zeroed.
+        unwritten = [i for i, result in results.items() if self._is_unwritten(i, result)]
+        if unwritten or not results:
+            return unwritten
+        sizes = torch.stack(torch._foreach_norm([*map(local, results.values())], 1)).tolist()
+        return [number for number, size in zip(results, sizes, strict=True) if size != 0]
 
     def drop(self) -> None:
         """Sets all gradients to None, after a failed step: they may not be complete."""

@@ -95,7 +95,9 @@ class BucketMemory:
         event: A launch must wait for it, if there is one: all slots are written then.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device, *, rank: int = 0, mean: int = 1) -> None:
+    def __init__(
+        self, bucket: Bucket, device: torch.device, *, rank: int = 0, mean: int = 1
+    ) -> None:
         self.bucket = bucket
         self.device = device
         self.slots: list[torch.Tensor] = []
@@ -288,21 +290,6 @@ class BucketMemory:
     def contributed(self) -> list[bool]:
         """Returns for each slot whether any rank has a gradient. Blocks the host."""
         return [flag != 0 for flag in self._flags.tolist()]
-
-    def is_zero(self) -> bool:
-        """Whether the bits of all slots are zero.
-
-        False does not prove a gradient: a zero may have a sign, and another slot may have old
-        values.
-
-        Sync: blocks the host.
-        """
-        # One read for the whole bucket, as integers of 64 bits, is much faster than one for each
-        # slot in its dtype.
-        nbytes = self._gradients.numel() * self._gradients.element_size()
-        if not nbytes or nbytes % 8:
-            return False
-        return not bool(torch.stack(self._gradients.view(torch.int64).aminmax()).any())
 
     def shard(self, number: int, begin: int, end: int) -> torch.Tensor:
         """Returns the elements ``begin:end`` of a slot, flat, in the order of memory.

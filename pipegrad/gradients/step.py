@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 import torch
@@ -55,6 +55,25 @@ class State(Enum):
     OPEN = "gradients accumulate"
     LEAVING = "some gradients are final, and may be on their way"
     CLOSED = "closed"
+
+
+@dataclass
+class OpenStep:
+    """What lives in one step: `prepare` makes it.
+
+    Attributes:
+        accumulates: Whether it only accumulates: it began inside `accumulate`.
+        divides_late: Whether `finish` is given the divisor.
+        waiting: Stages that are not final.
+        error: `finish` raises it.
+        versions: By stage, of parameters that it may not write, when it may compute.
+    """
+
+    accumulates: bool = False
+    divides_late: bool = False
+    waiting: set[int] = field(default_factory=set)
+    error: StepError | None = None
+    versions: dict[int, list[int]] = field(default_factory=dict)
 
 
 # For each verb, the states in which it may be called, and the state after it. In any other state it
@@ -145,12 +164,7 @@ class Step:
             stage: [p for p in self._parameters.values() if p.is_elsewhere and stage in p.stages]
             for stage in self._by_stage
         }
-        self._versions: dict[int, list[int]] = {}  # by stage, when it may compute
-        self._only_accumulates = False  # whether the present step began inside `accumulate`
-        self._divides_late = False  # whether `finish` is given the divisor
-        self._final_stages: set[int] = set()
-        self._waiting: set[int] = set()  # stages that are not final in this step
-        self._late_error: StepError | None = None
+        self._open = OpenStep()  # the last one that began
         self._last_together = 0  # the last step with a barrier at its end
         self._last_unused = 0  # the last step whose gradients no optimizer has used
         self._watch = OptimizerWatch(
@@ -209,7 +223,7 @@ class Step:
         self._failures.refuse()
         self._check("prepare")
         continues = self.is_in_step
-        if continues and self._divides_late != (divisor is None):
+        if continues and self._open.divides_late != (divisor is None):
             raise StepError(
                 "the accumulated steps before gave prepare() a number, and this one None, or the "
                 "reverse: give it a number in all of them, or None and their divisor to the last "
@@ -234,12 +248,16 @@ class Step:
             gradients.check(continuing=continues)
         if not continues:
             self._watch.supersede()
-        self._divides_late = divisor is None
-        if self._divides_late and not continues:
+        if divisor is None and not continues:
             for gradients in self._everything:
                 gradients.refuse_values()
         self._failures.begin()
-        self._late_error = self._late_error if continues else None
+        self._open = OpenStep(
+            accumulates=self._is_accumulating,
+            divides_late=divisor is None,
+            waiting=set(self._by_stage),
+            error=self._open.error if continues else None,
+        )
         # Step 1 of the journey of a gradient.
         self._ready.clear()
         for gradients in self._everything:
@@ -249,13 +267,10 @@ class Step:
             # Receives of partial sums are posted before the first backward: a rank that is ahead
             # sends without waiting for this one.
             self._reducer.expect()
-        self._final_stages.clear()
-        self._waiting = set(self._by_stage)
         self._record_versions(*self._by_stage)
         before = self._failures.step - 1
         self._last_unused = self._last_unused if self._watch.is_used else before
         self._watch.expect(has_gradients=False)
-        self._only_accumulates = self._is_accumulating
         # Last: whatever was refused above has left the state as it was.
         self._go("prepare")
         self._parts.ending.set_in_vain(True)
@@ -347,11 +362,10 @@ class Step:
         self._refuse_written(stage)
         if self._is_accumulating:
             return
-        if stage in self._final_stages:
+        if stage not in self._open.waiting:
             raise StepError(f"stage {stage} is final already: call stage_final() once a step")
         self._go("stage_final")
-        self._final_stages.add(stage)
-        self._waiting.discard(stage)
+        self._open.waiting.remove(stage)
         for bucket in self._by_stage[stage]:
             if bucket.stage_is_final(stage):
                 self._complete(bucket)
@@ -400,10 +414,9 @@ class Step:
             return False
         self._check("finish")
         with self._failures.refusing(begins=False):
-            if self._waiting:
-                unfinished = sorted(self._waiting)
-                raise StepError(f"finish() before stage_final() of stages {unfinished}")
-            if self._divides_late != (divisor is not None):
+            if waiting := sorted(self._open.waiting):
+                raise StepError(f"finish() before stage_final() of stages {waiting}")
+            if self._open.divides_late != (divisor is not None):
                 raise StepError(
                     "one of prepare() and finish() takes the divisor: give it to finish() if it "
                     "was None in prepare(), and only then"
@@ -412,7 +425,7 @@ class Step:
             # Before the wait: other ranks may already wait for this one, and `abort` posts the
             # reason for them. Behind it, they could take sums that lack a gradient.
             late = (gradients.late() for gradients in self._everything)
-            if (error := self._late_error or next(filter(None, late), None)) is not None:
+            if (error := self._open.error or next(filter(None, late), None)) is not None:
                 raise error
             exposed_seconds = self._reducer.wait()
             compares = self._keeps_equal and self._parts.drift.count(self._failures.step)
@@ -488,10 +501,10 @@ class Step:
             if self._failures.are_final:
                 return None  # `prepare` has posted it
         # A step that only accumulates may be followed by the next one without `finish`.
-        begins = not begun and (not self.is_in_step or self._only_accumulates)
+        begins = not begun and (not self.is_in_step or self._open.accumulates)
         is_unfinished = self.is_in_step or not begun
         self._go("drop_gradients")
-        accumulates = self._only_accumulates if begun else self._is_accumulating
+        accumulates = self._open.accumulates if begun else self._is_accumulating
         reduces = is_unfinished and not accumulates
         launches = reduces and bool(self.plan.launches)
         final = final or (launches and (self._keeps_state or self._reducer.has_failed))
@@ -534,7 +547,7 @@ class Step:
         Raises:
             StepError: Inside a step that reduces gradients.
         """
-        if self.is_in_step and not self._only_accumulates:
+        if self.is_in_step and not self._open.accumulates:
             with self._failures.refusing(begins=False):
                 raise StepError(
                     "drop_gradients() inside a step, which other ranks are in, too: call it after "
@@ -598,15 +611,15 @@ class Step:
 
     def _record_versions(self, *stages: int) -> None:
         for stage in stages:
-            self._versions[stage] = [p.live._version for p in self._unwritten[stage]]
+            self._open.versions[stage] = [p.live._version for p in self._unwritten[stage]]
 
     def _refuse_written(self, stage: int) -> None:
         """Makes `finish` fail if a stage has written parameters since it might compute."""
-        before, unwritten = self._versions[stage], self._unwritten[stage]
-        if before == (now := [p.live._version for p in unwritten]) or self._late_error is not None:
+        before, unwritten = self._open.versions[stage], self._unwritten[stage]
+        if before == (now := [p.live._version for p in unwritten]) or self._open.error is not None:
             return
         keys = [p.record.key for p, *v in zip(unwritten, before, now, strict=True) if v[0] != v[1]]
-        self._late_error = StepError(
+        self._open.error = StepError(
             f"stage {stage} has written {keys[0]!r} in its forward or backward, as "
             f"nn.Embedding(max_norm=), a clamp of weights inside forward and optimizer.step() in a "
             f"hook do: no copy, shard or main parameter of it gets what was written. Write it on "
@@ -640,13 +653,13 @@ class Step:
         # Before anything leaves: `prepare` must be refused from now on, since no division can be
         # taken back.
         self._state = State.LEAVING
-        if self._late_error is not None:
+        if self._open.error is not None:
             # `finish` posts it, and only then launches what is left: no rank ends this step before.
             return
         try:
             self._reducer.leave(bucket.memory.bucket.index, bucket.fill)
         except StepError as error:  # `finish` raises it, and posts it for other ranks
-            self._late_error = error
+            self._open.error = error
 
     def _look_for_half_made(self) -> None:
         """Ends the training after a step that some ranks have made, and others have not."""
@@ -662,7 +675,7 @@ class Step:
 
     def _late(self, error: StepError) -> None:
         """Makes `finish` fail."""
-        self._late_error = self._late_error or error
+        self._open.error = self._open.error or error
 
     def _changed_result(self) -> str | None:
         """Returns a parameter whose result was changed since the end of the step."""
