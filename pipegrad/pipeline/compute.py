@@ -84,7 +84,6 @@ class Compute:
         self._is_trained = sync is not None and any(
             record.requires_grad for record in sync.manifest.parameters
         )
-        self._has_warned = False  # that nothing is trained
         self._recomputes = {
             index: Recompute(stage.module, sync.device)
             for index, stage in stages.items()
@@ -97,7 +96,7 @@ class Compute:
         """Lets go of everything of a step."""
         self._targets: Sequence[object] | None = None
         self._terms: LossTerms | None = None
-        self._keeps_outputs = self._is_scaled = False
+        self._keeps_outputs = False
         self._roots = dict[Key, tuple[Tensor, ...]]()  # by stage and microbatch
         self._losses = dict[Key, tuple[Tensor, ...]]()  # the same, of stages that make losses
         self._leaves = dict[int, tuple[Tensor, ...]]()  # by microbatch: what a loss over all reads
@@ -125,35 +124,28 @@ class Compute:
         self._terms = terms
         self._keeps_outputs = keeps_outputs
         if self._sync is not None:
-            scaler = self._sync.scaler
-            self._is_scaled = scaler is not None
-            if scaler is not None:
-                scaler.note_scaled()
+            if self._sync.scaler is not None:
+                self._sync.scaler.note_scaled()
             if self._splits:
                 self._weights.begin()
 
-    def method_of(self, stage: int, kind: Kind) -> Method:
+    def method_of(self, kind: Kind) -> Method:
         """Returns what computes an action."""
         methods: dict[Kind, Method] = {
-            "F": self._cast_forward,
+            "F": self._forward,
             "B": self._backward,
             "I": self._backward_inputs,
             "W": self._weights.compute,
         }
-        if stage in self._recomputes:
-            methods |= {
-                "B": partial(self._recomputed, self._backward),
-                "I": partial(self._recomputed, self._backward_inputs),
-            }
         return methods[kind]
 
     # Forward.
 
-    def _cast_forward(self, stage: int, microbatch: int) -> None:
-        with self._autocast.forward():
-            self._forward(stage, microbatch)
-
     def _forward(self, stage: int, microbatch: int) -> None:
+        with self._autocast.forward():
+            self._compute_forward(stage, microbatch)
+
+    def _compute_forward(self, stage: int, microbatch: int) -> None:
         values = self._values.inputs_of(stage, microbatch)
         # A module that changes its input in place does so in every microbatch. So the first one of
         # a step is enough, and the others do not walk through what they were given.
@@ -195,8 +187,11 @@ class Compute:
     def _end(self, microbatch: int, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Computes the loss of the last stage; returns the roots of its backward."""
         if self._keeps_outputs:
-            names = self._stages[self._last].outputs
-            self.outputs[microbatch] = tuple(map(self._for_result, names, outputs))
+            kept = list[Tensor]()
+            for name, output in zip(self._stages[self._last].outputs, outputs, strict=True):
+                check_plain(output, f"stage {self._last} returned {name!r}")
+                kept.append(self._values.handed_on(self._last, output))
+            self.outputs[microbatch] = tuple(kept)
         if self._targets is None:
             return ()
         if self._is_over_batch:
@@ -236,10 +231,6 @@ class Compute:
         share = self._terms.share(microbatch)
         return self._with_loss(outputs, self._targets[microbatch], [microbatch], share)
 
-    def _for_result(self, name: str, output: Tensor) -> Tensor:
-        check_plain(output, f"stage {self._last} returned {name!r}")
-        return self._values.handed_on(self._last, output)
-
     def _with_loss(
         self,
         outputs: Sequence[object],
@@ -263,8 +254,7 @@ class Compute:
                 "the loss does not depend on anything that requires a gradient: loss_fn detaches "
                 "it, or step() runs under no_grad"
             )
-        if self._sync is not None and not loss.requires_grad and not self._has_warned:
-            self._has_warned = True
+        if self._sync is not None and not loss.requires_grad:
             warn_once(
                 "a training step, and no parameter requires a gradient, so it trains nothing. "
                 "PeftModel.from_pretrained() freezes the adapter that it reads: give it "
@@ -328,11 +318,14 @@ class Compute:
         # backward adds to one of them. See [Note: shared memory] in `values`.
         self._values.take_gradients(stage, microbatch)
 
-    def _recomputed(self, backward: Method, stage: int, microbatch: int) -> None:
-        """Runs a forward again, then its backward."""
+    def _roots_of(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
+        """Returns the roots of a backward, of the second forward if the stage recomputes."""
+        # The table must not hold the graph any more when the backward has run.
+        outputs = self._roots.pop((stage, microbatch))
+        if stage not in self._recomputes:
+            return outputs
         with self._autocast.forward():
-            self._roots[stage, microbatch] = self._second_forward(stage, microbatch)
-        backward(stage, microbatch)
+            return self._second_forward(stage, microbatch)
 
     def _second_forward(self, stage: int, microbatch: int) -> tuple[Tensor, ...]:
         """Returns the roots of the backward of a stage that recomputes."""
@@ -361,9 +354,7 @@ class Compute:
             # Looked up in each step: between two steps the user may replace parameters.
             self._parameters[stage] = list(self._stages[stage].module.parameters())
             self._values.begin_backward(stage, self._parameters[stage])
-        # The table must not hold the graph any more when the backward has run.
-        outputs = self._roots[stage, microbatch]
-        del self._roots[stage, microbatch]
+        outputs = self._roots_of(stage, microbatch)
         roots, gradients = list[Tensor](), list[Tensor | None]()
         losses = list[tuple[Tensor, Number]]()
         if stage != self._last:
@@ -409,12 +400,12 @@ class Compute:
         """
         # Complete gradients are divided, once. So what an autograd function or a hook of the user's
         # adds to a gradient is divided as all the rest is.
-        if not self._is_scaled:
+        assert self._sync is not None
+        assert self._terms is not None
+        if self._sync.scaler is None:
             return counted(torch.ones_like(loss), share).to(loss.dtype)
         # The scale is divided before backward: float16 must not overflow earlier than in one
         # process.
-        assert self._sync is not None
-        assert self._terms is not None
         exact = 1.0 / self._terms.divisor
         info = torch.finfo(loss.dtype)
         if not info.smallest_normal <= exact <= info.max:
@@ -423,8 +414,7 @@ class Compute:
                 f"number of microbatches or loss_divisor, is none of its numbers: return "
                 f"loss.float(), and compute it of float32"
             )
-        scaler = self._sync.scaler
-        scale = None if scaler is None else scaler.begin_backward()
+        scale = self._sync.scaler.begin_backward()
         if scale is None and self._with_losses:
             raise StepError(
                 "loss_fn has called scaler.scale(), which does not scale the losses that a stage "

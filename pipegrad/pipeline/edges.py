@@ -1,15 +1,15 @@
 """Edges: the communicators between the ranks of a pipeline, and the headers that cross them.
 
-A header says what a value looks like: see [Note: shapes] in `transfers`. It has 18 numbers of 8
-bytes: its step, the channel and microbatch of its transfer, the kind of value, how many dimensions
-it has, and its shape.
+A header says what a value looks like: see [Note: shapes] in `transfers`. It has 19 numbers of 8
+bytes: its step, the channel and microbatch of its transfer, the kind of value, whether a gradient
+comes back, how many dimensions it has, and its shape.
 """
 
 from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,8 +28,8 @@ from pipegrad.topology import Topology
 Key = tuple[int, int]  # channel and microbatch
 Serving = tuple[dist.ProcessGroup, int]  # a group, and a rank in it
 
-WORDS = 18
-_MOST_DIMENSIONS = WORDS - 5
+WORDS = 19
+_MOST_DIMENSIONS = WORDS - 6
 _FAILED = -1
 # The number of a dtype in a header is its index here.
 _DTYPES = tuple(
@@ -64,39 +64,8 @@ class Spec(NamedTuple):
         return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)} {gradient} gradient"
 
 
-class Specs:
-    """What the values of a kind of step look like in its first microbatch, known before the step.
-
-    Args:
-        by_link: A spec for each link; None if its producer failed before it made the value.
-
-    Attributes:
-        by_link: The same.
-    """
-
-    def __init__(self, by_link: Mapping[int, Spec | None]) -> None:
-        self.by_link = by_link
-
-    def first(self, link: int, spec: Spec) -> Spec | None:
-        """Returns what a value that this rank makes looked like in the first microbatch.
-
-        Args:
-            link: The value.
-            spec: What it looks like now.
-        """
-        return self.by_link[link]
-
-    def of_send(self, channel: Channel) -> Spec | None:
-        """Returns what crosses a channel that begins here; called before its first send."""
-        return self.by_link[channel.link]
-
-    def of_receive(self, channel: Channel) -> Spec | None:
-        """Returns what crosses a channel that ends here; called before its first receive."""
-        return self.by_link[channel.link]
-
-
 def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
-    """Returns the header of a value, ``(18,)`` int64 on the host; None: it will never come.
+    """Returns the header of a value, ``(19,)`` int64 on the host; None: it will never come.
 
     Args:
         step: Its number, from 1 on, which both ranks count.
@@ -114,14 +83,13 @@ def header(step: int, key: Key, spec: Spec | None) -> torch.Tensor:
             f"{[str(dtype).removeprefix('torch.') for dtype in _DTYPES]}, which can be sent"
         )
     else:
-        words = [step, *key, _DTYPES.index(spec.dtype), len(spec.shape), *spec.shape]
+        kind = _DTYPES.index(spec.dtype)
+        words = [step, *key, kind, spec.differentiable, len(spec.shape), *spec.shape]
     return torch.tensor(words + [0] * (WORDS - len(words)))
 
 
 def read_header(step: int, words: Sequence[int]) -> tuple[Key, Spec | None]:
     """Returns which transfer a header is of, and what it says; None if the value never comes.
-
-    Whether the value has a gradient is in no header.
 
     Args:
         step: In which it is read.
@@ -130,19 +98,21 @@ def read_header(step: int, words: Sequence[int]) -> tuple[Key, Spec | None]:
     Raises:
         StepError: If it is no header that `header` makes in this step.
     """
-    of_step, channel, microbatch, kind, dimensions, *shape = words
+    of_step, channel, microbatch, kind, has_gradient, dimensions, *shape = words
     if of_step == step and kind == _FAILED:
         return (channel, microbatch), None
     # Another rank has sent it, so it may say anything.
     if not (
         of_step == step
         and 0 <= kind < len(_DTYPES)
+        and has_gradient in (0, 1)
         and 0 <= dimensions <= _MOST_DIMENSIONS
         and min(shape) >= 0
         and not any(shape[dimensions:])
     ):
         raise StepError(f"another rank has sent a header that no value has: {list(words)}")
-    return (channel, microbatch), Spec(tuple(shape[:dimensions]), _DTYPES[kind], False)
+    spec = Spec(tuple(shape[:dimensions]), _DTYPES[kind], bool(has_gradient))
+    return (channel, microbatch), spec
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:

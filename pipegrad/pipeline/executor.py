@@ -92,7 +92,7 @@ class Executor:
             arguments: tuple[int, ...] = which, microbatch
             if op is Op.COMPUTE:
                 stage, kind, _ = program.action(item)
-                method, arguments = compute.method_of(stage, kind), (stage, microbatch)
+                method, arguments = compute.method_of(kind), (stage, microbatch)
             elif op in methods:
                 method = methods[op]
                 if op is Op.RELEASE:  # behind the last action no receive proves anything

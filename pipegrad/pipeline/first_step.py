@@ -1,20 +1,16 @@
 """First step: ranks learn what values look like.
 
-[Note: first step] A rank can post a receive only if it knows how large a value is. Nobody
-declares that, so the first step of each kind (training, evaluation) finds out what values look like
-in the first microbatch. What changes later travels with the values: see [Note: shapes].
+[Note: first step] Nobody declares what values look like, nor which have a gradient. The first
+step of each kind (training, evaluation) finds it out: to its transfers each value is unlike the one
+before, so a header says it: see [Note: shapes] in `transfers`.
 
-1. The Program of the first step posts no receive ahead: each stands directly before its wait.
-2. A stage runs its forward. Before the first send of a value, its rank posts a `Spec` of the value
-   on a `Board`, a key for each receiving rank. A rank that has failed posts None instead, and then
-   nothing crosses that channel in either direction.
-3. Before its first receive of a value, the receiving rank waits for the key. Its own forward can
-   then run, so specs pass down the pipeline with the first microbatch, and no extra forward runs.
-4. All ranks exchange their specs, their loss_divisor, the names of their metrics and the number of
+1. The Program of the first step posts no receive ahead: each stands directly before its wait. So
+   both ends of a channel know when they use it whether a gradient comes back.
+2. All ranks exchange their specs, their loss_divisor, the names of their metrics and the number of
    rows that they cut. Divisors and names must be equal, and in each pipeline the rows and what was
    given: [Note: what was passed]. If a rank
    failed, all ranks raise, and the next step is a first step again.
-5. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
+3. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
    no channel back.
 """
 
@@ -22,72 +18,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import TypeVar
 
-from pipegrad.comm.agreement import Board, agree_keeping, same
-from pipegrad.errors import AgreementError, MessageError, PipegradError, StallError
-from pipegrad.pipeline.edges import Spec, Specs
+from pipegrad.comm.agreement import agree_keeping, same
+from pipegrad.errors import AgreementError, StallError
+from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.loss_message import Losses
-from pipegrad.schedules.program.program import Channel
 from pipegrad.topology import Topology
 
 T = TypeVar("T")
-
-
-class LearnedSpecs(Specs):
-    """What values look like, learned during a step; see [Note: first step].
-
-    Args:
-        board: Where producers post specs.
-        wait_seconds: How long to wait for a producer.
-    """
-
-    def __init__(self, board: Board, wait_seconds: float) -> None:
-        self._by_link: dict[int, Spec | None] = {}
-        super().__init__(self._by_link)
-        self._board = board
-        self._timeout = timedelta(seconds=wait_seconds)
-
-    @property
-    def known(self) -> dict[int, Spec]:
-        """By link, of the values that this rank made or received."""
-        return {link: spec for link, spec in self._by_link.items() if spec is not None}
-
-    def first(self, link: int, spec: Spec) -> Spec | None:
-        """Returns what the first microbatch looked like; `spec` itself if it is the first."""
-        return self._by_link.setdefault(link, spec)
-
-    def of_send(self, channel: Channel) -> Spec | None:
-        """Posts what a value looks like; None if this rank failed before it made the value."""
-        if channel.kind == "F":
-            spec = self._by_link.setdefault(channel.link, None)
-            self._board.post(_key(channel), spec)
-        return self._by_link.get(channel.link)
-
-    def of_receive(self, channel: Channel) -> Spec | None:
-        """Waits until the producer has posted what its value looks like.
-
-        Raises:
-            AgreementError: If it did not in time.
-            MessageError: If another program has posted it.
-        """
-        if channel.kind == "F" and channel.link not in self._by_link:
-            try:
-                message = self._board.wait(_key(channel), self._timeout)
-                if not isinstance(message, Spec | None):
-                    raise MessageError(f"what a value looks like is {message!r}, expected a Spec")
-            except PipegradError:
-                # Later calls for this link, such as those that end the failed step, must not wait
-                # as long once more.
-                self._by_link[channel.link] = None
-                raise
-            self._by_link[channel.link] = message
-        return self._by_link.get(channel.link)
-
-
-def _key(channel: Channel) -> str:
-    return f"value {channel.link} to pipeline rank {channel.target}"
 
 
 @dataclass(frozen=True)

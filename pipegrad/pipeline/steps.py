@@ -15,7 +15,6 @@ import numpy as np
 from torch import Tensor
 
 from pipegrad.comm.activity import Activity, has_lost_connection
-from pipegrad.comm.agreement import Board
 from pipegrad.comm.failures import FailureNotice, elsewhere
 from pipegrad.errors import AgreementError, PipegradError, StallError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
@@ -24,9 +23,9 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compute import Compute
-from pipegrad.pipeline.edges import Edges, Specs
+from pipegrad.pipeline.edges import Edges, Spec
 from pipegrad.pipeline.executor import Executor, drawn
-from pipegrad.pipeline.first_step import Learned, LearnedSpecs, refuse_unlike, run_together
+from pipegrad.pipeline.first_step import Learned, refuse_unlike, run_together
 from pipegrad.pipeline.loss_message import Losses, LossTerms
 from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
@@ -49,7 +48,7 @@ class StepKind:
     Attributes:
         program: What all ranks do.
         proof: What that needs.
-        specs: What values look like in the first microbatch.
+        specs: What values look like in the first microbatch, by link.
         executor: Runs the items of this rank.
         activity: What the report of a failure needs to know of it.
         times: Measures how long computes and transfers take; None if nothing does.
@@ -57,7 +56,7 @@ class StepKind:
 
     program: Program
     proof: Proof
-    specs: Specs
+    specs: dict[int, Spec]
     executor: Executor
     activity: Activity
     times: StepTimes | None
@@ -276,24 +275,24 @@ class Steps:
         self,
         schedule: Schedule,
         links: Sequence[Link],
-        specs: Specs,
+        specs: dict[int, Spec],
         *,
         forward_only: bool,
-        is_first: bool = False,
     ) -> StepKind:
         """Proves the Program of a kind of step, and makes what runs it on this rank.
 
         Args:
             schedule: What every rank computes.
             links: The values that stages hand on, differentiable or not.
-            specs: What these values look like in the first microbatch.
+            specs: What these values look like in the first microbatch, by link. Without them it is
+                a first step, which adds them: see [Note: first step].
             forward_only: Whether it is evaluation.
-            is_first: Whether the specs are learned in it; see [Note: first step].
 
         Raises:
             ScheduleError: If the proof fails.
         """
         topology, sync, stages = self._topology, self._sync, self._stages
+        is_first = bool(links) and not specs
         program, proof = self._programs.proven(
             schedule, links, posts_ahead=not is_first, forward_only=forward_only
         )
@@ -544,11 +543,8 @@ class Steps:
             Exception: What failed in the step on this rank.
         """
         topology, links = self._topology, self.pipeline.wiring.links
-        # Each pipeline has a board of its own: replicas may have batches of another size.
-        pipeline = topology.ranks_along(topology.pipeline)
-        board = Board(f"{self._name}/{self._notice.step}/{pipeline[0]}", pipeline)
-        specs = LearnedSpecs(board, self._wait_seconds)
-        kind = self._new_kind(schedule, links, specs, forward_only=forward_only, is_first=True)
+        specs = dict[int, Spec]()
+        kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
         def passed() -> dict[str, int]:
             return {name: int(number) for name, number in self.batches.passed.items()}
@@ -557,7 +553,7 @@ class Steps:
             result, accepted = self._run(kind, batch)
             batches, metrics = self.batches, accepted.terms.metrics
             learned = Learned(
-                specs.known,
+                specs,
                 accepted.shared_divisor,
                 metrics,
                 batches.rows,
@@ -599,6 +595,7 @@ class Steps:
         )
         # Each rank has seen the values that it made or received. All ranks of a pipeline together
         # have seen all of them, and a rank needs them all to lower the programs of the others.
+        pipeline = topology.ranks_along(topology.pipeline)
         by_link = {link: spec for rank in pipeline for link, spec in learned[rank].specs.items()}
         self._kinds[forward_only, schedule.num_microbatches, schedule.chunks] = self._new_kind(
             schedule,
@@ -606,7 +603,7 @@ class Steps:
                 link._replace(differentiable=by_link[number].differentiable)
                 for number, link in enumerate(links)
             ],
-            Specs(by_link),
+            by_link,
             forward_only=forward_only,
         )
         return result

@@ -11,7 +11,7 @@ rank agrees on that beforehand, and receives are posted before anybody knows it.
 link keep the same record of what crossed it (`Sizes`):
 
 - A value that looks like the one before it on its link is sent alone. Before any other value goes
-  a header (`edges`).
+  a header (`edges`). So does the first one: see [Note: first step] in `steps`.
 - Between processors a receive takes messages of up to `capacity` bytes, and a message may be
   shorter. The capacity grows when a step begins, to the largest message of the steps before.
   Instead of a larger message goes an empty one. The larger one follows, and its receive is posted
@@ -69,7 +69,6 @@ from pipegrad.pipeline.edges import (
     Inbox,
     Key,
     Spec,
-    Specs,
     as_bytes,
     has_ended,
     header,
@@ -112,7 +111,7 @@ class Sizes:
     """What crosses a link between two ranks, as both of them know it; see [Note: shapes].
 
     Attributes:
-        spec: Of the value that crossed last. At first that of the first microbatch.
+        spec: Of the value that crossed last. At first that of the first microbatch, if it is known.
         coding: Makes the messages; None if values cross as they are.
         back: Of the gradients, if these or the values are encoded.
         largest: Bytes of the largest message so far.
@@ -122,7 +121,7 @@ class Sizes:
             known.
     """
 
-    spec: Spec
+    spec: Spec | None
     coding: Coding | None = None
     back: Sizes | None = None
     largest: int = 0
@@ -131,7 +130,9 @@ class Sizes:
     unread: deque[Receive] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
-        self.record(self.spec)
+        self._fit()
+        if self.spec is not None:
+            self.record(self.spec)
         self.grow()
 
     def on_wire(self, spec: Spec) -> Spec:
@@ -144,6 +145,8 @@ class Sizes:
         Raises:
             StepError: If it is far larger than all values that crossed the link before.
         """
+        if self.spec is None:
+            return
         most = max(_LARGE_BYTES, _MOST_GROWTH * max(self.largest, self.spec.nbytes))
         if spec.nbytes > most:
             raise StepError(
@@ -181,9 +184,9 @@ class Sizes:
             self.back.grow()
 
     def _fit(self) -> None:
-        self.like = self.on_wire(self.spec)
-        if self.like.nbytes != self.capacity:
-            self.like = Spec((self.capacity,), torch.uint8, differentiable=False)
+        self.like = Spec((self.capacity,), torch.uint8, differentiable=False)
+        if self.spec is not None and (wire := self.on_wire(self.spec)).nbytes == self.capacity:
+            self.like = wire
 
 
 @dataclass(frozen=True)
@@ -222,7 +225,8 @@ class Transfers:
         channels: Of the Program.
         edges: The communicators.
         device: Where values are.
-        specs: What values look like in the first microbatch.
+        specs: What values look like in the first microbatch, by link. The first step of a kind
+            adds those that this rank receives.
         codings: Which values cross in fewer bytes; see [Note: codecs].
 
     Attributes:
@@ -234,7 +238,7 @@ class Transfers:
         channels: Sequence[Channel],
         edges: Edges,
         device: torch.device,
-        specs: Specs,
+        specs: dict[int, Spec],
         codings: Codings,
     ) -> None:
         self._channels = channels
@@ -243,7 +247,7 @@ class Transfers:
         self._is_tagged = edges.is_tagged
         self._step = 0  # of the Scheduler, as all its ranks count
         self._edges = edges
-        self._specs = specs
+        self._specs, self._known = specs, dict(specs)  # and before the step
         self._codings = codings
         self._ends: dict[int, End | None] = {}  # that were used; None: nothing will ever cross
         self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
@@ -270,19 +274,19 @@ class Transfers:
         """
         channel = link, kind, source, target = self._channels[number]
         other = target if sends else source
-        spec = self._specs.of_send(channel) if sends else self._specs.of_receive(channel)
-        # Both ranks of a channel must decide alike whether anything crosses it. They do, since
-        # they have the same spec: a gradient comes back only for a differentiable value.
-        if spec is None or (kind == "B" and not spec.differentiable):
-            self._ends[number] = None
-            return None
         if (link, other) not in self._sizes:
             # The same codings in both directions: those of a hop.
+            spec = self._known.get(link)
             forth = self._codings.of(source, target, "activations")
             back = self._codings.of(source, target, "gradients")
             apart = None if forth is None and back is None else Sizes(spec, back)
             self._sizes[link, other] = Sizes(spec, forth, apart)
         sizes, edges = self._sizes[link, other], self._edges
+        # Both ranks of a channel must decide alike whether anything crosses it: a gradient comes
+        # back only for a differentiable value, and in a first step only if the value has crossed.
+        if kind == "B" and (sizes.spec is None or not sizes.spec.differentiable):
+            self._ends[number] = None
+            return None
         serving = edges.to(other, channel) if sends else edges.of(other, channel)
         end = self._ends[number] = End(
             *serving,
@@ -351,7 +355,7 @@ class Transfers:
         if end.is_value:
             # A stage may take microbatches in another order than they come.
             while receive in sizes.unread:
-                self._look(sizes)
+                self._look(channel, sizes)
             spec = receive.spec
         else:
             spec = self._checked(key, known) if key in self._announced else known
@@ -393,7 +397,7 @@ class Transfers:
             raise StepError(f"another rank has sent a header of {key}, which nobody waits for")
         receive.work = Done()
         if end.is_value:
-            self._look(end.sizes)
+            self._look(key[0], end.sizes)
         if spec is None:
             return
         wire = end.sizes.on_wire(spec)
@@ -421,8 +425,8 @@ class Transfers:
             raise StepError(f"a gradient is {announced}, and its value is {known}")
         return None if announced is None else known
 
-    def _look(self, sizes: Sizes) -> None:
-        """Finds out what the first unread value of a link looks like, and records it.
+    def _look(self, channel: int, sizes: Sizes) -> None:
+        """Finds out what the first unread value of a channel looks like, and records it.
 
         Raises:
             StepError: If it is too large.
@@ -430,7 +434,8 @@ class Transfers:
         receive = sizes.unread.popleft()
         receive.spec = self._announced.get(receive.key, sizes.spec)
         if receive.key in self._announced and receive.spec is not None:
-            receive.spec = receive.spec._replace(differentiable=sizes.spec.differentiable)
+            first = self._specs.setdefault(self._channels[channel].link, receive.spec)
+            receive.spec = receive.spec._replace(differentiable=first.differentiable)
             sizes.check_size(receive.spec)
             sizes.record(receive.spec)
 

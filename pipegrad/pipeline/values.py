@@ -34,7 +34,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_arriving, is_wrapper
 from pipegrad.model.dtensor import is_dtensor, local
 from pipegrad.pipeline.carried import Carried
-from pipegrad.pipeline.edges import Spec, Specs
+from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.wiring import Wiring
@@ -53,19 +53,21 @@ from pipegrad.schedules.program.program import Program
 Key = tuple[int, int]  # a link, channel or stage, and a microbatch
 
 
-@dataclass(slots=True)
-class _Value:
-    """A value that stages of this rank take.
+@dataclass(slots=True, eq=False)
+class Held:
+    """A value of a link in one microbatch, on this rank.
 
     Attributes:
-        tensor: A leaf, if a gradient will come back.
-        num_readers: Stages of this rank whose last action of the microbatch has not run yet.
-        is_received: Whether it came from another rank.
+        spec: What it looks like, if a stage of this rank made it: so does its gradient.
+        tensor: What stages of this rank take: a leaf, if a gradient will come back.
+        num_readers: Those of these stages whose last action of the microbatch has not run yet.
+        gradients: Its gradient by the rank that took the value, as far as they are there.
     """
 
-    tensor: Tensor
+    spec: Spec | None
+    tensor: Tensor | None
     num_readers: int
-    is_received: bool
+    gradients: dict[int, Tensor | None] = field(default_factory=dict)
 
 
 class Values:
@@ -81,7 +83,8 @@ class Values:
         wiring: Which values each stage takes and makes.
         transfers: Sends and receives.
         sharded: The stages whose parameters FSDP2 swaps.
-        specs: What values look like in the first microbatch.
+        specs: What values look like in the first microbatch, by link. The first step of a kind
+            adds those that this rank makes.
         outer: Parts of external values that need a gradient, by name and microbatch: a table that
             changes with each step.
     """
@@ -95,7 +98,7 @@ class Values:
         *,
         transfers: Transfers,
         sharded: ShardedStages,
-        specs: Specs,
+        specs: dict[int, Spec],
         outer: Mapping[str, Mapping[int, Sequence[Tensor]]],
     ) -> None:
         self._outer = outer
@@ -112,13 +115,6 @@ class Values:
         self._num_consumers = [
             sum(ranks[stage] == rank for stage in link.consumers) for link in program.links
         ]
-        # Link -> rank -> channel of the gradient that comes back from there.
-        self._incoming: dict[int, dict[int, int]] = {}
-        for number, (link, kind, source, target) in enumerate(program.channels):
-            if kind == "B" and target == rank:
-                self._incoming.setdefault(link, {})[source] = number
-        # If one other rank alone takes a value: link -> channel of its gradient.
-        self._back = {link: min(channels.values()) for link, channels in self._incoming.items()}
         # Stage -> its inputs in order: a link, or the name of an external input.
         self._inputs: dict[int, list[tuple[int | None, str]]] = {
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
@@ -143,12 +139,9 @@ class Values:
             stage: () if stage == last else wiring.made[stage] for stage in stages
         }
         self._external: Mapping[str, Sequence[object]] = {}
-        self._held: dict[Key, _Value] = {}  # values that stages here take, by link
+        self._held: dict[Key, Held] = {}  # by link
         self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
         self._newest: dict[int, Spec] = {}  # by link, what that one looks like; kept between steps
-        self._produced: dict[Key, Spec] = {}  # by link, what a gradient that comes back looks like
-        self._arrived: dict[Key, Tensor | None] = {}  # received gradients, by channel
-        self._gradients: dict[Key, Tensor | None] = {}  # to send or to hand over, by link
         # By stage, what its last forward handed on with a graph, and the version of each.
         self._handed_on: dict[int, list[tuple[Tensor, int]]] = {stage: [] for stage in stages}
         self._without_gradient: dict[int, list[nn.Parameter]] = {}  # by stage
@@ -167,8 +160,8 @@ class Values:
     def forget(self) -> None:
         """Lets go of everything of a step."""
         self._external = {}
-        for table in (self._held, self._leaving, self._produced, self._arrived, self._gradients):
-            table.clear()
+        self._held.clear()
+        self._leaving.clear()
         for handed_on in self._handed_on.values():
             handed_on.clear()
         self._without_gradient.clear()
@@ -183,23 +176,20 @@ class Values:
             PeerFailedError: If the value never came. A gradient may be missing: then its producer
                 has no backward to run.
         """
-        link, kind, _, _ = self._channels[channel]
+        link, kind, source, _ = self._channels[channel]
         if kind == "B":
             # A gradient looks like its value, which this rank made: no header says it.
-            produced = self._produced[link, microbatch]
-            self._arrived[channel, microbatch] = self._transfers.wait(channel, microbatch, produced)
+            held = self._held[link, microbatch]
+            held.gradients[source] = self._transfers.wait(channel, microbatch, held.spec)
             return
         tensor = self._transfers.wait(channel, microbatch)
         if tensor is None:
             raise PeerFailedError(f"{self._program.transfer(channel, microbatch)} never came")
-        spec = self._specs.by_link[link]
-        assert spec is not None
         # It becomes a leaf: backward stops there, and its gradient is what goes back. All stages of
         # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
-        if spec.differentiable and not self._program.forward_only:
+        if self._specs[link].differentiable and not self._program.forward_only:
             tensor.requires_grad_()
-        num = self._num_consumers[link]
-        self._held[link, microbatch] = _Value(tensor, num, is_received=True)
+        self._held[link, microbatch] = Held(None, tensor, self._num_consumers[link])
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
         """Returns the inputs of a stage, in order, and behind them what it carries."""
@@ -272,16 +262,16 @@ class Values:
         for link, output in zip(self._links_produced[stage], outputs, strict=True):
             if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
                 self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
-            self._produced[link, microbatch] = self._newest[link]
             value = self.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
             self._leaving[link] = value
             # A stage of this rank takes a leaf, too, and not the output with its graph. So each
             # stage has a graph of its own, and a schedule may run their backwards apart.
-            if num := self._num_consumers[link]:
+            num, leaf = self._num_consumers[link], None
+            if num:
                 leaf = value.requires_grad_() if output.requires_grad else value
-                self._held[link, microbatch] = _Value(leaf, num, is_received=False)
+            self._held[link, microbatch] = Held(self._newest[link], leaf, num)
 
     def send(self, channel: int, microbatch: int) -> None:
         """Starts to send a value, or the gradient of a received value."""
@@ -289,10 +279,10 @@ class Values:
         if kind == "F":
             self._transfers.send(channel, microbatch, self._leaving[link], self._newest[link])
         else:
-            gradient = self._gradients[link, microbatch]
+            gradient = self._held[link, microbatch].gradients[self._rank]
             if gradient is not None:  # otherwise nothing will ever cross: see `take_gradients`
                 self._transfers.send(channel, microbatch, gradient)
-            del self._gradients[link, microbatch]
+            del self._held[link, microbatch]
 
     def release(self, stage: int, microbatch: int) -> None:
         """Lets go of the inputs of a stage, if no other stage of this rank takes them."""
@@ -312,15 +302,12 @@ class Values:
         Floating-point sums depend on their order. Gradients are added in the order of ranks, not of
         arrival, so the bits are the same in every run.
         """
-        incoming = self._incoming[link].items()
-        terms = {rank: self._arrived.pop((channel, microbatch)) for rank, channel in incoming}
-        terms[self._rank] = self._gradients.pop((link, microbatch), None)
-        total: Tensor | None = None
-        for rank in sorted(terms):
+        held, total = self._held[link, microbatch], None
+        for _, term in sorted(held.gradients.items()):
             # The first term has arrived, or is a gradient of this rank; nobody else reads it.
-            if (term := terms[rank]) is not None:
+            if term is not None:
                 total = term if total is None else total.add_(term)
-        self._gradients[link, microbatch] = total
+        held.gradients = {self._rank: total}
 
     def gradients_of(
         self, stage: int, microbatch: int, outputs: Sequence[Tensor]
@@ -330,10 +317,7 @@ class Values:
         for root, link in zip(outputs, self._links_produced[stage], strict=True):
             if not root.requires_grad:
                 continue
-            if (link, microbatch) in self._gradients:  # joined, or of a stage of this rank
-                gradient = self._gradients.pop((link, microbatch))
-            else:
-                gradient = self._arrived.pop((self._back[link], microbatch))
+            (gradient,) = self._held.pop((link, microbatch)).gradients.values()
             if gradient is not None:
                 roots += (root,)
                 gradients += (gradient,)
@@ -341,7 +325,8 @@ class Values:
 
     def leaves_of(self, stage: int, microbatch: int) -> list[Tensor]:
         """Returns the inputs of a stage that may get a gradient."""
-        leaves = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
+        taken = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
+        leaves = [tensor for tensor in taken if tensor is not None]
         if stage in self.carried.stages:
             leaves += self.carried.leaves(stage, microbatch)
         for name in self._names_taken[stage]:
@@ -357,20 +342,21 @@ class Values:
         """
         self._part_gradients(stage, self.leaves_of(stage, microbatch))
         for link in self._links_taken[stage]:
-            value = self._held[link, microbatch]
-            value.num_readers -= 1
-            if not value.num_readers:
+            held = self._held[link, microbatch]
+            held.num_readers -= 1
+            if not held.num_readers:
                 # The last reader has run. Its memory goes now and not at the end of the step: the
                 # schedule's bound on activations counts on that.
-                del self._held[link, microbatch]
-                gradient = value.tensor.grad
-                if gradient is None and value.is_received and value.tensor.requires_grad:
+                tensor, held.tensor = held.tensor, None
+                assert tensor is not None
+                gradient = tensor.grad
+                if gradient is None and held.spec is None and tensor.requires_grad:
                     # Its producer has posted a receive, which only a message can end.
-                    gradient = torch.zeros_like(value.tensor)
-                self._gradients[link, microbatch] = gradient
+                    gradient = torch.zeros_like(tensor)
+                held.gradients[self._rank] = gradient
                 # A module may keep its input. It must not keep the gradient with it, which has
                 # left.
-                value.tensor.grad = None
+                tensor.grad = None
         if stage in self.carried.stages:
             self.carried.release(stage, microbatch)
 
@@ -421,14 +407,14 @@ class Values:
 
     def receive_and_drop(self, channel: int, microbatch: int) -> None:
         """Waits for a value or a gradient that no stage will read."""
-        spec = self._produced.get((self._channels[channel].link, microbatch))
-        self._transfers.wait(channel, microbatch, spec)
+        held = self._held.get((self._channels[channel].link, microbatch))
+        self._transfers.wait(channel, microbatch, None if held is None else held.spec)
 
     def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:
         """Returns `spec`, if the value has a gradient as in the first microbatch."""
-        first = self._specs.first(link, spec)
+        first = self._specs.setdefault(link, spec)
         # The program has a channel for the gradient, or it has none.
-        if first is None or first.differentiable != spec.differentiable:
+        if first.differentiable != spec.differentiable:
             raise StepError(
                 f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
                 f"{spec}, and was {first} in the first microbatch: a value may change its shape "
