@@ -418,42 +418,6 @@ def keep_timeout(group: dist.ProcessGroup, device: torch.device) -> None:
         group._get_backend(device)._set_default_timeout(timeout)
 
 
-class Board:
-    """Messages that a rank posts, and for which other ranks wait.
-
-    Args:
-        name: The same on all ranks. No other board may have it.
-        ranks: The global ranks that post, all of them, if they are known.
-    """
-
-    def __init__(self, name: str, ranks: Sequence[int] = ()) -> None:
-        self._name = name
-        self._ranks = ranks
-
-    def post(self, key: str, message: object) -> None:
-        """Posts `message`, which is plain data; returns at once."""
-        store().set(f"pipegrad/board/{self._name}/{key}", plain.dumps(message))
-
-    def wait(self, key: str, timeout: timedelta) -> object:
-        """Returns the message that a rank posts at `key`.
-
-        Raises:
-            AgreementError: If no message was posted in time.
-            MessageError: If another program has posted it.
-        """
-        full = f"pipegrad/board/{self._name}/{key}"
-        try:
-            with Activity(f"the message {key!r}", self._ranks):
-                store().wait([full], timeout)
-        except dist.DistStoreError as error:
-            words = (
-                f"nothing heard within {timeout.total_seconds():g} s of {key!r}: one of the other "
-                f"ranks failed or is stuck, look at their output"
-            )
-            raise following(AgreementError(words)) from error
-        return plain.loads(store().get(full))
-
-
 def store() -> SignedStore:
     """Returns the key-value store of the default process group."""
     world = dist.group.WORLD

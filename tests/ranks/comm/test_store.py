@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import pickle
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from torch.distributed import HashStore, Store  # type: ignore[attr-defined]  # public
 
-from pipegrad.comm.agreement import Board, agree, store
+from pipegrad.comm.agreement import agree, store
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.store import STORE_KEY, SignedStore
 from pipegrad.comm.watch import Neighbours, Watch
 from pipegrad.errors import MessageError
-from pipegrad.pipeline.first_step import LearnedSpecs
-from pipegrad.schedules.program.program import Channel
 from tests.support.gradients.cases import outcome, rank
 from tests.support.ranked import gathered
 
@@ -66,16 +63,14 @@ def test_a_pickle_in_place_of_a_result_runs_nowhere(
 
 
 @pytest.mark.ranks(2)
-def test_a_message_of_a_board_and_the_notice_of_a_failure_are_refused() -> None:
+def test_the_notice_of_a_failure_is_refused() -> None:
     notice = FailureNotice("forged")
     if rank() == 1:
-        store().raw.set("pipegrad/board/forged/a", "a pickle")
         store().raw.set("pipegrad/failed/forged/last", "0")
         store().raw.set("pipegrad/failed/forged/0", "rank 1: it failed")
         store().raw.set("pipegrad/failed/forged/0/refused", "rank 1: it was refused")
     agree("it is written", rank)
     for read in (
-        lambda: Board("forged").wait("a", timedelta(seconds=60)),
         notice.read,
         notice.last_failed,
         notice.refuse_failed,
@@ -83,16 +78,6 @@ def test_a_message_of_a_board_and_the_notice_of_a_failure_are_refused() -> None:
         lambda: notice.post("another"),
     ):
         assert outcome(read).startswith(OTHER)
-
-
-@pytest.mark.ranks(1)
-def test_a_first_step_refuses_what_is_no_spec() -> None:
-    board, channel = Board("no spec"), Channel(0, "F", 0, 1)
-    specs = LearnedSpecs(board, 60)
-    board.post("value 0 to pipeline rank 1", "a")
-    words = "MessageError: what a value looks like is 'a', expected a Spec"
-    assert outcome(lambda: specs.of_receive(channel)) == words
-    assert specs.of_receive(channel) is None  # nothing crosses the channel
 
 
 @pytest.mark.parametrize("forged", ["alarm", "state/0", "report"])

@@ -23,7 +23,7 @@ from pipegrad import (
     Topology,
     Work,
 )
-from pipegrad.comm.agreement import Board, agree
+from pipegrad.comm.agreement import agree, store
 from pipegrad.comm.failures import FailureNotice
 from pipegrad.comm.process_groups import Groups
 from pipegrad_handlers.pipeline_shared import PipelineShared
@@ -339,13 +339,13 @@ def test_a_step_that_one_rank_has_made_and_another_has_not_ends_the_training() -
     """The stages share nothing. They went on with parameters of different steps."""
     module = stage(w=(2,))
     sync = tied(module)
-    optimizer, board = sync.optimizer(torch.optim.SGD, lr=1.0), Board("half made")
+    optimizer = sync.optimizer(torch.optim.SGD, lr=1.0)
 
     def train(number: int) -> None:
         sync.prepare()
         give(module, w=1.0)
         if number == 3 and rank() == 1:
-            board.wait("made", timedelta(seconds=60))
+            store().wait(["half made"], timedelta(seconds=60))
             sync.abort(error := RuntimeError("bad batch"))
             raise error
         sync.stage_final(rank())
@@ -353,7 +353,7 @@ def test_a_step_that_one_rank_has_made_and_another_has_not_ends_the_training() -
         optimizer.step()
         optimizer.zero_grad()
         if number == 3:
-            board.post("made", b"")
+            store().set("half made", b"")
 
     told = [gathered(outcome(partial(train, number))) for number in range(1, 7)]
     assert ["Error" in words for words in told[2]] == [False, True]
@@ -369,19 +369,18 @@ def test_late_work_of_a_failed_step_waits_for_no_verb() -> None:
     module, sync = made(handlers=[late])
     step(sync, module, a=1.0)
     module.zero_grad()
-    board = Board("late work")
     if rank() == 1:
         sync.prepare()
         sync.abort(MemoryError("too large"))
         # In step 2 all ranks meet; this one does not go on before rank 0 says so.
-        board.wait("told", timedelta(seconds=60))
+        store().wait(["late work"], timedelta(seconds=60))
     else:
         refused = told(lambda: step(sync, module, a=1.0))
         assert refused.startswith("ReduceError: a step failed on another rank")
         began = time.monotonic()
         while late.ended < 2 and time.monotonic() - began < 30:  # rank 1 is not called
             time.sleep(0.01)
-        board.post("told", b"")
+        store().set("late work", b"")
     assert late.ended == 2
     assert step(sync, module, a=3.0) == {"a": [6.0]}
 

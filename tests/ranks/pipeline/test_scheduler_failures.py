@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from pipegrad import Topology
-from pipegrad.comm.agreement import Board, store
+from pipegrad.comm.agreement import store
 from tests.support.gradients.cases import DATA, outcome, rank
 from tests.support.pipeline.layers import blamed
 from tests.support.pipeline.scales import (
@@ -192,14 +192,13 @@ def test_a_rank_that_refuses_late_ends_those_that_wait_for_its_bucket(
     Rank 1 refuses its step when the others have computed theirs, and wait for its bucket.
     """
     training = warm(Training(Topology.create(pipeline=pipeline), handlers=[DATA]))
-    board = Board(f"{why} {pipeline}")
+    key = f"{why} {pipeline}"
     if rank() == 1:
         time.sleep(0.5)
         assert harm(training).startswith(why)
-        for other in (0, 2, 3):
-            assert board.wait(f"{other}", ENDED) == b"ended"
+        store().wait([f"{key} {other}" for other in (0, 2, 3)], ENDED)
     else:
         said = training.step()
-        board.post(f"{rank()}", b"ended")
+        store().set(f"{key} {rank()}", b"ended")
         assert said.startswith(TOO_LATE) or f"rank 1: {why}" in said
     assert training.step() == ("loss: 120.0" if pipeline == 1 else "loss: 240.0")

@@ -116,7 +116,7 @@ def test_a_value_has_another_shape_in_each_microbatch(
 
 
 def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes() -> None:
-    """Before a value of another shape goes a header, and before one longer than ever nothing."""
+    """Before a value of another shape, or the first, goes a header, before a longer one nothing."""
     header, item, posted, headers = 8 * edges.WORDS, ROWS * WIDTH * 8, list[int](), 0
     with closing(make(Layer(shorten), Layer(), names=NAMES, loss_fn=total)) as scheduler:
         for step, lengths in enumerate(STEPS):
@@ -124,7 +124,7 @@ def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes() -> None:
             with counted() as sent, counted("receive") as received:
                 train(scheduler, x, length, target=x)
             posted.append(received.count(header))
-            before = [STEPS[step - 1][-1] if step else lengths[0], *lengths]
+            before = [STEPS[step - 1][-1] if step else None, *lengths]
             changed = [a != b for a, b in zip(before, lengths, strict=False)]
             headers += sum(changed)
             longest = max((0, *(n for before in STEPS[:step] for n in before)))
@@ -133,7 +133,7 @@ def test_equal_shapes_need_no_more_messages_and_others_no_more_bytes() -> None:
                 for n, c in zip(lengths, changed, strict=True)
                 for part in (
                     *([header] if c and rank() == 0 else []),
-                    *([0] if step and n > longest else []),
+                    *([0] if n > longest else []),
                     n * item,
                 )
             ]

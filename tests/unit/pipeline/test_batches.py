@@ -506,20 +506,22 @@ def test_an_output_that_is_missing_or_no_tensor_is_refused_by_name(case: str) ->
 
 
 def test_a_header_has_the_bytes_that_all_versions_agree_on() -> None:
-    spec = Spec((3, 5), torch.complex128, differentiable=False)
-    assert header(3, (7, 9), spec).nbytes == 144
-    assert read_header(3, header(3, (7, 9), spec).tolist()) == ((7, 9), spec)
+    for has_gradient in (False, True):
+        spec = Spec((3, 5), torch.complex128, differentiable=has_gradient)
+        assert header(3, (7, 9), spec).nbytes == 152
+        assert read_header(3, header(3, (7, 9), spec).tolist()) == ((7, 9), spec)
     assert read_header(3, header(3, (7, 9), None).tolist()) == ((7, 9), None)
 
 
 @pytest.mark.parametrize(
     ("at", "number"),
-    [(0, 2), (0, 4), (3, -2), (3, 19), (4, -1), (4, 14), (5, -1), (7, 1)],
+    [(0, 2), (0, 4), (3, -2), (3, 19), (4, 2), (5, -1), (5, 14), (6, -1), (8, 1)],
     ids=[
         "a step ago",
         "the next step",
         "dtype -2",
         "dtype 19",
+        "two gradients",
         "-1 sizes",
         "14 sizes",
         "size -1",
