@@ -232,16 +232,16 @@ class Edges:
         """Returns the same for the edge from a pipeline rank."""
         return (self._beside if channel in self._skips else self._in)[source]
 
-    def host(self, peer: int) -> Serving:
-        """Returns the group that takes messages between hosts, and a pipeline rank in it."""
-        return self._hosts[peer]
+    def host(self, peer: int, channel: Channel | None = None) -> Serving:
+        """Returns the group that takes headers to or from a pipeline rank, and that rank in it.
+
+        Between processors they go by the same connection as the values.
+        """
+        return self.of(peer, channel) if self.is_tagged else self._hosts[peer]
 
     def inbox(self, source: int, channel: Channel) -> Inbox:
-        """Returns the headers from a pipeline rank, for a channel that ends here.
-
-        Between processors they come by the same connection as the values.
-        """
-        key = self.of(source, channel) if self.is_tagged else self.host(source)
+        """Returns the headers from a pipeline rank, for a channel that ends here."""
+        key = self.host(source, channel)
         return self._inboxes.setdefault(key, Inbox(*key))
 
     def cut(self) -> None:

@@ -23,6 +23,7 @@ from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compute import Compute
+from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
 from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, refuse_unlike, run_together
@@ -299,7 +300,8 @@ class Steps:
         times = None
         if self._programs.wants_times and not forward_only and not is_first:
             times = StepTimes(program, topology, sync.device)
-        transfers = Transfers(program.channels, self.edges, self._sync.device, specs, self.codings)
+        between = Transfers if self.edges.is_tagged else DeviceTransfers
+        transfers = between(program.channels, self.edges, sync.device, specs, self.codings)
         values = Values(
             program,
             topology.coordinate(topology.pipeline),

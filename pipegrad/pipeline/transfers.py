@@ -2,9 +2,7 @@
 
 [Note: memory] A receive has memory of its own, which belongs to the tensor that is received:
 nothing writes into it again, and it is freed when nobody holds it any more. So a module may keep
-its input, or a view of it. A device's allocator keeps memory by stream, and gives it out again at
-once. So the memory for a receive is that of the current stream, and the receive, which runs on a
-side stream, waits for what the current stream had to do when it was posted.
+its input, or a view of it.
 
 [Note: shapes] A value may have another shape, number of dimensions or dtype in each microbatch. No
 rank agrees on that beforehand, and receives are posted before anybody knows it. So both ends of a
@@ -25,22 +23,6 @@ connection do not overtake each other if their receives were posted in the order
 own. So when a value is there, so is its header, in memory that was zero before. What was reserved
 and not used is left to a later transfer: if shapes stay, nothing is posted and nothing crosses. In
 evaluations a sender may be a step ahead, so a header has its step, and is read in no earlier one.
-
-Between other devices each message has a header that goes from host to host, also for a gradient.
-The sender enqueues its send first and then sends the header. The receiver's host waits for the
-header, which is a wait for the host of the sender alone, and then enqueues a receive of exactly
-that size. Messages of a communicator have no tags there: they are matched by their order. So
-receives are enqueued in the order of the headers, which is that of the sends, and not in the order
-of the waits.
-
-[Note: receives on devices] A receive of NCCL is a kernel that runs until its message is there. If
-it is enqueued before the send, its wait may never end, since the host of this rank may wait for it:
-a kernel that is used for the first time is loaded behind all kernels that run. Streams share
-hardware queues, so work of another stream may wait for it, too. A receive that is enqueued behind
-its send waits only for work that was enqueued before it. A send runs until its receive is there,
-and the host of the receiver comes to it, unless it loads a kernel behind a send of its own: two
-ranks that do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kernels
-before.
 
 [Note: interrupts] Ctrl-C may come between any two lines. If it comes between the start of a
 transfer and its entry in a table, no table says that the transfer was started. So `is_in_doubt` is
@@ -69,7 +51,6 @@ from pipegrad.pipeline.edges import (
     Inbox,
     Key,
     Spec,
-    as_bytes,
     has_ended,
     header,
     read_header,
@@ -77,8 +58,6 @@ from pipegrad.pipeline.edges import (
 from pipegrad.schedules.program.program import Channel
 
 RECEIVED = sync_points.WaitWork("transfer.received", "a stage reads what is still arriving")
-FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is still read")
-REUSED = sync_points.Wait("transfer.reused", "a receive would overwrite what is still read")
 SENDING = sync_points.Hold("transfer.sending", "what is leaving would be freed by who made it")
 SENT = sync_points.WaitWork("transfer.sent", "what is let go of may still be leaving")
 # Of a value, by the largest before it; any value may have the bytes.
@@ -93,7 +72,7 @@ class Receive:
         key: Which transfer it is.
         memory: Where the message arrives, as large as `like`.
         like: What the memory looks like.
-        work: The receive; None between devices, until its header is there.
+        work: The receive; None if it is not started.
         is_free: On devices, behind all that may still read the memory.
         spec: Of a value, when it is known; None if it never comes.
     """
@@ -219,7 +198,7 @@ class PeerFailedError(StepError):
 
 
 class Transfers:
-    """One rank's end of all transfers of a kind of step.
+    """One rank's end of all transfers of a kind of step, between processors.
 
     Args:
         channels: Of the Program.
@@ -231,7 +210,10 @@ class Transfers:
 
     Attributes:
         is_in_doubt: Whether a transfer may have been started that is in no table.
+        posts_receives: Whether a receive is started before its header is there.
     """
+
+    posts_receives = True
 
     def __init__(
         self,
@@ -244,7 +226,6 @@ class Transfers:
         self._channels = channels
         self._num_channels = len(channels)
         self._device = device
-        self._is_tagged = edges.is_tagged
         self._step = 0  # of the Scheduler, as all its ranks count
         self._edges = edges
         self._specs, self._known = specs, dict(specs)  # and before the step
@@ -252,9 +233,6 @@ class Transfers:
         self._ends: dict[int, End | None] = {}  # that were used; None: nothing will ever cross
         self._sizes: dict[tuple[int, int], Sizes] = {}  # by link, and the rank at its other end
         self.is_in_doubt = False
-        self._inbound = (  # the stream of receives on devices
-            None if edges.is_tagged else sync_points.in_use.stream(device, "pipegrad receives")
-        )
         self._receiving: dict[Key, Receive] = {}
         self._announced: dict[Key, Spec | None] = {}  # by headers; None of what never comes
         self._sending: dict[Key, list[tuple[Work, torch.Tensor | None]]] = {}
@@ -290,7 +268,7 @@ class Transfers:
         serving = edges.to(other, channel) if sends else edges.of(other, channel)
         end = self._ends[number] = End(
             *serving,
-            *(serving if self._is_tagged else edges.host(other)),
+            *edges.host(other, channel),
             edges.inbox(other, channel),
             sizes if kind == "F" or sizes.back is None else sizes.back,
             is_value=kind == "F",
@@ -298,7 +276,7 @@ class Transfers:
         return end
 
     def post(self, channel: int, microbatch: int) -> None:
-        """Starts a receive; between devices that of its header."""
+        """Starts a receive."""
         end = self._ends[channel] if channel in self._ends else self._end(channel)
         # After an interrupt behind this call the failed step makes it once more.
         if end is None or (channel, microbatch) in self._receiving:
@@ -313,15 +291,15 @@ class Transfers:
         like = end.sizes.like
         memory = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         receive = Receive((channel, microbatch), memory, like)
-        if self._is_tagged:
-            tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
-            receive.work = sync_points.in_use.receive(end.group, memory, end.peer, tag)
-        else:
-            receive.is_free = FREED(self._device)
+        self._start_receive(receive, end)
         self._receiving[channel, microbatch] = receive
         if end.is_value:
             end.sizes.unread.append(receive)
         self.is_in_doubt = False
+
+    def _start_receive(self, receive: Receive, end: End) -> None:
+        tag = self._tag(*receive.key)
+        receive.work = sync_points.in_use.receive(end.group, receive.memory, end.peer, tag)
 
     def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
         """Waits for a receive; returns what arrived, in memory of its own; None if nothing crosses.
@@ -335,8 +313,7 @@ class Transfers:
             PeerFailedError: If it will never come.
             StepError: If a header is wrong. The transfer stays in doubt.
 
-        Sync: the current stream waits, and the host where its backend blocks it. Between devices
-        the host waits for headers, of this transfer and of those posted before it on its edge.
+        Sync: the current stream waits, and the host where its backend blocks it.
         """
         key = channel, microbatch
         if key not in self._receiving:
@@ -344,13 +321,7 @@ class Transfers:
         receive, end = self._receiving[key], self._ends[channel]
         assert end is not None
         sizes, inbox = end.sizes, end.inbox
-        while not (self._is_tagged or key in self._announced):
-            self._read_header(inbox)
-        assert receive.work is not None
-        RECEIVED(receive.work)
-        # Read without a wait. The value is there, so its header is, too, if it has one.
-        while self._is_tagged and inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
-            self._read_header(inbox)
+        self._arrive(receive, inbox)
         self.is_in_doubt = True
         if end.is_value:
             # A stage may take microbatches in another order than they come.
@@ -373,8 +344,16 @@ class Transfers:
         self.is_in_doubt = False
         return message if wire is spec else self._decoded(sizes, message, spec)
 
-    def _read_header(self, inbox: Inbox) -> None:
-        """Reads the next header of an edge; between devices it enqueues the receive, too.
+    def _arrive(self, receive: Receive, inbox: Inbox) -> None:
+        """Waits for a receive, and reads the headers that have come."""
+        assert receive.work is not None
+        RECEIVED(receive.work)
+        # Read without a wait. The value is there, so its header is, too, if it has one.
+        while inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
+            self._read_header(inbox)
+
+    def _read_header(self, inbox: Inbox) -> tuple[Key, Spec | None]:
+        """Reads the next header of an edge. Leaves `is_in_doubt` set.
 
         Sync: the host waits for the header.
         """
@@ -383,36 +362,7 @@ class Transfers:
         key, spec = read_header(self._step, words)
         inbox.take()
         self._announced[key] = spec
-        if not self._is_tagged:
-            self._receive(key, spec)
-        self.is_in_doubt = False
-
-    def _receive(self, key: Key, spec: Spec | None) -> None:
-        """Enqueues the receive of a transfer between devices, whose header was read.
-
-        Sync: the receive waits for who read its memory last.
-        """
-        receive, end = self._receiving.get(key), self._ends.get(key[0])
-        if receive is None or end is None:
-            raise StepError(f"another rank has sent a header of {key}, which nobody waits for")
-        receive.work = Done()
-        if end.is_value:
-            self._look(key[0], end.sizes)
-        if spec is None:
-            return
-        wire = end.sizes.on_wire(spec)
-        if wire.nbytes > receive.memory.nbytes:
-            receive.memory, receive.like = _memory_for(wire, self._device), wire
-            receive.is_free = FREED(self._device)
-        # On a side stream: on the current one all computes behind the receive would wait until the
-        # message is there.
-        with sync_points.in_use.running(self._inbound):
-            REUSED(receive.is_free, self._device)
-            if wire.nbytes:  # NCCL sends no message of none
-                message = as_bytes(receive.memory)[: wire.nbytes]
-                receive.work = sync_points.in_use.receive(
-                    end.group, message, end.peer, self._tag(*key)
-                )
+        return key, spec
 
     def _checked(self, key: Key, known: Spec | None) -> Spec | None:
         """Returns what a gradient looks like that has a header; None if it never comes.
@@ -445,7 +395,7 @@ class Transfers:
         Sync: on the current stream, which has waited for the message.
         """
         assert sizes.coding is not None
-        value = _memory_for(spec, self._device)
+        value = memory_for(spec, self._device)
         sizes.coding.decode(message, value)
         return value
 
@@ -453,7 +403,7 @@ class Transfers:
         """Returns what has arrived, if it does not look like the memory that it was posted for."""
         memory = receive.memory
         if wire.nbytes > memory.nbytes:  # what came was empty, and another message follows
-            memory, tag = _memory_for(wire, self._device), self._tag(*receive.key)
+            memory, tag = memory_for(wire, self._device), self._tag(*receive.key)
             RECEIVED(sync_points.in_use.receive(end.group, memory, end.peer, tag))
             return memory
         # No view, which a module could not tell from its own.
@@ -480,38 +430,32 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
-        key, sizes, like = (channel, microbatch), end.sizes, spec
-        if sizes.coding is not None or not self._is_tagged:
-            like = spec or Spec.of(tensor)
-        if sizes.coding is not None:
-            assert like is not None
-            position = Position(self._channels[channel].link, microbatch)
-            tensor = sizes.coding.encoded(tensor, like, position)
-        if not tensor.is_contiguous():
-            tensor = tensor.contiguous()
-        if not self._is_tagged:
-            assert like is not None
-            head, message = self._head(end, key, like), as_bytes(tensor)
-            self.is_in_doubt = True
-            if message.nbytes:
-                self._start(key, end.group, message, end.peer, self._tag(*key))
-            self._start(key, end.host, head, end.host_peer, HEADERS)
-        else:
-            if spec is not None and spec != sizes.spec:
-                head = self._head(end, key, spec)
-                self._start(key, end.host, head, end.host_peer, HEADERS)
-            tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
-            # The posted receive is too small. An empty message ends it, and the receiver, which has
-            # the header, posts another one behind it.
-            if tensor.nbytes > sizes.capacity:
-                self._start(key, end.group, torch.empty(0), end.peer, tag)
-            self.is_in_doubt = True
-            sending = sync_points.in_use.send(end.group, tensor, end.peer, tag), SENDING(tensor)
-            if key in self._sending:
-                self._sending[key] += (sending,)
-            else:
-                self._sending[key] = [sending]
+        self._send(end, (channel, microbatch), tensor, spec)
         self.is_in_doubt = False
+
+    def _send(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None) -> None:
+        sizes, tag = end.sizes, self._tag(*key)
+        message = self._message(sizes, key, tensor, spec)
+        if spec is not None and spec != sizes.spec:
+            head = self._head(end, key, spec)
+            self._start(key, end.host, head, end.host_peer, HEADERS)
+        # The posted receive is too small. An empty message ends it, and the receiver, which has the
+        # header, posts another one behind it.
+        if message.nbytes > sizes.capacity:
+            self._start(key, end.group, torch.empty(0), end.peer, tag)
+        self._start(key, end.group, message, end.peer, tag)
+
+    def _message(
+        self, sizes: Sizes, key: Key, tensor: torch.Tensor, spec: Spec | None
+    ) -> torch.Tensor:
+        """Returns what is sent of a value or a gradient: contiguous, and encoded if it has a codec.
+
+        Sync: on the current stream.
+        """
+        if sizes.coding is not None:
+            position = Position(self._channels[key[0]].link, key[1])
+            tensor = sizes.coding.encoded(tensor, spec or Spec.of(tensor), position)
+        return tensor.contiguous()
 
     def _head(self, end: End, key: Key, spec: Spec) -> torch.Tensor:
         """Returns the header of a value or a gradient, and records a value.
@@ -570,9 +514,7 @@ class Transfers:
         if end is None or key in self._sending:
             return
         self._start(key, end.host, header(self._step, key, None), end.host_peer, HEADERS)
-        # Between processors a receive is posted and only a message ends it. Between devices it is
-        # enqueued when its header is there, and this header says that none follows.
-        if self._is_tagged:
+        if self.posts_receives:  # only a message ends the receive
             self._start(key, end.group, torch.empty(0), end.peer, self._tag(*key))
         self.is_in_doubt = False
 
@@ -588,5 +530,6 @@ class Transfers:
             self._sending[key] = [(Done() if has_ended(w) else w, held) for w, held in messages]
 
 
-def _memory_for(spec: Spec, device: torch.device) -> torch.Tensor:
+def memory_for(spec: Spec, device: torch.device) -> torch.Tensor:
+    """Returns new memory that looks like a value."""
     return torch.empty(spec.shape, dtype=spec.dtype, device=device)

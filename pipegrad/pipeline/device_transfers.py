@@ -1,0 +1,106 @@
+"""Transfers between devices: each message has a header, and is received behind it.
+
+[Note: headers between devices] A header goes from host to host, also for a gradient. The sender
+enqueues its send first and then sends the header. The receiver's host waits for the header, which
+is a wait for the host of the sender alone, and then enqueues a receive of exactly that size.
+Messages of a communicator have no tags there: they are matched by their order. So receives are
+enqueued in the order of the headers, which is that of the sends, and not in the order of the waits.
+
+A device's allocator keeps memory by stream, and gives it out again at once. So the memory for a
+receive is that of the current stream, and the receive, which runs on a side stream, waits for what
+the current stream had to do when it was posted.
+
+[Note: receives on devices] A receive of NCCL is a kernel that runs until its message is there. If
+it is enqueued before the send, its wait may never end, since the host of this rank may wait for it:
+a kernel that is used for the first time is loaded behind all kernels that run. Streams share
+hardware queues, so work of another stream may wait for it, too. A receive that is enqueued behind
+its send waits only for work that was enqueued before it. A send runs until its receive is there,
+and the host of the receiver comes to it, unless it loads a kernel behind a send of its own: two
+ranks that do so at the same time wait for each other. CUDA_MODULE_LOADING=EAGER loads kernels
+before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from pipegrad.comm import sync_points
+from pipegrad.comm.collectives import HEADERS
+from pipegrad.comm.sync_points import Done
+from pipegrad.errors import StepError
+from pipegrad.pipeline.codings import Codings
+from pipegrad.pipeline.edges import Edges, Inbox, Key, Spec, as_bytes
+from pipegrad.pipeline.transfers import RECEIVED, End, Receive, Transfers, memory_for
+from pipegrad.schedules.program.program import Channel
+
+FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is still read")
+REUSED = sync_points.Wait("transfer.reused", "a receive would overwrite what is still read")
+
+
+class DeviceTransfers(Transfers):
+    """One rank's end of all transfers of a kind of step, between devices; see `Transfers`."""
+
+    posts_receives = False
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        edges: Edges,
+        device: torch.device,
+        specs: dict[int, Spec],
+        codings: Codings,
+    ) -> None:
+        super().__init__(channels, edges, device, specs, codings)
+        self._inbound = sync_points.in_use.stream(device, "pipegrad receives")
+
+    def _start_receive(self, receive: Receive, end: End) -> None:
+        receive.is_free = FREED(self._device)
+
+    def _arrive(self, receive: Receive, inbox: Inbox) -> None:
+        """Waits for a receive, and enqueues those whose headers come before its own.
+
+        Sync: the host waits for headers, of this transfer and of those posted before it on its
+        edge.
+        """
+        while receive.key not in self._announced:
+            self._enqueue(*self._read_header(inbox))
+            self.is_in_doubt = False
+        assert receive.work is not None
+        RECEIVED(receive.work)
+
+    def _enqueue(self, key: Key, spec: Spec | None) -> None:
+        """Enqueues the receive of a transfer whose header was read.
+
+        Sync: the receive waits for who read its memory last.
+        """
+        receive, end = self._receiving.get(key), self._ends.get(key[0])
+        if receive is None or end is None:
+            raise StepError(f"another rank has sent a header of {key}, which nobody waits for")
+        receive.work = Done()
+        if end.is_value:
+            self._look(key[0], end.sizes)
+        if spec is None:
+            return
+        wire = end.sizes.on_wire(spec)
+        if wire.nbytes > receive.memory.nbytes:
+            receive.memory, receive.like = memory_for(wire, self._device), wire
+            receive.is_free = FREED(self._device)
+        # On a side stream: on the current one all computes behind the receive would wait until the
+        # message is there.
+        with sync_points.in_use.running(self._inbound):
+            REUSED(receive.is_free, self._device)
+            if wire.nbytes:  # NCCL sends no message of none
+                message = as_bytes(receive.memory)[: wire.nbytes]
+                receive.work = sync_points.in_use.receive(
+                    end.group, message, end.peer, self._tag(*key)
+                )
+
+    def _send(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None) -> None:
+        like = spec or Spec.of(tensor)
+        message = self._message(end.sizes, key, tensor, like)
+        head, row = self._head(end, key, like), as_bytes(message)
+        if row.nbytes:
+            self._start(key, end.group, row, end.peer, self._tag(*key))
+        self._start(key, end.host, head, end.host_peer, HEADERS)
