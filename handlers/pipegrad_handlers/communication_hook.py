@@ -7,7 +7,6 @@ hook.
 
 from __future__ import annotations
 
-import inspect
 import pkgutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-from pipegrad import FlatBucket, ReductionStep, Work, errors
+from pipegrad import FlatBucket, GradientHandler, ReductionStep, Work, errors
 from pipegrad.plugins.handler import closest_first, complaints_of
 
 Function = Callable[..., Any]
@@ -30,37 +29,33 @@ _HOOKS: dict[str, Function] = {
 }
 
 
-class CommunicationHook:
-    """Averages buckets with one of torch's DDP communication hooks.
+class CommunicationHook(GradientHandler):
+    """Averages buckets with one of torch's DDP communication hooks, if it has one.
 
-    A handler has it as its `hook`. Names are those of torch: ``allreduce_hook``,
-    ``bf16_compress_hook``, ``fp16_compress_hook``. Or give ``module:attr``, a function
-    ``(process_group, bucket) -> Future``. In a table, all further keys are its keyword arguments.
-    Nothing is kept from step to step.
+    Derive a handler from it. Names are those of torch: ``allreduce_hook``, ``bf16_compress_hook``,
+    ``fp16_compress_hook``. Or give ``module:attr``, a function ``(process_group, bucket) ->
+    Future``. In a table, all further keys are its keyword arguments. Nothing is kept from step to
+    step.
 
     A hook may change the tensor of `TorchBucket.buffer`, but not its size. Its future must wait for
     every collective that it starts. It runs on a comm stream, beside the compute. An `OrderChecker`
     does not see what the hook computes in torch's own threads.
 
     Args:
-        spec: A name, ``module:attr``, or a table of ``name`` and options.
+        hook: A name, ``module:attr``, or a table of ``name`` and options. None for no hook.
 
     Raises:
         PluginError: If there is no such hook, or it has no such options.
     """
 
-    def __init__(self, spec: str | Mapping[str, object]) -> None:
-        if not isinstance(spec, str | Mapping):
-            raise errors.PluginOptionError(f"the hook {spec!r} should be a name or a table")
-        options: dict[str, Any] = {"name": spec} if isinstance(spec, str) else dict(spec)
-        if not isinstance(name := options.pop("name", None), str):
-            raise errors.PluginOptionError(f"the hook {spec!r} lacks 'name': which one it is")
-        function = _resolve(name)
-        if complaints := complaints_of(function, options, given=_first_two(function)):
-            raise errors.PluginOptionError(f"hook {name!r} {complaints}")
-        self._function = partial(function, **options)
+    def __init__(self, hook: str | Mapping[str, object] | None) -> None:
+        if hook is not None:
+            self._hook = _resolved(hook)
+            self.leaves = "mean"
+            # Without a hook, pipegrad may divide gradients before it sums them: see `launch`.
+            self.launch = self._average  # type: ignore[method-assign]
 
-    def launch(
+    def _average(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
         """Averages a bucket over `group`; see `GradientHandler.launch`.
@@ -69,10 +64,9 @@ class CommunicationHook:
         """
         # A hook's callbacks may start collectives in threads of the backend. The comm stream waits
         # for the work before its next task, so no other collective of this group runs beside them.
-        bucket.is_mean = True
         flags: Work = dist.all_reduce(bucket.flags, group=group, async_op=True)
         of_torch = TorchBucket(bucket)
-        future = self._function(group, of_torch)
+        future = self._hook(group, of_torch)
         if not hasattr(future, "wait"):
             raise TypeError(f"a communication hook returned {future!r}, expected a Future")
         return _Running(flags, future, of_torch)
@@ -154,30 +148,25 @@ class _Running:
         self.bucket.take(self.future.wait())
 
 
-def _first_two(function: Function) -> list[str]:
-    """Returns the names of the parameters for state and bucket."""
-    try:
-        return list(inspect.signature(function).parameters)[:2]
-    except ValueError:  # some functions written in C
-        return []
-
-
-def _resolve(name: str) -> Function:
-    """Returns a hook by name, or as ``module:attr``."""
-    if name in _HOOKS:
-        return _HOOKS[name]
-    if ":" not in name:
+def _resolved(hook: str | Mapping[str, object]) -> Function:
+    """Returns a hook, with its options."""
+    options: dict[str, Any] = dict(hook) if isinstance(hook, Mapping) else {"name": hook}
+    if not isinstance(name := options.pop("name", None), str):
+        raise errors.PluginOptionError(f"the hook {hook!r} lacks 'name': which one it is")
+    if name not in _HOOKS and ":" not in name:
         raise errors.PluginNotFoundError(
-            f"no hook is called {name!r}; known, closest first: {closest_first(name, [*_HOOKS])}; "
+            f"no hook is called {name!r}; known, closest first: {closest_first(name, _HOOKS)}; "
             f"or give it as 'module:attr'"
         )
     try:
-        function: Any = pkgutil.resolve_name(name)
+        function = _HOOKS.get(name) or pkgutil.resolve_name(name)
     except Exception as error:
-        raise errors.PluginLoadError(f"the hook {name!r} cannot be imported: {error!r}") from error
+        raise errors.PluginError(f"the hook {name!r} cannot be imported: {error!r}") from error
     if not callable(function):
-        raise errors.PluginLoadError(f"the hook {name!r} is {function!r}, expected a function")
-    return function  # type: ignore[no-any-return]  # of any class, but callable
+        raise errors.PluginError(f"the hook {name!r} is {function!r}, expected a function")
+    if complaints := complaints_of(partial(function, None, None), options):
+        raise errors.PluginOptionError(f"hook {name!r} {complaints}")
+    return partial(function, **options)
 
 
 def _in_memory(gradient: torch.Tensor) -> torch.Size:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
+from pipegrad import ParameterRecord, Reduction, Topology
 from pipegrad_handlers.communication_hook import CommunicationHook
 
 
-class DataParallel(GradientHandler):
+class DataParallel(CommunicationHook):
     """Averages every gradient over the data-parallel dimension.
 
     It takes a mean, because the loss of each rank is a mean over its share of the batch.
@@ -24,8 +24,8 @@ class DataParallel(GradientHandler):
     def __init__(
         self, *, axis: str | None = None, hook: str | Mapping[str, object] | None = None
     ) -> None:
+        super().__init__(hook)
         self._axis = axis
-        self.hook = None if hook is None else CommunicationHook(hook)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

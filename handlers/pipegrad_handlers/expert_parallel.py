@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
-from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
+from pipegrad import ParameterRecord, Placement, Reduction, Topology
+from pipegrad.plugins.handler import matches_any
 from pipegrad_handlers.communication_hook import CommunicationHook
-from pipegrad_handlers.patterns import Patterns
+from pipegrad_handlers.patterns import checked_patterns, refuse_unmatched
 
 _PLACEMENTS = {"replicate": Placement.REPLICATE, "shard": Placement.SHARD}
 
 
-class ExpertParallel(GradientHandler):
+class ExpertParallel(CommunicationHook):
     """Averages experts over the ranks that hold the same ones, everything else over all data ranks.
 
     Use it instead of ``data-parallel`` or ``sharded``. An expert's gradient contains the tokens of
@@ -38,16 +39,16 @@ class ExpertParallel(GradientHandler):
     ) -> None:
         if placement not in _PLACEMENTS:
             raise ValueError(f"placement is {placement!r}, expected one of {list(_PLACEMENTS)}")
-        self._experts = Patterns("experts", experts)
+        super().__init__(hook)
+        self._experts = checked_patterns("experts", experts)
         self._axis = axis
         self._placement = _PLACEMENTS[placement]
-        self.hook = None if hook is None else CommunicationHook(hook)
 
     def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
         """Refuses patterns that match nothing."""
         # Without a match all experts would be averaged over all data ranks, as if they were copies.
         if topology.size(self._axis) > 1:
-            self._experts.check(parameters)
+            refuse_unmatched("experts", self._experts, parameters)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
@@ -67,7 +68,7 @@ class ExpertParallel(GradientHandler):
         # Copies of an expert are on the ranks that differ in the other data dimensions.
         divisor, all_ranks = topology.size(self._axis), topology.ranks_along(axes)
         for p in parameters:
-            if self._experts.match(p):
+            if matches_any(self._experts, p.names):
                 yield Reduction(p, copies, "mean", self._placement, divisor)
             else:
                 yield Reduction(p, all_ranks, "mean", self._placement)

@@ -15,13 +15,7 @@ from pipegrad import (
     Topology,
     Work,
 )
-
-
-class Done:
-    """Work that is done from the start."""
-
-    def wait(self) -> None:
-        """Returns at once."""
+from pipegrad.plugins.handler import Done
 
 
 class Noop(GradientHandler):

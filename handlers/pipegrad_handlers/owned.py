@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.plugins.handler import EMBEDDINGS_AND_HEADS
-from pipegrad_handlers.patterns import Patterns
+from pipegrad_handlers.patterns import checked_patterns, refuse_unmatched
 
 
 class Owned(GradientHandler):
@@ -33,13 +33,12 @@ class Owned(GradientHandler):
         self, *, axis: str | None = None, others: Sequence[str] = EMBEDDINGS_AND_HEADS
     ) -> None:
         self._axis = axis
-        self._patterns = Patterns("others", others)
-        self._others = tuple(others)
+        self._others = checked_patterns("others", others)
 
     def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
         """Refuses patterns that match nothing, but for the default."""
         if self._others != EMBEDDINGS_AND_HEADS:
-            self._patterns.check(parameters)
+            refuse_unmatched("others", self._others, parameters)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology

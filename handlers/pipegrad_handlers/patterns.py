@@ -3,50 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 
 from pipegrad import ParameterRecord
+from pipegrad.plugins.handler import matches_any
 
 
-class Patterns:
-    """Shell-style patterns of parameter names. They are case-sensitive.
-
-    Args:
-        option: Name of the option, for messages.
-        patterns: The value of the option.
+def checked_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:
+    """Returns the value of an option.
 
     Raises:
-        ValueError: If the value is not a list of strings.
+        ValueError: If it is not a list of strings.
     """
+    is_list = isinstance(patterns, list | tuple)
+    if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{option} is {patterns!r}, expected a list of patterns, as in ['*norm*']")
+    return tuple(patterns)
 
-    def __init__(self, option: str, patterns: Sequence[str]) -> None:
-        is_list = isinstance(patterns, list | tuple)
-        if not is_list or not all(isinstance(pattern, str) for pattern in patterns):
-            raise ValueError(
-                f"{option} is {patterns!r}, expected a list of patterns, as in ['*norm*']"
-            )
-        self._option = option
-        self._patterns = tuple(patterns)
 
-    def match(self, record: ParameterRecord) -> bool:
-        """True if a pattern matches the parameter's name on this stage, or in its key."""
-        # A tied parameter has another name on each stage. Its key has the name at its lowest
-        # holder, so a pattern of that name matches on all stages.
-        names = (record.name, record.key.partition(".")[2])
-        return any(fnmatchcase(name, pattern) for name in names for pattern in self._patterns)
+def refuse_unmatched(
+    option: str, patterns: Sequence[str], parameters: Sequence[ParameterRecord]
+) -> None:
+    """Refuses patterns if none of them matches. An empty list of patterns is accepted.
 
-    def check(self, parameters: Sequence[ParameterRecord]) -> None:
-        """Checks that a parameter matches. An empty list of patterns is accepted.
+    Args:
+        option: Its name.
+        patterns: Its value.
+        parameters: All parameters of the model.
 
-        Args:
-            parameters: All parameters of the model.
-
-        Raises:
-            ValueError: If no parameter matches.
-        """
-        if self._patterns and parameters and not any(map(self.match, parameters)):
-            raise ValueError(
-                f"{self._option} is {list(self._patterns)}, which matches none of the model's "
-                f"{len(parameters)} parameters, such as {parameters[0].name!r}: write patterns of "
-                f"their names, or [] for none"
-            )
+    Raises:
+        ValueError: If no parameter matches.
+    """
+    if patterns and parameters and not any(matches_any(patterns, p.names) for p in parameters):
+        raise ValueError(
+            f"{option} is {list(patterns)}, which matches none of the model's {len(parameters)} "
+            f"parameters, such as {parameters[0].name!r}: write patterns of their names, or [] for "
+            f"none"
+        )

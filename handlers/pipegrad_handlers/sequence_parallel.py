@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal
 
 from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
-from pipegrad_handlers.patterns import Patterns
+from pipegrad.plugins.handler import Op, matches_any
+from pipegrad_handlers.patterns import checked_patterns, refuse_unmatched
 
 
 class SequenceParallel(GradientHandler):
@@ -30,22 +30,23 @@ class SequenceParallel(GradientHandler):
         *,
         parameters: Sequence[str],
         axis: str = "tp",
-        op: Literal["sum", "mean"] = "sum",
+        op: Op = "sum",
     ) -> None:
         if op not in ("sum", "mean"):
             raise ValueError(f"op is {op!r}, expected 'sum' or 'mean'")
-        self._parameters = Patterns("parameters", parameters)
+        self._parameters = checked_patterns("parameters", parameters)
         self._axis = axis
-        self._op: Literal["sum", "mean"] = op
+        self._op: Op = op
 
     def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
         """Refuses patterns that match nothing, if the dimension has more than one rank."""
         if topology.size(self._axis) > 1:
-            self._parameters.check(parameters)
+            refuse_unmatched("parameters", self._parameters, parameters)
 
     def reductions(
         self, parameters: Sequence[ParameterRecord], topology: Topology
     ) -> Iterable[Reduction]:
         """Returns one reduction for each parameter that matches."""
         ranks = topology.ranks_along(self._axis)
-        return [Reduction(p, ranks, self._op) for p in parameters if self._parameters.match(p)]
+        replicated = [p for p in parameters if matches_any(self._parameters, p.names)]
+        return [Reduction(p, ranks, self._op) for p in replicated]

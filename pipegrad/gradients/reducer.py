@@ -25,7 +25,7 @@ from pipegrad.gradients.bucket_memory import BucketMemory, FlatBuffer
 from pipegrad.gradients.reductions import PairSum, StepBucket, rows_of
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
-from pipegrad.plugins.handler import GradientHandler, ReductionStep, sums_plainly
+from pipegrad.plugins.handler import GradientHandler, ReductionStep
 
 _POLL_SECONDS = 0.2
 _HOST_POLL_SECONDS = 5e-5
@@ -212,7 +212,8 @@ class Reducer:
         rounded.
         """
         is_plain = bucket.sum_dtype == bucket.wire_dtype and step.op == "mean"
-        return is_plain and sums_plainly(self._handlers[step.handler])
+        launch = getattr(self._handlers[step.handler].launch, "__func__", None)
+        return is_plain and launch is GradientHandler.launch
 
     def _inbox(self, launch: Launch) -> FlatBuffer:
         """Returns memory for a sum that another rank will send."""
@@ -304,7 +305,8 @@ class Reducer:
         step = memory.bucket.route[launch.step]
         COLLECTIVE(work)
         flat.end()
-        is_sum_of_mean = step.op == "mean" and not flat.is_mean
+        is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
+        is_sum_of_mean = step.op == "mean" and not is_mean
         memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
         if memory.goes:
             flat.use(memory.nothing())

@@ -21,7 +21,7 @@ from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.set_up import Agreed, Parts
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.routes import has_result
-from pipegrad.plugins.handler import keeps_state
+from pipegrad.plugins.handler import GradientHandler
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,12 @@ class Step:
         if parts.local is not None:
             self._everything.append(parts.local)
         handlers = agreed.plugins.values()
-        self._keeps_state = any(keeps_state(handler) for handler in handlers)
+        # After a failed step, a state may differ between ranks. A hook of a user may keep one where
+        # nobody sees it.
+        self._keeps_state = any(
+            handler.leaves == "mean" or type(handler).state_dict is not GradientHandler.state_dict
+            for handler in handlers
+        )
         self._keeps_equal = all(handler.keeps_equal for handler in handlers)
         self._ready: dict[GradientBucket, None] = {}  # complete, and not on their way yet
         for bucket in parts.buckets.values():

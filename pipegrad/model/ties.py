@@ -11,7 +11,6 @@ import weakref
 from collections import Counter
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from pipegrad.errors import PlanError
 from pipegrad.model.dtensor import local
 from pipegrad.model.suspects import Location, Start, fingerprint, likely_ties, same_bits
 from pipegrad.model.wrappers import fsdp_modules, unwrapped
+from pipegrad.plugins.handler import matches_any
 
 # Wrappers that add a path segment and nothing else: torch.compile, activation checkpointing, FSDP.
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module"})
@@ -311,11 +311,6 @@ def united(groups: Iterable[Iterable[Location]]) -> list[list[Location]]:
     for location in root:
         members.setdefault(find(location), []).append(location)
     return [locations for locations in members.values() if len(locations) > 1]
-
-
-def matches_any(patterns: Sequence[str], names: Iterable[str]) -> bool:
-    """Whether one of `names` matches one of the shell-style `patterns`."""
-    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 def refuse_likely_ties(

@@ -17,7 +17,6 @@ from torch import nn
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.model.suspects import Location
-from pipegrad.model.ties import matches_any
 from pipegrad.model.wrappers import FSDP2
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.routes import (
@@ -28,7 +27,12 @@ from pipegrad.plan.routes import (
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, ReductionStep
+from pipegrad.plugins.handler import (
+    GradientHandler,
+    ParameterRecord,
+    ReductionStep,
+    matches_any,
+)
 from pipegrad.topology import Topology
 
 Starts = Mapping[ParameterRecord, Sequence[str | None]]
@@ -237,7 +241,7 @@ def check_sums(buckets: Iterable[Bucket], handlers: Mapping[str, GradientHandler
             continue
         for step in bucket.route:
             words = f"sum_dtype={bucket.sum_dtype}, but handler {step.handler!r} reduces "
-            if handlers[step.handler].hook is not None:
+            if handlers[step.handler].leaves == "mean":
                 raise PlanError(
                     f"{words}{bucket.names} by a communication hook, which adds in the dtype that "
                     f"it sends: drop its hook, or sum_dtype"

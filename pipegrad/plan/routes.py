@@ -189,7 +189,7 @@ def _faults(name: str, handler: GradientHandler, reduction: Reduction) -> Iterat
             f"others the exchange 'all-reduce'"
         )
     kind = op, placement, exchange
-    if handler.hook is not None and kind != ("mean", Placement.REPLICATE, "all-reduce"):
+    if handler.leaves == "mean" and kind != ("mean", Placement.REPLICATE, "all-reduce"):
         yield (
             f"handler {name!r} has a communication hook, which leaves a mean on every rank, and "
             f"reduces {reduction.record.key!r} by {placement.value}-{op}, {exchange}: expected "

@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 import torch
 import torch.distributed as dist
 
+from pipegrad.comm.sync_points import Done as Done  # noqa: PLC0414 - public
 from pipegrad.comm.sync_points import Work
 from pipegrad.plugins.registry import HANDLERS, Registry
 from pipegrad.plugins.registry import closest_first as closest_first  # noqa: PLC0414 - public
@@ -99,6 +100,14 @@ class ParameterRecord:
         """Number of elements."""
         return torch.Size(self.shape).numel()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Its name, its name at the lowest holder, and its aliases: for patterns of options."""
+        # A tied parameter has another name on each stage. A cut decides whether two holders are in
+        # one stage, and the order of registration decides which of them has the first name. Neither
+        # may change what a pattern selects.
+        return (self.name, self.key.partition(".")[2], *self.aliases)
+
     def is_matrix(self, others: Sequence[str] = EMBEDDINGS_AND_HEADS) -> bool:
         """Whether an optimizer such as Muon should step it: not a vector, an embedding, or a head.
 
@@ -109,16 +118,18 @@ class ParameterRecord:
             others: Shell-style patterns of names that are none, case-sensitive. They are compared
                 with all of its names.
         """
-        # A cut decides whether two holders are in one stage, and the order of registration decides
-        # which of them has the first name. Neither may change what an optimizer steps.
-        names = (self.name, self.key.partition(".")[2], *self.aliases)
         return (
             sum(size > 1 for size in self.shape) > 1
             and "Embedding" not in self.kind
             and not self.shared
             and not self.tied_in_stage
-            and not any(fnmatchcase(name, pattern) for name in names for pattern in others)
+            and not matches_any(others, self.names)
         )
+
+
+def matches_any(patterns: Sequence[str], names: Iterable[str]) -> bool:
+    """Whether a shell-style pattern matches one of some names, case-sensitive."""
+    return any(fnmatchcase(name, pattern) for name in names for pattern in patterns)
 
 
 @dataclass(frozen=True)
@@ -154,8 +165,8 @@ class ReductionStep:
     Attributes:
         axes: The mesh dimensions that it spans (``"dp"``, ``"pp[0,3]"``). The same in each group.
         ranks: Global ranks of this group, ascending.
-        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards. If the handler has neither
-            a `launch` nor a hook of its own, it may divide before: see `FlatBucket.is_mean`.
+        op: ``"mean"`` is launched as a sum. pipegrad divides afterwards. If the handler has no
+            `launch` of its own, it may divide before: see `FlatBucket.is_mean`.
         placement: Where the result lives.
         handler: Name of the handler that has requested it.
         exchange: How two ranks sum.
@@ -252,15 +263,6 @@ class FlatBucket(Protocol):
         """
 
 
-class Averaging(Protocol):
-    """Averages instead of an all-reduce, as `CommunicationHook` of the built-in handlers does."""
-
-    def launch(
-        self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
-    ) -> Work:
-        """As `GradientHandler.launch`; it sets ``bucket.is_mean``."""
-
-
 class OuterOptimizer(Protocol):
     """Joins replicas that train alone; see `GradientHandler.outer_optimizer`.
 
@@ -298,14 +300,14 @@ class GradientHandler(Constructed, ABC):
     public names.
 
     Attributes:
-        hook: Set it in ``__init__`` for `launch` to average with it. Then every reduction must be
-            a mean with REPLICATE.
+        leaves: ``"mean"`` if `launch` always averages. Then pipegrad does not divide, and every
+            reduction must be a mean with REPLICATE.
         equal_every: Steps after which replicas along `independent_axes` are equal again.
         keeps_equal: False in a handler that sends nothing, for measurements. Then copies drift
             apart, and `GradientSync.finish` does not compare them.
     """
 
-    hook: Averaging | None = None
+    leaves: Op = "sum"
     equal_every: int = 1
     keeps_equal: bool = True
 
@@ -349,7 +351,7 @@ class GradientHandler(Constructed, ABC):
     def launch(
         self, bucket: FlatBucket, reduction: ReductionStep, group: dist.ProcessGroup
     ) -> Work:
-        """Sums ``bucket.buffer`` in place over `group`, or averages it with `hook`.
+        """Sums ``bucket.buffer`` in place over `group`.
 
         Override it to send in another way. With REPLICATE, every rank must have the whole sum
         afterwards. Leave other placements and exchanges to ``super().launch``. Return its work, or
@@ -364,8 +366,6 @@ class GradientHandler(Constructed, ABC):
         until the returned work is done.
         """
         # Step 6 of the journey of a gradient in docs/internals.md.
-        if self.hook is not None:
-            return self.hook.launch(bucket, reduction, group)
         return bucket.reduce(reduction, group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -385,20 +385,6 @@ class GradientHandler(Constructed, ABC):
             raise ValueError(
                 "it keeps nothing from step to step, and this is what another one kept"
             )
-
-
-def sums_plainly(handler: GradientHandler) -> bool:
-    """Whether a handler launches reductions as `GradientHandler` does, without a hook."""
-    launch = getattr(handler.launch, "__func__", None)
-    return handler.hook is None and launch is GradientHandler.launch
-
-
-def keeps_state(handler: GradientHandler) -> bool:
-    """Whether a handler may have a state from step to step, such as error feedback."""
-    # After a failed step, such a state may differ between ranks. So it makes the failure final. A
-    # hook of a user may keep one where nobody sees it.
-    overridden = type(handler).state_dict is not GradientHandler.state_dict
-    return handler.hook is not None or overridden
 
 
 HandlerSpec = GradientHandler | type[GradientHandler] | str | Mapping[str, object]

@@ -25,7 +25,8 @@ from pipegrad.errors import PluginError
 from pipegrad.gradients.reductions import StepBucket
 from pipegrad.plan.buckets import Slot
 from pipegrad.testing import OrderChecker
-from pipegrad_handlers.communication_hook import CommunicationHook, TorchBucket
+from pipegrad_handlers.communication_hook import TorchBucket
+from pipegrad_handlers.data_parallel import DataParallel
 from tests.support.gradients.cases import give, outcome, rank, stage, step, tied
 from tests.support.gradients.hooks import (
     CAST,
@@ -198,7 +199,7 @@ def test_a_hook_that_fails_ends_the_step_in_words(name: str, says: str) -> None:
 )
 def test_hooks_that_are_not_there_are_refused_by_name(hook: Any, says: str) -> None:
     with pytest.raises(PluginError) as caught:
-        CommunicationHook(hook)
+        DataParallel(hook=hook)
     assert says in str(caught.value)
     with pytest.raises(PluginError, match="plug-in 'data-parallel'"):
         handlers.resolve(hooked(hook))
@@ -210,7 +211,7 @@ def test_hooks_that_are_not_there_are_refused_by_name(hook: Any, says: str) -> N
 )
 def test_only_means_that_live_everywhere_have_hooks(op: Any, placement: Placement) -> None:
     handler = By("dp", placement, op)
-    handler.hook = CommunicationHook("bf16_compress_hook")
+    handler.leaves = "mean"
     refused = outcome(lambda: placed(stage(w=(3,)), handler))
     assert refused.startswith("PlanError: handler 'tests.support.gradients.placements:By'")
     how = f"{placement.value}-{op}, all-reduce"
