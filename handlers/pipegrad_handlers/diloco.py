@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from pipegrad import GradientSync
 
 _PACK_BYTES = 25 * 2**20  # of one message, at least one parameter
-_Key = TypeVar("_Key")
 
 
 class DiLoCo(GradientHandler):
@@ -53,14 +52,9 @@ class DiLoCo(GradientHandler):
     ) -> None:
         if type(every) is not int or every < 1:
             raise ValueError(f"every is {every!r}, expected a whole number of steps, 1 or more")
-        numbers: tuple[tuple[str, Any], ...] = (("lr", lr), ("momentum", momentum))
-        for name, value in numbers:
-            is_number = isinstance(value, int | float) and not isinstance(value, bool)
-            if not is_number or not math.isfinite(value):
-                raise ValueError(f"{name} is {value!r}, expected a number")
-        if lr <= 0:
+        if type(lr) not in (int, float) or not 0 < lr < math.inf:
             raise ValueError(f"lr is {lr!r}, expected a number above 0")
-        if not 0 <= momentum < 1:
+        if type(momentum) not in (int, float) or not 0 <= momentum < 1:
             raise ValueError(f"momentum is {momentum!r}, expected at least 0 and below 1")
         self.equal_every = every
         self.lr, self.momentum, self._axis = lr, momentum, axis
@@ -104,7 +98,8 @@ class Meetings(OuterOptimizer):
 
     def __init__(self, sync: GradientSync, *, every: int, lr: float, momentum: float) -> None:
         self._sync = sync
-        self._options = {"every": every, "lr": lr, "momentum": momentum}
+        self._every, self._lr, self._momentum = every, lr, momentum
+        self._outer = f"every={every}, lr={lr}, momentum={momentum}"
         self._ranks = sync.topology.ranks_along(sync.plan.independent_axes)
         # Along these reductions ranks have the same elements. The owner of all of them averages.
         self._spread = {
@@ -127,7 +122,7 @@ class Meetings(OuterOptimizer):
     @property
     def is_due(self) -> bool:
         """Whether as many steps have ended as lie between two meetings."""
-        return self._num_steps >= self._options["every"]
+        return self._num_steps >= self._every
 
     def begin(self) -> None:
         """Makes all replicas equal to the first, and begins anew, without momentum.
@@ -136,15 +131,18 @@ class Meetings(OuterOptimizer):
         """
         tensors_of = self._main_tensors()
         frozen = [r for r in self._sync.records() if not r.requires_grad]
-        tensors = [*tensors_of.values(), *(_local(self._sync.parameter(r)) for r in frozen)]
-        self._send(tensors, self._ranks)
+        frozen_of = {r.key: _local(self._sync.parameter(r)) for r in frozen}
+        self._send({**tensors_of, **frozen_of}, self._ranks)
         self._last = self._sync.statistics().steps
-        self._momenta.clear()
+        # An outer step of lr 0.7 is smaller than the inner steps that it averages. In 16 bits most
+        # of it would be lost, also if parameters have no more bits.
         self._anchors = {
-            key: tensor.to(_wide(tensor.dtype), copy=True)
+            key: tensor.to(torch.promote_types(tensor.dtype, torch.float32), copy=True)
             for key, tensor in tensors_of.items()
             if self._averages(key)
         }
+        momenta = {key: torch.zeros_like(anchor) for key, anchor in self._anchors.items()}
+        self._momenta = momenta if self._momentum else {}
 
     def step(self) -> None:
         """Meets the other replicas.
@@ -162,28 +160,23 @@ class Meetings(OuterOptimizer):
             self._average({key: tensors_of[key] for key in keys})
         # All ranks go through the sets of ranks in one order, so they cannot wait in a circle. The
         # first of a set has its values by then: sets in which it is not the first come before.
-        sets: dict[tuple[int, ...], list[Tensor]] = {}
+        sets: dict[tuple[int, ...], dict[str, Tensor]] = {}
         for key, tensor in tensors_of.items():
             for along in self._spread.get(key, ()):
-                sets.setdefault(along.ranks, []).append(tensor)
+                sets.setdefault(along.ranks, {})[key] = tensor
         for ranks, tensors in sorted(sets.items(), key=itemgetter(0)):
             self._send(tensors, ranks)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what this rank needs to go on from here.
-
-        Between two meetings it has what this rank steps: replicas are different then. It has the
-        anchors that the present parameters do not give.
-        """
-        is_apart = self._num_steps > 0
-        tensors_of = self._main_tensors()
+        """Returns what this rank needs to go on from here: replicas differ between two meetings."""
         return {
-            "outer": dict(self._options),
+            "outer": self._outer,
             "num_steps": self._num_steps,
             "number": self.number,
-            "momenta": _saved(self._momenta),
-            "anchors": _saved({k: self._anchors[k] for k in self._wider(is_apart=is_apart)}),
-            "stepped": _saved(tensors_of if is_apart else {}),
+            "tensors": {
+                name: {key: tensor.to("cpu", copy=True) for key, tensor in tensors.items()}
+                for name, tensors in self._kept().items()
+            },
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -196,26 +189,27 @@ class Meetings(OuterOptimizer):
             self.number = 0
             return
         # With another `every` the run would not end with a meeting, because its steps before count.
-        if state["outer"] != self._options:
+        if state["outer"] != self._outer:
             raise ValueError(
-                f"it was saved with the outer step {_written(state['outer'])}, and this run has "
-                f"{_written(self._options)}: choose the same numbers"
+                f"it was saved with the outer step {state['outer']}, and this run has "
+                f"{self._outer}: choose the same numbers"
             )
-        tensors_of, is_apart = self._main_tensors(), state["num_steps"] > 0
-        wider = {key: self._anchors[key] for key in self._wider(is_apart=is_apart)}
-        _check("the momentum", state["momenta"], self._anchors if state["momenta"] else {})
-        _check("the last meeting", state["anchors"], wider)
-        _check("the parameters", state["stepped"], tensors_of if is_apart else {})
-        for key, values in state["stepped"].items():
-            tensors_of[key].copy_(values)
-        for key, tensor in tensors_of.items() if not is_apart else ():
-            if self._averages(key):
-                self._anchors[key].copy_(tensor)
-        self._momenta.clear()
-        for saved, held in ((state["momenta"], self._momenta), (state["anchors"], self._anchors)):
-            held.update({k: v.to(tensors_of[k].device, copy=True) for k, v in saved.items()})
+        for name, tensors in self._kept().items():
+            saved = state["tensors"][name]
+            if {k: t.shape for k, t in saved.items()} != {k: t.shape for k, t in tensors.items()}:
+                raise ValueError(f"its {name} are not those of this rank's {sorted(tensors)}")
+            for key, tensor in tensors.items():
+                tensor.copy_(saved[key])
         self._last = self._sync.statistics().steps - int(state["num_steps"])
         self.number = int(state["number"])
+
+    def _kept(self) -> dict[str, dict[str, Tensor]]:
+        """Returns the tensors of a state, by name and key."""
+        return {
+            "momenta": self._momenta,
+            "anchors": self._anchors,
+            "main parameters": self._main_tensors(),
+        }
 
     def _main_tensors(self) -> dict[str, Tensor]:
         """Returns what this rank steps, by key, without version counters."""
@@ -228,17 +222,14 @@ class Meetings(OuterOptimizer):
         rank = self._sync.topology.rank
         return all(rank == along.owner for along in self._spread.get(key, ()))
 
-    def _wider(self, *, is_apart: bool) -> list[str]:
-        """Returns the keys of the anchors that cannot be made of the present parameters."""
-        # Right after a meeting an anchor is equal to the parameter. If it has more bits than that
-        # has, it would lose them.
-        tensors_of = self._main_tensors()
-        return [k for k, a in self._anchors.items() if is_apart or tensors_of[k].dtype != a.dtype]
-
     def _compare(self) -> None:
         """Refuses anchors that differ between replicas: they would never be equal again."""
         topology, axes = self._sync.topology, self._sync.plan.independent_axes
-        sums = self._sync.gather(_checksum(self._anchors.values(), self._sync.device)).flatten()
+        # Integers, so the order of additions does not matter. Any bit that flips changes the sum.
+        total = torch.zeros(1, dtype=torch.int64, device=self._sync.device)
+        for anchor in self._anchors.values():
+            total += anchor.reshape(-1).view(torch.int32).sum()
+        sums = self._sync.gather(total).flatten()
         of_rank = dict(zip(sorted(topology.ranks), sums.tolist(), strict=True))
         odd = [r for r, x in of_rank.items() if x != of_rank[topology.at(r).ranks_along(axes)[0]]]
         if odd:
@@ -257,22 +248,19 @@ class Meetings(OuterOptimizer):
         dist.all_reduce(flat, group=self._sync.group(self._ranks))
         means = flat.div_(len(self._ranks)).split([way.numel() for way in ways])
         for (key, tensor), anchor, mean in zip(tensors.items(), anchors, means, strict=True):
-            self._move(key, anchor, mean.view(anchor.shape))
+            # As `torch.optim.SGD` with ``nesterov=True``.
+            gradient = mean.view(anchor.shape)
+            if self._momentum:
+                momentum = self._momenta[key].mul_(self._momentum).add_(gradient)
+                gradient = gradient.add(momentum, alpha=self._momentum)
+            anchor.add_(gradient, alpha=-self._lr)
             tensor.copy_(anchor)
         self.met_bytes += flat.nbytes
 
-    def _move(self, key: str, anchor: Tensor, gradient: Tensor) -> None:
-        """Moves an anchor as `torch.optim.SGD` with ``nesterov=True`` does."""
-        if factor := self._options["momentum"]:
-            momentum = self._momenta.setdefault(key, torch.zeros_like(anchor))
-            momentum.mul_(factor).add_(gradient)
-            gradient = gradient.add(momentum, alpha=factor)
-        anchor.add_(gradient, alpha=-self._options["lr"])
-
-    def _send(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
+    def _send(self, tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> None:
         """Sends tensors from the lowest of some ranks to the others."""
-        for numbers in _packs(dict(enumerate(tensors))):
-            pack = [tensors[number] for number in numbers]
+        for keys in _packs(tensors):
+            pack = [tensors[key] for key in keys]
             flat = torch.cat([tensor.reshape(-1) for tensor in pack])
             # Bytes can be sent on every backend. Some backends lack other dtypes.
             dist.broadcast(flat.view(torch.uint8), src=min(ranks), group=self._sync.group(ranks))
@@ -287,48 +275,11 @@ def _local(tensor: Tensor) -> Tensor:
     return part.data
 
 
-def _packs(tensors: Mapping[_Key, Tensor]) -> Iterator[list[_Key]]:
-    """Yields the keys of tensors that are sent together: of one dtype, in few messages."""
-    for dtype in sorted({tensor.dtype for tensor in tensors.values()}, key=str):
-        pack, nbytes = list[_Key](), 0
-        for key, tensor in tensors.items():
-            if tensor.dtype == dtype:
-                pack, nbytes = [*pack, key], nbytes + tensor.nbytes
-                if nbytes >= _PACK_BYTES:
-                    yield pack
-                    pack, nbytes = [], 0
-        if pack:
-            yield pack
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """Returns the dtype in which parameters are averaged."""
-    # An outer step of lr 0.7 is smaller than the inner steps that it averages. In 16 bits most of
-    # it would be lost, also if parameters have no more bits.
-    return torch.promote_types(dtype, torch.float32)
-
-
-def _checksum(tensors: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Returns the sum of the bits of some tensors as whole numbers, ``(1,)``."""
-    total = torch.zeros(1, dtype=torch.int64, device=device)
-    for tensor in tensors:
-        real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-        total += real.view(torch.int64 if real.dtype.itemsize == 8 else torch.int32).sum()
-    return total
-
-
-def _saved(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns copies on the CPU."""
-    return {key: tensor.detach().to("cpu", copy=True) for key, tensor in tensors.items()}
-
-
-def _written(outer: Mapping[str, Any]) -> str:
-    """Returns an outer step as text, such as "every=2, lr=0.7"."""
-    return ", ".join(f"{name}={value}" for name, value in outer.items())
-
-
-def _check(what: str, saved: Mapping[str, Tensor], present: Mapping[str, Tensor]) -> None:
-    """Refuses saved values that are not those of this rank's parameters."""
-    shapes, expected = ({k: tuple(t.shape) for k, t in ts.items()} for ts in (saved, present))
-    if shapes != expected:
-        raise ValueError(f"{what} has the shapes {shapes}, expected {expected}")
+def _packs(tensors: Mapping[str, Tensor]) -> list[list[str]]:
+    """Returns the keys of tensors that are sent together: of one dtype, in few messages."""
+    packs: dict[tuple[torch.dtype, int], list[str]] = {}
+    begin = 0
+    for key, tensor in tensors.items():
+        packs.setdefault((tensor.dtype, begin // _PACK_BYTES), []).append(key)
+        begin += tensor.nbytes
+    return list(packs.values())
