@@ -98,18 +98,6 @@ class PluginNotFoundError(PluginError, LookupError):
     """No plug-in has this name. Lists the known names, the closest first."""
 
 
-class PluginConflictError(PluginError, ValueError):
-    """Two plug-ins have the same name. Shows both and how to choose."""
-
-
-class PluginLoadError(PluginError, ImportError):
-    """The import of a plug-in failed. Other plug-ins stay usable."""
-
-
-class PluginContractError(PluginError, TypeError):
-    """The loaded object is not of the type that its entry-point group needs."""
-
-
 class PluginOptionError(PluginError, ValueError):
     """A plug-in got an unknown option, or lacks a required one."""
 

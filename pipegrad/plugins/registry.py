@@ -16,13 +16,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any, Generic, TypeVar
 
-from pipegrad.errors import (
-    PluginConflictError,
-    PluginContractError,
-    PluginLoadError,
-    PluginNotFoundError,
-    PluginOptionError,
-)
+from pipegrad.errors import PluginError, PluginNotFoundError, PluginOptionError
 
 # Entry-point groups. They are here, because listing plug-ins needs no torch.
 HANDLERS = "pipegrad.handlers"
@@ -94,18 +88,27 @@ class Registry(Generic[T]):
     def list(self) -> tuple[Plugin, ...]:
         """Returns all plug-ins by (name, distribution, value), without importing any."""
         registered = [Plugin(name, _value(cls)) for name, cls in self._registered.items()]
-        return _sorted([*registered, *self._installed()])
+        # A distribution may be on `sys.path` twice, for example installed and as a source tree.
+        installed: dict[tuple[str, str, str], Plugin] = {}
+        for entry in metadata.entry_points(group=self.group):
+            distribution = (entry.dist and entry.dist.name) or ""
+            version = (entry.dist and entry.dist.version) or ""
+            plugin = Plugin(entry.name, entry.value, distribution, version)
+            if not _plugins_disabled() or _is_built_in(plugin):
+                installed.setdefault((entry.name, _normalized(distribution), entry.value), plugin)
+        every = [*registered, *installed.values()]
+        return tuple(sorted(every, key=lambda p: (p.name, p.distribution, p.value)))
 
     def register(self, name: str, cls: type[T], *, override: bool = False) -> None:
         """Registers `cls` as `name` in this process. It comes before entry points of that name.
 
         Raises:
-            PluginConflictError: If `name` is registered already and `override` is not set.
-            PluginContractError: If `cls` is not a concrete subclass of `base`.
+            PluginError: If `name` is registered already and `override` is not set, or if `cls` is
+                not a concrete subclass of `base`.
         """
         plugin = Plugin(name, _value(cls))
         if name in self._registered and not override:
-            raise PluginConflictError(
+            raise PluginError(
                 f"plug-in {plugin} cannot be registered: {name!r} is "
                 f"{_value(self._registered[name])} already; choose another name, or pass "
                 f"override=True to replace it"
@@ -122,10 +125,9 @@ class Registry(Generic[T]):
 
         Raises:
             PluginNotFoundError: If nothing has this name.
-            PluginConflictError: If several distributions have it.
-            PluginLoadError: If the plug-in cannot be imported.
-            PluginContractError: If it is not a concrete subclass of `base`.
-            PluginOptionError: If it does not take these options.
+            PluginOptionError: If the plug-in does not take these options.
+            PluginError: If several distributions have the name, if the plug-in cannot be imported,
+                or if it is not a concrete subclass of `base`.
         """
         from pipegrad.plugins.written import written  # needs torch, which a listing does not need
 
@@ -134,14 +136,25 @@ class Registry(Generic[T]):
             made_with = getattr(spec, "made_with", ())
             return ResolvedPlugin(value, value, plugin=spec, options=made_with)
         # The options are stored as text: ranks compare it, and it is the same in all processes.
-        target, options = _split(spec)
-        plugin, loaded = self._find(target)
+        options: dict[str, Any] = dict(spec) if isinstance(spec, Mapping) else {"name": spec}
+        if "name" not in options:
+            raise PluginOptionError(f"the table {options} lacks 'name': which plug-in it is for")
+        plugin, loaded = self._find(options.pop("name"))
+        cls = self._checked(plugin, loaded)
+        if complaints := complaints_of(cls, options):
+            raise PluginOptionError(f"plug-in {plugin} {complaints}")
+        try:
+            constructed = cls(**options)
+        except (Exception, SystemExit) as error:
+            raise PluginOptionError(
+                f"plug-in {plugin} cannot be constructed with {redacted(options)}: {error!r}"
+            ) from error
         return ResolvedPlugin(
             plugin.name,
             plugin.value,
             plugin.distribution,
             plugin.version,
-            plugin=_construct(plugin, loaded, options),
+            plugin=constructed,
             options=tuple((option, written(options[option])) for option in sorted(options)),
         )
 
@@ -154,7 +167,7 @@ class Registry(Generic[T]):
             PluginError: As `resolve` does, or if `specs` is a string.
         """
         if isinstance(specs, str):
-            raise PluginContractError(
+            raise PluginError(
                 f"plug-ins of group {self.group!r} are {specs!r}, expected a list: [{specs!r}]"
             )
         by_name: dict[str, ResolvedPlugin[T]] = {}
@@ -163,62 +176,47 @@ class Registry(Generic[T]):
             by_name[f"{name}#{index}" if name in by_name else name] = resolved
         return by_name
 
-    def _installed(self) -> tuple[Plugin, ...]:
-        """Returns the plug-ins of entry points; equal entry points of a distribution count once."""
-        plugins = _plugins_of(metadata.entry_points(group=self.group))
-        if not _plugins_disabled():
-            return plugins
-        return tuple(p for p in plugins if _is_built_in(p))
-
-    def _find(self, target: object) -> tuple[Plugin, type[T]]:
-        """Returns the plug-in of `target`, and its class."""
+    def _find(self, target: object) -> tuple[Plugin, object]:
+        """Returns the plug-in of `target`, and what is loaded for it."""
         # What this process has registered comes first: it is the most explicit choice.
         if not isinstance(target, str):
-            given = Plugin(_value(target), _value(target))
-            return given, self._checked(given, target)
+            return Plugin(_value(target), _value(target)), target
         if target in self._registered:
             return Plugin(target, _value(self._registered[target])), self._registered[target]
-        plugin = self._entry_point(target, self._installed())
-        if plugin is None and ":" in target and "::" not in target:
-            plugin = Plugin(target, target)
-        if plugin is None:
-            raise PluginNotFoundError(self._missing(target))
-        return plugin, self._checked(plugin, self._load(plugin))
-
-    def _entry_point(self, target: str, plugins: Sequence[Plugin]) -> Plugin | None:
         distribution, _, name = target.rpartition("::")
         matches = [
             plugin
-            for plugin in plugins
+            for plugin in self.list()
             if plugin.name == name
             if not distribution or _normalized(plugin.distribution) == _normalized(distribution)
         ]
+        if not matches and ":" in target and "::" not in target:
+            matches = [Plugin(target, target)]
+        if not matches:
+            raise PluginNotFoundError(self._missing(target))
         # Two distributions with the same name are an error. To take one of them would depend on the
         # order of `sys.path`, which may differ between ranks.
         if len(matches) > 1:
             claims = "; ".join(
                 f"{p.source} {p.value} ('{p.distribution}::{name}')" for p in matches
             )
-            raise PluginConflictError(
+            raise PluginError(
                 f"{len(matches)} plug-ins of group {self.group!r} are called {target!r}: {claims}. "
                 f"Pick one by its distribution::name or as 'module:attr', or uninstall the others."
             )
-        return matches[0] if matches else None
-
-    def _load(self, plugin: Plugin) -> object:
         # What is loaded is not cached: the same process can try again after a failure was repaired.
+        plugin = matches[0]
         try:
-            loaded: object = metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
+            return plugin, metadata.EntryPoint(plugin.name, plugin.value, self.group).load()
         except (Exception, SystemExit) as error:
             advice = (
                 "repair or uninstall it, or select another"
                 if plugin.distribution
                 else "repair it, or add the folder of its module to PYTHONPATH"
             )
-            raise PluginLoadError(
+            raise PluginError(
                 f"plug-in {plugin} of group {self.group!r} cannot be imported: {error!r}; {advice}"
             ) from error
-        return loaded
 
     def _checked(self, plugin: Plugin, loaded: object) -> type[T]:
         """Returns `loaded` if it is a concrete subclass of `base`; otherwise raises."""
@@ -226,9 +224,9 @@ class Registry(Generic[T]):
         if not (isinstance(loaded, type) and issubclass(loaded, self.base)):
             # An address in memory would differ from rank to rank, and so would the error.
             words = re.sub(r" at 0x[0-9a-f]+", "", repr(loaded))
-            raise PluginContractError(f"plug-in {plugin} is {words}: {expected}")
+            raise PluginError(f"plug-in {plugin} is {words}: {expected}")
         if missing := sorted(getattr(loaded, "__abstractmethods__", ())):
-            raise PluginContractError(f"plug-in {plugin} lacks {', '.join(missing)}(): {expected}")
+            raise PluginError(f"plug-in {plugin} lacks {', '.join(missing)}(): {expected}")
         return loaded
 
     def _missing(self, target: str) -> str:
@@ -241,41 +239,6 @@ class Registry(Generic[T]):
         if _plugins_disabled():
             message += f" {DISABLE_VARIABLE} is set: other distributions' plug-ins are ignored."
         return message
-
-
-def _plugins_of(points: Iterable[metadata.EntryPoint]) -> tuple[Plugin, ...]:
-    # A distribution may be on `sys.path` twice, for example installed and as a source tree.
-    unique: dict[tuple[str, str, str], Plugin] = {}
-    for entry in points:
-        distribution = (entry.dist and entry.dist.name) or ""
-        version = (entry.dist and entry.dist.version) or ""
-        plugin = Plugin(entry.name, entry.value, distribution, version)
-        unique.setdefault((entry.name, _normalized(distribution), entry.value), plugin)
-    return _sorted(unique.values())
-
-
-def _split(spec: object) -> tuple[object, dict[str, object]]:
-    """Returns the target of a spec, and the options for its constructor."""
-    if not isinstance(spec, Mapping):
-        return spec, {}
-    if "name" not in spec:
-        raise PluginOptionError(f"the table {dict(spec)} lacks 'name': which plug-in it is for")
-    return spec["name"], {option: value for option, value in spec.items() if option != "name"}
-
-
-def _construct(plugin: Plugin, cls: type[T], options: Mapping[str, object]) -> T:
-    if complaints := complaints_of(cls, options):
-        raise PluginOptionError(f"plug-in {plugin} {complaints}")
-    try:
-        return cls(**options)
-    except (Exception, SystemExit) as error:
-        raise PluginOptionError(
-            f"plug-in {plugin} cannot be constructed with {redacted(options)}: {error!r}"
-        ) from error
-
-
-def _sorted(plugins: Iterable[Plugin]) -> tuple[Plugin, ...]:
-    return tuple(sorted(plugins, key=lambda p: (p.name, p.distribution, p.value)))
 
 
 def _normalized(distribution: str) -> str:

@@ -121,7 +121,7 @@ WRONG: list[tuple[str, Callable[[int], dict[str, Any]]]] = [
      lambda r: {"tied": [["a"], {0: "b", 1: "b"}] if r else [["a"], ["b"]]}),
     ("AgreementError ... rank 1: PluginOptionError ... no such file: groups.toml",
      lambda _: {"handlers": [{"name": Optioned, "path": "groups.toml"}]}),
-    ("AgreementError ... rank 1: PluginLoadError ... no_module_1",
+    ("AgreementError ... rank 1: PluginError ... no_module_1",
      lambda r: {"handlers": ["no_module_1:Handler"] if r else [SHARED]}),
     ("AgreementError: ranks disagree on what the handlers reduce",
      lambda _: {"handlers": [Impure]}),

@@ -299,7 +299,7 @@ def test_what_is_another_in_other_processes_is_told(monkeypatch: pytest.MonkeyPa
     class Local(DataParallel):
         pass
 
-    with pytest.raises(AssertionError, match=r"PluginLoadError: .*<locals>"):
+    with pytest.raises(AssertionError, match=r"PluginError: .*<locals>"):
         contract(Local).test_all_ranks_make_one_plan()
     # An option that is another on each rank is told.
     table = {"name": TakesAnything, "option": Option()}
