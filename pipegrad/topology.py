@@ -83,33 +83,9 @@ class Topology:
                 f"a world of {num_ranks} ranks cannot be cut into pipelines of {pipeline}: "
                 f"choose a pipeline size that divides {num_ranks}"
             )
-        axes = cls.axes_for(num_ranks, pipeline, dimensions or {})
+        axes = mesh_axes(num_ranks, pipeline, dimensions or {})
         mesh = _mesh_of(device_type or _device_type(), axes)
         return cls.from_mesh(mesh, data=data, stage_to_rank=stage_to_rank)
-
-    @staticmethod
-    def axes_for(
-        world: int, pipeline: int, dimensions: Mapping[str, int]
-    ) -> tuple[tuple[str, int], ...]:
-        """Returns names and sizes of the mesh that `create` makes of `world` ranks.
-
-        Raises:
-            TopologyError: If the sizes do not divide, or a name is reserved.
-        """
-        for name, size in dimensions.items():
-            if name in ("pp", "dp") or size < 1:
-                raise TopologyError(
-                    f"the further dimension {name!r} has size {size}: choose a size of at least 1, "
-                    f"and a name other than 'pp' and 'dp'"
-                )
-        inside = math.prod((pipeline, *dimensions.values()))
-        if world % inside:
-            sizes = {"pp": pipeline, **dimensions}
-            raise TopologyError(
-                f"a world of {world} ranks cannot be cut into {sizes}: choose sizes whose product, "
-                f"{inside}, divides {world}"
-            )
-        return (("pp", pipeline), ("dp", world // inside), *dimensions.items())
 
     @classmethod
     def from_mesh(
@@ -126,13 +102,6 @@ class Topology:
             TopologyError: If a named dimension is missing.
         """
         report_uncaught()
-        names = mesh.mesh_dim_names or ()
-        for name in (pipeline, *_names(data)):
-            if name not in names:
-                raise TopologyError(
-                    f"the mesh has no dimension {name!r}, only {list(names)}: name its dimensions, "
-                    f"or say which ones are pipeline= and data="
-                )
         # Ranks agree over the default group. With a mesh of only some ranks, the others would wait.
         if mesh.mesh.numel() != dist.get_world_size():
             raise TopologyError(
@@ -141,7 +110,7 @@ class Topology:
                 f"need be. To train several models, start a job, or a default group, for each"
             )
         plain = cls.build(
-            axes=tuple(zip(names, mesh.mesh.shape, strict=True)),
+            axes=zip(mesh.mesh_dim_names or (), mesh.mesh.shape, strict=False),
             ranks=mesh.mesh.flatten().tolist(),
             rank=dist.get_rank(),
             stage_to_rank=stage_to_rank,
@@ -168,27 +137,37 @@ class Topology:
         """
         axes = tuple((str(name), int(size)) for name, size in axes)
         sizes = dict(axes)
-        num_ranks = torch.Size(sizes.values()).numel()
+        num_ranks = math.prod(sizes.values())
         members = tuple(range(num_ranks)) if ranks is None else tuple(int(r) for r in ranks)
+        data = data if isinstance(data, str) else tuple(data)
+        plain = cls(axes, members, (), rank, pipeline, data)
+        plain.size((pipeline, *_names(data)))  # raises an error if one of them is missing
         if len(sizes) != len(axes) or len(members) != num_ranks or len(set(members)) != num_ranks:
             raise TopologyError(f"ranks {members} do not fill the mesh {axes} once each")
-        if rank not in members:
-            raise TopologyError(f"rank {rank} is not in the mesh of ranks {members}")
-        if not {pipeline, *_names(data)} <= set(sizes):
-            raise TopologyError(f"the mesh {axes} lacks the dimension {pipeline!r} or {data!r}")
         if not data or len({pipeline, *_names(data)}) <= len(_names(data)):
             raise TopologyError(
                 f"data={data!r} and pipeline={pipeline!r}: expected at least one dimension of "
                 f"data, each once, none of them that of the pipeline"
             )
-        stages = _stage_list(stage_to_rank, sizes[pipeline])
-        data = data if isinstance(data, str) else tuple(data)
-        return cls(axes, members, stages, rank, pipeline, data)
+        return plain.at(rank).with_stages(stage_to_rank)
 
-    def with_stages(self, stage_to_rank: Mapping[int, int] | Sequence[int]) -> Topology:
-        """Returns this topology with another map stage -> pipeline coordinate."""
-        stages = _stage_list(stage_to_rank, self.size(self.pipeline))
-        return dataclasses.replace(self, stage_to_rank=stages)
+    def with_stages(self, stage_to_rank: Mapping[int, int] | Sequence[int] | None) -> Topology:
+        """Returns this topology with another map stage -> pipeline coordinate.
+
+        Raises:
+            TopologyError: If a coordinate holds no stage, or a stage is missing.
+        """
+        size = self.size(self.pipeline)
+        places = range(size) if stage_to_rank is None else stage_to_rank
+        if isinstance(places, Mapping):
+            if sorted(places) != list(range(len(places))):
+                raise TopologyError(f"stages must be 0..n-1 without a gap, found {sorted(places)}")
+            places = [places[stage] for stage in range(len(places))]
+        if set(places) != set(range(size)):
+            raise TopologyError(
+                f"stages {list(places)} must use every pipeline coordinate 0..{size - 1}"
+            )
+        return dataclasses.replace(self, stage_to_rank=tuple(int(place) for place in places))
 
     def at(self, rank: int) -> Topology:
         """Returns this topology as `rank` sees it.
@@ -276,20 +255,17 @@ class Topology:
         """
         ranks = tuple(ranks)
         if ranks not in self._axes_texts:
-            self._axes_texts[ranks] = self._axes_text(ranks)
+            coordinates = [self._coordinates[rank] for rank in ranks]
+            # Ranks form a box if they are all combinations of their coordinates.
+            spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
+            is_box = sorted(coordinates) == list(itertools.product(*spans))
+            text = "+".join(
+                name if len(span) == size else f"{name}[{','.join(map(str, span))}]"
+                for (name, size), span in zip(self.axes, spans, strict=True)
+                if len(span) > 1
+            )
+            self._axes_texts[ranks] = text if is_box else f"ranks{list(ranks)}"
         return self._axes_texts[ranks]
-
-    def _axes_text(self, ranks: tuple[int, ...]) -> str:
-        coordinates = [self._coordinates[rank] for rank in ranks]
-        # Ranks form a box if they are all combinations of their coordinates.
-        spans = [sorted(set(column)) for column in zip(*coordinates, strict=True)]
-        if sorted(coordinates) != list(itertools.product(*spans)):
-            return f"ranks{list(ranks)}"
-        return "+".join(
-            name if len(span) == size else f"{name}[{','.join(map(str, span))}]"
-            for (name, size), span in zip(self.axes, spans, strict=True)
-            if len(span) > 1
-        )
 
     @cached_property
     def _coordinates(self) -> dict[int, tuple[int, ...]]:
@@ -321,7 +297,10 @@ class Topology:
     def _axis(self, name: str) -> int:
         names = [axis for axis, _ in self.axes]
         if name not in names:
-            raise TopologyError(f"the mesh has no dimension {name!r}, only {names}")
+            raise TopologyError(
+                f"the mesh has no dimension {name!r}, only {names}: choose one of these, or give a "
+                f"mesh that has it"
+            )
         return names.index(name)
 
     def _select(self, selected: Mapping[str, Sequence[int]]) -> tuple[int, ...]:
@@ -338,6 +317,30 @@ class Topology:
 
 def _names(axis: str | Sequence[str]) -> tuple[str, ...]:
     return (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def mesh_axes(
+    world: int, pipeline: int, dimensions: Mapping[str, int]
+) -> tuple[tuple[str, int], ...]:
+    """Returns names and sizes of the mesh that `Topology.create` makes of `world` ranks.
+
+    Raises:
+        TopologyError: If the sizes do not divide, or a name is reserved.
+    """
+    for name, size in dimensions.items():
+        if name in ("pp", "dp") or size < 1:
+            raise TopologyError(
+                f"the further dimension {name!r} has size {size}: choose a size of at least 1, "
+                f"and a name other than 'pp' and 'dp'"
+            )
+    inside = math.prod((pipeline, *dimensions.values()))
+    if world % inside:
+        sizes = {"pp": pipeline, **dimensions}
+        raise TopologyError(
+            f"a world of {world} ranks cannot be cut into {sizes}: choose sizes whose product, "
+            f"{inside}, divides {world}"
+        )
+    return (("pp", pipeline), ("dp", world // inside), *dimensions.items())
 
 
 def _mesh_of(device_type: str, axes: tuple[tuple[str, int], ...]) -> DeviceMesh:
@@ -366,21 +369,3 @@ def _device_type() -> str:
     if accelerator is None or dist.get_backend() == dist.Backend.GLOO:
         return "cpu"
     return accelerator.type
-
-
-def _stage_list(
-    stage_to_rank: Mapping[int, int] | Sequence[int] | None, pipeline: int
-) -> tuple[int, ...]:
-    if stage_to_rank is None:
-        return tuple(range(pipeline))
-    if isinstance(stage_to_rank, Mapping):
-        if sorted(stage_to_rank) != list(range(len(stage_to_rank))):
-            raise TopologyError(
-                f"stages must be 0..n-1 without a gap, found {sorted(stage_to_rank)}"
-            )
-        stage_to_rank = [stage_to_rank[stage] for stage in range(len(stage_to_rank))]
-    if set(stage_to_rank) != set(range(pipeline)):
-        raise TopologyError(
-            f"stages {list(stage_to_rank)} must use every pipeline coordinate 0..{pipeline - 1}"
-        )
-    return tuple(int(rank) for rank in stage_to_rank)
