@@ -55,17 +55,12 @@ def opened(path: Path) -> BufferedReader:
         OSError: If it cannot be opened.
     """
     # A named pipe would wait for its writer.
-    number = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-    try:
-        kind = stat.S_IFMT(os.fstat(number).st_mode)
-        if kind == stat.S_IFDIR:
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        if kind != stat.S_IFREG:
-            raise PlantedError(f"{path} is {_KINDS[kind]}, expected a file")
-    except BaseException:
-        os.close(number)
-        raise
-    return os.fdopen(number, "rb")
+    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
+    kind = stat.S_IFMT(os.fstat(file.fileno()).st_mode)
+    if kind != stat.S_IFREG:
+        file.close()
+        raise PlantedError(f"{path} is {_KINDS[kind]}, expected a file")
+    return file
 
 
 def read(path: Path, most_bytes: int = MOST_JSON_BYTES) -> bytes:
@@ -103,16 +98,6 @@ def parsed_json(content: bytes) -> object:
     return parsed
 
 
-def opened_own(path: Path) -> BufferedReader:
-    """Opens a file for reading that this user, root, or the owner of its folder has written.
-
-    Raises:
-        PlantedError: If it is a link, of another kind, or of another user.
-        OSError: If it cannot be opened.
-    """
-    return os.fdopen(_own(path, os.O_RDONLY), "rb")
-
-
 def open_to_change(path: Path, flags: int) -> int:
     """Opens a file that stays, and makes it if it is not there; returns its number.
 
@@ -124,7 +109,7 @@ def open_to_change(path: Path, flags: int) -> int:
         PlantedError: If it is a link, of another kind or another user, or has another name, too.
         OSError: If it cannot be opened.
     """
-    number = _own(path, flags | os.O_CREAT)
+    number = _opened(path, flags | os.O_CREAT)
     if os.fstat(number).st_nlink > 1:
         os.close(number)
         raise PlantedError(f"{path} has another name, too (a hard link): remove it")
@@ -138,7 +123,7 @@ def created(path: Path) -> BufferedWriter:
         PlantedError: If the folder is a link, or of another user.
         OSError: If it cannot be made, as FileExistsError.
     """
-    folder = _opened_folder(path.parent)
+    folder = _opened(path.parent, os.O_RDONLY | os.O_DIRECTORY)
     try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | _NO_LINK
         return os.fdopen(os.open(path.name, flags, 0o666, dir_fd=folder), "wb")
@@ -161,7 +146,7 @@ def replacing(path: Path, permissions: int = 0o666) -> Iterator[BufferedWriter]:
         OSError: If the file cannot be written.
     """
     mode = _mode_of(path)
-    unfinished = _temporary(path)
+    unfinished = path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_LINK
     with open(unfinished, "xb", opener=lambda name, _: os.open(name, flags, permissions)) as file:
         try:
@@ -174,32 +159,6 @@ def replacing(path: Path, permissions: int = 0o666) -> Iterator[BufferedWriter]:
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-
-
-@contextmanager
-def private_folder(beside: Path) -> Iterator[Path]:
-    """Makes a folder that no other user can enter, for a library that opens files by name.
-
-    Raises:
-        OSError: If it cannot be made.
-    """
-    folder = _temporary(beside)
-    folder.mkdir(0o700)
-    try:
-        yield folder
-    finally:
-        remove(folder)
-
-
-def publish(written: Path, path: Path) -> None:
-    """Gives a file its name, when it is on the disk.
-
-    Raises:
-        OSError: If that fails.
-    """
-    with opened_own(written) as file:
-        os.fsync(file.fileno())
-    written.replace(path)
 
 
 def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
@@ -217,7 +176,7 @@ def make_folder(path: Path) -> None:
     """
     with suppress(FileExistsError):
         path.mkdir(parents=True)
-    os.close(_opened_folder(path))
+    refuse_planted(path)
 
 
 def empty(folder: Path) -> None:
@@ -227,16 +186,12 @@ def empty(folder: Path) -> None:
         PlantedError: If the folder is a link, of another kind, or of another user.
         OSError: If something cannot be removed.
     """
-    number = _opened_folder(folder)
-    try:
-        with os.scandir(number) as entries:
-            for entry in entries:
-                if entry.is_dir(follow_symlinks=False):
-                    shutil.rmtree(entry.name, dir_fd=number)
-                else:
-                    os.unlink(entry.name, dir_fd=number)
-    finally:
-        os.close(number)
+    refuse_planted(folder)
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def remove(path: Path) -> None:
@@ -260,7 +215,7 @@ def refuse_planted(folder: Path) -> None:
         PlantedError: If it is a link, of another kind, or of another user.
         OSError: If it cannot be read.
     """
-    os.close(_opened_folder(folder))
+    os.close(_opened(folder, os.O_RDONLY | os.O_DIRECTORY))
 
 
 def is_own(folder: Path) -> bool:
@@ -277,10 +232,9 @@ def why_not_written(folder: Path, error: BaseException) -> str:
     Call it before what was written there is removed.
     """
     numbered = (one for one in causes_of(error) if getattr(one, "errno", None) is not None)
-    cause = next(numbered, None)
     # torch and safetensors write by themselves, and say only that it has failed. So a write of
     # Python's own finds out why.
-    cause = cause or _tried(folder)
+    cause = next(numbered, None) or _tried(folder)
     words = in_words(error) if cause is None else str(getattr(cause, "strerror", None) or cause)
     room = ""
     with suppress(OSError):
@@ -293,65 +247,38 @@ def why_not_written(folder: Path, error: BaseException) -> str:
 def _tried(folder: Path) -> OSError | None:
     """Returns why a new file cannot be written into a folder; None if it can."""
     try:
-        with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
-            left = _TRIED_BYTES
-            while left:
-                left -= file.write(bytes(left))
+        with tempfile.TemporaryFile(dir=folder) as file:
+            file.write(bytes(_TRIED_BYTES))
     except OSError as error:
         return error
     return None
 
 
-def _temporary(path: Path) -> Path:
-    return path.with_name(f"{path.name}.{secrets.token_hex(8)}.partial")
-
-
-def _own(path: Path, flags: int) -> int:
-    """Opens a file; returns its number."""
+def _opened(path: Path, flags: int) -> int:
+    """Opens a file or a folder that may be used, and follows no link; returns its number."""
+    expected = stat.S_IFDIR if flags & os.O_DIRECTORY else stat.S_IFREG
     try:
         number = os.open(path, flags | _NO_LINK, 0o666)
     except OSError:
-        _refuse_other_kinds(path, stat.S_IFREG)
+        if os.path.lexists(path):  # the system calls a link a loop, and a socket no device
+            _refuse_kind(path, path.lstat().st_mode, expected)
         raise
-    return _checked(path, number, expected=stat.S_IFREG)
-
-
-def _opened_folder(path: Path) -> int:
-    """Opens a folder; returns its number."""
-    try:
-        number = os.open(path, os.O_RDONLY | os.O_DIRECTORY | _NO_LINK)
-    except OSError:
-        _refuse_other_kinds(path, stat.S_IFDIR)
-        raise
-    return _checked(path, number, expected=stat.S_IFDIR)
-
-
-def _refuse_other_kinds(path: Path, expected: int) -> None:
-    """Says what is there: the system calls a link a loop, and a socket no device."""
-    kind = expected
-    with suppress(OSError):
-        kind = stat.S_IFMT(path.lstat().st_mode)
-    _refuse_kind(path, kind, expected)
-
-
-def _refuse_kind(path: Path, kind: int, expected: int) -> None:
-    if kind != expected:
-        raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
-
-
-def _checked(path: Path, number: int, *, expected: int) -> int:
-    """Returns the number of an open file or folder that may be used; closes all others."""
     try:
         found = os.fstat(number)
-        _refuse_kind(path, stat.S_IFMT(found.st_mode), expected)
+        _refuse_kind(path, found.st_mode, expected)
         if found.st_uid not in (0, os.geteuid(), path.parent.stat().st_uid) and (
             found.st_uid != _owner_of_new(path.parent)
         ):
-            raise PlantedError(f"{path} belongs to another user, {_user(found.st_uid)}: remove it")
+            raise PlantedError(f"{path} belongs to another user, number {found.st_uid}: remove it")
     except BaseException:
         os.close(number)
         raise
     return number
+
+
+def _refuse_kind(path: Path, mode: int, expected: int) -> None:
+    if (kind := stat.S_IFMT(mode)) != expected:
+        raise PlantedError(f"{path} is {_KINDS[kind]}, expected {_KINDS[expected]}: remove it")
 
 
 def _owner_of_new(folder: Path) -> int | None:
@@ -362,22 +289,12 @@ def _owner_of_new(folder: Path) -> int | None:
     return None
 
 
-def _user(number: int) -> str:
-    import pwd
-
-    with suppress(KeyError):
-        return pwd.getpwuid(number).pw_name
-    return f"number {number}"
-
-
 def _mode_of(path: Path) -> int | None:
     """Returns the permissions of a file that is replaced; None if there is none."""
     try:
         mode = path.lstat().st_mode
     except FileNotFoundError:
         return None
-    if stat.S_ISDIR(mode):
-        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
     if not stat.S_ISREG(mode):
         raise PlantedError(f"{path} is {_KINDS[stat.S_IFMT(mode)]}, expected a file or nothing")
     if not os.access(path, os.W_OK):

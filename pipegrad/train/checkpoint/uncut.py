@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -191,9 +192,13 @@ def write_file(state: Mapping[str, Tensor], path: Path, file_format: str) -> Non
             raise WeightsError(f"{path} is there already: name another file, or remove it")
         if not path.parent.is_dir():
             raise WeightsError(f"{path} cannot be written: there is no folder {path.parent}")
-        with run_files.private_folder(path) as folder:
-            FORMATS[file_format](state, folder / path.name)
-            run_files.publish(folder / path.name, path)
+        # No other user can enter the folder, and a library opens files in it by name.
+        with tempfile.TemporaryDirectory(dir=path.parent, prefix=f"{path.name}.") as folder:
+            written = Path(folder) / path.name
+            FORMATS[file_format](state, written)
+            with written.open("rb") as file:
+                os.fsync(file.fileno())
+            written.replace(path)
     except PipegradError:
         raise
     except Exception as error:  # of torch or safetensors, and OSErrors
