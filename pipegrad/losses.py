@@ -91,6 +91,8 @@ def chunked_cross_entropy(
     labels = labels.masked_fill(~counts, 0)
     of_classes = None if weight is None else weight.detach().to(total)
     of_label = counts.to(total) if of_classes is None else of_classes[labels] * counts
+    own, even = (1.0 - label_smoothing) * of_label, counts.to(total) * (label_smoothing / len(head))
+    every = own + even * (len(head) if of_classes is None else of_classes.sum())
     losses: Tensor = HeadLoss.apply(  # type: ignore[no-untyped-call]
         hidden.flatten(0, -2),
         head,
@@ -98,10 +100,10 @@ def chunked_cross_entropy(
         _Options(
             labels=labels,
             counts=counts,
-            of_label=of_label,
-            classes=len(head),
+            own=own,
+            even=even if label_smoothing else None,
+            every=every,
             of_classes=of_classes,
-            smoothing=label_smoothing,
             scale=scale,
             softcap=softcap,
             chunk=max(1, chunk_bytes // total.itemsize),
@@ -159,10 +161,10 @@ class _Options(NamedTuple):
     Attributes:
         labels: ``(tokens,)``, 0 where they do not count.
         counts: ``(tokens,)``, whether they do.
-        of_label: ``(tokens,)``, the weight of each label, 0 where it does not count.
-        classes: How many.
+        own: ``(tokens,)``, by how much the logit of each label counts, 0 where it does not.
+        even: ``(tokens,)``, what smoothing gives to each class; None without smoothing.
+        every: ``(tokens,)``, by how much all probabilities count.
         of_classes: Weights of classes, ``(classes,)``; None if all are 1.
-        smoothing: Of labels.
         scale: Of logits.
         softcap: Of logits, behind it.
         chunk: How many logits there are at a time.
@@ -173,10 +175,10 @@ class _Options(NamedTuple):
 
     labels: Tensor
     counts: Tensor
-    of_label: Tensor
-    classes: int
+    own: Tensor
+    even: Tensor | None
+    every: Tensor
     of_classes: Tensor | None
-    smoothing: float
     scale: float
     softcap: float | None
     chunk: int
@@ -198,11 +200,6 @@ class _Options(NamedTuple):
             logits.div_(self.softcap).tanh_().mul_(self.softcap)
         return logits
 
-    def even(self) -> tuple[float, Tensor | float]:
-        """Returns what smoothing gives to each class, and the sum of their weights."""
-        total = self.classes if self.of_classes is None else self.of_classes.sum()
-        return self.smoothing / self.classes, total
-
     def losses(self, logits: Tensor, rows: slice) -> Tensor:
         """Returns the losses of rows, less their part of the logarithms of sums, ``(rows,)``.
 
@@ -210,20 +207,11 @@ class _Options(NamedTuple):
             logits: ``(rows, classes)``, less the largest of each row.
             rows: Of the tokens.
         """
-        own = logits.gather(1, self.labels[rows, None]).squeeze(1)
-        losses = -own * (1.0 - self.smoothing) * self.of_label[rows]
-        if not self.smoothing:
-            return losses
-        part, _ = self.even()
-        every = logits.sum(1) if self.of_classes is None else logits @ self.of_classes
-        return losses.addcmul_(self.counts[rows].to(every.dtype), every, value=-part)
-
-    def every(self, rows: slice) -> Tensor:
-        """Returns by how much all probabilities of rows count, ``(rows,)``."""
-        part, total = self.even()
-        return (1.0 - self.smoothing) * self.of_label[rows] + self.counts[rows] * (
-            torch.as_tensor(part * total, dtype=self.total, device=self.counts.device)
-        )
+        losses = -logits.gather(1, self.labels[rows, None]).squeeze(1) * self.own[rows]
+        if self.even is not None:
+            total = logits.sum(1) if self.of_classes is None else logits @ self.of_classes
+            losses.addcmul_(self.even[rows], total, value=-1)
+        return losses
 
     def slope(self, logits: Tensor) -> Tensor | None:
         """Returns the derivative of a soft cap, ``(rows, classes)``; None if there is none."""
@@ -243,17 +231,16 @@ class _Options(NamedTuple):
             first: See `exps`.
             times: What each loss is multiplied with, ``(rows,)``.
         """
-        result = exps.mul_((self.every(rows) * times / sums)[:, None])
+        result = exps.mul_((self.every[rows] * times / sums)[:, None])
         at = (self.labels[rows] - first)[:, None]
         is_here = (at >= 0) & (at < exps.shape[1])
-        own = ((1.0 - self.smoothing) * self.of_label[rows] * times)[:, None] * is_here
+        own = (self.own[rows] * times)[:, None] * is_here
         result.scatter_add_(1, at.clamp(0, exps.shape[1] - 1), -own)
-        if self.smoothing:
-            part, _ = self.even()
-            even = (self.counts[rows] * times * part)[:, None]
-            of_classes = self.of_classes
-            here = None if of_classes is None else of_classes[first : first + exps.shape[1]]
-            result.sub_(even if here is None else even * here)
+        if self.even is not None:
+            even = (self.even[rows] * times)[:, None]
+            if self.of_classes is not None:
+                even = even * self.of_classes[first : first + exps.shape[1]]
+            result.sub_(even)
         return result
 
 
@@ -272,7 +259,7 @@ class HeadLoss(torch.autograd.Function):
         needs_hidden = options.is_trained and ctx.needs_input_grad[0]
         scale: Tensor | float = 1.0
         if dtype == torch.float16 and tokens:
-            scale = _HALF_SCALE / (options.of_label.amax() * abs(options.scale)).clamp(min=1.0)
+            scale = _HALF_SCALE / (options.every.amax() * abs(options.scale)).clamp(min=1.0)
         of_hidden = torch.empty_like(hidden, dtype=dtype) if needs_hidden else None
         memory = hidden.new_empty(3, tokens, dtype=options.total)
         losses, most, sums = memory
@@ -292,7 +279,7 @@ class HeadLoss(torch.autograd.Function):
                     torch.mm(by.to(dtype), cast, out=of_hidden[rows])
                     del by
                 del logits, slope  # before the next ones are made
-            losses += options.every(slice(0, tokens)) * sums.log()
+            losses += options.every * sums.log()
             losses.masked_fill_(~options.counts, 0.0)  # whatever their states are
         ctx.options, ctx.scale = options, scale
         ctx.weight_waits = False  # set where a backward is split: see `split_backward`
