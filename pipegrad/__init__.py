@@ -105,7 +105,4 @@ def __dir__() -> list[str]:
 
 
 if os.environ.get("PIPEGRAD_CHECK_ORDER") == "1":
-    from pipegrad.testing.ordering.checker import watch_process
-
-    watch_process()
-    del watch_process
+    importlib.import_module("pipegrad.testing.ordering.checker").watch_process()

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import sys
-from importlib.util import find_spec
-from pathlib import Path
+from contextlib import suppress
+from importlib import metadata
 
 OLDEST = (2, 11)
 
@@ -26,17 +24,6 @@ def refuse_old(version: str) -> None:
         )
 
 
-def installed() -> str:
-    """Returns the version of torch, read in its folder: importing it takes two seconds."""
-    if "torch" not in sys.modules and (spec := find_spec("torch")) is not None:
-        for folder in spec.submodule_search_locations or ():
-            file = Path(folder) / "version.py"
-            found = re.search(
-                r"""__version__ = ['"](.*)['"]""", file.read_text() if file.exists() else ""
-            )
-            if found:
-                return found[1]
-    return str(importlib.import_module("torch").__version__)
-
-
-refuse_old(installed())
+# The version of the installation: importing torch takes two seconds.
+with suppress(metadata.PackageNotFoundError):
+    refuse_old(metadata.version("torch"))

@@ -37,7 +37,7 @@ CORE = [
 ]
 # What stands beside a step: each may import the core too, and what is above it here.
 TOOLS = [
-    *("partition", "observe", "train", "audit", "commands", "cli", "__main__", "pytest_plugin"),
+    *("partition", "observe", "train", "audit", "commands", "cli", "__main__"),
 ]
 # Where a product file may read or write what can run code when it is read.
 MAY_PICKLE = {

@@ -19,8 +19,11 @@ def beside_old_torch(
     tmp_path: Path, *words: str, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """Runs Python where torch is 2.10.1."""
-    (tmp_path / "torch").mkdir()
-    (tmp_path / "torch" / "__init__.py").write_text('__version__ = "2.10.1+cu130"\n')
+    installed = tmp_path / "torch-2.10.1+cu130.dist-info"
+    installed.mkdir()
+    (installed / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: torch\nVersion: 2.10.1+cu130\n"
+    )
     path = os.pathsep.join([str(tmp_path), str(ROOT), str(ROOT / "handlers")])
     environment = {**os.environ, "PYTHONPATH": path, **variables}
     return subprocess.run(
