@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from pipegrad.comm.activity import Activity
 from pipegrad.comm.agreement import agree
@@ -21,7 +21,7 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import local
-from pipegrad.plan.buckets import Bucket
+from pipegrad.plan.plan import Pack
 from pipegrad.plugins.handler import Placement
 
 Parameters = Mapping[str, LiveParameter]
@@ -29,53 +29,39 @@ Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
 Sets = tuple[tuple[int, ...], ...]
 """Of a copy: the ranks of each reduction along which it is equal."""
-Facts = tuple[tuple[int, ...], Sets]
-"""What a rank says of its copy: its checksum, and along which ranks it is equal."""
+Facts = tuple[int, Sets]
+"""Of a copy on one rank: its checksum, and along which ranks it is equal."""
 
-_LEAST = torch.iinfo(torch.int64).min
 _WHY = (
     "Something changed them differently: other options of the optimizer (weight_decay, lr), "
     "clipping by the norm of one rank's gradients (call sync.clip_grad_norm_), values written on "
     "one rank, or behind publish(); or a bit has flipped in memory."
 )
-_GONE = "none that differs still, so they are written while they are compared"
 
 
-def make_equal(
-    packs: Sequence[Bucket], parameters: Parameters, groups: Groups, device: torch.device
-) -> None:
+def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) -> None:
     """Copies every parameter from the lowest rank that holds it to all replicas.
 
     Args:
         packs: This rank's parameters by route, in the order of all ranks.
         parameters: Of this rank, by key.
         groups: The communicators; those of comm stream 0 are used.
-        device: Of the parameters.
 
     Sync: on the current stream. One broadcast for each reduction of a pack, of a flat copy.
     """
     # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
     # reduction already has the values of the owners before it, so all ranks end with the same bits.
-    for pack in packs:
-        flat = _gather(pack, parameters, device)
-        for step in pack.route:
+    for route, keys in packs:
+        tensors = [local(parameters[key].parameter).detach() for key in keys]
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        for step in route:
             # Bytes can be sent on every backend. Some backends lack other dtypes.
             group = groups.of(step.ranks, 0)
             with Activity("the values of all copies", step.ranks):
                 broadcast(flat.view(torch.uint8), step.owner, group)
-        with torch.no_grad():
-            for slot in pack.slots:
-                view = flat.as_strided(slot.shape, slot.stride, slot.offset)
-                local(parameters[slot.key].parameter).copy_(view)
-        del flat  # otherwise two copies would exist at a time
-
-
-def _gather(pack: Bucket, parameters: Parameters, device: torch.device) -> torch.Tensor:
-    flat = torch.zeros(pack.payload_numel, dtype=pack.dtype, device=device)
-    for slot in pack.slots:
-        view = flat.as_strided(slot.shape, slot.stride, slot.offset)
-        view.copy_(local(parameters[slot.key].parameter).detach())
-    return flat
+        for tensor, values in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(values.view(tensor.shape))
+        del flat, values  # otherwise two copies would exist at a time
 
 
 def is_compared(number: int, every: int) -> bool:
@@ -103,27 +89,24 @@ class DriftCheck:
         with_main: Keys of the parameters that have master copies, the same on all ranks.
         groups: The communicators; those of comm stream 0 are used.
         ranks: All ranks.
-        device: Of this rank.
         agree_seconds: How long the ranks wait for each other if copies differ.
         every: Steps between two comparisons; see `is_compared`.
     """
 
     def __init__(
         self,
-        packs: Sequence[Bucket],
+        packs: Sequence[Pack],
         parameters: Parameters,
         with_main: Collection[str],
         *,
         groups: Groups,
         ranks: Sequence[int],
-        device: torch.device,
         agree_seconds: float,
         every: int,
     ) -> None:
         self._parameters = parameters
         self._groups = groups
         self._ranks = ranks
-        self._device = device
         self._agree_seconds = agree_seconds
         self._every = every
         self._num_steps = 0
@@ -132,15 +115,16 @@ class DriftCheck:
         self._last_equal: int | None = None
         self._is_wanted = False  # whether the next step must compare
         self._copies: dict[Name, Sets] = {}
-        for pack in packs:
-            everywhere = tuple(dict.fromkeys(step.ranks for step in pack.route))
+        for route, keys in packs:
+            everywhere = tuple(dict.fromkeys(step.ranks for step in route))
             # With SHARD each rank has another part of a master copy. With OWNER one rank has it.
-            mains = (s.ranks for s in pack.route if s.placement is Placement.REPLICATE)
+            # All ranks of a REPLICATE have the same part, or none has a part.
+            mains = (step.ranks for step in route if step.placement is Placement.REPLICATE)
             replicated = tuple(dict.fromkeys(mains))
-            for slot in pack.slots:
-                self._copies[slot.key, False] = everywhere
-                if slot.key in with_main and replicated:
-                    self._copies[slot.key, True] = replicated
+            for key in keys:
+                self._copies[key, False] = everywhere
+                if key in with_main and parameters[key].main_shard is not None:
+                    self._copies[key, True] = replicated
         self._over: dict[tuple[int, ...], list[Name]] = {}  # ranks -> copies along them
         for name, sets in self._copies.items():
             for members in sets:
@@ -178,18 +162,17 @@ class DriftCheck:
         Raises:
             DriftError: If they differ. It names parameters and ranks.
         """
-        if self._groups.world is not None:
-            self._refuse(self._differing())
-
-    def _refuse(self, differing: Sequence[Name]) -> None:
-        """Raises an error on all ranks if copies differ on any."""
+        if self._groups.world is None:
+            return
+        sums = {name: checksum(self._tensor(name)) for name in self._copies}
+        differing = self._differing(sums)
         # Other ranks may hold none of the parameters that differ. They must raise too, so all ranks
         # reduce a flag first.
         number = self._first + self._num_steps
         if not self._groups.is_anywhere(bool(differing)):
             self._last_equal = number
             return
-        listing = "; ".join(self._odd_copies(differing)) or _GONE
+        listing = "; ".join(self._odd_copies(differing, sums))
         last = self._last_equal
         when = f"in step {number}" + ("" if last is None else f", and were equal in step {last}")
         raise DriftError(
@@ -197,66 +180,47 @@ class DriftCheck:
             f"{_WHY} Correct it, and call synchronize_parameters()"
         )
 
-    def _odd_copies(self, differing: Sequence[Name]) -> list[str]:
+    def _tensor(self, name: Name) -> torch.Tensor:
+        key, is_main = name
+        parameter = self._parameters[key]
+        if not is_main:
+            return local(parameter.parameter)
+        assert parameter.main_shard is not None
+        return parameter.main_shard.tensor
+
+    def _differing(self, sums: Mapping[Name, torch.Tensor]) -> list[Name]:
+        """Returns the copies that differ over the ranks of a reduction, the same on all of these.
+
+        Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
+        """
+        differing: list[Name] = []
+        # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
+        for ranks, names in sorted(self._over.items()):
+            # The maximum of the complements is the complement of the minimum. So one reduction
+            # compares any number of copies: they are equal if maximum and minimum are.
+            values = torch.cat([sums[name] for name in names])
+            table = torch.stack([values, ~values])
+            with Activity("the checksums of all copies", ranks):
+                all_reduce(table, self._groups.of(ranks, 0), dist.ReduceOp.MAX)
+            unequal = (table[0] != ~table[1]).tolist()
+            differing += [n for n, differs in zip(names, unequal, strict=True) if differs]
+        return differing
+
+    def _odd_copies(
+        self, differing: Sequence[Name], sums: Mapping[Name, torch.Tensor]
+    ) -> list[str]:
         """Returns which copies differ from which, in words, the same on all ranks."""
         ranks, seconds = self._ranks, self._agree_seconds
         names = agree("check_replicas", lambda: differing, ranks=ranks, timeout_seconds=seconds)
         wanted = sorted({name for reply in names for name in reply})
-        facts = partial(self._facts, wanted)
-        replies = agree("checksums", facts, ranks=ranks, timeout_seconds=seconds)
+        facts = {n: (int(sums[n]), sets) for n, sets in self._copies.items() if n in wanted}
+        replies = agree("checksums", lambda: facts, ranks=ranks, timeout_seconds=seconds)
         of_ranks = dict(zip(ranks, replies, strict=True))
         return [
             words
             for name in wanted
             for words in odd_copies(name, {r: x[name] for r, x in of_ranks.items() if name in x})
         ]
-
-    def _tensor(self, name: Name) -> torch.Tensor | None:
-        """Returns the tensor of a copy, without version counter of the parameter.
-
-        None for a master copy, or a part of one, that another rank steps.
-        """
-        parameter = self._parameters[name[0]]
-        if not name[1]:
-            return local(parameter.parameter).data
-        main_shard = parameter.main_shard
-        return main_shard.tensor.data if main_shard is not None and main_shard.copied else None
-
-    def _facts(self, names: Collection[Name]) -> dict[Name, Facts]:
-        """Returns what this rank says of its copies of some names."""
-        return {
-            name: (tuple(checksum(tensor).tolist()), sets)
-            for name, sets in self._copies.items()
-            if name in names and (tensor := self._tensor(name)) is not None
-        }
-
-    def _differing(self) -> list[Name]:
-        """Returns the copies that differ over the ranks of a reduction, the same on all of these.
-
-        Sync: on the current stream; one all-reduce over each set of ranks. The host waits for it.
-        """
-        rows = {name: self._row(name) for name in self._copies}
-        differing = []
-        # All ranks go through the sets of ranks in one order, so they cannot wait in a circle.
-        for ranks, names in sorted(self._over.items()):
-            table = torch.stack([rows[name] for name in names])
-            with Activity("the checksums of all copies", ranks):
-                all_reduce(table, self._groups.of(ranks, 0), dist.ReduceOp.MAX)
-            largest, complements = table.chunk(2, dim=1)
-            is_nowhere = (largest == _LEAST) & (complements == _LEAST)
-            unequal = ((largest != ~complements) & ~is_nowhere).any(dim=1).tolist()
-            differing += [n for n, differs in zip(names, unequal, strict=True) if differs]
-        return differing
-
-    def _row(self, name: Name) -> torch.Tensor:
-        """Returns the sum and its complement; the least numbers if the tensor is not here."""
-        # The maximum of the complements is the complement of the minimum. So one reduction compares
-        # any number of copies: they are equal if maximum and minimum are.
-        tensor = self._tensor(name)
-        if tensor is None:
-            return torch.full((2,), _LEAST, device=self._device)
-        value = checksum(tensor)
-        return torch.cat([value, ~value])
 
 
 def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
@@ -270,7 +234,7 @@ def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
     """
     key, is_main = name
     what = f"the master copy of {key!r}" if is_main else repr(key)
-    for ranks in _connected(facts):
+    for ranks in _linked(facts):
         counts = Counter(facts[rank][0] for rank in ranks)
         [(sums, number)] = counts.most_common(1)
         odd = [rank for rank in ranks if facts[rank][0] != sums]
@@ -280,22 +244,20 @@ def odd_copies(name: Name, facts: Mapping[int, Facts]) -> Iterator[str]:
             yield f"{what} over ranks {ranks}"
 
 
-def _connected(facts: Mapping[int, Facts]) -> Iterator[list[int]]:
-    """Yields the ranks that are linked by any groups, each set once and ascending."""
+def _linked(facts: Mapping[int, Facts]) -> list[list[int]]:
+    """Returns the ranks that are linked by any groups, each set once and ascending."""
     # A tied parameter of replicas is equal over the holders of the tie, and over the replicas. No
     # single group has all of its copies.
-    remaining = sorted(facts)
-    while remaining:
-        linked, new = set[int](), {remaining[0]}
-        while new:
-            linked |= new
-            groups = [group for rank in new for group in facts[rank][1]]
-            new = {rank for group in groups for rank in group if rank in facts} - linked
-        yield sorted(linked)
-        remaining = [rank for rank in remaining if rank not in linked]
+    linked: list[set[int]] = []
+    for group in {group for _, groups in facts.values() for group in groups}:
+        joined = [each for each in linked if not each.isdisjoint(group)]
+        linked = [each for each in linked if each not in joined]
+        linked.append(set(group).union(*joined))
+    return sorted(sorted(each & facts.keys()) for each in linked)
 
 
-_BLOCK = 1024  # words of 8 bytes
+_WORD_BYTES = 8
+_BLOCK = 1024  # words
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -309,34 +271,19 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     # Integers, so that the order of additions does not matter. Sums wrap around modulo 2^64. All
     # weights are odd, so the product of a change and a weight is never a multiple of 2^64.
-    words, rest = _words(tensor)
+    flat = bytes_of(tensor)
+    if flat.storage_offset() % _WORD_BYTES:  # a view of another tensor; words must begin at words
+        flat = flat.clone()
+    num_blocks = flat.numel() // (_WORD_BYTES * _BLOCK)
+    end = num_blocks * _WORD_BYTES * _BLOCK
+    rest = nn.functional.pad(flat[end:], (0, -flat.numel() % _WORD_BYTES)).view(torch.int64)
     # A weight for each word would be a second tensor as large as the first. So blocks have weights,
     # and the words of a block are summed.
-    whole = words.numel() // _BLOCK * _BLOCK
-    total = words[whole:].sum()
-    if rest is not None:
-        total = total + rest
-    if whole:
-        blocks = words[:whole].view(-1, _BLOCK).sum(1)
-        weights = torch.arange(3, 2 * blocks.numel() + 3, 2, device=blocks.device)
-        total = total + (blocks * weights).sum()
-    return total.reshape(1)
+    blocks = flat[:end].view(torch.int64).view(num_blocks, _BLOCK).sum(1)
+    weights = torch.arange(3, 2 * num_blocks + 3, 2, device=flat.device)
+    return ((blocks * weights).sum() + rest.sum()).reshape(1)
 
 
 def bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a tensor, uint8 ``(nbytes,)``, in row-major order."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)
-
-
-def _words(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Returns the whole words of a tensor, int64, and the padded word of the bytes after them."""
-    flat = bytes_of(tensor)
-    if flat.storage_offset() % 8:  # a view of another tensor; words must begin at words
-        flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64)
-    if whole == flat.numel():
-        return words, None
-    rest = flat.new_zeros(8)
-    rest[: flat.numel() - whole] = flat[whole:]
-    return words, rest.view(torch.int64)[0]

@@ -348,7 +348,6 @@ def set_up(
         ),
         groups=groups,
         ranks=sorted(topology.ranks),
-        device=device,
         agree_seconds=agree_seconds,
         every=agreed.check_every,
     )

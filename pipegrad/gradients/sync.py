@@ -589,7 +589,7 @@ class GradientSync(Step):
         self.reshard()
         parts = self._parts
         # Values first: shards and master copies are made of them, and must be equal on all ranks.
-        make_equal(self.plan.packs, self._parameters, parts.groups, self.device)
+        make_equal(self.plan.packs, self._parameters, parts.groups)
         for parameter in self._parameters.values():
             parameter.move()
         self._parameter_sync.forget()

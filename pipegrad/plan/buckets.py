@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.routes import Route, signature
-from pipegrad.plugins.handler import ParameterRecord, Placement, ReductionStep
+from pipegrad.plan.options import GradientOptions
+from pipegrad.plan.routes import Divisors, Route, signature
+from pipegrad.plugins.handler import ParameterRecord, Placement
 from pipegrad.printable import printable
+from pipegrad.topology import Topology
 
 _ALIGN_BYTES = 64
 
@@ -113,15 +116,10 @@ class Bucket:
         return (numel // shards,) * len(reduction.ranks)
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
-        """Returns the part of each slot that `rank` has, with offsets inside its region.
-
-        Once the bucket was scattered, a part is flat. It is empty if the region has no element of
-        the slot.
-        """
-        region = self.region(rank, num_steps)
+        """Returns the slot of each gradient; one for the whole region once it was scattered."""
         if not any(step.placement.scatters for step in self.route[:num_steps]):
             return self.slots
-        return tuple(_piece(slot, region) for slot in self.slots)
+        return (Slot("", 0, (len(self.region(rank, num_steps)),), (1,)),)
 
     def name_of(self, step: int) -> str:
         """Returns the name of a reduction of its route, for people."""
@@ -142,13 +140,6 @@ class Bucket:
         return any(step.syncs_parameters for step in self.route)
 
 
-def _piece(slot: Slot, region: range) -> Slot:
-    """Returns the elements of a slot that lie in a region, counted from its start."""
-    part = slot.within(region)
-    offset = slot.offset + part.start - region.start if part else 0
-    return Slot(slot.key, offset, (len(part),), (1,))
-
-
 # [Note: shards] After a reduction with SHARD or WHOLE, a rank continues with one region of the
 # payload, and with the flags. The flags are copied to right behind the region, over elements that
 # belong to other ranks now. So the later reductions of the route also have one flat tensor, the
@@ -156,32 +147,20 @@ def _piece(slot: Slot, region: range) -> Slot:
 # The part goes with the last gradient that is in it.
 
 
-def empty_bucket(
-    record: ParameterRecord,
-    route: Route,
-    ticks: Sequence[int],
-    *,
-    dtype: torch.dtype | None = None,
-    wire_dtype: torch.dtype | None = None,
-    sum_dtype: torch.dtype | None = None,
-    divisor: float = 1.0,
-) -> Bucket:
-    """Returns a bucket of the kind of a parameter, without slots. Its dtype is the default."""
-    dtype = dtype or record.dtype
-    wire = wire_dtype or dtype
-    wide = torch.promote_types(wire, sum_dtype or wire)
-    ready = max(ticks[stage] for stage in record.holders)
-    holders, sent = record.holders, record.dtype
-    return Bucket(0, ready, holders, dtype, wire, wide, sent, route, (), 0, divisor=divisor)
+class Kind(NamedTuple):
+    """The facts that the gradients of a bucket share.
 
+    It contains no rank, because buckets must be equal on all ranks. So it has the mesh axes of the
+    route, and the stages that hold the parameters.
+    """
 
-def _kind(bucket: Bucket) -> tuple[object, ...]:
-    """Returns what is equal for parameters that may share a bucket. It contains no rank."""
-    # Buckets must be equal on all ranks. So the route counts by its mesh axes, and the holders by
-    # their stages. The dtype of the parameter counts only if parameters are sent.
-    sent = str(bucket.parameter_dtype) if bucket.syncs_parameters else ""
-    dtypes = (str(bucket.dtype), str(bucket.wire_dtype), sent)
-    return (bucket.ready, bucket.holders, signature(bucket.route), dtypes, bucket.divisor)
+    ready: int
+    holders: tuple[int, ...]
+    signature: tuple[tuple[str, ...], ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    parameter_dtype: torch.dtype | None  # None if parameters are not sent
+    divisor: float
 
 
 def in_few_words(keys: Sequence[str]) -> str:
@@ -190,33 +169,89 @@ def in_few_words(keys: Sequence[str]) -> str:
 
 
 def make_buckets(
-    manifest: Manifest, kinds: Iterable[tuple[ParameterRecord, Bucket]], capacity_bytes: int
-) -> list[Bucket]:
-    """Returns buckets of parameters of one kind, in reverse position, numbered by readiness.
+    manifest: Manifest,
+    topology: Topology,
+    routes: Mapping[str, Route],
+    divisors: Divisors,
+    options: GradientOptions,
+) -> tuple[Bucket, ...]:
+    """Returns the buckets of all ranks, numbered by readiness.
 
     Args:
         manifest: The agreed model.
-        kinds: Each parameter, with its `empty_bucket`.
-        capacity_bytes: Bytes on the wire at which a bucket is closed.
+        topology: Of any rank.
+        routes: Key -> route, on any rank that holds it.
+        divisors: Key -> divisor of its gradient.
+        options: Of the gradient layer.
     """
+    alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
+    several = options.shared_ticks or alone
     # Backward completes gradients in the reverse order of the model. With buckets in this order,
-    # the first bucket is complete early, and its collective runs beside the rest of the backward.
-    families: dict[tuple[object, ...], tuple[Bucket, list[ParameterRecord]]] = {}
-    for record, kind in sorted(kinds, key=lambda x: (x[0].position, x[0].key), reverse=True):
-        families.setdefault(_kind(kind), (kind, []))[1].append(record)
+    # the first bucket is complete early, and its collective runs during the rest of the backward.
+    families: dict[Kind, list[ParameterRecord]] = {}
+    for record in sorted(manifest.parameters, key=lambda x: (x.position, x.key), reverse=True):
+        route = routes.get(record.key, ())
+        if not route or not record.requires_grad:
+            continue
+        ticks = several if topology.crosses(record.holders) else alone
+        dtype = manifest.entries(record.key)[0].gradient_dtype
+        kind = Kind(
+            ready=max(ticks[stage] for stage in record.holders),
+            holders=record.holders,
+            signature=signature(route),
+            dtype=dtype,
+            wire_dtype=options.reduce_dtype or dtype,
+            parameter_dtype=record.dtype if any(s.syncs_parameters for s in route) else None,
+            divisor=divisors.get(record.key, 1.0),
+        )
+        families.setdefault(kind, []).append(record)
     cuts = [
         (kind, cut)
-        for kind, family in families.values()
-        for cut in _cut(kind, family, capacity_bytes)
+        for kind, family in families.items()
+        for cut in cut_by_bytes(
+            family, kind.wire_dtype, options.bucket_bytes, _num_owners(routes[family[0].key])
+        )
     ]
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
-    cuts.sort(key=lambda x: (x[0].ready, -x[1][-1].position, str(_kind(x[0]))))
-    owners = Owners()
-    return [
-        _filled(replace(kind, index=index), cut, manifest, owners)
+    cuts.sort(key=lambda x: (x[0].ready, -x[1][-1].position, str(x[0])))
+    costs: dict[tuple[int, ...], list[int]] = {}  # ranks of a WHOLE -> what each steps so far
+    return tuple(
+        _bucket(
+            index,
+            kind,
+            cut,
+            manifest=manifest,
+            route=routes[cut[0].key],
+            sum_dtype=options.sum_dtype,
+            costs=costs,
+        )
         for index, (kind, cut) in enumerate(cuts)
-    ]
+    )
+
+
+def _num_owners(route: Route) -> int:
+    """Returns how many ranks divide whole parameters; `make_routes` allows one WHOLE."""
+    return max((len(s.ranks) for s in route if s.placement is Placement.WHOLE), default=1)
+
+
+def cut_by_bytes(
+    records: Iterable[ParameterRecord], dtype: torch.dtype, capacity_bytes: int, least: int = 1
+) -> Iterator[list[ParameterRecord]]:
+    """Yields runs of at most `capacity_bytes`. A larger parameter is a run by itself.
+
+    A run has at least `least` parameters, even if it is larger then.
+    """
+    cut: list[ParameterRecord] = []
+    filled = 0
+    for record in records:
+        nbytes = _aligned(record.numel, dtype) * dtype.itemsize
+        if len(cut) >= least and filled + nbytes > capacity_bytes:
+            yield cut
+            cut, filled = [], 0
+        cut.append(record)
+        filled += nbytes
+    yield cut
 
 
 def step_cost(shape: Sequence[int]) -> int:
@@ -228,84 +263,68 @@ def step_cost(shape: Sequence[int]) -> int:
     return numel * min(rows, numel // rows) if rows else 0
 
 
-class Owners:
-    """Chooses owners for one bucket after the other, and remembers what each rank has so far."""
+def share_out(records: Iterable[ParameterRecord], costs: list[int]) -> list[list[ParameterRecord]]:
+    """Returns the parameters of a bucket that each rank owns.
 
-    def __init__(self) -> None:
-        self._costs: dict[tuple[int, ...], list[int]] = {}
+    The costliest one goes first, to the rank whose steps cost least so far.
 
-    def choose(self, ranks: tuple[int, ...], shapes: Sequence[tuple[int, ...]]) -> list[int]:
-        """Returns the index of the owner of each parameter of a bucket, among `ranks`.
-
-        The costliest one goes first, to the rank whose steps cost least so far.
-        """
-        # Balance inside a bucket also matters: the rank that owns most of it receives most.
-        costs = self._costs.setdefault(ranks, [0] * len(ranks))
-        owners = [0] * len(shapes)
-        for index in sorted(range(len(shapes)), key=lambda i: (-step_cost(shapes[i]), i)):
-            owners[index] = min(range(len(ranks)), key=lambda rank: (costs[rank], rank))
-            costs[owners[index]] += step_cost(shapes[index])
-        return owners
-
-
-def _whole_step(route: Route) -> ReductionStep | None:
-    """Returns the reduction with WHOLE of a route; `make_routes` allows one."""
-    return next((step for step in route if step.placement is Placement.WHOLE), None)
-
-
-def _cut(
-    kind: Bucket, records: Iterable[ParameterRecord], capacity_bytes: int
-) -> Iterable[list[ParameterRecord]]:
-    """Yields runs of at most `capacity_bytes`. A larger gradient is a run by itself.
-
-    With WHOLE, a run has a parameter for each rank, even if it is larger then.
+    Args:
+        records: The parameters.
+        costs: What each rank steps so far; the new costs are added.
     """
-    # If fewer ranks owned a bucket, all the others would send to these few at once.
-    whole = _whole_step(kind.route)
-    least = 1 if whole is None else len(whole.ranks)
-    cut: list[ParameterRecord] = []
-    filled = 0
+    # Balance inside a bucket also matters: the rank that owns most of it receives most.
+    shares: list[list[ParameterRecord]] = [[] for _ in costs]
+    for record in sorted(records, key=lambda x: step_cost(x.shape), reverse=True):
+        owner = costs.index(min(costs))
+        shares[owner].append(record)
+        costs[owner] += step_cost(record.shape)
+    return shares
+
+
+def _bucket(
+    index: int,
+    kind: Kind,
+    records: Sequence[ParameterRecord],
+    *,
+    manifest: Manifest,
+    route: Route,
+    sum_dtype: torch.dtype | None,
+    costs: dict[tuple[int, ...], list[int]],
+) -> Bucket:
+    """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
+    wire, numels = kind.wire_dtype, tuple[int, ...]()
+    for step in route:
+        if step.placement is Placement.WHOLE:
+            shares = share_out(records, costs.setdefault(step.ranks, [0] * len(step.ranks)))
+            records = [record for share in shares for record in share]
+            numels = tuple(sum(_aligned(x.numel, wire) for x in share) for share in shares)
+    slots, offset = [], 0
     for record in records:
-        nbytes = _aligned(record.numel, kind.wire_dtype) * kind.wire_dtype.itemsize
-        if len(cut) >= least and filled + nbytes > capacity_bytes:
-            yield cut
-            cut, filled = [], 0
-        cut.append(record)
-        filled += nbytes
-    yield cut
+        slots.append(Slot(record.key, offset, record.shape, _common_stride(manifest, record)))
+        offset += _aligned(record.numel, wire)
+    # All shards have the same size. The flags are written right after a shard, over a shard of
+    # another rank; see [Note: shards]. So no shard may be smaller than the flags.
+    num_shards = math.prod(len(s.ranks) for s in route if s.placement is Placement.SHARD)
+    minimum = len(slots) * num_shards if num_shards > 1 else 0
+    return Bucket(
+        index=index,
+        ready=kind.ready,
+        holders=kind.holders,
+        dtype=kind.dtype,
+        wire_dtype=wire,
+        sum_dtype=torch.promote_types(wire, sum_dtype or wire),
+        parameter_dtype=records[0].dtype,
+        route=route,
+        slots=tuple(slots),
+        payload_numel=_aligned(max(offset, minimum), wire, num_shards),
+        whole_numels=numels,
+        divisor=kind.divisor,
+    )
 
 
 def _aligned(numel: int, dtype: torch.dtype, num_shards: int = 1) -> int:
     step = max(1, _ALIGN_BYTES // dtype.itemsize) * num_shards
     return -(-numel // step) * step
-
-
-def _filled(
-    kind: Bucket, cut: Sequence[ParameterRecord], manifest: Manifest, owners: Owners
-) -> Bucket:
-    """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
-    if step := _whole_step(kind.route):
-        chosen = owners.choose(step.ranks, [record.shape for record in cut])
-        numels = [0] * len(step.ranks)
-        for record, owner in zip(cut, chosen, strict=True):
-            numels[owner] += _aligned(record.numel, kind.wire_dtype)
-        cut = [cut[i] for i in sorted(range(len(cut)), key=lambda i: chosen[i])]
-        kind = replace(kind, whole_numels=tuple(numels))
-    slots, offset = [], 0
-    for record in cut:
-        slots.append(Slot(record.key, offset, record.shape, _common_stride(manifest, record)))
-        offset += _aligned(record.numel, kind.wire_dtype)
-    return replace(kind, slots=tuple(slots), payload_numel=_padded(offset, len(slots), kind))
-
-
-def _padded(numel: int, num_flags: int, kind: Bucket) -> int:
-    """Returns the number of elements of a payload, so that all shards have the same size."""
-    # The flags are written right behind a shard, over a shard of another rank; see [Note: shards].
-    # So no shard may be smaller than the flags.
-    scattered = (s for s in kind.route if s.placement is Placement.SHARD)
-    shards = math.prod(len(step.ranks) for step in scattered)
-    minimum = num_flags * shards if shards > 1 else 0
-    return _aligned(max(numel, minimum), kind.wire_dtype, shards)
 
 
 def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ...]:
@@ -315,15 +334,10 @@ def _common_stride(manifest: Manifest, record: ParameterRecord) -> tuple[int, ..
     reduction adds elements by position, so all holders must have the same strides.
     """
     strides = {entry.stride for entry in manifest.entries(record.key)}
-    stride = min(strides)
-    row_major = torch.empty(record.shape, device="meta").stride()
-    dims = sorted(zip(stride, record.shape, strict=True))
-    expected = 1
-    for step, size in dims:
-        if size != 1 and step != expected:
-            return tuple(row_major)
-        expected *= size
-    return stride if len(strides) == 1 else tuple(row_major)
+    example = torch.empty_strided(record.shape, min(strides), device="meta")
+    if len(strides) == 1 and torch.ops.aten.is_non_overlapping_and_dense(example):
+        return example.stride()
+    return torch.empty(record.shape, device="meta").stride()
 
 
 def localised(

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import Bucket, empty_bucket, in_few_words, localised, make_buckets
+from pipegrad.plan.buckets import Bucket, cut_by_bytes, in_few_words, localised, make_buckets
 from pipegrad.plan.check import check_routes, check_sums
 from pipegrad.plan.options import DEFAULT_OPTIONS, GradientOptions
 from pipegrad.plan.routes import (
@@ -21,6 +21,7 @@ from pipegrad.plan.routes import (
     make_routes,
     part_of,
     shared_routes,
+    signature,
     steps_taken,
 )
 from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
@@ -77,6 +78,10 @@ class MainRange:
     sharded: bool
 
 
+Pack = tuple[Route, tuple[str, ...]]
+"""Parameters, frozen ones too, that are made equal together: their route and their keys."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """Everything one rank does with gradients, in order.
@@ -90,7 +95,7 @@ class Plan:
         trained_numel: Elements of all trained parameters that this rank holds.
         syncs_parameters: Whether any rank needs a parameter sync.
         routes: Key -> route, for every parameter that this rank reduces or keeps equal.
-        packs: Buckets of parameters (frozen ones too), for making replicas equal.
+        packs: The parameters of this rank, for making replicas equal.
         groups: Process groups of all ranks, as (ranks, comm stream or `second_communicator` of a
             comm stream). All ranks make them in this order.
         digest: Of the routes and buckets of all ranks. Equal digests mean that plans fit together.
@@ -109,7 +114,7 @@ class Plan:
     trained_numel: int
     syncs_parameters: bool
     routes: tuple[tuple[str, Route], ...]
-    packs: tuple[Bucket, ...]
+    packs: tuple[Pack, ...]
     groups: tuple[tuple[tuple[int, ...], int], ...]
     digest: str
     divisors: tuple[tuple[str, float], ...] = ()
@@ -230,103 +235,82 @@ def make_plans(
     Raises:
         PlanError: If handlers contradict each other or the topology, or leave a tie uncovered.
     """
-    shared = _plan_shared(manifest, topology, handlers, options)
-    chosen = topology.ranks if ranks is None else ranks
-    return {rank: _plan_of(topology.at(rank), manifest, shared, options) for rank in chosen}
-
-
-@dataclass(frozen=True)
-class _Shared:
-    """The part of a plan that is the same on all ranks."""
-
-    routes: Routes
-    divisors: Divisors
-    buckets: tuple[Bucket, ...]
-    packs: tuple[Bucket, ...]
-    independent: tuple[tuple[str, ...], str]  # the dimensions, and the handler
-    groups: tuple[tuple[tuple[int, ...], int], ...]
-    digest: str
-    matrices: frozenset[str]
-
-
-def _plan_shared(
-    manifest: Manifest,
-    topology: Topology,
-    handlers: Sequence[tuple[str, GradientHandler]],
-    options: GradientOptions,
-) -> _Shared:
-    """Makes the routes and buckets of all ranks."""
     # Every rank computes this from the same manifest, and gets the same result. So bucket numbers
     # and communicators need no further message; `digest` is compared as a check.
     routes, divisors, matrices = make_routes(manifest, topology, handlers)
     check_routes(manifest, topology, routes, options.allow_unsynced)
-    independent = independent_axes(manifest, topology, handlers, routes)
+    axes, by = independent_axes(manifest, topology, handlers, routes)
     shared = shared_routes(routes)
-    alone = options.stage_ticks or range(topology.num_stages - 1, -1, -1)
-    several = options.shared_ticks or alone
-    records = {r.key: r for rank in routes for r in manifest.records(topology.at(rank))}
-    agreed = [(records[key], route) for key, route in shared.items()]
-    gradients = [
-        (
-            record,
-            empty_bucket(
-                record,
-                route,
-                several if topology.crosses(record.holders) else alone,
-                dtype=manifest.entries(record.key)[0].gradient_dtype,
-                wire_dtype=options.reduce_dtype,
-                sum_dtype=options.sum_dtype,
-                divisor=divisors.get(record.key, 1.0),
-            ),
-        )
-        for record, route in agreed
-        if record.requires_grad and route
-    ]
-    buckets = tuple(make_buckets(manifest, gradients, options.bucket_bytes))
+    buckets = make_buckets(manifest, topology, shared, divisors, options)
     check_sums(buckets, dict(handlers))
-    parameters = [(record, empty_bucket(record, route, alone)) for record, route in agreed]
-    packs = tuple(make_buckets(manifest, parameters, options.bucket_bytes))
     # `check_routes` has checked that the mesh and a parameter's route on one rank decide its routes
     # on all ranks.
-    decided = (topology.axes, topology.ranks, shared, buckets, packs, divisors, independent)
-    return _Shared(
-        routes=routes,
-        divisors=divisors,
-        buckets=buckets,
-        packs=packs,
-        independent=independent,
-        groups=_groups(topology, independent[0], routes, buckets, options.comm_streams),
+    decided = (topology.axes, topology.ranks, shared, buckets, divisors, axes, by)
+    of_rank = partial(
+        Plan,
+        syncs_parameters=any(bucket.syncs_parameters for bucket in buckets),
+        groups=_groups(topology, axes, routes, buckets, options.comm_streams),
         digest=hashlib.sha256(repr(decided).encode()).hexdigest(),
+        independent_axes=axes,
+        independent_by=by,
         matrices=matrices,
     )
+    return {
+        rank: _plan_of(
+            of_rank,
+            topology.at(rank),
+            manifest,
+            options,
+            routes=routes,
+            divisors=divisors,
+            buckets=buckets,
+        )
+        for rank in (topology.ranks if ranks is None else ranks)
+    }
 
 
-def _plan_of(view: Topology, manifest: Manifest, shared: _Shared, options: GradientOptions) -> Plan:
-    """Makes the plan of ``view.rank``."""
-    rank, route_of = view.rank, shared.routes[view.rank]
+def _plan_of(
+    of_rank: Callable[..., Plan],
+    view: Topology,
+    manifest: Manifest,
+    options: GradientOptions,
+    *,
+    routes: Routes,
+    divisors: Divisors,
+    buckets: Iterable[Bucket],
+) -> Plan:
+    """Makes the plan of ``view.rank``; `of_rank` has what is the same on all ranks."""
+    rank, route_of = view.rank, routes[view.rank]
     held = manifest.records(view)
     trained = [record for record in held if record.requires_grad]
     shards = {record.key: manifest.shard(rank, record.key) for record in held}
     shapes = {key: shard.shape for key, shard in shards.items() if shard is not None}
-    buckets = localised(shared.buckets, route_of, shapes)
-    packs = localised(shared.packs, route_of, shapes)
-    return Plan(
+    local = localised(buckets, route_of, shapes)
+    return of_rank(
         rank=rank,
-        buckets=buckets,
-        launches=_launches(buckets, rank, options.comm_streams),
-        publishes=_publishes(buckets, view, shared.routes, options.comm_streams),
-        main_ranges=tuple(_main_ranges(trained, buckets, route_of, rank)),
+        buckets=local,
+        launches=_launches(local, rank, options.comm_streams),
+        publishes=_publishes(local, view, routes, options.comm_streams),
+        main_ranges=tuple(_main_ranges(trained, local, route_of, rank)),
         trained_numel=sum(record.numel for record in trained),
-        syncs_parameters=any(bucket.syncs_parameters for bucket in shared.buckets),
         routes=tuple(route_of.items()),
-        packs=packs,
-        independent_axes=shared.independent[0],
-        independent_by=shared.independent[1],
-        groups=shared.groups,
-        digest=shared.digest,
-        divisors=tuple((r.key, shared.divisors[r.key]) for r in held if r.key in shared.divisors),
-        matrices=shared.matrices,
+        packs=tuple(_packs(held, route_of, options.bucket_bytes)),
+        divisors=tuple((r.key, divisors[r.key]) for r in held if r.key in divisors),
     )
+
+
+def _packs(
+    records: Iterable[ParameterRecord], routes: Mapping[str, Route], capacity_bytes: int
+) -> Iterator[Pack]:
+    """Yields the packs of a rank. Ranks that share one have it at the same place, with all keys."""
+    families: dict[tuple[object, ...], list[ParameterRecord]] = {}
+    for record in sorted(records, key=lambda record: record.key):
+        if route := routes.get(record.key):
+            kind = record.holders, str(record.dtype), signature(route)
+            families.setdefault(kind, []).append(record)
+    for _, family in sorted(families.items()):
+        for run in cut_by_bytes(family, family[0].dtype, capacity_bytes):
+            yield routes[run[0].key], tuple(record.key for record in run)
 
 
 def _launches(buckets: Iterable[Bucket], rank: int, comm_streams: int) -> tuple[Launch, ...]:
@@ -480,7 +464,21 @@ def independent_axes(
             f"of {list(topology.data_axes)}, along which ranks see different data"
         )
     replica = {rank: topology.at(rank).coordinate(axes) for rank in topology.ranks}
-    for subject, ranks in _reducing(manifest, topology, routes):
+    # By identity: comparing steps of thousands of ranks takes long.
+    steps = {id(s): s for by_key in routes.values() for route in by_key.values() for s in route}
+    reducing: list[tuple[str, Sequence[int]]] = [
+        *((f"handler {s.handler!r} reduces gradients by {s}", s.ranks) for s in steps.values()),
+        *(
+            (f"DistributedDataParallel reduces gradients of stage {stage}", topology.ranks)
+            for stage in manifest.reduced_by_ddp
+        ),
+        *(
+            (f"'{stage}.{name}' is a DTensor, whose gradient is reduced", shard.members)
+            for _, parts in manifest.shards
+            for (stage, name), shard in parts
+        ),
+    ]
+    for subject, ranks in reducing:
         if len({replica[rank] for rank in ranks}) > 1:
             raise PlanError(
                 f"{subject} over ranks {list(ranks)}, of replicas that train alone along "
@@ -513,19 +511,3 @@ def _axes(name: str, handler: GradientHandler, topology: Topology) -> tuple[str,
         raise PlanError(
             f"handler {name!r}: independent_axes() failed: {in_words(error)}"
         ) from error
-
-
-def _reducing(
-    manifest: Manifest, topology: Topology, routes: Routes
-) -> Iterator[tuple[str, Sequence[int]]]:
-    """Yields who reduces gradients, and over which ranks."""
-    steps = (s for by_key in routes.values() for route in by_key.values() for s in route)
-    # By identity: comparing steps of thousands of ranks takes long.
-    for step in {id(step): step for step in steps}.values():
-        yield f"handler {step.handler!r} reduces gradients by {step}", step.ranks
-    for stage in manifest.reduced_by_ddp:
-        yield f"DistributedDataParallel reduces gradients of stage {stage}", topology.ranks
-    for rank in topology.ranks:
-        for record in manifest.records(topology.at(rank)) if manifest.shards else ():
-            if (shard := manifest.shard(rank, record.key)) is not None:
-                yield f"{record.key!r} is a DTensor, whose gradient is reduced", shard.members

@@ -20,7 +20,7 @@ from pipegrad.topology import Topology
 
 Route = tuple[ReductionStep, ...]
 
-Routes = Mapping[int, Mapping[str, Route]]
+Routes = dict[int, dict[str, Route]]
 """Rank -> key -> route, by ascending rank."""
 
 Divisors = Mapping[str, float]
@@ -66,11 +66,7 @@ def signature(route: Route) -> tuple[tuple[str, ...], ...]:
 def shared_routes(routes: Routes) -> dict[str, Route]:
     """Returns key -> its route on the lowest rank that holds it."""
     # Routes of other ranks differ in their ranks only; `check_routes` makes sure of that.
-    shared: dict[str, Route] = {}
-    for by_key in routes.values():
-        for key, route in by_key.items():
-            shared.setdefault(key, route)
-    return shared
+    return {key: route for rank in reversed(routes) for key, route in routes[rank].items()}
 
 
 NamedReductions = Sequence[tuple[str, Reduction]]

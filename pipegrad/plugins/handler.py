@@ -247,8 +247,7 @@ class FlatBucket(Protocol):
     def gradients(self) -> list[torch.Tensor]:
         """Views of `payload`, one for each flag, in the shapes of the parameters.
 
-        After a reduction with SHARD: the part of each gradient in this rank's shard, flat. It may
-        be empty. After one with WHOLE: the gradient, or nothing of it, flat.
+        After a reduction with SHARD or WHOLE: one view, of all that this rank has.
         """
 
     @property

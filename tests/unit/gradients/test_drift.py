@@ -72,7 +72,7 @@ NAME = ("0.w", False)
 def facts(sums: str, *groups: tuple[int, ...]) -> dict[int, Facts]:
     """Returns those of ranks 0, 1, ...: a letter is a checksum, a dot a rank without a copy."""
     return {
-        rank: ((ord(letter),), tuple(g for g in groups if rank in g))
+        rank: (ord(letter), tuple(g for g in groups if rank in g))
         for rank, letter in enumerate(sums)
         if letter != "."
     }

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from pipegrad import Placement
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.plan.buckets import Owners, Slot, localised, step_cost
+from pipegrad.plan.buckets import Slot, localised, share_out, step_cost
 from tests.support.gradients.placements import SHARD, WHOLE, By
 from tests.support.gradients.plans import (
     BOTH,
@@ -24,6 +24,7 @@ from tests.support.gradients.plans import (
     entry,
     grid,
     plans,
+    record,
 )
 
 
@@ -147,19 +148,20 @@ def test_a_step_costs_as_much_as_a_product_with_its_smaller_side(
 def test_no_rank_has_more_than_another_by_more_than_one_matrix(
     buckets: list[list[tuple[int, int]]], number: int
 ) -> None:
-    owners, ranks, costs = Owners(), tuple(range(number)), [0] * number
-    for shapes in buckets:
-        for owner, shape in zip(owners.choose(ranks, shapes), shapes, strict=True):
-            costs[owner] += step_cost(shape)
+    costs = [0] * number
+    for bucket, shapes in enumerate(buckets):
+        records = [record(f"{bucket}.{i}", *shape) for i, shape in enumerate(shapes)]
+        shares = share_out(records, costs)
+        assert sorted(x.key for share in shares for x in share) == sorted(x.key for x in records)
     largest = max((step_cost(shape) for shapes in buckets for shape in shapes), default=0)
     assert max(costs) - min(costs) <= largest
 
 
-def test_other_ranks_have_other_owners() -> None:
-    owners = Owners()
-    assert owners.choose((0, 1), [(4, 4)]) == [0]
-    assert owners.choose((2, 3), [(4, 4)]) == [0]
-    assert owners.choose((0, 1), [(4, 4)]) == [1]
+def test_the_next_bucket_goes_to_ranks_with_less_work() -> None:
+    (matrix,), costs = [record("w", 4, 4)], [0, 0]
+    assert share_out([matrix], costs) == [[matrix], []]
+    assert share_out([matrix], costs) == [[], [matrix]]
+    assert costs == [64, 64]
 
 
 def matrices(number: int) -> Manifest:

@@ -458,7 +458,7 @@ def test_every_trained_routed_parameter_has_one_slot_that_fits(case: Case) -> No
         routes = dict(plan.routes)
         trained = [key for key, r in records.items() if r.requires_grad and key in routes]
         assert sorted(key for keys in contents(plan) for key in keys) == sorted(trained)
-        packed = [slot.key for pack in plan.packs for slot in pack.slots]
+        packed = [key for _, keys in plan.packs for key in keys]
         assert sorted(packed) == sorted(routes)
         for bucket in plan.buckets:
             end = 0
@@ -521,8 +521,17 @@ def test_all_ranks_share_layout_groups_and_digest(case: Case) -> None:
                 assert step in same
         for launch in plan.launches:
             launching.add((buckets[launch.bucket].route[launch.step].ranks, launch.comm_stream))
-        for pack in plan.packs:
-            launching.update((step.ranks, 0) for step in pack.route)
+        for route, keys in plan.packs:
+            for step in route:
+                launching.add((step.ranks, 0))
+                # All its ranks make the same parameters equal at once, in the same order.
+                common = [pack for pack in plan.packs if step in pack[0]]
+                for member in step.ranks:
+                    theirs = [pack for pack in found[member].packs if step in pack[0]]
+                    assert [pack[1] for pack in theirs] == [pack[1] for pack in common]
+            records = {r.key: r for r in case.manifest.records(case.topology.at(rank))}
+            assert len({records[key].dtype for key in keys}) == 1
+            assert all(dict(plan.routes)[key] == route for key in keys)
     assert all(len(layout) == 1 for layout in layouts.values())
     assert sorted(layouts) == list(range(len(layouts)))
     groups = next(iter(found.values())).groups
