@@ -27,16 +27,8 @@ from pipegrad.plan.routes import (
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import (
-    GradientHandler,
-    ParameterRecord,
-    ReductionStep,
-    matches_any,
-)
+from pipegrad.plugins.handler import GradientHandler, ReductionStep, matches_any
 from pipegrad.topology import Topology
-
-Starts = Mapping[ParameterRecord, Sequence[str | None]]
-"""A digest for each rank along a dimension; None if all elements are equal, as for zeros."""
 
 
 def check_routes(
@@ -50,10 +42,27 @@ def check_routes(
     _check_members(routes)
     _check_copies(manifest, topology, routes)
     _check_regions(routes)
-    _check_wrappers(manifest, topology, routes)
+    _check_wrappers(manifest, topology, routes, allow_unsynced)
     _check_shards(manifest, topology, routes)
-    _check_left_out(manifest, topology, routes, allow_unsynced)
     _check_ties(manifest, topology, routes, allow_unsynced)
+
+
+def _is_covered(
+    manifest: Manifest,
+    key: str,
+    ranks: Iterable[int],
+    reduced: Iterable[Sequence[int]],
+    allow_unsynced: Sequence[str],
+) -> bool:
+    """Whether a parameter is reduced over `ranks`, or needs no reduction."""
+    names = (key, *(name for _, name in manifest.locations(key)))
+    return any(set(ranks) <= set(each) for each in reduced) or matches_any(allow_unsynced, names)
+
+
+def _reduced_over(manifest: Manifest, rank: int, key: str, route: Route) -> list[Sequence[int]]:
+    """Returns the groups of ranks that reduce a parameter: by handlers, or as a DTensor."""
+    shard = manifest.shard(rank, key)
+    return [*(step.ranks for step in route), *([shard.members] if shard else [])]
 
 
 def _pairs(routes: Routes) -> Iterator[tuple[str, int, ReductionStep, int, int]]:
@@ -100,9 +109,7 @@ def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> Non
     for rank, by_key in routes.items():
         for record in manifest.records(topology.at(rank)):
             route, expected = by_key.get(record.key, ()), agreed.get(record.key, ())
-            if route is expected:
-                continue
-            if signature(route) != signature(expected):
+            if route is not expected and signature(route) != signature(expected):
                 raise PlanError(
                     f"{record.key!r} takes the route {[str(h) for h in route]} on rank {rank}, but "
                     f"{[str(h) for h in expected]} on another rank that holds it: handlers "
@@ -110,98 +117,86 @@ def _check_copies(manifest: Manifest, topology: Topology, routes: Routes) -> Non
                 )
 
 
-def _check_wrappers(manifest: Manifest, topology: Topology, routes: Routes) -> None:
-    """A wrapper that reduces gradients must be known, and no handler may reduce them again."""
+def _check_wrappers(
+    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
+) -> None:
+    """A wrapper that reduces gradients must be known, and no handler may reduce them again.
+
+    If FSDP2 wraps a stage only in part, a handler must reduce the other parameters.
+    """
     for stage, wrapper in manifest.wrappers:
-        if wrapper == FSDP2:
-            continue
-        if stage not in manifest.reduced_by_ddp:
+        if wrapper != FSDP2 and stage not in manifest.reduced_by_ddp:
             raise PlanError(
                 f"stage {stage} has parameters of {wrapper}, whose flat gradients pipegrad cannot "
                 f"reduce: use fully_shard (FSDP2), or plain modules with handler 'data-parallel'"
             )
         rank = next(r for r in routes if stage in topology.at(r).local_stages)
-        for key, route in routes[rank].items():
-            held = any(s == stage for s, _ in manifest.locations(key))
-            for step in route:
-                if held and any(map(step.spans, topology.data_axes)):
+        held = [
+            (record, routes[rank].get(record.key, ()), manifest.shard(rank, record.key))
+            for record in manifest.records(topology.at(rank))
+            if any(s == stage for s, _ in manifest.locations(record.key))
+        ]
+        # FSDP2 reduces over its mesh only the parameters that it shards. The other parameters of
+        # the stage see different data on each rank of the mesh, too.
+        shards = [x for r, _, x in held if x and r.requires_grad and wrapper == FSDP2]
+        members = min((x.members for x in shards if len(x.members) > 1), default=())
+        for record, route, shard in held:
+            for step in route if wrapper != FSDP2 else ():
+                if any(map(step.spans, topology.data_axes)):
                     raise PlanError(
                         f"stage {stage} is wrapped by DistributedDataParallel and handler "
-                        f"{step.handler!r} reduces {key!r} over {step.axes} too: it would be "
-                        f"reduced twice; unwrap the stage, or drop the handler"
+                        f"{step.handler!r} reduces {record.key!r} over {step.axes} too: it would "
+                        f"be reduced twice; unwrap the stage, or drop the handler"
                     )
+            reduced = [step.ranks for step in route]
+            if (
+                members
+                and record.requires_grad
+                and shard is None
+                and not _is_covered(manifest, record.key, members, reduced, allow_unsynced)
+            ):
+                raise PlanError(
+                    f"{record.key!r} is a whole parameter in stage {stage}, of which FSDP2 shards "
+                    f"others over ranks {list(members)}, and nobody reduces its gradient over "
+                    f"them: call fully_shard on the stage itself, or name it in allow_unsynced"
+                )
 
 
 def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> None:
     """A reduction of a DTensor must join equal parts, and no two ranks of the DTensor's mesh."""
     # The ranks of the mesh already reduce among themselves.
-    if not manifest.shards:
-        return
-    for rank, by_key in routes.items():
-        for key, route in by_key.items():
-            shard = manifest.shard(rank, key)
-            if shard is None:
-                continue
-            layout = manifest.entries(key)[0].layout
-            for step in route:
-                subject = (
-                    f"handler {step.handler!r} reduces {key!r} by {step} over {list(step.ranks)}"
-                )
-                if step.syncs_parameters:
-                    raise PlanError(
-                        f"{subject}, but it is a DTensor, {layout}: only whole parameters can be "
-                        f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
-                    )
-                twice = set(step.ranks) & set(shard.members)
-                if len(twice) > 1:
-                    of_data = twice <= set(topology.at(rank).ranks_along(topology.data_axes))
-                    way_out = (
-                        "drop the handler, ['pipeline-shared'] is enough"
-                        if of_data
-                        else "leave it out of the parameters that the handler is given"
-                    )
-                    raise PlanError(
-                        f"{subject}, but it is a DTensor, {layout}, on ranks "
-                        f"{list(shard.members)}, which reduce it among themselves: it would be "
-                        f"reduced twice; {way_out}"
-                    )
-                locations = {r: manifest.shard(r, key) for r in step.ranks}
-                parts = {r: s and (s.coordinate, s.shape) for r, s in locations.items()}
-                if len(set(parts.values())) > 1:
-                    raise PlanError(
-                        f"{subject}, where it is a DTensor, {layout}, but these ranks have "
-                        f"different parts of it, (coordinate, shape): {parts}; number the ranks "
-                        f"of its mesh alike in all stages"
-                    )
-
-
-def _check_left_out(
-    manifest: Manifest, topology: Topology, routes: Routes, allow_unsynced: Sequence[str]
-) -> None:
-    """If FSDP2 wraps a stage only in part, a handler must reduce the other parameters."""
-    # FSDP2 reduces over its mesh only the parameters that it shards. The other parameters of the
-    # stage see different data on each rank of the mesh, too.
-    for stage, wrapper in manifest.wrappers:
-        rank = next(r for r in routes if stage in topology.at(r).local_stages)
-        held = [
-            (record.key, manifest.shard(rank, record.key))
-            for record in manifest.records(topology.at(rank))
-            if record.requires_grad and any(s == stage for s, _ in manifest.locations(record.key))
-        ]
-        shards = [shard for _, shard in held if shard is not None]
-        meshes = {shard.members for shard in shards if len(shard.members) > 1}
-        if wrapper != FSDP2 or not meshes:
-            continue
-        members = min(meshes)
-        for key, shard in held:
-            covered = any(set(members) <= set(step.ranks) for step in routes[rank].get(key, ()))
-            names = (key, *(name for _, name in manifest.locations(key)))
-            if shard is None and not covered and not matches_any(allow_unsynced, names):
-                raise PlanError(
-                    f"{key!r} is a whole parameter in stage {stage}, of which FSDP2 shards others "
-                    f"over ranks {list(members)}, and nobody reduces its gradient over them: call "
-                    f"fully_shard on the stage itself, or name it in allow_unsynced"
-                )
+    steps = (
+        (rank, key, step, shard)
+        for rank, _ in manifest.shards
+        for key, route in routes[rank].items()
+        for step in route
+        if (shard := manifest.shard(rank, key)) is not None
+    )
+    for rank, key, step, shard in steps:
+        layout = manifest.entries(key)[0].layout
+        subject = f"handler {step.handler!r} reduces {key!r} by {step} over {list(step.ranks)}"
+        if step.syncs_parameters:
+            raise PlanError(
+                f"{subject}, but it is a DTensor, {layout}: only whole parameters can be "
+                f"stepped elsewhere; take REPLICATE, FSDP2 shards what is stepped"
+            )
+        twice = set(step.ranks) & set(shard.members)
+        if len(twice) > 1:
+            way_out = "leave it out of the parameters that the handler is given"
+            if twice <= set(topology.at(rank).ranks_along(topology.data_axes)):
+                way_out = "drop the handler, ['pipeline-shared'] is enough"
+            raise PlanError(
+                f"{subject}, but it is a DTensor, {layout}, on ranks {list(shard.members)}, which "
+                f"reduce it among themselves: it would be reduced twice; {way_out}"
+            )
+        shards = {r: manifest.shard(r, key) for r in step.ranks}
+        parts = {r: s and (s.coordinate, s.shape) for r, s in shards.items()}
+        if len(set(parts.values())) > 1:
+            raise PlanError(
+                f"{subject}, where it is a DTensor, {layout}, but these ranks have different "
+                f"parts of it, (coordinate, shape): {parts}; number the ranks of its mesh alike "
+                f"in all stages"
+            )
 
 
 def _check_ties(
@@ -211,17 +206,16 @@ def _check_ties(
     allow_unsynced: Sequence[str],
 ) -> None:
     """A tied parameter must be reduced over all ranks that hold it."""
-    for rank in routes:
+    for rank, by_key in routes.items():
         view = topology.at(rank)
-        for record in filter(lambda r: r.shared, manifest.records(view)):
-            ranks = set(view.ranks_of(record.holders))
-            covered = any(ranks <= set(step.ranks) for step in routes[rank].get(record.key, ()))
-            names = (record.key, *(name for _, name in manifest.locations(record.key)))
-            if len(ranks) > 1 and not covered and not matches_any(allow_unsynced, names):
+        for record in filter(lambda r: topology.crosses(r.holders), manifest.records(view)):
+            ranks = view.ranks_of(record.holders)
+            reduced = [step.ranks for step in by_key.get(record.key, ())]
+            if not _is_covered(manifest, record.key, ranks, reduced, allow_unsynced):
                 locations = [f"{name!r} on stage {s}" for s, name in manifest.locations(record.key)]
                 raise PlanError(
                     f"{' and '.join(locations)} are one parameter, but no handler reduces its "
-                    f"gradient over ranks {sorted(ranks)}: add 'pipeline-shared' to the handlers, "
+                    f"gradient over ranks {list(ranks)}: add 'pipeline-shared' to the handlers, "
                     f"or name it in allow_unsynced to let the copies drift apart"
                 )
 
@@ -277,29 +271,53 @@ def refuse_suspected_replicas(
     Raises:
         PlanError: If there are such parameters. It names one, and the option to write.
     """
-
-    def is_unreduced(record: ParameterRecord, ranks: Sequence[int]) -> bool:
-        shard = manifest.shard(view.rank, record.key)
-        reduced = [step.ranks for step in routes.get(record.key, ())]
-        reduced += [shard.members] if shard else []
-        is_covered = any(set(ranks) <= set(others) for others in reduced)
-        allowed = matches_any(allow_unsynced, (record.key, record.name))
-        return record.requires_grad and not is_covered and not allowed
-
     # All ranks along such a dimension see the same data. Without a reduction, rounding alone makes
     # their copies drift apart, so slowly that no loss curve shows it.
     for axis, size in view.axes:
         if size == 1 or axis in (view.pipeline, *view.data_axes):
             continue
         ranks = view.ranks_along(axis)
-        starts = {
-            record: [fingerprints[r].get((record.stage, record.name)) for r in ranks]
-            for record in manifest.records(view)
-        }
-        _refuse_reduced_shards(axis, ranks, starts, routes)
-        unreduced = {record: d for record, d in starts.items() if is_unreduced(record, ranks)}
-        _refuse_copies(axis, ranks, unreduced)
-        _warn_of_constants(axis, ranks, unreduced)
+        unreduced: dict[str, set[str | None]] = {}
+        for record in manifest.records(view):
+            route, location = routes.get(record.key, ()), (record.stage, record.name)
+            starts = {rank: fingerprints[rank].get(location) for rank in ranks}
+            for step in route:
+                # If the ranks hold different shards, a reduction would add gradients of different
+                # parameters.
+                along = sorted(set(step.ranks) & set(ranks))
+                if len({starts[rank] for rank in along}) > 1:
+                    raise PlanError(
+                        f"handler {step.handler!r} reduces {record.key!r} by {step} over ranks "
+                        f"{list(step.ranks)}, but it starts with different bits on ranks {along}, "
+                        f"along {axis!r}: if each has a shard of its own, leave it out of the "
+                        f"handler's parameters; if they are copies, give all these ranks the same "
+                        f"start"
+                    )
+            reduced = _reduced_over(manifest, view.rank, record.key, route)
+            if record.requires_grad and not _is_covered(
+                manifest, record.key, ranks, reduced, allow_unsynced
+            ):
+                unreduced[record.key] = set(starts.values())
+        alike = [key for key, found in unreduced.items() if len(found) == 1 and None not in found]
+        constant = [key for key, found in unreduced.items() if found == {None}]
+        if alike:
+            raise PlanError(
+                f"{alike[0]!r} and {len(alike) - 1} more start with the same bits on ranks "
+                f"{list(ranks)}, along {axis!r}, but no handler reduces their gradients there: "
+                f"they would drift apart, or count several times in the norm. Add "
+                f"'sequence-parallel' to the handlers and them to its parameters, with op = 'sum' "
+                f"where each rank has a part of the gradient and 'mean' where each has all of it, "
+                f"or name them in allow_unsynced"
+            )
+        if constant:
+            more = f" and {len(constant) - 3} more" if len(constant) > 3 else ""
+            warnings.warn(
+                f"{', '.join(map(repr, constant[:3]))}{more} start constant on ranks "
+                f"{list(ranks)}, along {axis!r}, and no handler reduces them there: list copies in "
+                f"the parameters of 'sequence-parallel', and in allow_unsynced what each rank has "
+                f"a part of its own of",
+                stacklevel=2,
+            )
 
 
 def refuse_bare_replicas(
@@ -328,19 +346,19 @@ def refuse_bare_replicas(
     Raises:
         PlanError: If there are such parameters. It names one, and the handler to add.
     """
-    along = {a: set(view.ranks_along(a)) for a in view.data_axes if a not in independent_axes}
-
-    def is_bare(record: ParameterRecord) -> bool:
-        reduced = [set(step.ranks) for step in routes.get(record.key, ())]
-        shard = manifest.shard(view.rank, record.key)
-        reduced += [set(shard.members)] if shard else []
-        rest = tuple(axis for axis, ranks in along.items() if not any(ranks <= r for r in reduced))
-        allowed = matches_any(allow_unsynced, (record.key, record.name))
-        allowed = allowed or record.stage in manifest.reduced_by_ddp
-        is_left = view.size(rest) not in (1, divisors.get(record.key))
-        return record.requires_grad and is_left and not allowed
-
-    bare = [record.key for record in manifest.records(view) if is_bare(record)]
+    bare = []
+    for record in manifest.records(view):
+        key, stage = record.key, record.stage
+        reduced = _reduced_over(manifest, view.rank, key, routes.get(key, ()))
+        rest = tuple(
+            axis
+            for axis in view.data_axes
+            if axis not in independent_axes
+            and not _is_covered(manifest, key, view.ranks_along(axis), reduced, allow_unsynced)
+        )
+        is_ours = record.requires_grad and stage not in manifest.reduced_by_ddp
+        if is_ours and view.size(rest) not in (1, divisors.get(key)):
+            bare.append(key)
     if bare:
         raise PlanError(
             f"no handler reduces the gradients of {bare[0]!r} and {len(bare) - 1} more over the "
@@ -375,48 +393,6 @@ def refuse_different_buffers(
                 )
 
 
-def _refuse_reduced_shards(
-    axis: str, ranks: Sequence[int], starts: Starts, routes: Mapping[str, Route]
-) -> None:
-    # If the ranks hold different shards, a reduction would add gradients of different parameters.
-    for record, digests in starts.items():
-        by_rank = dict(zip(ranks, digests, strict=True))
-        for step in routes.get(record.key, ()):
-            along = sorted(set(step.ranks) & set(ranks))
-            if len({by_rank[rank] for rank in along}) > 1:
-                raise PlanError(
-                    f"handler {step.handler!r} reduces {record.key!r} by {step} over ranks "
-                    f"{list(step.ranks)}, but it starts with different bits on ranks {along}, "
-                    f"along {axis!r}: if each has a shard of its own, leave it out of the "
-                    f"handler's parameters; if they are copies, give all these ranks the same start"
-                )
-
-
-def _refuse_copies(axis: str, ranks: Sequence[int], unreduced: Starts) -> None:
-    alike = [r.key for r, d in unreduced.items() if d[0] is not None and len(set(d)) == 1]
-    if alike:
-        raise PlanError(
-            f"{alike[0]!r} and {len(alike) - 1} more start with the same bits on ranks "
-            f"{list(ranks)}, along {axis!r}, but no handler reduces their gradients there: "
-            f"they would drift apart, or count several times in the norm. Add "
-            f"'sequence-parallel' to the handlers and them to its parameters, with op = 'sum' "
-            f"where each rank has a part of the gradient and 'mean' where each has all of it, or "
-            f"name them in allow_unsynced"
-        )
-
-
-def _warn_of_constants(axis: str, ranks: Sequence[int], unreduced: Starts) -> None:
-    constant = [record.key for record, digests in unreduced.items() if not any(digests)]
-    if constant:
-        more = f" and {len(constant) - 3} more" if len(constant) > 3 else ""
-        warnings.warn(
-            f"{', '.join(map(repr, constant[:3]))}{more} start constant on ranks {list(ranks)}, "
-            f"along {axis!r}, and no handler reduces them there: list copies in the parameters of "
-            f"'sequence-parallel', and in allow_unsynced what each rank has a part of its own of",
-            stacklevel=2,
-        )
-
-
 def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module]) -> None:
     """Refuses a loss with its own parameters, which nobody would divide or reduce.
 
@@ -427,13 +403,14 @@ def refuse_loss_parameters(loss: object, modules: Sequence[nn.Module]) -> None:
     Raises:
         PlanError: If it has parameters that no stage holds. It names them.
     """
-    owner, bound = loss, list[object]()
+    parts: list[object] = [loss]
     if isinstance(loss, partial):
-        owner, bound = loss.func, [*loss.args, *loss.keywords.values()]
-    owners = [x for x in (getattr(owner, "__self__", owner), *bound) if isinstance(x, nn.Module)]
+        parts = [loss.func, *loss.args, *loss.keywords.values()]
     held = {id(parameter) for module in modules for parameter in module.parameters()}
-    named = [pair for owner in owners for pair in owner.named_parameters()]
-    named += [("of functools.partial", x) for x in bound if isinstance(x, nn.Parameter)]
+    named = [("of functools.partial", part) for part in parts if isinstance(part, nn.Parameter)]
+    for part in parts:
+        owner = getattr(part, "__self__", part)  # of a method
+        named += owner.named_parameters() if isinstance(owner, nn.Module) else []
     bare = [name for name, p in named if p.requires_grad and id(p) not in held]
     if bare:
         raise PlanError(
