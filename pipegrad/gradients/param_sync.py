@@ -6,12 +6,10 @@ Step 9 of the journey of a gradient in docs/internals.md.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from enum import Enum
+from collections.abc import Callable, Mapping
 from functools import partial
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from pipegrad.comm import sync_points
@@ -26,14 +24,6 @@ from pipegrad.plan.plan import Plan, Publish
 UPDATED = sync_points.Record(
     "parameter-sync.updated", "it moves behind the optimizer's writes and all reads"
 )
-
-
-class Due(Enum):
-    """Whether `publish` has something to send."""
-
-    NOT = "there are no new gradients, or it was called"
-    NOW = "there are gradients, and an optimizer may have used them"
-    BY_HOOK = "an optimizer's own hook has called it, so the user's call does nothing"
 
 
 class ParameterSync:
@@ -52,11 +42,12 @@ class ParameterSync:
         device: Of the parameters.
 
     Attributes:
+        before_publish: Called before parameters are sent: the step of an outer optimizer.
         coming: Stages whose parameters may still be on the wire.
-        is_moving: Whether parameters were published and not all ranks have waited for them. It is
-            the same on all ranks.
-        is_needed: The same.
+        is_due: Whether there are gradients whose updated parameters were not published.
+        is_needed: The argument.
         is_taken: Whether an optimizer has got the main parameters.
+        blocked_seconds: How long this rank has waited for parameters since the last step.
     """
 
     def __init__(
@@ -77,47 +68,33 @@ class ParameterSync:
         self._parameters = parameters.values()
         self._device = device
         self.is_needed = is_needed
-        self._before_publish: Callable[[], None] | None = None
+        self.before_publish: Callable[[], None] | None = None
         self.coming: dict[int, list[Ticket]] = {}
-        self._due = Due.NOT
-        self.is_moving = self.is_taken = False
-        self._blocked_seconds = 0.0
+        self.is_due = self.is_taken = False
+        self.blocked_seconds = 0.0
         # A version counter changes with each write in place. So it shows whether an optimizer has
         # written, and whether a parameter was changed after it was published.
-        self._versions: list[tuple[str, nn.Parameter, int]] = []
-
-    @property
-    def is_due(self) -> bool:
-        """Whether there are gradients whose updated parameters were not published."""
-        return self._due is Due.NOW
-
-    def begin_with(self, step: Callable[[], None]) -> None:
-        """Makes each `publish` begin with a call: the step of an outer optimizer."""
-        self._before_publish = step
-
-    def take(self) -> None:
-        """Called when the main parameters go to an optimizer."""
-        self.is_taken = True
+        self._versions: list[tuple[str, torch.Tensor, int]] = []
 
     def publish(self) -> None:
         """Sends the parameters that this rank has updated; returns at once.
 
-        Do not change them until the gradients of the next step are there. After `publish_updated`
-        it does nothing.
+        Do not change them until the gradients of the next step are there. A second call after the
+        same step does nothing, because other ranks count these messages.
 
         Sync: on the comm streams, after everything on the current stream. An outer optimizer steps
         before, on the current stream.
 
         Raises:
-            StepError: If a parameter sync is needed, and `take` was not called.
+            StepError: If no optimizer has got the main parameters.
         """
-        self.refuse_untaken()
-        if self._due is Due.BY_HOOK:
+        if not self.is_due:
             return
-        if self._before_publish is not None:
+        self.refuse_untaken()
+        if self.before_publish is not None:
             start = time.perf_counter()
-            self._before_publish()
-            self._blocked_seconds += time.perf_counter() - start
+            self.before_publish()
+            self.blocked_seconds += time.perf_counter() - start
         self.send_copied()
 
     def send_copied(self) -> None:
@@ -128,12 +105,13 @@ class ParameterSync:
         for parameter in self._parameters:
             if parameter.main_shard is not None:
                 parameter.main_shard.copy_back()
-        # Behind the copies, so that `check_published` sees only what was written later.
-        self._record_versions([p for p in self._parameters if p.is_updated_elsewhere])
+        # After the copies, so that `check_published` sees only what was written later.
+        mains = [(p, p.main_parameter) for p in self._parameters if p.is_updated_elsewhere]
+        self._versions = [(p.record.key, t, t._version) for p, t in mains if t is not None]
         self.send()
 
     def refuse_untaken(self) -> None:
-        """Refuses to go on if a parameter sync is needed, and `take` was not called.
+        """Refuses to go on if no optimizer has got the main parameters, and one is needed.
 
         Raises:
             StepError: Says what to give the optimizer.
@@ -146,26 +124,6 @@ class ParameterSync:
                 "module.parameters()"
             )
 
-    def publish_updated(self) -> None:
-        """Publishes right after an optimizer's step, from its hook.
-
-        Sync: as `publish`.
-        """
-        if self.is_due:
-            self.publish()
-            # The loop may still call `publish` itself, as it must with an optimizer of its own.
-            # That call may send nothing: other ranks count these messages, and would take them for
-            # the next ones.
-            self._due = Due.BY_HOOK
-
-    def publish_if_due(self) -> None:
-        """Publishes, if there were gradients since the last `publish`.
-
-        Sync: as `publish`.
-        """
-        if self.is_due:
-            self.publish()
-
     def send(self) -> None:
         """Sends this rank's parameters as they are; returns at once.
 
@@ -174,7 +132,7 @@ class ParameterSync:
         # All ranks submit their part of one list, in the same order: see
         # [Note: order of publishes] in plan/plan.py. The comm streams wait for this event,
         # since the optimizer may still write on the current stream.
-        self._due, self.is_moving = Due.NOT, self._plan.syncs_parameters
+        self.is_due = False
         if not self._plan.publishes:
             return
         event = UPDATED(self._device)
@@ -189,7 +147,7 @@ class ParameterSync:
 
     def expect(self) -> None:
         """Called when new gradients are there: the optimizer comes next."""
-        self._due, self.is_moving = Due.NOW, False
+        self.is_due, self.blocked_seconds = True, 0.0
         self._versions.clear()
 
     def check_published(self) -> None:
@@ -222,7 +180,7 @@ class ParameterSync:
         # The tickets are dropped only after all waits: if a wait fails, a second call must wait
         # again, and not read old parameters.
         del self.coming[stage]
-        self._blocked_seconds += time.perf_counter() - start
+        self.blocked_seconds += time.perf_counter() - start
 
     def wait(self) -> None:
         """Waits for all parameter syncs, to this rank and from it.
@@ -233,23 +191,10 @@ class ParameterSync:
         # writes into the parameters.
         self._reducer.wait()
         self.coming.clear()
-        self.is_moving = False
 
     def forget(self) -> None:
         """Forgets all changes: all ranks have the same parameters now."""
         self._versions.clear()
-
-    def take_blocked_seconds(self) -> float:
-        """Returns the seconds for which first uses have blocked the host since the last call."""
-        seconds, self._blocked_seconds = self._blocked_seconds, 0.0
-        return seconds
-
-    def _record_versions(self, parameters: Iterable[LiveParameter]) -> None:
-        """Remembers how often what this rank steps for these parameters was written."""
-        tensors = ((p.record.key, p.main_parameter) for p in parameters)
-        self._versions = [
-            (k, tensor, tensor._version) for k, tensor in tensors if tensor is not None
-        ]
 
     def _sync(self, buffer: ParameterBuffer, publish: Publish) -> None:
         """Sends or receives one bucket, backwards along one reduction. On a comm stream."""

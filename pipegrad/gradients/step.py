@@ -238,7 +238,7 @@ class Step:
         # reach the other ranks before their forward; what was written behind `publish` never would,
         # and is refused.
         if self._parameter_sync.is_needed:
-            self._parameter_sync.publish_if_due()
+            self._parameter_sync.publish()
             self._parameter_sync.check_published()
         if not continues and self._agreed.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
@@ -314,7 +314,7 @@ class Step:
             self._check("stage_first_use")
             if not self._parameter_sync.is_needed:
                 return
-            self._parameter_sync.publish_if_due()
+            self._parameter_sync.publish()
             if stage in self._parameter_sync.coming:
                 self._parameter_sync.first_use(stage)
                 self._record_versions(stage)
@@ -462,7 +462,7 @@ class Step:
         self._go("finish")
         self._parts.ending.set_in_vain(False)
         if self._parameter_sync.is_needed:
-            exposed_seconds += self._parameter_sync.take_blocked_seconds()
+            exposed_seconds += self._parameter_sync.blocked_seconds
             self._parameter_sync.expect()
         self._watch.expect(has_gradients=True)
         self._failures.end()
@@ -602,7 +602,7 @@ class Step:
     def _publish_updated(self) -> None:
         """Publishes after a step of an optimizer of `GradientSync.optimizer`."""
         if self._state is State.BETWEEN:
-            self._parameter_sync.publish_updated()
+            self._parameter_sync.publish()
 
     def _check_stage(self, verb: str, stage: int) -> None:
         if self._state is not State.CLOSED and stage not in self._by_stage:
@@ -700,7 +700,7 @@ class Step:
         """Launches the remaining collectives of a failed step, also those of `prepare`."""
         if not begun:
             if self._parameter_sync.is_taken:
-                self._parameter_sync.publish_if_due()
+                self._parameter_sync.publish()
             self._reducer.begin()
             for bucket in self._buckets.values():
                 bucket.memory.reset()

@@ -328,7 +328,7 @@ class GradientSync(Step):
             "the optimizer", make, ranks=ranks, timeout_seconds=self._agree_seconds
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
-        self._parameter_sync.take()
+        self._parameter_sync.is_taken = True
         self._parts.parameters.note_stepped()
         self._watch.add(optimizer)
         return optimizer
@@ -349,7 +349,7 @@ class GradientSync(Step):
             group_of: Record -> the options of its parameter group. Records with equal options are
                 in the same group. By default there is one group.
         """
-        self._parameter_sync.take()
+        self._parameter_sync.is_taken = True
         self._parts.parameters.note_stepped()
         trained = [r for r in self.manifest.parameters if r.requires_grad]
         return grouped(group_keys(trained, group_of), self.main_parameters())
@@ -388,9 +388,8 @@ class GradientSync(Step):
     def publish(self) -> None:
         """Sends the parameters that this rank has updated. Call it after the optimizer's step.
 
-        An optimizer of `optimizer` calls it by itself, and then a second call does nothing.
-
-        It returns at once. The parameters arrive during the next step's forward, and
+        An optimizer of `optimizer` calls it by itself. A second call after the same step does
+        nothing. It returns at once. The parameters arrive during the next step's forward, and
         `stage_first_use` waits for them. Without placements and master copies it does nothing. If
         you do not call it, the next verb that reads parameters does. All ranks must call the same.
 
@@ -400,8 +399,8 @@ class GradientSync(Step):
             StepError: Inside a step, or if `optimizer_parameters` was never called.
         """
         self._check("publish")
-        if self._parameter_sync.is_needed:
-            self._parameter_sync.publish()
+        self._parameter_sync.refuse_untaken()
+        self._parameter_sync.publish()
 
     @outside_of_graphs
     def publish_if_due(self) -> None:
@@ -412,8 +411,7 @@ class GradientSync(Step):
         Sync: as `publish`; all ranks must call it.
         """
         self._check("publish_if_due")
-        if self._parameter_sync.is_needed:
-            self._parameter_sync.publish_if_due()
+        self._parameter_sync.publish()
 
     @outside_of_graphs
     def wait_parameters(self) -> None:
@@ -423,7 +421,7 @@ class GradientSync(Step):
         """
         self._check("wait_parameters")
         with self.bounded("wait_parameters()"):
-            self._parameter_sync.publish_if_due()
+            self._parameter_sync.publish()
             self._parameter_sync.wait()
 
     def state_dict(self) -> dict[str, Any]:
@@ -502,7 +500,7 @@ class GradientSync(Step):
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
         outer, _ = agree_keeping("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
-        self._parameter_sync.begin_with(partial(GradientSync._step_outer, alone))
+        self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone)
         return outer
 
     def _step_outer(self) -> None:
@@ -570,19 +568,20 @@ class GradientSync(Step):
                 be lost, or mixed with loaded values.
         """
 
-        def check() -> None:
+        def is_moving() -> bool:
             self._check("synchronize_parameters")
-            if self._parameter_sync.is_due or self._parameter_sync.is_moving:
+            return self._parameter_sync.is_due or bool(self._parameter_sync.coming)
+
+        ranks, seconds = self.topology.ranks, self._agree_seconds
+        with self.bounded("synchronize_parameters()"):
+            # Broadcasts follow. A rank that refused alone would leave the others in them.
+            verb = "synchronize_parameters"
+            if any(agree(verb, is_moving, ranks=ranks, timeout_seconds=seconds)):
                 raise StepError(
                     "synchronize_parameters() while updates of other ranks are on their way would "
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "
                     "loading"
                 )
-
-        ranks, seconds = self.topology.ranks, self._agree_seconds
-        with self.bounded("synchronize_parameters()"):
-            # Broadcasts follow. A rank that refused alone would leave the others in them.
-            agree("synchronize_parameters", check, ranks=ranks, timeout_seconds=seconds)
             self._synchronize()
 
     def _synchronize(self) -> None:
