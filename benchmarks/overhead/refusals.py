@@ -75,13 +75,13 @@ def measured(rounds: int) -> dict[str, float]:
     sync = GradientSync({0: stage}, topology, handlers=["data-parallel"])
     optimizer = sync.optimizer(torch.optim.SGD, lr=0.0)
     versions, refuses = Step._note_versions, Step._refuse_written
-    looks = OptimizerWatch._look_for_changes
+    looks = OptimizerWatch._warn_of_changes
     sync._watch._alike = False  # as on stages
 
     def run(looking: bool) -> None:
         Step._note_versions = versions if looking else _nothing  # type: ignore[method-assign]
         Step._refuse_written = refuses if looking else _nothing  # type: ignore[method-assign]
-        OptimizerWatch._look_for_changes = looks if looking else _nothing  # type: ignore[method-assign]
+        OptimizerWatch._warn_of_changes = looks if looking else _nothing  # type: ignore[method-assign]
         step(sync, stage, optimizer, 1.0)
 
     found: dict[str, float] = {}
@@ -92,8 +92,9 @@ def measured(rounds: int) -> dict[str, float]:
     for bucket in sync._buckets.values():  # as after a step: gradients are the slots
         for tensor, slot in zip(bucket._live, bucket.buffer.slots, strict=True):
             tensor.grad = slot
-    sync.note_results()
-    found["changes"] = best(lambda: watch._look_for_changes(optimizer))
+    watch._looks = True
+    watch.note_results()
+    found["changes"] = best(lambda: watch._warn_of_changes())
     loose = LooseLeaves(sync, {})
     found["loose"] = best(lambda: (setattr(loose, "_num_steps", 2), loose.begin()))
     root = torch.stack([p.sum() for p in stage]).sum()

@@ -548,16 +548,6 @@ class GradientBucket:
         main_shard = self._main_shards[number]
         return self._read(number) if main_shard is None else main_shard.tensor.grad
 
-    def changed_result(self) -> str | None:
-        """Returns a parameter whose result somebody has written since, or replaced."""
-        for number in range(len(self._results)):
-            gradient, last = self.result(number), self._last_result(number)
-            if gradient is None or last is None:
-                continue
-            if gradient is not last or not self._is_unwritten(number, gradient):
-                return self._key(number)
-        return None
-
     def _last_result(self, number: int) -> torch.Tensor | None:
         last = self._results[number] if self._results else None
         return last() if isinstance(last, TensorWeakRef) else last

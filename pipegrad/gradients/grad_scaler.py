@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from types import SimpleNamespace
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.amp.grad_scaler import OptState
@@ -53,10 +53,17 @@ class GradScaler(torch.amp.GradScaler):
             ``backoff_factor``, ``growth_interval``, ``enabled``. The same on all ranks.
 
     Attributes:
+        is_scaled: Whether a loss was scaled since `update`, as far as this rank knows. Then the
+            step of an optimizer without the scaler is refused.
         is_stepping: Whether `step` runs.
+
+    Sync: `unscale_`, or `step` without it, sends one all-reduce of a few numbers, on the current
+    stream, for which the host waits.
 
     Raises:
         AgreementError: If options differ between ranks; on all ranks.
+        StepError: In `unscale_`, `step` and clipping, on all ranks: if a rank cannot unscale its
+            gradients, as before `finish`, if no rank has scaled a loss, or if scales differ.
     """
 
     def __init__(self, sync: GradientSync, **options: Any) -> None:  # noqa: ANN401 - torch's own
@@ -66,7 +73,7 @@ class GradScaler(torch.amp.GradScaler):
         same("the options of GradScaler", dict(zip(ranks, replies, strict=True)))
         super().__init__(**options)
         self._sync = sync
-        self._is_scaled = False  # whether a loss was since `update`, as far as this rank knows
+        self.is_scaled = False
         self._has_caller_scaled = False  # whether that was by `scale`, inside of a step
         # Of the gradients of one step: whether any rank has unscaled some of the sync's, and the
         # ids of this rank's main parameters whose gradients are unscaled.
@@ -83,7 +90,7 @@ class GradScaler(torch.amp.GradScaler):
         """Multiplies a tensor, or several, by the scale, unless gradients are disabled."""
         if not torch.is_grad_enabled():
             return outputs
-        self._is_scaled = True
+        self.is_scaled = True
         self._has_caller_scaled |= self._sync.is_in_step
         return super().scale(outputs)
 
@@ -93,13 +100,6 @@ class GradScaler(torch.amp.GradScaler):
         None if `scale` was called in this step.
         """
         return None if self._has_caller_scaled else self._scale
-
-    def note_scaled(self) -> None:
-        """Marks the losses of a step as scaled, on whichever ranks they are.
-
-        So the step of an optimizer without the scaler is refused on all ranks.
-        """
-        self._is_scaled = True
 
     # The gradients.
 
@@ -113,20 +113,6 @@ class GradScaler(torch.amp.GradScaler):
         states = self._per_optimizer_states
         for key in [key for key, each in states.items() if each["stage"] != OptState.STEPPED]:
             del states[key]
-
-    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divides the gradients of `optimizer` by the scale, and looks for overflows on all ranks.
-
-        Call it after the step's last backward and `finish`, once for each optimizer, on all ranks.
-
-        Sync: on the current stream; one all-reduce of a few numbers. The host waits for it.
-
-        Raises:
-            StepError: On all ranks, if a rank cannot unscale its gradients, if no rank has scaled a
-                loss, or if scales differ.
-            RuntimeError: If `optimizer` was unscaled, or has stepped, since `update`.
-        """
-        super().unscale_(optimizer)
 
     def unscale_to_clip(self, optimizer: torch.optim.Optimizer | None) -> None:
         """The first pass of clipping: `unscale_`, unless some optimizer of the sync is unscaled.
@@ -160,27 +146,16 @@ class GradScaler(torch.amp.GradScaler):
         self.is_stepping = True
         try:
             return super().step(optimizer, *args, **kwargs)
-        except BaseException:
-            # torch leaves these behind, and multiplies the next scale by the old one.
-            for name in ("grad_scale", "found_inf"):
-                vars(optimizer).pop(name, None)
-            raise
         finally:
             self.is_stepping = False
+            # A step that fails leaves these, and torch multiplies the next scale by the old one.
+            for name in ("grad_scale", "found_inf"):
+                vars(optimizer).pop(name, None)
 
     def update(self, new_scale: float | torch.Tensor | None = None) -> None:
         """Sets the next scale: smaller after an overflow, larger after many steps without one."""
         super().update(new_scale)
-        self._is_scaled = self._has_caller_scaled = False
-
-    def refusal(self) -> str | None:
-        """Returns why an optimizer may not step now; None if it may."""
-        if self.is_stepping or not self._is_scaled:
-            return None
-        return (
-            "optimizer.step() of gradients that a GradScaler has scaled, perhaps with overflows: "
-            "call scaler.step(optimizer), then scaler.update()"
-        )
+        self.is_scaled = self._has_caller_scaled = False
 
     def _unscale_grads_(
         self,
@@ -192,14 +167,18 @@ class GradScaler(torch.amp.GradScaler):
         """Unscales, and returns whether any rank has an overflow. torch then skips the step."""
         tensors = [t for group in optimizer.param_groups for t in group["params"]]
         own = {id(main.tensor) for main in self._sync.main_parameters()} & {*map(id, tensors)}
-        tensors = [t for t in tensors if t.grad is not None]
+        # Of a DTensor this rank's part: torch would reduce overflows over its mesh.
+        gradients = [local(t.grad) for t in tensors if t.grad is not None]
         overflow, error = torch.zeros((), device=self._sync.device), None
         # An error on one rank must not leave the others in a collective.
         try:
-            self._refuse_unready(tensors, own, allow_fp16=allow_fp16)
+            self._refuse_unready(gradients, own, allow_fp16=allow_fp16)
             if not allow_fp16:
                 self._unscaled |= own
-            group: Any = SimpleNamespace(param_groups=[{"params": [*map(_local, tensors)]}])
+            holders = [gradient.detach() for gradient in gradients]
+            for holder, gradient in zip(holders, gradients, strict=True):
+                holder.grad = gradient
+            group: Any = SimpleNamespace(param_groups=[{"params": holders}])
             overflows = super()._unscale_grads_(group, inv_scale, found_inf, allow_fp16)
             for each in overflows.values():
                 overflow = torch.maximum(overflow, each.to(overflow.device))
@@ -211,7 +190,7 @@ class GradScaler(torch.amp.GradScaler):
         return {anywhere.device: anywhere}
 
     def _refuse_unready(
-        self, tensors: Sequence[torch.Tensor], own: set[int], *, allow_fp16: bool
+        self, gradients: Sequence[torch.Tensor], own: set[int], *, allow_fp16: bool
     ) -> None:
         """Refuses gradients that cannot be unscaled; `own` are ids of main parameters."""
         if self._sync.is_in_step:
@@ -222,7 +201,7 @@ class GradScaler(torch.amp.GradScaler):
                 "scaler.unscale_(optimizer) before clip_grad_norm_() for each optimizer that "
                 "steps, and scaler.update() once, after all have stepped"
             )
-        if not allow_fp16 and torch.float16 in {getattr(t.grad, "dtype", None) for t in tensors}:
+        if not allow_fp16 and torch.float16 in {gradient.dtype for gradient in gradients}:
             raise StepError(
                 "gradients are torch.float16: make the GradientSync with master_dtype=torch.float32"
             )
@@ -244,44 +223,26 @@ class GradScaler(torch.amp.GradScaler):
         # Everything travels in one message. The scale is in it, because ranks whose scales differ
         # would train another model than one process, and nobody would notice.
         assert self._scale is not None
-        flags = [error is not None, self._is_scaled, is_own]
+        flags = [error is not None, self.is_scaled, is_own]
         numbers = torch.stack([self._scale, overflow])
         rows = self._sync.gather(torch.cat([numbers.new_tensor(flags), numbers]))
         failed, scaled, own, scales, _ = zip(*rows.tolist(), strict=True)
-        if any(failed) or not any(scaled) or len(set(scales)) > 1:
-            self._refuse(error)
+        ranks = sorted(self._sync.topology.ranks)
+        if any(failed):
+            # Words do not fit into a message of a few numbers: they go through the store.
+            message = "" if error is None else in_words(error)
+            replies = agree("unscale_", lambda: message, ranks=ranks)
+            words = {rank: text for rank, text in zip(ranks, replies, strict=True) if text}
+            raise StepError(f"gradients cannot be unscaled on ranks {words}") from error
+        if len(set(scales)) > 1:
+            raise StepError(
+                f"the scale differs between ranks: {dict(zip(ranks, scales, strict=True))}. Load "
+                f"the same state, and call update() and step() alike, on all ranks"
+            )
+        if not any(scaled):
+            raise StepError(
+                "no rank has scaled a loss, so gradients must not be unscaled: call "
+                "scaler.scale(loss) where the loss is computed, or use a Scheduler"
+            )
         self._is_unscaled |= any(own)
         return rows[:, -1].max()
-
-    def _refuse(self, error: Exception | None) -> NoReturn:
-        """Raises the same error on all ranks, with the messages of ranks that have an error."""
-        # All ranks have read the same flags, so all come here. Words do not fit into a message of a
-        # few numbers: they go through the store.
-        message = "" if error is None else in_words(error)
-        ranks = sorted(self._sync.topology.ranks)
-        replies = agree("unscale_", lambda: (message, self.get_scale()), ranks=ranks)
-        failed = {rank: text for rank, (text, _) in zip(ranks, replies, strict=True) if text}
-        if failed:
-            raise StepError(f"gradients cannot be unscaled on ranks {failed}") from error
-        scales = {rank: scale for rank, (_, scale) in zip(ranks, replies, strict=True)}
-        if len(set(scales.values())) > 1:
-            raise StepError(
-                f"the scale differs between ranks: {scales}. Load the same state, and call "
-                f"update() and step() alike, on all ranks"
-            )
-        raise StepError(
-            "no rank has scaled a loss, so gradients must not be unscaled: call "
-            "scaler.scale(loss) where the loss is computed, or use a Scheduler"
-        )
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a tensor with this rank's part of the gradient, if it is a DTensor's."""
-    # torch would reduce overflows over the mesh, and refuses DTensors together with others.
-    assert tensor.grad is not None
-    gradient = local(tensor.grad)
-    if gradient is tensor.grad:
-        return tensor
-    part = gradient.detach()
-    part.grad = gradient
-    return part

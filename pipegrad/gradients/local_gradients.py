@@ -52,12 +52,11 @@ class LocalGradients:
         self._is_open = False
         self._before: list[torch.Tensor | None] | None = None
         self._divisor = 1.0
-        # References to the results of the last step, and their versions. Weak references: a
-        # gradient that the user drops must be freed before the next step. Where a result and what
-        # the user sets are treated alike, an id will do: it is cheaper, and used once more later.
+        # References to the results of the last step. Weak references: a gradient that the user
+        # drops must be freed before the next step. Where a result and what the user sets are
+        # treated alike, an id will do: it is cheaper, and used once more later.
         self._are_alike = not any(self._main_shards) and {*divisors} <= {1.0}
         self._results: list[TensorWeakRef | int | None] = []
-        self._result_versions: list[int] = []
         # Gradients that were there when the step began: they are where the user wants them.
         self._present: set[int] = set()
         self._adds: set[int] = set()  # the last result was not zeroed, and this step adds to it
@@ -208,23 +207,6 @@ class LocalGradients:
             gradients = [self._result(number, present) for number in range(len(present))]
         make = id if self._are_alike else TensorWeakRef
         self._results = [None if g is None else make(g) for g in gradients]
-        self._result_versions = [-1 if g is None else g._version for g in gradients]
-
-    def result(self, number: int) -> torch.Tensor | None:
-        """Returns what this rank's optimizer steps with."""
-        main_shard = self._main_shards[number]
-        return self._live[number].grad if main_shard is None else main_shard.tensor.grad
-
-    def changed_result(self) -> str | None:
-        """Returns a parameter whose result somebody has written since, or replaced."""
-        for number, last in enumerate(self._results):
-            gradient = self.result(number)
-            if gradient is None or last is None:
-                continue
-            is_same = gradient._version == self._result_versions[number]
-            if not (is_same and self._is_last(number, gradient)):
-                return self.parameters[number].record.key
-        return None
 
     def drop(self) -> None:
         """Sets all gradients to None, after a failed step: they may not be complete."""

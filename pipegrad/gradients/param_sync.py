@@ -13,7 +13,7 @@ import torch
 from torch.profiler import record_function
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.comm_stream import Ticket
+from pipegrad.comm.comm_stream import Ticket, outside_of_graphs
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
 from pipegrad.gradients.parameter import LiveParameter, ParameterBuffer
@@ -76,6 +76,7 @@ class ParameterSync:
         # written, and whether a parameter was changed after it was published.
         self._versions: list[tuple[str, torch.Tensor, int]] = []
 
+    @outside_of_graphs
     def publish(self) -> None:
         """Sends the parameters that this rank has updated; returns at once.
 

@@ -16,7 +16,7 @@ from pipegrad.errors import PipegradError, StepError
 from pipegrad.gradients.bucket import BucketState, GradientBucket
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
-from pipegrad.gradients.optimizer_watch import OptimizerWatch, steps_alike
+from pipegrad.gradients.optimizer_watch import Gradients, News, OptimizerWatch, steps_alike
 from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.gradients.set_up import Agreed, Parts
 from pipegrad.model.wrappers import reshard
@@ -178,8 +178,6 @@ class Step:
             name=agreed.name,
             alike=steps_alike(agreed.manifest, agreed.plan, agreed.topology),
             on_refusal=self._refused,
-            on_step=self._publish_updated,
-            find_changed=self._changed_result,
             refuse_reduced=self._refuse_reduced,
         )
         self._follow()
@@ -274,7 +272,7 @@ class Step:
             self._reducer.expect()
         self._record_versions(*self._by_stage)
         before = self._failures.step - 1
-        self._last_unused = self._last_unused if self._watch.is_used else before
+        self._last_unused = self._last_unused if self._watch.gradients is Gradients.USED else before
         self._watch.expect(has_gradients=False)
         # Last: whatever was refused above has left the state as it was.
         self._go("prepare")
@@ -566,14 +564,9 @@ class Step:
         for gradients in self._everything:
             gradients.drop()
 
-    def news(self) -> int:
+    def news(self) -> News:
         """Returns what optimizers did on this rank since the last call; see `OptimizerWatch`."""
         return self._watch.news()
-
-    def note_results(self) -> None:
-        """Takes the gradients as they are now for those of the step: pipegrad has scaled them."""
-        for gradients in self._everything:
-            gradients.note_results()
 
     def refuse_closed(self) -> None:
         """Raises StepError after `close`."""
@@ -597,12 +590,6 @@ class Step:
 
     def _go(self, verb: str) -> None:
         self._state = TRANSITIONS[verb][self._state]
-
-    @outside_of_graphs
-    def _publish_updated(self) -> None:
-        """Publishes after a step of an optimizer of `GradientSync.optimizer`."""
-        if self._state is State.BETWEEN:
-            self._parameter_sync.publish()
 
     def _check_stage(self, verb: str, stage: int) -> None:
         if self._state is not State.CLOSED and stage not in self._by_stage:
@@ -642,7 +629,7 @@ class Step:
             gradients.follow()
             by_id |= {id(p.live): (p, gradients, i) for i, p in enumerate(gradients.parameters)}
         self._by_id = by_id
-        self._watch.follow({id(p.live): p for p in self._parameters.values()})
+        self._watch.live = {id(p.live): p for p in self._parameters.values()}
 
     def _leave_ready(self) -> None:
         """Sends the buckets that hooks have found complete. Autograd's threads may call it."""
@@ -669,7 +656,10 @@ class Step:
     def _look_for_half_made(self) -> None:
         """Ends the training after a step that some ranks have made, and others have not."""
         failed = self._reducer.notice.last_failed()
-        if self._watch.is_used and self._last_unused < failed <= self._failures.step:
+        if (
+            self._watch.gradients is Gradients.USED
+            and self._last_unused < failed <= self._failures.step
+        ):
             self._failures.end_for_good(
                 StepError(
                     f"step {failed} has failed on another rank after it ended on this one, and "
@@ -681,10 +671,6 @@ class Step:
     def _late(self, error: StepError) -> None:
         """Makes `finish` fail."""
         self._open.error = self._open.error or error
-
-    def _changed_result(self) -> str | None:
-        """Returns a parameter whose result was changed since the end of the step."""
-        return next(filter(None, (each.changed_result() for each in self._everything)), None)
 
     def _refuse_reduced(self) -> None:
         """Refuses a step of another sync with the same parameters, which would add to gradients."""

@@ -46,6 +46,7 @@ from pipegrad.gradients.named_optimizer import (
     refuse_given,
 )
 from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
+from pipegrad.gradients.optimizer_watch import Gradients
 from pipegrad.gradients.set_up import Agreed, set_up
 from pipegrad.gradients.step import State, Statistics, Step
 from pipegrad.model.main_grad import MainGrad
@@ -184,7 +185,7 @@ class GradientSync(Step):
                 is no optimizer of `optimizer`.
         """
         self._check("clip_grad_norm_")
-        if self._watch.is_used and not math.isinf(max_norm):
+        if self._watch.gradients is Gradients.USED and not math.isinf(max_norm):
             raise StepError(
                 "clip_grad_norm_() after optimizer.step(), which has used the gradients: call it "
                 "before"
@@ -195,10 +196,8 @@ class GradientSync(Step):
             gradients = self._main_gradients()
             norm = self._parts.norm.of(gradients, norm_type, self._parts.groups, self.device)
         if not math.isinf(max_norm):
-            # These writes are pipegrad's. Without `note_results` the next optimizer would be warned
-            # of gradients that somebody has changed.
             clip_(list(gradients.values()), norm, max_norm)
-            self.note_results()
+            self._watch.note_results()  # these changes are pipegrad's
         return norm
 
     @outside_of_graphs
@@ -250,7 +249,7 @@ class GradientSync(Step):
 
         One that is disabled ends the use of another one.
         """
-        self._watch.scale_by(scaler)
+        self._watch.scaler = weakref.ref(scaler) if scaler.is_enabled() else lambda: None
 
     @property
     def scaler(self) -> GradScaler | None:

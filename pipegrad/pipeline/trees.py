@@ -41,6 +41,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError, level_of_caller
 from pipegrad.gradients.drift import bytes_of
+from pipegrad.gradients.optimizer_watch import News
 from pipegrad.interop.private import flat
 from pipegrad.topology import Topology
 
@@ -310,13 +311,17 @@ class Passed:
 
     def _compare_news(self, news: Sequence[float]) -> None:
         """Warns once of what optimizers did on some ranks alone."""
-        by_rank = {r: int(n) - 1 for r, n in zip(self._ranks, news, strict=False) if n}
-        for what, verb, bit in (
-            ("an option of the optimizer, such as its rate, has changed", "lr_schedule.step()", 1),
-            ("an optimizer has stepped", "optimizer.step()", 2),
+        by_rank = {r: News(int(n)) for r, n in zip(self._ranks, news, strict=False) if n}
+        for flag, what, verb in (
+            (
+                News.CHANGED,
+                "an option of the optimizer, such as its rate, has changed",
+                "lr_schedule.step()",
+            ),
+            (News.STEPPED, "an optimizer has stepped", "optimizer.step()"),
         ):
-            ranks = [rank for rank, did in by_rank.items() if did & bit]
-            others = [rank for rank, did in by_rank.items() if not did & (bit | bit << 2)]
+            ranks = [rank for rank, did in by_rank.items() if flag in did]
+            others = [rank for rank in by_rank if rank not in ranks]
             if ranks and others and verb not in self._warned:
                 self._warned.add(verb)
                 warnings.warn(

@@ -172,7 +172,7 @@ def test_gradients_that_one_rank_changes_are_told_once(
             sync.wait_parameters()
     texts = [str(w.message) for w in heard]
     assert sum(gathered(len(texts))) == warns  # of all ranks, one
-    begin = "the gradient of '0.v' was changed between finish() and optimizer.step()"
+    begin = "the gradient of '0.w' was changed between finish() and optimizer.step()"
     assert all(text.startswith(begin) for text in texts), texts
     assert all(w.filename == __file__ for w in heard)
 
