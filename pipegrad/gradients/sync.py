@@ -149,9 +149,12 @@ class GradientSync(Step):
         parts = set_up(self, agreed, modules, agree_seconds=self._agree_seconds)
         super().__init__(agreed, parts)
         self.tape = parts.reducer.tape
+        self._stateful: dict[str, GradientHandler | OuterOptimizer] = dict(agreed.plugins)
         self.outer_optimizer = self._outer_optimizer()
+        if self.outer_optimizer is not None:
+            self._stateful[self.plan.independent_by] = self.outer_optimizer
         self._synchronize()
-        # Behind `_synchronize`, which makes the main shards: an optimizer is looked for by its
+        # After `_synchronize`, which makes the main shards: an optimizer is looked for by its
         # tensors.
         self._watch.start()
         _every.add(self)
@@ -438,7 +441,7 @@ class GradientSync(Step):
                 "state_dict() before the step of the optimizer was published, so the outer "
                 "optimizer has not run: call wait_parameters() before, on all ranks"
             )
-        states = {name: of.state_dict() for name, of in self._stateful().items()}
+        states = {name: of.state_dict() for name, of in self._stateful.items()}
         states = {name: state for name, state in states.items() if state}
         return {"plan": self.plan.digest, "handlers": states} if states else {}
 
@@ -456,22 +459,40 @@ class GradientSync(Step):
             StepError: Inside a step.
         """
         self._check("load_state_dict")
+        ranks = sorted(self.topology.ranks)
         try:
-            self._load_states(state)
+            replies = agree("load_state_dict", partial(self._load, state), ranks=ranks)
+            for name in self._stateful:
+                sources = {r: x[name] for r, x in zip(ranks, replies, strict=True) if name in x}
+                same(f"what handler {name!r} goes on from", sources)
         except (PlanError, AgreementError) as error:
             # Ranks with and without a loaded state would compute different means. So all start
             # anew.
-            for stateful in self._stateful().values():
+            for stateful in self._stateful.values():
                 stateful.load_state_dict({})
             if self.outer_optimizer is not None:  # some replicas may have their own parameters
                 self._synchronize()
             raise PlanError(str(error)) from error
-        if self.outer_optimizer is None:
-            return
         if self.plan.independent_by in state.get("handlers", {}):
             self._send_main_parameters()
-        else:  # it starts anew
+        elif self.outer_optimizer is not None:  # it starts anew
             self._synchronize()
+
+    def _load(self, state: Mapping[str, Any]) -> dict[str, str]:
+        """Loads the states of this rank's handlers; returns what each goes on from."""
+        if state and state.get("plan") != self.plan.digest:
+            raise PlanError(
+                "the state of handlers is of another plan: of another model, other handlers, "
+                "buckets or ranks; it fits into its own plan alone"
+            )
+        saved = state.get("handlers", {})
+        for name, stateful in self._stateful.items():
+            try:
+                stateful.load_state_dict(saved.get(name, {}))
+            except Exception as error:
+                raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
+        # Handlers that launch nothing on this rank, and join no replicas, have no state here.
+        return {n: "its state" if saved.get(n) else "nothing" for n in self.plan.launching}
 
     def _send_main_parameters(self) -> None:
         """Sends what an outer optimizer has written to all holders, and waits for it."""
@@ -480,7 +501,7 @@ class GradientSync(Step):
         self._parameter_sync.forget()
 
     def _outer_optimizer(self) -> OuterOptimizer | None:
-        """Returns that of the handler by which replicas are joined; `publish` begins with its step.
+        """Makes what joins the replicas that train alone; `publish` begins with its step.
 
         Raises:
             PlanError: On all ranks, if the handler cannot make one.
@@ -499,14 +520,13 @@ class GradientSync(Step):
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
         outer, _ = agree_keeping("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
-        self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone)
+        self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone, outer)
         return outer
 
-    def _step_outer(self) -> None:
+    def _step_outer(self, outer: OuterOptimizer) -> None:
         """Steps the outer optimizer if it is due; a failure is final for this rank, and posted."""
         # Some parameters may have been joined and others not. Nobody can go on from there.
-        assert self.outer_optimizer is not None
-        if not self.outer_optimizer.is_due:
+        if not outer.is_due:
             return
         parts, ranks, what = self._parts, sorted(self.topology.ranks), "the outer optimizer's step"
         with self.bounded(what, ranks):
@@ -515,44 +535,11 @@ class GradientSync(Step):
                     # A parameter sync of the step before may still use the same communicators.
                     parts.reducer.wait()
                     began = self.tape.now()
-                    self.outer_optimizer.step()
+                    outer.step()
                     self.tape.note("wait for ranks", what, began)
             except BaseException as error:
                 parts.failures.post(error, begins=False, final=True)
                 raise
-
-    def _load_states(self, state: Mapping[str, Any]) -> None:
-        stateful, saved = self._stateful(), dict(state.get("handlers", {}))
-
-        def load() -> dict[str, str]:
-            if state and state.get("plan") != self.plan.digest:
-                raise PlanError(
-                    "the state of handlers is of another plan: of another model, other handlers, "
-                    "buckets or ranks; it fits into its own plan alone"
-                )
-            if unknown := sorted(saved.keys() - stateful.keys()):
-                raise PlanError(f"what is to be loaded is of handlers {unknown}, not in use here")
-            for name, handler in stateful.items():
-                try:
-                    handler.load_state_dict(saved.get(name, {}))
-                except Exception as error:
-                    raise PlanError(f"handler {name!r} cannot go on: {in_words(error)}") from error
-            # Handlers that launch nothing on this rank, and join no replicas, have no state here.
-            launching = self.plan.launching
-            return {name: "its state" if saved.get(name) else "nothing" for name in launching}
-
-        ranks = sorted(self.topology.ranks)
-        replies = dict(zip(ranks, agree("load_state_dict", load, ranks=ranks), strict=True))
-        for name in stateful:
-            sources = {rank: reply[name] for rank, reply in replies.items() if name in reply}
-            same(f"what handler {name!r} goes on from", sources)
-
-    def _stateful(self) -> dict[str, GradientHandler | OuterOptimizer]:
-        """Returns what has the state of each handler, by its name."""
-        handlers = {name: resolved.plugin for name, resolved in self.handlers.items()}
-        if self.outer_optimizer is None:
-            return {**handlers}
-        return {**handlers, self.plan.independent_by: self.outer_optimizer}
 
     @outside_of_graphs
     def synchronize_parameters(self) -> None:
