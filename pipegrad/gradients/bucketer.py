@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -28,12 +29,13 @@ Group = dist.ProcessGroup | None
 Key = tuple[str, torch.dtype, torch.device, dist.ProcessGroup, bool]  # larger than the capacity
 
 
+@dataclass
 class _Bucket:
-    def __init__(self, staging: FlatBuffer, rows: Tensor) -> None:
-        self.staging, self.rows = staging, rows  # row j: the inputs for rank j; or one for all
-        self.numel = 0  # filled elements of a row
-        self.written: list[torch.Event] = []
-        self.calls: list[tuple[Tensor, Callback]] = []  # each with the memory of its sum
+    staging: FlatBuffer
+    rows: Tensor  # row j has the inputs for rank j; or one row for all
+    numel: int = 0  # filled elements of a row
+    written: list[torch.Event] = field(default_factory=list)
+    calls: list[tuple[Tensor, Callback]] = field(default_factory=list)  # with the memory of a sum
 
 
 class Bucketer:
@@ -44,9 +46,9 @@ class Bucketer:
     decide the order, so all ranks of a group must make the same calls, and call groups that share
     ranks in one order. Until `flush`, no other code may use a group.
 
-    Callbacks run in your thread, in the order of buckets and of calls: in `flush`, in `poll`, or in
-    a call that would leave three buckets in flight. A callback may add inputs, equally many on all
-    ranks, but not in `poll`. `flush` raises the errors of callbacks, after all have run.
+    Callbacks run in your thread, in the order of buckets and of calls: in `flush`, or in a call
+    that would leave three buckets in flight. A callback may add inputs, equally many on all ranks.
+    `flush` raises the errors of callbacks, after all have run.
 
     The bits of a reduce_scatter on gloo do not depend on the capacity. Other sums of more than two
     ranks may depend on it.
@@ -68,9 +70,8 @@ class Bucketer:
         self._comm_streams: dict[tuple[torch.device, bool], CommStream] = {}
         self._used = weakref.WeakSet[dist.ProcessGroup]()  # cut at exit if a thread waits there
         self._errors: list[Exception] = []
-        self._running = ""  # the method that runs callbacks
-        self._broken = ""
-        self._check("Bucketer")
+        self._is_running = False  # callbacks
+        self._broken = ""  # why this Bucketer is of no use any more
         Ending(self, threads=self._comm_streams.values(), used=self._used)
 
     @property
@@ -111,22 +112,15 @@ class Bucketer:
             StepError: If a callback calls it.
             Exception: The first error of a callback since the last flush. Its notes have the rest.
         """
-        self._check("flush")
+        if self._broken:
+            raise ReduceError(self._broken)
+        if self._is_running:
+            raise StepError("flush() in a callback: whoever runs it sends what callbacks add")
         while self._open or self._in_flight:
             for key in list(self._open):
                 self._send(key)
-            self._finish("flush")
+            self._finish()
         self._raise_errors()
-
-    @outside_of_graphs
-    def poll(self) -> None:
-        """Runs the callbacks of buckets that have ended, in order. Raises ReduceError as `flush`.
-
-        On a side stream every bucket that was sent counts: the current stream waits for it.
-        """
-        self._check("poll")
-        while self._in_flight and self._in_flight[0][1].done.done():
-            self._finish("poll", at_most=len(self._in_flight) - 1)
 
     def release(self) -> None:
         """Frees all memory, on the current stream, and ends the threads. You may add inputs again.
@@ -134,7 +128,7 @@ class Bucketer:
         Raises:
             StepError: If inputs or errors wait for `flush`. After a failure they are dropped.
         """
-        if not self._broken and (self._open or self._in_flight or self._errors or self._running):
+        if not self._broken and (self._open or self._in_flight or self._errors or self._is_running):
             raise StepError(
                 f"release() with {len(self._open)} buckets queued, {len(self._in_flight)} in "
                 f"flight and {len(self._errors)} callbacks' errors not raised yet: flush() first"
@@ -144,26 +138,13 @@ class Bucketer:
         for kept in (self._open, self._in_flight, self._errors, self._pool, self._comm_streams):
             kept.clear()
 
-    def _check(self, method: str) -> None:
-        if self._broken:
-            words = "this Bucketer is of no use since a collective failed: release() it, make new"
-            raise ReduceError(f"{words} groups and a new Bucketer: {self._broken}")
-        if self._running and method in {"flush", "poll"}:
-            raise StepError(f"{method}() in a callback: whoever runs it sends what callbacks add")
-        if self._running == "poll":
-            words = "poll() runs: ranks poll at other times. Leave callbacks that add to flush()"
-            raise StepError(f"{method}() in a callback that {words}")
-        if self.capacity_bytes < 0:
-            raise PlanError(f"capacity_bytes is {self.capacity_bytes}, expected an int from 0 on")
-
     def _add(self, kind: str, inputs: Sequence[Tensor], group: Group, callback: Callback) -> None:
-        self._check(kind)
+        if self._broken:
+            raise ReduceError(self._broken)
         group = dist.group.WORLD if group is None else group
         if group is None or dist.get_rank(group) < 0:
             raise PlanError(f"{kind}: this rank is not in the group, only its ranks call")
         _check_inputs(kind, inputs, dist.get_process_group_ranks(group))
-        if not callable(callback):
-            raise PlanError(f"{kind}: callback is {callback!r}, expected a function of the sum")
         shape, dtype, device = inputs[0].shape, inputs[0].dtype, inputs[0].device
         numel, room = shape.numel(), self.capacity_bytes // (len(inputs) * dtype.itemsize)
         key = kind, dtype, device, group, numel > room
@@ -184,7 +165,7 @@ class Bucketer:
         bucket.numel += numel
         if bucket.numel >= room:
             self._send(key)
-        self._finish(kind, at_most=2)
+        self._finish(at_most=2)
 
     @torch.inference_mode(mode=False)  # its tensors cannot be written outside of it
     def _empty(self, num_rows: int, room: int, dtype: torch.dtype, device: torch.device) -> _Bucket:
@@ -208,9 +189,10 @@ class Bucketer:
                 elif bucket.numel:
                     collectives.reduce_scatter(rows[dist.get_rank(group)], rows, group)
             except Exception as error:
-                nbytes, ranks = sum(row.nbytes for row in rows), dist.get_process_group_ranks(group)
-                words = f"{nbytes} bytes of {dtype} on {device} over ranks {ranks}"
-                raise ReduceError(f"{kind} of {words} failed: {error}") from error
+                raise ReduceError(
+                    f"{kind} of {sum(row.nbytes for row in rows)} bytes of {dtype} on {device} "
+                    f"over ranks {dist.get_process_group_ranks(group)} failed: {error}"
+                ) from error
 
         where = device, collectives.blocks_host(group, device)
         if where not in self._comm_streams:
@@ -219,11 +201,11 @@ class Bucketer:
             self._used.add(group)
         self._in_flight.append((bucket, self._comm_streams[where].submit(reduce, bucket.written)))
 
-    def _finish(self, method: str, at_most: int = 0) -> None:
+    def _finish(self, at_most: int = 0) -> None:
         """Runs the callbacks of the oldest buckets, until at most so many are in flight."""
-        if self._running:
+        if self._is_running:
             return  # a callback has added inputs: the loop that runs it goes on with them
-        self._running = method
+        self._is_running = True
         try:
             while len(self._in_flight) > at_most:
                 while not self._in_flight[0][1].wait(60.0):
@@ -239,11 +221,14 @@ class Bucketer:
                 flats = (*self._pool, bucket.staging)
                 self._pool = [flat for flat in flats if flat.buffer.nbytes == self.capacity_bytes]
         except ReduceError as error:
-            self._broken = str(error)
+            self._broken = (
+                f"this Bucketer is of no use since a collective failed: release() it, make new "
+                f"groups and a new Bucketer: {error}"
+            )
             self._errors.insert(0, error)
             self._raise_errors()
         finally:
-            self._running = ""
+            self._is_running = False
 
     def _raise_errors(self) -> None:
         errors, self._errors = self._errors, []
