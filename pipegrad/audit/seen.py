@@ -196,7 +196,7 @@ class Placed:
     def restored(self) -> None:
         """Says to syncs that all parameters have other values. All ranks must call it."""
         for sync in self._syncs:
-            if sync.steps_elsewhere:
+            if sync.agreed.needs_parameter_sync:
                 sync.synchronize_parameters()
 
 

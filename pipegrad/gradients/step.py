@@ -134,7 +134,7 @@ class Step:
     def __init__(self, agreed: Agreed, parts: Parts) -> None:
         self.plan = agreed.plan
         self.name = agreed.name
-        self._agreed = agreed
+        self.agreed = agreed
         self._parts = parts
         self._state = State.BETWEEN
         self._statistics = Statistics()
@@ -238,9 +238,9 @@ class Step:
         if self._parameter_sync.is_needed:
             self._parameter_sync.publish()
             self._parameter_sync.check_published()
-        if not continues and self._agreed.wrapped:
+        if not continues and self.agreed.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
-            reshard(self._agreed.wrapped)
+            reshard(self.agreed.wrapped)
         # Between two steps a user may replace parameters, by a checkpoint or a new initialisation.
         # Hooks must be on the present tensors before the first gradient.
         self._parts.parameters.look_up(self._follow)
@@ -401,7 +401,7 @@ class Step:
         """
         with self.bounded("finish()"):
             if self._finish(divisor):
-                reshard(self._agreed.wrapped)
+                reshard(self.agreed.wrapped)
                 self._parts.drift.look()
 
     def _finish(self, divisor: torch.Tensor | None) -> bool:
@@ -575,7 +575,7 @@ class Step:
 
     def bounded(self, what: str, ranks: Sequence[int] = ()) -> Bounded:
         """Bounds what is inside ``with``, in time: a verb, or a wait for ranks; see `Bounded`."""
-        return Bounded(what, ranks, within_seconds=self._agreed.options.step_timeout_seconds)
+        return Bounded(what, ranks, within_seconds=self.agreed.options.step_timeout_seconds)
 
     # Inside.
 

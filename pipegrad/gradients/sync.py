@@ -53,7 +53,6 @@ from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import Tied
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.options import SyncKeywords
-from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import (
     GradientHandler,
     HandlerSpec,
@@ -106,6 +105,7 @@ class GradientSync(Step):
         **options: Fields of `GradientOptions` by name, such as ``bucket_bytes``.
 
     Attributes:
+        agreed: What all ranks have agreed on, and the plans of any ranks; for tools.
         topology: The argument.
         handlers: The resolved handlers by name, with distribution and version.
         manifest: The agreed model.
@@ -384,7 +384,7 @@ class GradientSync(Step):
 
     def reshard(self) -> None:
         """Frees parameters that FSDP2 has left gathered, so the next forward gathers new values."""
-        reshard(self._agreed.wrapped)
+        reshard(self.agreed.wrapped)
 
     @outside_of_graphs
     def publish(self) -> None:
@@ -568,6 +568,7 @@ class GradientSync(Step):
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "
                     "loading"
                 )
+            self._parameter_sync.wait()  # for what this rank has sent
             self._synchronize()
 
     def _synchronize(self) -> None:
@@ -626,15 +627,6 @@ class GradientSync(Step):
     def live(self) -> tuple[LiveParameter, ...]:
         """Returns the parameters of this rank, and where their gradients are."""
         return tuple(self._parameters.values())
-
-    @property
-    def steps_elsewhere(self) -> bool:
-        """Whether any rank steps shards, copies, or parameters that others get; on all ranks."""
-        return self._parameter_sync.is_needed
-
-    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
-        """Returns the plans of any ranks, computed on this rank."""
-        return self._agreed.plans(ranks)
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:
         """Returns a communicator of this rank and others, for an `OuterOptimizer`.

@@ -255,7 +255,7 @@ def collective_costs(sync: GradientSync) -> dict[str, CollectiveCosts]:
     """Returns what the reductions of this rank's pipeline send, by the names of the Program."""
     pipeline = sync.topology.ranks_along(sync.topology.pipeline)
     costs = dict[str, CollectiveCosts]()
-    for plan in sync.plans(pipeline).values():
+    for plan in sync.agreed.plans(pipeline).values():
         buckets = {bucket.index: bucket for bucket in plan.buckets}
         for launch in plan.launches:
             bucket, number = buckets[launch.bucket], launch.step

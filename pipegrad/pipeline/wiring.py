@@ -515,7 +515,7 @@ def fitted(
 def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
     """Returns the reductions of this rank's pipeline, as the Program sees them."""
     topology = sync.topology
-    plans = sync.plans(topology.ranks_along(topology.pipeline))
+    plans = sync.agreed.plans(topology.ranks_along(topology.pipeline))
     return collectives_in(plans.values(), topology)
 
 
