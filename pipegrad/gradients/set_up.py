@@ -30,7 +30,7 @@ from pipegrad.gradients.norm import GlobalNorm
 from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import LiveParameter, LiveParameters, ModuleTree, ParameterBuffer
 from pipegrad.gradients.reducer import Reducer
-from pipegrad.model.describe import check_stages, describe_rank, device_of, merge, starts_of
+from pipegrad.model.describe import check_stages, describe_rank, device_of, merge
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.manifest import Manifest, RankManifest
 from pipegrad.model.ties import AllTies, Tied, declared, link_local, named, refuse_likely_ties
@@ -128,7 +128,7 @@ class Agreed:
         refuse_main_shards(self.manifest, main_grad, self.options.master_dtype)
         allowed = self.options.allow_unsynced
         if not isinstance(tied, AllTies):
-            refuse_likely_ties(starts_of(manifests), self.manifest.ties, allowed)
+            refuse_likely_ties(self.manifest.stages, self.manifest.ties, allowed)
         buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
         refuse_different_buffers(buffers, topology, allowed)
         # A handler should be pure, but nothing makes sure of that. Different plans would hang, so
@@ -201,7 +201,10 @@ class Agreed:
         """Makes this rank's plan; returns its digest, which must be equal on all ranks."""
         self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
         ranks = sorted(self.topology.ranks)
-        prints = dict(zip(ranks, (dict(m.fingerprints) for m in manifests), strict=True))
+        prints = {
+            rank: {at: e.digest for at, e in m.entries.items() if e.digest is not None}
+            for rank, m in zip(ranks, manifests, strict=True)
+        }
         routes, allowed = dict(self.plan.routes), self.options.allow_unsynced
         divisors = dict(self.plan.divisors)
         refuse_bare_replicas(

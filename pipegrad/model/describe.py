@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -12,14 +13,15 @@ from torch.fx import GraphModule
 
 from pipegrad.comm.agreement import same
 from pipegrad.errors import PlanError, TopologyError
-from pipegrad.model.dtensor import Shard, largest, layout_of, shard_of
+from pipegrad.model.dtensor import layout_of, shard_of
 from pipegrad.model.main_grad import MainGrad, gradient_dtype
-from pipegrad.model.manifest import Manifest, ParameterEntry, RankManifest
-from pipegrad.model.suspects import Location, Start, fingerprint, is_zero
+from pipegrad.model.manifest import Location, Manifest, ParameterEntry, RankManifest
+from pipegrad.model.suspects import fingerprint
 from pipegrad.model.ties import (
     Tie,
     Tied,
     declared,
+    declared_locations,
     different_starts,
     held,
     named,
@@ -73,22 +75,27 @@ def describe_rank(
     if len(devices) > 1:
         raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
     wrappers = {stage: kind for stage in sorted(modules) if (kind := wrapper_of(modules[stage]))}
-    seen = _Seen()
+    stages: list[tuple[int, tuple[ParameterEntry, ...]]] = []
+    locations: dict[nn.Parameter, list[Location]] = defaultdict(list)
     for stage in sorted(modules):
-        _see_stage(seen, stage, modules[stage], main_grad, is_flat=wrappers.get(stage) == FSDP1)
+        module = unwrapped(modules[stage])
+        names: dict[nn.Parameter, list[str]] = defaultdict(list)
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            names[parameter].append(name)
+        entries = [
+            _entry(module, full_names, parameter, main_grad, wrappers.get(stage))
+            for parameter, full_names in names.items()
+        ]
+        stages.append((stage, tuple(entries)))
+        for parameter, entry in zip(names, entries, strict=True):
+            locations[parameter].append((stage, entry.name))
     return RankManifest(
-        stages=tuple(
-            (stage, tuple(e for (at, _), e in seen.entries.items() if at == stage))
-            for stage in sorted(modules)
-        ),
+        stages=tuple(stages),
         wrappers=tuple(wrappers.items()),
-        linked=tuple(tuple(locations) for locations in seen.objects.values() if len(locations) > 1),
+        linked=tuple(tuple(group) for group in locations.values() if len(group) > 1),
         device_type=torch.device(devices[0]).type if devices else "",
-        fingerprints=tuple(seen.fingerprints),
         settings=tuple((name, str(value)) for name, value in settings.items()),
-        shards=tuple(seen.shards),
-        constants=tuple(seen.constants),
-        held=tuple((i, at) for i, locations in enumerate(held(modules, ties)) for at in locations),
+        held=tuple((i, at) for i, group in enumerate(held(modules, ties)) for at in sorted(group)),
         traced=tuple(s for s in sorted(modules) if isinstance(modules[s], GraphModule)),
         buffers=tuple(
             ((stage, plain_name(name)), digest)
@@ -99,79 +106,33 @@ def describe_rank(
     )
 
 
-@dataclass
-class _Seen:
-    """The parameters of this rank, collected stage by stage.
-
-    Attributes:
-        entries: By location.
-        objects: Locations of each parameter object, by its id.
-        fingerprints: Digests of values that vary.
-        constants: Values of parameters that are constant.
-        shards: Local parts of DTensors.
-    """
-
-    entries: dict[Location, ParameterEntry] = field(default_factory=dict)
-    objects: dict[int, list[Location]] = field(default_factory=dict)
-    fingerprints: list[tuple[Location, str]] = field(default_factory=list)
-    constants: list[tuple[Location, str]] = field(default_factory=list)
-    shards: list[tuple[Location, Shard]] = field(default_factory=list)
-
-
-def _see_stage(
-    seen: _Seen, stage: int, module: nn.Module, main_grad: MainGrad | None, *, is_flat: bool
-) -> None:
-    """Adds the parameters of one stage.
-
-    Args:
-        seen: Gets them.
-        stage: The number of the stage.
-        module: The stage.
-        main_grad: Where gradients live; None for ``.grad``.
-        is_flat: Whether FSDP1 has wrapped it.
-    """
-    names: dict[int, str] = {}
-    owners: dict[int, nn.Module] = {}  # the module of the first name
-    for location, full_name, parameter in named({stage: module}):
-        owner = unwrapped(module).get_submodule(full_name.rpartition(".")[0])
-        # A parameter that a stage holds under several names is one entry with aliases.
-        if id(parameter) in names:
-            first = seen.entries[stage, names[id(parameter)]]
-            seen.entries[stage, first.name] = replace(
-                first,
-                aliases=(*first.aliases, location[1]),
-                tied_in_stage=first.tied_in_stage or owner is not owners[id(parameter)],
-            )
-            continue
-        names[id(parameter)], owners[id(parameter)] = location[1], owner
-        entry = _entry(location[1], parameter, main_grad)
-        seen.entries[location] = replace(entry, kind=type(owner).__name__)
-        seen.objects.setdefault(id(parameter), []).append(location)
-        if (shard := shard_of(parameter)) is not None:
-            seen.shards.append((location, shard))
-        # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage later,
-        # on all ranks.
-        if is_flat:
-            continue
-        # Initial values are compared by digests of a sample. So manifests stay small, although
-        # every rank receives those of all ranks.
-        varying, constant = fingerprint(parameter)
-        if varying is not None:
-            seen.fingerprints.append((location, varying))
-        if constant is not None:
-            seen.constants.append((location, constant))
-
-
-def _entry(name: str, parameter: nn.Parameter, main_grad: MainGrad | None) -> ParameterEntry:
+def _entry(
+    module: nn.Module,
+    full_names: Sequence[str],
+    parameter: nn.Parameter,
+    main_grad: MainGrad | None,
+    wrapper: str | None,
+) -> ParameterEntry:
+    """Returns a parameter of a stage as plain data, with a digest of a sample of its bits."""
+    owners = [module.get_submodule(name.rpartition(".")[0]) for name in full_names]
+    first, *aliases = map(plain_name, full_names)
+    # To read a parameter of FSDP1 would need a collective. The plan refuses such a stage later, on
+    # all ranks.
+    digest, constant = (None, None) if wrapper == FSDP1 else fingerprint(parameter)
     return ParameterEntry(
-        name=name,
-        aliases=(),
+        name=first,
+        aliases=tuple(aliases),
         shape=tuple(parameter.shape),
         stride=tuple(parameter.stride()),
         dtype=parameter.dtype,
         gradient_dtype=gradient_dtype(parameter, main_grad),
         requires_grad=parameter.requires_grad,
         layout=layout_of(parameter),
+        kind=type(owners[0]).__name__,
+        tied_in_stage=any(owner is not owners[0] for owner in owners),
+        digest=digest,
+        constant=constant,
+        shard=shard_of(parameter),
     )
 
 
@@ -213,14 +174,13 @@ def make_manifest(
             f"those of stages {sorted(modules)}: give all of them"
         )
     ties = declared(tied)
+    held_by = [topology.at(rank).local_stages for rank in sorted(topology.ranks)]
     # The same rank of every pipeline holds the same modules: they are described once.
-    described: dict[tuple[int, ...], RankManifest] = {}
-    for rank in topology.one_replica:
-        stages = topology.at(rank).local_stages
-        local = {stage: modules[stage] for stage in stages}
-        described[stages] = describe_rank(local, main_grad, {}, ties)
-    manifests = [described[topology.at(rank).local_stages] for rank in sorted(topology.ranks)]
-    return merge(manifests, topology, ties)
+    described = {
+        stages: describe_rank({s: modules[s] for s in stages}, main_grad, {}, ties)
+        for stages in sorted(set(held_by))
+    }
+    return merge([described[stages] for stages in held_by], topology, ties)
 
 
 def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[Tie]) -> Manifest:
@@ -243,193 +203,159 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     for name in names:
         same(name, {r: dict(m.settings).get(name, "nothing") for r, m in by_rank.items()})
     same("the device type", {r: m.device_type for r, m in by_rank.items() if m.device_type})
-    holders_of: dict[int, list[int]] = {stage: [] for stage in range(topology.num_stages)}
-    for rank in by_rank:
-        for stage in topology.at(rank).local_stages:
-            holders_of[stage].append(rank)
     stages: list[tuple[ParameterEntry, ...]] = []
     wrappers: list[tuple[int, str]] = []
-    for stage, holders in holders_of.items():
-        entries = {r: dict(by_rank[r].stages).get(stage, ()) for r in holders}
-        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in entries.items()})
-        wrapped = {r: dict(by_rank[r].wrappers).get(stage, "") for r in holders}
+    stages_of = {rank: topology.at(rank).local_stages for rank in by_rank}
+    for stage in range(topology.num_stages):
+        holders = [rank for rank in by_rank if stage in stages_of[rank]]
+        copies = {rank: dict(by_rank[rank].stages).get(stage, ()) for rank in holders}
+        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in copies.items()})
+        wrapped = {rank: dict(by_rank[rank].wrappers).get(stage, "") for rank in holders}
         same(f"the wrapper of stage {stage}", wrapped)
-        stages.append(_sharded(stage, entries[holders[0]], [by_rank[r] for r in holders]))
-        wrappers += [(stage, wrapped[holders[0]])] if wrapped[holders[0]] else []
-    # A tie may be declared, or one rank may hold one object at several locations. Both kinds are
-    # united, so a parameter that is tied in both ways has one group.
-    linked = [group for m in manifests for group in m.linked]
-    claims = Claims(stages, manifests, ties)
-    groups = [tuple(sorted(group)) for group in united([*claims.locations, *linked])]
-    for group in groups:
-        _check_tie(group, stages)
-        claims.refuse_different_starts(group)
-    return Manifest(
-        stages=tuple(stages),
-        ties=tuple(sorted(groups)),
-        wrappers=tuple(wrappers),
-        shards=tuple((rank, m.shards) for rank, m in by_rank.items() if m.shards),
-    )
-
-
-def _sharded(
-    stage: int, entries: tuple[ParameterEntry, ...], holders: Sequence[RankManifest]
-) -> tuple[ParameterEntry, ...]:
-    """Returns a stage's entries; those of DTensors have the shape of their largest local shard."""
-    if not any(entry.layout for entry in entries):
-        return entries
-    shards = [dict(manifest.shards) for manifest in holders]
-    resized: list[ParameterEntry] = []
-    for entry in entries:
-        if entry.layout is None:
-            resized.append(entry)
-            continue
-        # A slot must have the same size on all ranks of a collective, and local shards may differ
-        # by a row. So the largest shard decides.
-        shape = largest(held[stage, entry.name] for held in shards)
-        row_major = tuple(torch.empty(shape, device="meta").stride())
-        resized.append(replace(entry, shape=shape, stride=row_major))
-    return tuple(resized)
-
-
-def starts_of(manifests: Sequence[RankManifest]) -> dict[Location, Start]:
-    """Returns how each location starts, as on the lowest rank that holds it."""
-    starts: dict[Location, Start] = {}
-    for manifest in manifests:
-        digests = dict(manifest.fingerprints)
-        for stage, entries in manifest.stages:
-            for e in entries:
-                start = Start(e.kind, e.shape, e.requires_grad, digests.get((stage, e.name)))
-                starts.setdefault((stage, e.name), start)
-    return starts
+        stages.append(tuple(map(_merged, zip(*copies.values(), strict=True))))
+        wrappers += [(stage, kind) for kind in {*wrapped.values()} - {""}]
+    shards = {
+        rank: held
+        for rank, m in by_rank.items()
+        if (held := {at: e.shard for at, e in m.entries.items() if e.shard is not None})
+    }
+    return Manifest(tuple(stages), _find_ties(stages, manifests, ties), tuple(wrappers), shards)
 
 
 def _lines(entries: Sequence[ParameterEntry]) -> str:
     return "\n".join(map(str, entries))
 
 
-def _check_tie(group: Sequence[Location], stages: Sequence[Sequence[ParameterEntry]]) -> None:
+def _merged(copies: Sequence[ParameterEntry]) -> ParameterEntry:
+    """Returns the entry of the lowest rank; a DTensor gets the shape of its largest local shard."""
+    # The lowest rank that holds a parameter decides how it starts: replicas are made equal to it
+    # before the first step.
+    entry = copies[0]
+    if entry.layout is None:
+        return entry
+    # A slot must have the same size on all ranks of a collective, and local shards may differ by a
+    # row. So the largest shard decides.
+    shapes = [copy.shard.shape for copy in copies if copy.shard is not None]
+    shape = tuple(map(max, zip(*shapes, strict=True)))
+    row_major = tuple(torch.empty(shape, device="meta").stride())
+    return replace(entry, shape=shape, stride=row_major, shard=None)
+
+
+def _find_ties(
+    stages: Sequence[Sequence[ParameterEntry]],
+    manifests: Sequence[RankManifest],
+    ties: Sequence[Tie],
+) -> tuple[tuple[Location, ...], ...]:
+    """Returns the locations of each tied parameter, with its first name in each stage.
+
+    Raises:
+        PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be
+            one parameter.
+    """
+    first: dict[Location, Location] = {}  # a location under any name -> under its first name
+    entries: dict[Location, ParameterEntry] = {}
+    by_name: dict[str, list[Location]] = defaultdict(list)
+    for stage, of_stage in enumerate(stages):
+        for entry in of_stage:
+            entries[stage, entry.name] = entry
+            for name in (entry.name, *entry.aliases):
+                first[stage, name] = (stage, entry.name)
+                by_name[name].append((stage, name))
+    are_traced = {s for m in manifests for s in m.traced} == set(range(len(stages)))
+    claims: list[tuple[Tie, set[Location]]] = []
+    # Locations that surely hold their tie's parameter: by identity or bits, not only by name.
+    certain: set[Location] = set()
+    for index, tie in enumerate(ties):
+        sure = {location for m in manifests for i, location in m.held if i == index}
+        claimed = declared_locations(tie, by_name) | sure
+        _refuse_missing(tie, claimed, by_name, are_traced=are_traced)
+        claims.append((tie, {first[location] for location in claimed}))
+        certain.update(first[location] for location in (claimed if tie.traced else sure))
+    for tie in ties if not are_traced else ():
+        for name in tie.names if len(tie.names) > 1 else ():
+            holders = sorted({first[location] for location in by_name.get(name, ())})
+            unclear = [
+                e for h in holders if (e := entries[h]).constant is not None and h not in certain
+            ]
+            # Equal initial values do not tell which stage's parameter of this name is meant.
+            if unclear and len({stage for stage, _ in holders}) > 1:
+                raise PlanError(
+                    f"tie {tie}: stages {[stage for stage, _ in holders]} all have a parameter "
+                    f"{name!r}, and it starts constant, so nothing tells which of them is meant. "
+                    f"Declare the tie as {{stage: name, ...}}"
+                )
+    # A tie may be declared, or one rank may hold one object at several locations. Both kinds are
+    # united, so a parameter that is tied in both ways has one group.
+    linked = [group for m in manifests for group in m.linked]
+    united_locations = united([*(locations for _, locations in claims), *linked])
+    groups = sorted(tuple(sorted(group)) for group in united_locations)
+    for group in groups:
+        _check_tie(group, entries)
+        _refuse_different_starts(group, entries, certain, claims)
+    return tuple(groups)
+
+
+def _refuse_missing(
+    tie: Tie,
+    claimed: set[Location],
+    by_name: Mapping[str, Sequence[Location]],
+    *,
+    are_traced: bool,
+) -> None:
+    """Refuses a tie that names a parameter that no stage holds."""
+    missing = [at for at in tie.locations if at not in claimed]
+    missing_names = [name for name in tie.names if name not in by_name]
+    # A cut may rename parameters, and a tracer may drop aliases. So a name of the uncut model that
+    # no stage has is an error only if the tie has fewer locations than names.
+    is_complete = are_traced or len(claimed) >= len(tie.names)
+    if missing or (missing_names and not (claimed and is_complete)):
+        absent = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
+        raise PlanError(
+            f"tie {tie}: no such parameter: {absent}. Names are those of the stages' modules; "
+            f"where they differ from the uncut model's, declare the tie as {{stage: name}}, or "
+            f"give Pipe.replicated_params if torch's tracer has cut the model"
+        )
+
+
+def _check_tie(group: Sequence[Location], entries: Mapping[Location, ParameterEntry]) -> None:
     if len({stage for stage, _ in group}) < len(group):
         raise PlanError(
             f"tie {list(group)}: one stage holds it as several objects; tie them inside the stage, "
             f"or declare the tie by name on the rank that holds them"
         )
-    entries = [next(e for e in stages[s] if e.name == name) for s, name in group]
-    for (stage, name), entry in zip(group[1:], entries[1:], strict=True):
-        traits = ("layout", "shape", "dtype", "gradient_dtype", "requires_grad")
-        for trait in traits:
-            value, first = getattr(entry, trait), getattr(entries[0], trait)
-            if trait == "layout" and value != first:
-                value, first = (e.layout or f"{e.shape} whole" for e in (entry, entries[0]))
-            if value != first:
+    (first_stage, first_name), first = group[0], entries[group[0]]
+    for stage, name in group[1:]:
+        entry = entries[stage, name]
+        for trait in ("layout", "shape", "dtype", "gradient_dtype", "requires_grad"):
+            values = [getattr(e, trait) for e in (entry, first)]
+            if values[0] != values[1]:
+                if trait == "layout":
+                    values = [e.layout or f"{e.shape} whole" for e in (entry, first)]
                 raise PlanError(
-                    f"{name!r} on stage {stage} is tied to {group[0][1]!r} on stage {group[0][0]}, "
-                    f"but its {trait} is {value} and the other's {first}: make them the same"
+                    f"{name!r} on stage {stage} is tied to {first_name!r} on stage {first_stage}, "
+                    f"but its {trait} is {values[0]} and the other's {values[1]}: make them the "
+                    f"same"
                 )
 
 
-class Claims:
-    """The locations of each declared tie, and the check that they may be one parameter.
+def _refuse_different_starts(
+    group: Sequence[Location],
+    entries: Mapping[Location, ParameterEntry],
+    certain: set[Location],
+    claims: Sequence[tuple[Tie, set[Location]]],
+) -> None:
+    """Refuses locations of one tie that start with different values: one would be overwritten.
 
-    Args:
-        stages: The agreed parameters of each stage.
-        manifests: Of all ranks, ascending.
-        ties: The declarations.
-
-    Attributes:
-        locations: For each tie, the locations of its parameter, with the first name in each stage.
-
-    Raises:
-        PlanError: If a tie names a parameter that no stage holds.
+    Different values are allowed if both locations surely hold the parameter, as each rank may use
+    its own seed. They are also allowed if the overwritten values are zeros.
     """
-
-    def __init__(
-        self,
-        stages: Sequence[Sequence[ParameterEntry]],
-        manifests: Sequence[RankManifest],
-        ties: Sequence[Tie],
-    ) -> None:
-        self._homes: dict[Location, Location] = {}  # location under any name -> under its first
-        self._by_name: dict[str, list[Location]] = {}
-        for stage, entries in enumerate(stages):
-            for entry in entries:
-                for name in (entry.name, *entry.aliases):
-                    self._homes[stage, name] = (stage, entry.name)
-                    self._by_name.setdefault(name, []).append((stage, name))
-        held: dict[int, set[Location]] = {}
-        for manifest in manifests:
-            for index, location in manifest.held:
-                held.setdefault(index, set()).add(location)
-        self._all_traced = {s for m in manifests for s in m.traced} == set(range(len(stages)))
-        # The lowest rank that holds a location decides how it starts: replicas are made equal to
-        # it before the first step.
-        # The lowest rank that holds a location decides how it starts: replicas are made equal to
-        # it before the first step.
-        self._starts: dict[Location, tuple[str | None, str | None]] = {}
-        for manifest in manifests:
-            for location, digest in manifest.fingerprints:
-                self._starts.setdefault(location, (digest, None))
-            for location, bits in manifest.constants:
-                self._starts.setdefault(location, (None, bits))
-        self._tie_of: dict[Location, Tie] = {}
-        # Locations that surely hold their tie's parameter: by identity or bits, not only by name.
-        self._certain: set[Location] = set()
-        self.locations: list[set[Location]] = []
-        for index, tie in enumerate(ties):
-            self.locations.append(self._claimed(tie, held.get(index, set())))
-
-    def _claimed(self, tie: Tie, held: set[Location]) -> set[Location]:
-        claimed = {*held, *(location for location in tie.locations if location in self._homes)}
-        claimed.update(location for name in tie.names for location in self._by_name.get(name, ()))
-        missing = [p for p in tie.locations if p not in self._homes]
-        missing_names = [n for n in tie.names if n not in self._by_name]
-        # A cut may rename parameters, and a tracer may drop aliases. So a name of the uncut model
-        # that no stage has is an error only if the tie has fewer locations than names.
-        is_complete = self._all_traced or len(claimed) >= len(tie.names)
-        if missing or (missing_names and not (claimed and is_complete)):
-            absent = missing_names or [f"{name!r} on stage {stage}" for stage, name in missing]
-            raise PlanError(
-                f"tie {tie}: no such parameter: {absent}. Names are those of the stages' modules; "
-                f"where they differ from the uncut model's, declare the tie as {{stage: name}}, or "
-                f"give Pipe.replicated_params if torch's tracer has cut the model"
-            )
-        certain = claimed if tie.traced else held
-        homes = {self._homes[location] for location in claimed}
-        self._certain.update(self._homes[location] for location in certain)
-        self._tie_of.update(dict.fromkeys(homes, tie))
-        self._refuse_ambiguous(tie)
-        return homes
-
-    def _refuse_ambiguous(self, tie: Tie) -> None:
-        """Refuses a name that several stages have, if their initial values do not differ."""
-        for name in tie.names if len(tie.names) > 1 and not self._all_traced else ():
-            homes = sorted({self._homes[location] for location in self._by_name.get(name, ())})
-            unclear = [
-                home
-                for home in homes
-                if home not in self._certain and self._starts.get(home, ("", None))[1] is not None
-            ]
-            if len({stage for stage, _ in homes}) > 1 and unclear:
-                raise PlanError(
-                    f"tie {tie}: stages {[stage for stage, _ in homes]} all have a parameter "
-                    f"{name!r}, and it starts constant, so nothing tells which of them is meant. "
-                    f"Declare the tie as {{stage: name, ...}}"
-                )
-
-    def refuse_different_starts(self, group: Sequence[Location]) -> None:
-        """Refuses locations of one tie that start with different values: one would be overwritten.
-
-        Different values are allowed if both locations surely hold the parameter, as each rank may
-        use its own seed. They are also allowed if the overwritten values are zeros.
-
-        Raises:
-            PlanError: If they differ. It names two locations.
-        """
-        first, *others = group
-        for location in others:
-            start, other = self._starts.get(first), self._starts.get(location)
-            are_certain = first in self._certain and location in self._certain
-            if start is None or other is None or start == other or are_certain or is_zero(other[1]):
-                continue
-            tie = self._tie_of.get(location) or self._tie_of.get(first) or "of one rank"
-            raise PlanError(different_starts(tie, first, location))
+    first = entries[group[0]]
+    for location in group[1:]:
+        other = entries[location]
+        starts = {(first.digest, first.constant), (other.digest, other.constant)}
+        is_known = (None, None) not in starts
+        are_certain = certain.issuperset((group[0], location))
+        are_zeros = other.constant is not None and not other.constant.strip("0")
+        if len(starts) > 1 and is_known and not are_certain and not are_zeros:
+            of_both = (tie for tie, locations in claims if locations & {group[0], location})
+            raise PlanError(different_starts(next(of_both, "of one rank"), group[0], location))

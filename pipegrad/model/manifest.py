@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
 from pipegrad.model.dtensor import Layout, Shard
-from pipegrad.model.suspects import Location
 from pipegrad.model.wrappers import DDP
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
 
+Location = tuple[int, str]
+"""A stage, and a parameter's name in that stage."""
+
 
 @dataclass(frozen=True)
 class ParameterEntry:
-    """One parameter as one stage holds it; `aliases` are its other names in that stage.
+    """One parameter as one stage of one rank holds it.
 
-    `tied_in_stage` is True if several modules of the stage hold it. A module with several names is
-    one module.
-
-    A DTensor has a `layout`. Its shape here is that of the whole tensor, and after the agreement
-    that of the largest local shard.
+    Attributes:
+        aliases: Its other names in that stage.
+        shape: Of the whole tensor. In the agreed model, a DTensor has the shape of its largest
+            local shard.
+        layout: How a DTensor lies over ranks; None for other tensors.
+        kind: Class name of the module that has it under its first name.
+        tied_in_stage: Whether several modules of the stage hold it. A module with several names is
+            one module.
+        digest: Of a sample of its initial bits; None if all elements are equal, or unknown.
+        constant: The initial bits of one element, if all elements are equal.
+        shard: The part of a DTensor on this rank.
     """
 
     name: str
@@ -35,6 +44,9 @@ class ParameterEntry:
     layout: Layout | None = None
     kind: str = field(default="", compare=False)
     tied_in_stage: bool = False
+    digest: str | None = field(default=None, compare=False)
+    constant: str | None = field(default=None, compare=False)
+    shard: Shard | None = field(default=None, compare=False)
 
     def __str__(self) -> str:
         trained = "trained" if self.requires_grad else "frozen"
@@ -51,10 +63,7 @@ class RankManifest:
         wrappers: Stage -> class name of the wrapper that reduces its gradients, if there is one.
         linked: Groups of locations that are one object on this rank.
         device_type: Of the parameters; "" if there are none.
-        fingerprints: Digest of a sample of the bits of each parameter that is not constant.
         settings: Name -> value, for options that must be the same on all ranks.
-        shards: This rank's part of each DTensor parameter.
-        constants: The bits of each parameter that is constant.
         held: Index of a tie, and a location that surely holds its parameter of the uncut model.
         traced: Stages that torch's tracer has made.
         buffers: Digest of a sample of the bits of each buffer.
@@ -64,13 +73,15 @@ class RankManifest:
     wrappers: tuple[tuple[int, str], ...]
     linked: tuple[tuple[Location, ...], ...]
     device_type: str
-    fingerprints: tuple[tuple[Location, str], ...]
     settings: tuple[tuple[str, str], ...]
-    shards: tuple[tuple[Location, Shard], ...] = ()
-    constants: tuple[tuple[Location, str], ...] = ()
     held: tuple[tuple[int, Location], ...] = ()
     traced: tuple[int, ...] = ()
     buffers: tuple[tuple[Location, str], ...] = ()
+
+    @property
+    def entries(self) -> dict[Location, ParameterEntry]:
+        """The parameters of this rank, under their first names."""
+        return {(stage, e.name): e for stage, entries in self.stages for e in entries}
 
 
 @dataclass(frozen=True)
@@ -78,7 +89,7 @@ class Manifest:
     """The model on which all ranks agreed: the parameters of each stage, and their ties.
 
     Attributes:
-        stages: For each stage its parameters.
+        stages: For each stage its parameters, as its lowest rank starts them.
         ties: Groups of locations that are one parameter, ascending, at most one in each stage.
         wrappers: Stage -> class name of the wrapper that reduces its gradients.
         shards: Rank -> its part of each DTensor parameter.
@@ -87,26 +98,21 @@ class Manifest:
     stages: tuple[tuple[ParameterEntry, ...], ...]
     ties: tuple[tuple[Location, ...], ...]
     wrappers: tuple[tuple[int, str], ...] = ()
-    shards: tuple[tuple[int, tuple[tuple[Location, Shard], ...]], ...] = ()
+    shards: Mapping[int, Mapping[Location, Shard]] = field(default_factory=dict)
 
     def records(self, topology: Topology) -> tuple[ParameterRecord, ...]:
         """Returns the parameters of ``topology.rank``, one record each, by stage and position."""
-        stages = topology.local_stages
-        if stages not in self._records_of:
-            by_key: dict[str, ParameterRecord] = {}
-            for stage in stages:
-                for entry in self.stages[stage]:
-                    record = self._records[stage, entry.name]
-                    by_key.setdefault(record.key, record)
-            self._records_of[stages] = tuple(by_key.values())
-        return self._records_of[stages]
+        by_key: dict[str, ParameterRecord] = {}
+        for stage in topology.local_stages:
+            for entry in self.stages[stage]:
+                record = self._records[stage, entry.name]
+                by_key.setdefault(record.key, record)
+        return tuple(by_key.values())
 
     @property
     def parameters(self) -> tuple[ParameterRecord, ...]:
         """The parameters of all stages, one record each, seen from the lowest holder."""
-        # Later assignments win in a dictionary. So the records are reversed, for the lowest holder
-        # to win, and reversed again.
-        return tuple({r.key: r for r in reversed(self._records.values())}.values())[::-1]
+        return tuple(self._records[locations[0]] for locations in self._locations.values())
 
     def locations(self, key: str) -> tuple[Location, ...]:
         """Returns the locations of the parameter `key`, by stage."""
@@ -118,26 +124,23 @@ class Manifest:
 
     def shard(self, rank: int, key: str) -> Shard | None:
         """Returns the part of the parameter `key` on `rank`; None if it is not a DTensor."""
-        held = self._shards.get(rank, {})
+        held = self.shards.get(rank, {})
         return next((held[location] for location in self._locations[key] if location in held), None)
 
     def is_counted(self, rank: int, key: str) -> bool:
         """Whether the part on `rank` counts in a norm; equal parts of a DTensor count once."""
         shard, layout = self.shard(rank, key), self.entries(key)[0].layout
-        return shard is None or layout is None or shard.is_counted(layout)
-
-    @cached_property
-    def _records_of(self) -> dict[tuple[int, ...], tuple[ParameterRecord, ...]]:
-        return {}  # local stages -> records; the ranks of all replicas share them
+        if shard is None or layout is None:
+            return True
+        # Along a sharded dimension each rank has its own part, and every part counts. Along a
+        # replicated dimension all ranks have the same part, and the one at coordinate 0 counts.
+        coordinates = zip(shard.coordinate, layout.replicated, strict=True)
+        return not any(at for at, replicated in coordinates if replicated)
 
     @cached_property
     def reduced_by_ddp(self) -> frozenset[int]:
         """Stages whose gradients DistributedDataParallel averages over the data ranks."""
         return frozenset(stage for stage, wrapper in self.wrappers if wrapper == DDP)
-
-    @cached_property
-    def _shards(self) -> dict[int, dict[Location, Shard]]:
-        return {rank: dict(shards) for rank, shards in self.shards}
 
     @cached_property
     def _entries(self) -> dict[Location, ParameterEntry]:
@@ -146,29 +149,30 @@ class Manifest:
     @cached_property
     def _locations(self) -> dict[str, tuple[Location, ...]]:
         tied = {location: tie for tie in self.ties for location in tie}
-        return {r.key: tied.get(location, (location,)) for location, r in self._records.items()}
+        groups = [tied.get(location, (location,)) for location in self._entries]
+        # The key comes from the lowest holder, so all holders of a tied parameter have one key.
+        return {f"{group[0][0]}.{group[0][1]}": group for group in groups}
 
     @cached_property
     def _records(self) -> dict[Location, ParameterRecord]:
-        tied = {location: tie for tie in self.ties for location in tie}
-        position = {
+        positions = {
             (s, e.name): i for s, entries in enumerate(self.stages) for i, e in enumerate(entries)
         }
         records: dict[Location, ParameterRecord] = {}
-        # The key comes from the lowest holder, so all holders of a tied parameter have one key.
-        for location, entry in self._entries.items():
-            homes = tied.get(location, (location,))
-            records[location] = ParameterRecord(
-                key=f"{homes[0][0]}.{homes[0][1]}",
-                name=entry.name,
-                stage=location[0],
-                shape=entry.shape,
-                dtype=entry.dtype,
-                requires_grad=entry.requires_grad,
-                holders=tuple(stage for stage, _ in homes),
-                position=position[homes[0]],
-                kind=self._entries[homes[0]].kind,
-                aliases=entry.aliases,
-                tied_in_stage=any(self._entries[home].tied_in_stage for home in homes),
-            )
+        for key, locations in self._locations.items():
+            for location in locations:
+                entry = self._entries[location]
+                records[location] = ParameterRecord(
+                    key=key,
+                    name=entry.name,
+                    stage=location[0],
+                    shape=entry.shape,
+                    dtype=entry.dtype,
+                    requires_grad=entry.requires_grad,
+                    holders=tuple(stage for stage, _ in locations),
+                    position=positions[locations[0]],
+                    kind=self._entries[locations[0]].kind,
+                    aliases=entry.aliases,
+                    tied_in_stage=any(e.tied_in_stage for e in self.entries(key)),
+                )
         return records

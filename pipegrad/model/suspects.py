@@ -4,41 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Sequence
+from functools import cache
+from itertools import combinations
 
 import torch
 from torch import nn
 
 from pipegrad.model.dtensor import is_dtensor, local
+from pipegrad.model.manifest import Location, ParameterEntry
 
-_SAMPLE_NUMEL, _BEGIN_NUMEL = 1024, 64
+_SAMPLE_NUMEL = 1024
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-Location = tuple[int, str]
-"""A stage, and a parameter's name in that stage."""
-
-
-@dataclass(frozen=True)
-class Start:
-    """How a parameter of a stage starts.
-
-    Attributes:
-        kind: Class name of the module that holds it.
-        shape: Its shape.
-        trained: Whether it requires a gradient.
-        digest: Of a sample of its bits; None if all elements are equal, or unknown.
-    """
-
-    kind: str
-    shape: tuple[int, ...]
-    trained: bool
-    digest: str | None
-
-    @property
-    def drawn(self) -> tuple[str, tuple[int, ...], str | None]:
-        """All that follows from the code and the seed: everything but whether it is trained."""
-        return self.kind, self.shape, self.digest
 
 
 def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
@@ -61,25 +39,14 @@ def fingerprint(parameter: torch.Tensor) -> tuple[str | None, str | None]:
 
 
 def begin_of(module: nn.Module) -> str:
-    """Returns a digest of how each parameter of a module begins: another seed has another one.
+    """Returns a digest of how all parameters of a module begin: another seed has another one.
 
     It is "" if a parameter has no values, or is a part of one.
     """
-    digest = hashlib.sha256()
-    for parameter in module.parameters():
-        if parameter.is_meta or is_dtensor(parameter):
-            return ""
-        row = parameter.detach()
-        while row.dim() > 1 and row.numel():  # a reshape might copy all of it
-            row = row[0]
-        begin = row.reshape(-1)[:_BEGIN_NUMEL].contiguous().cpu()
-        digest.update(begin.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()[:16]
-
-
-def is_zero(constant: str | None) -> bool:
-    """Whether the constant of a `fingerprint` is zero."""
-    return constant is not None and not constant.strip("0")
+    parameters = list(module.parameters())
+    if any(parameter.is_meta or is_dtensor(parameter) for parameter in parameters):
+        return ""
+    return hashlib.sha256(repr([*map(fingerprint, parameters)]).encode()).hexdigest()[:16]
 
 
 def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
@@ -93,7 +60,7 @@ def same_bits(tensor: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def likely_ties(
-    starts: Mapping[Location, Start], ties: Sequence[Sequence[Location]]
+    stages: Sequence[Sequence[ParameterEntry]], ties: Sequence[Sequence[Location]]
 ) -> tuple[list[list[Location]], list[list[Location]]]:
     """Returns the undeclared groups of equal parameters on different stages: (likely, alike).
 
@@ -102,45 +69,38 @@ def likely_ties(
     only in a number. Frozen parameters are in neither, since they cannot drift apart.
 
     Args:
-        starts: Location -> how it starts, in each stage in the order of ``named_parameters``.
+        stages: For each stage its parameters, in the order of ``named_parameters``.
         ties: The declared ties, and those by identity.
     """
     stages_of = {location: {stage for stage, _ in tie} for tie in ties for location in tie}
-    by_digest: dict[str, list[Location]] = {}
-    for location, start in starts.items():
-        if start.digest is not None:
-            by_digest.setdefault(start.digest, []).append(location)
-    drawn: dict[int, list[tuple[str, Start]]] = {}
-    for (stage, name), start in starts.items():
-        if (stage, name) not in stages_of:
-            drawn.setdefault(stage, []).append((name, start))
+    by_digest: dict[str, list[tuple[int, ParameterEntry]]] = defaultdict(list)
+    for stage, entries in enumerate(stages):
+        for entry in entries:
+            if entry.digest is not None:
+                by_digest[entry.digest].append((stage, entry))
+
+    @cache  # since a stage has many parameters
+    def are_from_one_seed(first: int, other: int) -> bool:
+        untied = [[e for e in stages[s] if (s, e.name) not in stages_of] for s in (first, other)]
+        return _from_one_seed(*untied)
+
     likely: list[list[Location]] = []
     alike: list[list[Location]] = []
-    seeded: dict[tuple[int, int], bool] = {}
-    for locations in by_digest.values():
-        holders = {stage for stage, _ in locations}
-        is_tied = any(holders <= stages_of.get(location, set()) for location in locations)
-        is_trained = any(starts[location].trained for location in locations)
-        if len(holders) < 2 or is_tied or not is_trained:
+    for equal in by_digest.values():
+        holders = sorted({stage for stage, _ in equal})
+        locations = sorted((stage, entry.name) for stage, entry in equal)
+        is_tied = any(stages_of.get(location, set()).issuperset(holders) for location in locations)
+        if len(holders) < 2 or is_tied or not any(entry.requires_grad for _, entry in equal):
             continue
+        names = {(entry.kind, _NUMBER.sub("#", entry.name)) for _, entry in equal}
+        is_cloned = len(equal) > len(holders) and len(names) == 1
         # If one pair of stages looks like two draws from one seed, the whole group is harmless.
-        # Each pair is compared once, since a stage has many parameters.
-        explained = _is_cloned(locations, starts)
-        for a, b in ((a, b) for a in holders for b in holders if a < b):
-            if (a, b) not in seeded:
-                seeded[a, b] = _from_one_seed(drawn.get(a, []), drawn.get(b, []))
-            explained = explained or seeded[a, b]
-        (alike if explained else likely).append(sorted(locations))
+        is_seeded = any(are_from_one_seed(*pair) for pair in combinations(holders, 2))
+        (alike if is_cloned or is_seeded else likely).append(locations)
     return sorted(likely), sorted(alike)
 
 
-def _is_cloned(locations: Sequence[Location], starts: Mapping[Location, Start]) -> bool:
-    num_stages = len({stage for stage, _ in locations})
-    kinds = {(starts[location].kind, _NUMBER.sub("#", location[1])) for location in locations}
-    return len(locations) > num_stages and len(kinds) == 1
-
-
-def _from_one_seed(first: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
+def _from_one_seed(first: Sequence[ParameterEntry], other: Sequence[ParameterEntry]) -> bool:
     """Whether two stages are equal because both were made after the same ``manual_seed``.
 
     Then both stages draw the same parameters in the same order, until the shorter stage ends. Their
@@ -149,14 +109,14 @@ def _from_one_seed(first: Sequence[tuple[str, Start]], other: Sequence[tuple[str
     need to be equal. A single drawn parameter is no proof, unless its name is also equal.
     """
 
-    def is_prefix(first: Sequence[tuple[str, Start]], other: Sequence[tuple[str, Start]]) -> bool:
-        pairs = list(zip(first, other, strict=False))
-        alike = all(
-            _NUMBER.sub("#", a) == _NUMBER.sub("#", b) and at.drawn == bt.drawn
-            for (a, at), (b, bt) in pairs
-        )
-        drawn = [(a, b) for (a, at), (b, _) in pairs if at.digest is not None]
-        return alike and (len(drawn) > 1 or any(a == b for a, b in drawn))
+    def draw(entry: ParameterEntry) -> tuple[object, ...]:
+        return _NUMBER.sub("#", entry.name), entry.kind, entry.shape, entry.digest
 
-    trained = [[item for item in items if item[1].trained] for items in (first, other)]
+    def is_prefix(first: Sequence[ParameterEntry], other: Sequence[ParameterEntry]) -> bool:
+        pairs = list(zip(first, other, strict=False))
+        drawn = [(a.name, b.name) for a, b in pairs if a.digest is not None]
+        is_proof = len(drawn) > 1 or any(a == b for a, b in drawn)
+        return is_proof and all(draw(a) == draw(b) for a, b in pairs)
+
+    trained = [[e for e in entries if e.requires_grad] for entries in (first, other)]
     return is_prefix(first, other) or is_prefix(*trained)

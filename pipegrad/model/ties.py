@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import warnings
 import weakref
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -18,7 +18,8 @@ from torch import nn
 
 from pipegrad.errors import PlanError
 from pipegrad.model.dtensor import local
-from pipegrad.model.suspects import Location, Start, fingerprint, likely_ties, same_bits
+from pipegrad.model.manifest import Location, ParameterEntry
+from pipegrad.model.suspects import fingerprint, likely_ties, same_bits
 from pipegrad.model.wrappers import fsdp_modules, unwrapped
 from pipegrad.plugins.handler import matches_any
 
@@ -71,10 +72,6 @@ class Tie:
     def __str__(self) -> str:
         return str(list(self.names) if self.names else dict(self.locations))
 
-    def claims(self, location: Location) -> bool:
-        """Whether this tie contains the parameter at `location`."""
-        return location[1] in self.names or location in self.locations
-
 
 def find_tied(model: nn.Module) -> list[list[str]]:
     """Returns the parameters that `model` holds under several names, as lists of those names.
@@ -88,24 +85,22 @@ def find_tied(model: nn.Module) -> list[list[str]]:
     Raises:
         PlanError: If two parameters are different views of the same memory.
     """
-    names: dict[Hashable, list[str]] = {}
-    parameters: dict[Hashable, nn.Parameter] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        key = memory_of(parameter)
-        names.setdefault(key, []).append(plain_name(name))
-        parameters.setdefault(key, parameter)
-    refuse_partly_shared((names[key][0], parameter) for key, parameter in parameters.items())
-    tied = {key: p for key, p in parameters.items() if len(names[key]) > 1}
-    shapes = {parameter.shape for parameter in tied.values()}
+    named = [(plain_name(n), p) for n, p in model.named_parameters(remove_duplicate=False)]
+    refuse_partly_shared(named)
+    groups: dict[Hashable, list[tuple[str, nn.Parameter]]] = defaultdict(list)
+    for name, parameter in named:
+        groups[memory_of(parameter)].append((name, parameter))
+    tied = [group for group in groups.values() if len(group) > 1]
     # A digest recognises a copy only if no other parameter of the model has the same bits. Only
     # parameters of the shape of a tied parameter can, so only these are read.
-    digests = {k: fingerprint(p)[0] for k, p in parameters.items() if p.shape in shapes}
-    times = Counter(digests.values())
+    shapes = {group[0][1].shape for group in tied}
+    first = (group[0][1] for group in groups.values())
+    times = Counter(fingerprint(parameter)[0] for parameter in first if parameter.shape in shapes)
     ties: list[list[str]] = []
-    for key, parameter in tied.items():
-        aliases = SharedNames(names[key])
-        is_unique = times[digests[key]] == 1
-        aliases.origin = Origin(weakref.ref(parameter), digests[key] if is_unique else None)
+    for group in tied:
+        parameter, digest = group[0][1], fingerprint(group[0][1])[0]
+        aliases = SharedNames(name for name, _ in group)
+        aliases.origin = Origin(weakref.ref(parameter), digest if times[digest] == 1 else None)
         ties.append(aliases)
     return ties
 
@@ -170,23 +165,23 @@ LocalName = tuple[Location, str, nn.Parameter]
 """Location, full name and parameter, as `named` yields them."""
 
 
-def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[list[Location]]:
+def held(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> list[set[Location]]:
     """Returns, for each tie, the locations on this rank that hold its `Origin` or a copy of it."""
-    if not any(tie.origin for tie in ties):
-        return [[] for _ in ties]
-    by_object: dict[int, list[Location]] = {}
-    by_digest: dict[str | None, list[Location]] = {}
-    for location, _, parameter in named(modules):
-        by_object.setdefault(id(parameter), []).append(location)
-    digests = {id(p): fingerprint(p)[0] for _, _, p in named(modules)}
-    for key, locations in by_object.items():
-        by_digest.setdefault(digests[key], []).extend(locations)
-    by_tie: list[list[Location]] = []
-    for origin in (tie.origin for tie in ties):
-        locations = by_object.get(id(origin.parameter()), []) if origin else []
-        copies = by_digest.get(origin.digest, []) if origin and origin.digest else []
-        by_tie.append(list(dict.fromkeys([*locations, *copies])))
-    return by_tie
+    known: dict[object, set[Location]] = defaultdict(set)  # by identity, and by digest
+    for location, _, parameter in named(modules) if any(tie.origin for tie in ties) else ():
+        known[id(parameter)].add(location)
+        known[fingerprint(parameter)[0]].add(location)
+    known.pop(None, None)
+    marks = [(id(t.origin.parameter()), t.origin.digest) if t.origin else () for t in ties]
+    return [{location for mark in of_tie for location in known.get(mark, ())} for of_tie in marks]
+
+
+def declared_locations(tie: Tie, by_name: Mapping[str, Sequence[Location]]) -> set[Location]:
+    """Returns the locations that a tie declares, of those in `by_name`."""
+    by_stage = {
+        (stage, name) for stage, name in tie.locations if (stage, name) in by_name.get(name, ())
+    }
+    return by_stage.union(*(by_name.get(name, ()) for name in tie.names))
 
 
 def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
@@ -198,29 +193,28 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
     Raises:
         PlanError: If shapes, dtypes, requires_grad or bits differ, or if FSDP2 wraps one of them.
     """
-    by_location = {location: (location, full, p) for location, full, p in named(modules)}
-    by_key = {memory_of(p): (f"{full} of stage {at[0]}", p) for at, full, p in by_location.values()}
-    refuse_partly_shared(by_key.values())
-    by_name: dict[str, list[Location]] = {}
-    by_memory: dict[Hashable, list[Location]] = {}
-    for location, _, parameter in by_location.values():
-        by_name.setdefault(location[1], []).append(location)
-        by_memory.setdefault((memory_of(parameter), parameter.requires_grad), []).append(location)
+    by_location = {name[0]: name for name in named(modules)}
+    names = by_location.values()
+    refuse_partly_shared((f"{full_name} of stage {at[0]}", p) for at, full_name, p in names)
+    by_name: dict[str, list[Location]] = defaultdict(list)
+    by_memory: dict[Hashable, list[Location]] = defaultdict(list)
+    for location, _, parameter in names:
+        by_name[location[1]].append(location)
+        by_memory[memory_of(parameter), parameter.requires_grad].append(location)
+    claims = [declared_locations(tie, by_name) for tie in ties]
     tie_of: dict[Location, Tie] = {}
-    groups = list(by_memory.values())
-    for tie, same in zip(ties, held(modules, ties), strict=True):
-        locations = [location for name in tie.names for location in by_name.get(name, ())]
-        locations += [location for location in tie.locations if location in by_location]
-        locations += _unlisted_names(tie, by_location) if tie.traced else []
-        groups.append([*locations, *same])
-        tie_of.update(dict.fromkeys(groups[-1], tie))
+    for tie, claim, same in zip(ties, claims, held(modules, ties), strict=True):
+        claim.update(same)
+        if tie.traced:
+            claim.update(_unlisted_names([by_location[location] for location in claim], names))
+        tie_of.update(dict.fromkeys(claim, tie))
     wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
-    order = {location: index for index, location in enumerate(by_location)}
     # All groups are united before anything is replaced: a tie by name and a tie by memory may have
-    # a location in common, and must then end as one object.
-    for group in united(groups):
-        ordered = sorted(group, key=order.__getitem__)
-        first, *others = (by_location[location] for location in ordered)
+    # a location in common, and must then end as one object. Each location alone comes first, so
+    # that each group is in this order.
+    alone = [[location] for location in by_location]
+    for group in united([*alone, *by_memory.values(), *claims]):
+        first, *others = (by_location[location] for location in group)
         for other in others:
             if other[2] is not first[2]:
                 _check_link(tie_of.get(other[0], "by memory"), first, other, wrapped)
@@ -269,23 +263,17 @@ def different_starts(tie: object, first: Location, other: Location) -> str:
 # their bits, unless all elements are equal.
 
 
-def _unlisted_names(tie: Tie, by_location: Mapping[Location, LocalName]) -> list[Location]:
-    """Returns the other names of a traced tie's parameter, in the stages that the tie names."""
-    listed = [location for location in tie.locations if location in by_location]
-    copies = {location[0]: by_location[location][2] for location in listed}
-    return [
+def _unlisted_names(listed: Iterable[LocalName], names: Iterable[LocalName]) -> set[Location]:
+    """Returns the copies of a traced tie's parameter, in the stages that the tie names."""
+    originals = {location[0]: parameter for location, _, parameter in listed}
+    return {
         location
-        for location, _, p in by_location.values()
-        if location[0] in copies and not tie.claims(location) and _is_copy(p, copies[location[0]])
-    ]
-
-
-def _is_copy(parameter: nn.Parameter, other: nn.Parameter) -> bool:
-    if _traits(parameter) != _traits(other) or parameter.is_meta or other.is_meta:
-        return False
-    if parameter.numel() < 2:
-        return False
-    return same_bits(parameter, other) and fingerprint(parameter)[0] is not None
+        for location, _, parameter in names
+        if (original := originals.get(location[0])) is not None
+        and parameter.requires_grad == original.requires_grad
+        and same_bits(parameter, original)
+        and fingerprint(parameter)[0] is not None
+    }
 
 
 def _traits(parameter: nn.Parameter) -> str:
@@ -314,7 +302,7 @@ def united(groups: Iterable[Iterable[Location]]) -> list[list[Location]]:
 
 
 def refuse_likely_ties(
-    starts: Mapping[Location, Start],
+    stages: Sequence[Sequence[ParameterEntry]],
     ties: Sequence[Sequence[Location]],
     allow_unsynced: Sequence[str],
 ) -> None:
@@ -325,7 +313,7 @@ def refuse_likely_ties(
     """
     # A missing tie makes the copies drift apart without any error, so a likely one stops the job.
     # If a seed explains the equal values, most likely nothing is tied.
-    likely, alike = likely_ties(starts, ties)
+    likely, alike = likely_ties(stages, ties)
     likely = [
         locations
         for locations in likely
@@ -352,10 +340,8 @@ def memory_of(parameter: nn.Parameter) -> Hashable:
     Without memory (meta device, no elements), only the object itself has the key.
     """
     tensor = local(parameter)
-    if _address(tensor) == 0:
-        return id(parameter)
-    layout = (tensor.storage_offset(), tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
-    return _address(tensor), tensor.device, layout
+    layout = (tuple(tensor.shape), tuple(tensor.stride()), tensor.dtype)
+    return (tensor.device, address, layout) if (address := _address(tensor)) else id(parameter)
 
 
 def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None:
@@ -364,54 +350,54 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
     Raises:
         PlanError: If there are such parameters. It names two of them.
     """
-    by_storage: dict[Hashable, list[tuple[int, int, str, torch.Tensor]]] = {}
-    for name, parameter in parameters:
-        tensor = local(parameter).detach()
-        if _address(tensor):
-            begin = int(tensor.storage_offset()) * tensor.itemsize
-            reach = sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-            end = begin + int(reach + 1) * tensor.itemsize
-            key = (_address(tensor), tensor.device)
-            by_storage.setdefault(key, []).append((begin, end, name, tensor))
-    # Views of a storage are visited by their first byte. Only views that have not ended yet can
-    # overlap the next view, so few pairs are compared byte by byte.
-    for views in by_storage.values():
-        views.sort(key=lambda view: view[:2])
-        open_views: list[tuple[int, int, str, torch.Tensor]] = []
-        for view in views:
-            open_views = [other for other in open_views if other[1] > view[0]]
-            for other in open_views:
-                if _overlap(other, view):
-                    raise PlanError(
-                        f"parameters {other[2]!r} {tuple(other[3].shape)} and {view[2]!r} "
-                        f"{tuple(view[3].shape)} are different views of the same memory, as a "
-                        f"transpose or a chunk is: they cannot be tied across stages. Make them "
-                        f"one nn.Parameter, and take the view in forward()"
-                    )
-            open_views.append(view)
+    different = {memory_of(parameter): (name, parameter) for name, parameter in parameters}
+    views = [(name, local(parameter).detach()) for name, parameter in different.values()]
+    views = [view for view in views if _address(view[1])]
+    # Views are visited by their first byte. Only views that have not ended yet can overlap the next
+    # view, so few pairs are compared byte by byte.
+    open_views: list[tuple[str, torch.Tensor]] = []
+    for name, view in sorted(views, key=lambda v: (str(v[1].device), v[1].data_ptr())):
+        open_views = [
+            (n, v) for n, v in open_views if v.device == view.device and _end(v) > view.data_ptr()
+        ]
+        for other_name, other in open_views:
+            if _overlap(other, view):
+                raise PlanError(
+                    f"parameters {other_name!r} {tuple(other.shape)} and {name!r} "
+                    f"{tuple(view.shape)} are different views of the same memory, as a "
+                    f"transpose or a chunk is: they cannot be tied across stages. Make them "
+                    f"one nn.Parameter, and take the view in forward()"
+                )
+        open_views.append((name, view))
 
 
-def _overlap(
-    view: tuple[int, int, str, torch.Tensor], other: tuple[int, int, str, torch.Tensor]
-) -> bool:
+def _overlap(first: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two different views have a byte in common."""
     # Two ranges of bytes may overlap although no byte is shared, as for two columns of a matrix. So
     # both views are drawn on a mask of bytes.
-    base, end = min(view[0], other[0]), max(view[1], other[1])
-    touched = torch.zeros(end - base, dtype=torch.bool)
-    masks = []
-    for begin, _, _, tensor in (view, other):
-        shape = (*tensor.shape, tensor.itemsize)
-        stride = (*(s * tensor.itemsize for s in tensor.stride()), 1)
-        masks.append(touched.as_strided(shape, stride, begin - base))
+    begin = min(first.data_ptr(), other.data_ptr())
+    touched = torch.zeros(max(_end(first), _end(other)) - begin, dtype=torch.bool)
+    masks = [
+        touched.as_strided(
+            (*view.shape, view.itemsize),
+            (*(stride * view.itemsize for stride in view.stride()), 1),
+            view.data_ptr() - begin,
+        )
+        for view in (first, other)
+    ]
     masks[0].fill_(True)
     return bool(masks[1].any())
 
 
+def _end(view: torch.Tensor) -> int:
+    """Returns the address after the last byte of a view."""
+    reach = sum((n - 1) * stride for n, stride in zip(view.shape, view.stride(), strict=True))
+    return view.data_ptr() + int(reach + 1) * view.itemsize
+
+
 def _address(tensor: torch.Tensor) -> int:
-    if tensor.is_meta or tensor.numel() == 0:
-        return 0
+    """Returns the address of the first byte; 0 without memory."""
     try:
-        return tensor.untyped_storage().data_ptr()
-    except (NotImplementedError, RuntimeError):  # some kinds of tensors have no storage
+        return tensor.data_ptr()
+    except RuntimeError:  # some kinds of tensors have no storage
         return 0

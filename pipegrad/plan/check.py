@@ -15,8 +15,7 @@ from functools import partial
 from torch import nn
 
 from pipegrad.errors import PlanError
-from pipegrad.model.manifest import Manifest
-from pipegrad.model.suspects import Location
+from pipegrad.model.manifest import Location, Manifest
 from pipegrad.model.wrappers import FSDP2
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.routes import (

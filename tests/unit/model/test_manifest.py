@@ -77,13 +77,11 @@ def test_a_rank_describes_its_stages() -> None:
         wrappers=(),
         linked=(((0, "w"), (3, "head")),),
         device_type="cpu",
-        fingerprints=(),
         settings=(("comm_streams", "2"), ("reduce_dtype", "None")),
-        constants=(
-            *(((at, name), 8 * "0") for at, name in ((0, "w"), (0, "b"), (3, "head"))),
-            ((3, "scale"), "0040"),
-        ),
     )
+    zeros = 8 * "0"
+    starts = [(e.digest, e.constant) for e in manifest.entries.values()]
+    assert starts == [(None, zeros), (None, zeros), (None, zeros), (None, "0040")]
     assert plain.loads(plain.dumps(manifest)) == manifest
     assert str(entry("w", 2, 3)) == "w (2, 3) torch.float32 grad torch.float32 trained"
 
@@ -110,9 +108,9 @@ def test_fingerprints_are_of_bits_that_vary() -> None:
         "d": nn.Parameter(torch.ones(9)),
         "e": nn.Parameter(torch.randn(4, dtype=torch.complex64)),
     }
-    found = dict(describe({0: stage(**parameters)}).fingerprints)
-    assert list(found) == [(0, "a"), (0, "b"), (0, "c"), (0, "e")]
-    assert found[0, "a"] == found[0, "b"] != found[0, "c"]
+    found = [e.digest for e in describe({0: stage(**parameters)}).entries.values()]
+    assert [digest is None for digest in found] == [False, False, False, True, False]
+    assert found[0] == found[1] != found[2]
 
 
 @pytest.mark.parametrize(

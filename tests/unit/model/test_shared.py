@@ -16,8 +16,9 @@ from torch.distributed.pipelining import pipe_split, pipeline
 
 from pipegrad import Topology, find_tied, make_manifest
 from pipegrad.errors import PlanError
-from pipegrad.model.describe import describe_rank, starts_of
-from pipegrad.model.suspects import Location, Start, likely_ties
+from pipegrad.model.describe import describe_rank
+from pipegrad.model.manifest import ParameterEntry
+from pipegrad.model.suspects import likely_ties
 from pipegrad.model.ties import (
     Tie,
     declared,
@@ -162,8 +163,8 @@ def test_link_local_refuses_what_cannot_be_one(other: torch.Tensor | None, found
 # --- by suspicion
 
 
-def prints(modules: Mapping[int, nn.Module]) -> dict[Location, Start]:
-    return starts_of([describe_rank(modules, None, {})])
+def prints(modules: Mapping[int, nn.Module]) -> list[tuple[ParameterEntry, ...]]:
+    return [entries for _, entries in describe_rank(modules, None, {}).stages]
 
 
 def linear(seed: int) -> nn.Linear:
@@ -263,8 +264,7 @@ TWO = Topology.build(axes=(("pp", 2), ("dp", 1)))
 
 def verdict(*stages: nn.Module) -> tuple[int, int]:
     """Returns how many groups are likely tied, and how many only look alike."""
-    said = describe_rank(dict(enumerate(stages)), None, {})
-    likely, alike = likely_ties(starts_of([said]), [])
+    likely, alike = likely_ties(prints(dict(enumerate(stages))), [])
     return len(likely), len(alike)
 
 

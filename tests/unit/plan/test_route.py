@@ -208,11 +208,11 @@ def test_a_dtensor_is_not_reduced_over_its_own_ranks_again(axis: str, way_out: s
     mesh = Topology.build(axes=(("pp", 1), ("dp", 2), ("tp", 2)))
     layout = Layout((4,), ((axis, 2),), ("Shard(dim=0)",), (False,))
     cut = dataclasses.replace(entry("cut", 2), layout=layout)
-    shards = [
-        (r, (((0, "cut"), Shard((2,), (v.coordinate(axis),), v.ranks_along(axis))),))
+    shards = {
+        r: {(0, "cut"): Shard((2,), (v.coordinate(axis),), v.ranks_along(axis))}
         for r, v in ((r, mesh.at(r)) for r in mesh.ranks)
-    ]
-    model = Manifest(((cut,),), (), shards=tuple(shards))
+    }
+    model = Manifest(((cut,),), (), shards=shards)
     with pytest.raises(PlanError) as caught:
         routes(say(over(axis)), model=model, topology=mesh)
     assert str(caught.value).endswith(f"it would be reduced twice; {way_out}")
