@@ -8,7 +8,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from pipegrad.comm.agreement import agree, same, warn_once
+from pipegrad.comm.agreement import agree, agree_keeping, same, warn_once
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.failures import FailedSteps, FailureNotice
 from pipegrad.comm.process_groups import Groups, is_local
@@ -45,10 +45,10 @@ from pipegrad.plan.plan import Plan, make_plans
 from pipegrad.plan.routes import make_routes
 from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
+from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.topology import Topology
 
 _instances = count()
-_CPUINFO = Path("/proc/cpuinfo")
 
 
 def refuse_main_shards(
@@ -75,8 +75,62 @@ def refuse_main_shards(
             )
 
 
+@dataclass(frozen=True)
 class Agreed:
     """The model, handlers and plan on which the ranks of a GradientSync have agreed.
+
+    Attributes:
+        topology: Over all ranks.
+        main_grad: Where gradients live; None for ``.grad``.
+        options: All options. `check_every` is 0 if the machines of ranks are of several kinds.
+        handlers: The resolved handlers by name.
+        manifest: The model.
+        plan: This rank's buckets and collectives.
+        device: Of this rank's parameters.
+        name: The same on all ranks. No other GradientSync has it.
+    """
+
+    topology: Topology
+    main_grad: MainGrad | None
+    options: GradientOptions
+    handlers: Mapping[str, ResolvedPlugin[GradientHandler]]
+    manifest: Manifest
+    plan: Plan
+    device: torch.device
+    name: str
+
+    @property
+    def plugins(self) -> dict[str, GradientHandler]:
+        """The handler instances, by name."""
+        return {name: resolved.plugin for name, resolved in self.handlers.items()}
+
+    @property
+    def needs_parameter_sync(self) -> bool:
+        """Whether a rank sends what it steps or has master copies, or replicas train alone."""
+        is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
+        return is_sent or any(
+            record.requires_grad
+            and has_main_shard(record, self.main_grad, self.options.master_dtype)
+            for record in self.manifest.parameters
+        )
+
+    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
+        """Returns the plans of any ranks, computed on this rank."""
+        handlers = list(self.plugins.items())
+        return make_plans(self.manifest, self.topology, handlers, self.options, ranks=ranks)
+
+
+def negotiate(
+    modules: Mapping[int, nn.Module],
+    topology: Topology,
+    *,
+    tied: Tied,
+    handlers: Sequence[HandlerSpec],
+    main_grad: MainGrad | None,
+    agree_seconds: float,
+    options: Mapping[str, Any],
+) -> Agreed:
+    """Agrees with all ranks on a model and a plan.
 
     Args:
         modules: This rank's stages.
@@ -87,175 +141,152 @@ class Agreed:
         agree_seconds: How long the ranks wait for each other.
         options: Fields of `GradientOptions` by name.
 
-    Attributes:
-        topology: The argument.
-        main_grad: The argument.
-        options: The record of all options.
-        wrapped: The modules of this rank's stages that FSDP2 has wrapped.
-        handlers: The resolved handlers by name.
-        manifest: The model.
-        plan: This rank's buckets and collectives.
-        device: Of this rank's parameters.
-        name: The same on all ranks. No other GradientSync has it.
-        check_every: The option; 0 if the machines of ranks are of several kinds.
-        needs_parameter_sync: Whether any rank sends updated parameters or has a master copy, or
-            replicas train alone.
-
     Raises:
         PipegradError: The same on all ranks.
     """
+    ranks = sorted(topology.ranks)
+    # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
+    # have the same manifests, so the checks below raise the same error on all of them.
+    describe = partial(
+        _describe,
+        modules,
+        topology,
+        tied=tied,
+        handlers=handlers,
+        main_grad=main_grad,
+        options=options,
+    )
+    (chosen, resolved), replies = agree_keeping(
+        "GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds
+    )
+    by_rank = {rank: manifest for rank, (*_, manifest) in zip(ranks, replies, strict=True)}
+    manifest = merge(list(by_rank.values()), topology, declared(tied))
+    refuse_main_shards(manifest, main_grad, chosen.master_dtype)
+    if not isinstance(tied, AllTies):
+        refuse_likely_ties(manifest.stages, manifest.ties, chosen.allow_unsynced)
+    refuse_different_buffers(
+        {rank: dict(described.buffers) for rank, described in by_rank.items()},
+        topology,
+        chosen.allow_unsynced,
+    )
+    plugins = [(name, handler.plugin) for name, handler in resolved.items()]
 
-    def __init__(
-        self,
-        modules: Mapping[int, nn.Module],
-        topology: Topology,
-        *,
-        tied: Tied,
-        handlers: Sequence[HandlerSpec],
-        main_grad: MainGrad | None,
-        agree_seconds: float,
-        options: Mapping[str, Any],
-    ) -> None:
-        self.topology = topology
-        self.main_grad = main_grad
-        ranks = sorted(topology.ranks)
-        describe = partial(self._describe, modules, tied, handlers, options)
-        # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
-        # have the same manifests, so the checks below raise the same error on all of them.
-        replies = agree("GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds)
-        manifests = [manifest for *_, manifest in replies]
-        self.manifest = merge(manifests, topology, self._ties)
-        refuse_main_shards(self.manifest, main_grad, self.options.master_dtype)
-        allowed = self.options.allow_unsynced
-        if not isinstance(tied, AllTies):
-            refuse_likely_ties(self.manifest.stages, self.manifest.ties, allowed)
-        buffers = {r: dict(m.buffers) for r, m in zip(ranks, manifests, strict=True)}
-        refuse_different_buffers(buffers, topology, allowed)
-        # A handler should be pure, but nothing makes sure of that. Different plans would hang, so
-        # all ranks compare the digests of their plans.
-        plan = partial(self._make_plan, manifests)
-        digests = agree("GradientSync's plan", plan, ranks=ranks, timeout_seconds=agree_seconds)
-        if len(set(digests)) > 1:
-            self._refuse_different(dict(zip(ranks, digests, strict=True)), agree_seconds)
-        self.device = device_of(modules, manifests)
-        # Ranks may have made different numbers of objects before. The largest number is new on all.
-        self.name = str(max(number for number, *_ in replies))
-        kinds, self.check_every = {kind for _, kind, _ in replies if kind}, self.options.check_every
-        if len(kinds) > 1 and self.check_every:
-            self.check_every = 0
-            warn_once(
-                f"copies of parameters are not compared, since machines of several kinds round "
-                f"differently: {'; '.join(sorted(kinds))}",
-                f"kinds of machine {self.name}",
-            )
-        is_sent = self.plan.syncs_parameters or bool(self.plan.independent_axes)
-        self.needs_parameter_sync = is_sent or any(
-            record.requires_grad and has_main_shard(record, main_grad, self.options.master_dtype)
-            for record in self.manifest.parameters
-        )
-
-    def _describe(
-        self,
-        modules: Mapping[int, nn.Module],
-        tied: Tied,
-        handlers: Sequence[HandlerSpec],
-        options: Mapping[str, Any],
-    ) -> tuple[int, str, RankManifest]:
-        """Returns a number for the name, the kind of this rank's machine, and its description.
-
-        It runs the checks that need no other rank before.
-        """
-        check_stages(modules, self.topology)
-        if not isinstance(self.main_grad, MainGrad | None):
-            raise PlanError(
-                f"accessor={type(self.main_grad).__name__}: it is pipegrad.MainGrad() or None, "
-                f"where gradients are in .grad"
-            )
-        self.options = GradientOptions.of(options)
-        self.options.check(self.topology)
-        self.handlers = registry.resolve_all(handlers)
-        self._ties = declared(tied)
-        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
-        # Gathered parameters would be described instead of shards, and ties must be one object
-        # before the description.
-        reshard(self.wrapped)
-        link_local(modules, self._ties)
-        settings = {
-            "the topology": (
-                self.topology.axes,
-                self.topology.ranks,
-                self.topology.stage_to_rank,
-                self.topology.data_axes,
-            ),
-            "tied": [*map(str, self._ties), *["no other"] * isinstance(tied, AllTies)],
-            "handlers": [resolved.identity for resolved in self.handlers.values()],
-            "accessor": "" if self.main_grad is None else "MainGrad",
-            **self.options.settings(),
-        }
-        manifest = describe_rank(modules, self.main_grad, settings, self._ties)
-        device = device_of(modules, [manifest])
-        kind = kind_of_machine(device) if manifest.device_type else ""
-        return next(_instances), kind, manifest
-
-    def _make_plan(self, manifests: Sequence[RankManifest]) -> str:
-        """Makes this rank's plan; returns its digest, which must be equal on all ranks."""
-        self.plan: Plan = self.plans([self.topology.rank])[self.topology.rank]
-        ranks = sorted(self.topology.ranks)
-        prints = {
-            rank: {at: e.digest for at, e in m.entries.items() if e.digest is not None}
-            for rank, m in zip(ranks, manifests, strict=True)
-        }
-        routes, allowed = dict(self.plan.routes), self.options.allow_unsynced
-        divisors = dict(self.plan.divisors)
+    def make_plan() -> tuple[Plan, str]:
+        plan = make_plans(manifest, topology, plugins, chosen, ranks=[topology.rank])[topology.rank]
+        routes, allowed = dict(plan.routes), chosen.allow_unsynced
         refuse_bare_replicas(
-            self.manifest,
-            self.topology,
+            manifest,
+            topology,
             routes,
-            divisors,
+            dict(plan.divisors),
             allowed,
-            independent_axes=self.plan.independent_axes,
+            independent_axes=plan.independent_axes,
         )
-        refuse_suspected_replicas(self.manifest, self.topology, routes, prints, allowed)
-        return self.plan.digest
-
-    def _refuse_different(self, digests: Mapping[int, str], agree_seconds: float) -> None:
-        """Raises an error that names the first parameter with different routes, and the handlers.
-
-        Raises:
-            AgreementError: Always, the same on every rank.
-        """
-        subject, ranks = "what the handlers reduce", list(digests)
-        replies = agree(subject, self._routes_as_text, ranks=ranks, timeout_seconds=agree_seconds)
-        for rank, key in sorted({key for reply in replies for key in reply}):
-            routes = [reply.get((rank, key), "nothing") for reply in replies]
-            same(f"{subject} of {key!r} on rank {rank}", dict(zip(ranks, routes, strict=True)))
-        # A handler may return other reductions in this second call. Then all routes are equal now,
-        # but the digests were not.
-        same(subject, digests)
-
-    def _routes_as_text(self) -> dict[tuple[int, str], str]:
-        """Returns the routes of all ranks, computed here, as text by rank and key."""
-        handlers = list(self.plugins.items())
-        routes, divisors, _ = make_routes(self.manifest, self.topology, handlers)
-        return {
-            (rank, key): "; ".join(
-                f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
-            )
-            + (f"; divided by {divisors[key]:g}" if key in divisors else "")
-            for rank, by_key in routes.items()
-            for key, route in by_key.items()
-            if route
+        digests = {
+            rank: {at: e.digest for at, e in described.entries.items() if e.digest is not None}
+            for rank, described in by_rank.items()
         }
+        refuse_suspected_replicas(manifest, topology, routes, digests, allowed)
+        return plan, plan.digest
 
-    def plans(self, ranks: Sequence[int]) -> dict[int, Plan]:
-        """Returns the plans of any ranks, computed on this rank."""
-        handlers = list(self.plugins.items())
-        return make_plans(self.manifest, self.topology, handlers, self.options, ranks=ranks)
+    # A handler should be pure, but nothing makes sure of that. Different plans would hang, so all
+    # ranks compare the digests of their plans.
+    plan, digests = agree_keeping(
+        "GradientSync's plan", make_plan, ranks=ranks, timeout_seconds=agree_seconds
+    )
+    if len(set(digests)) > 1:
+        subject = "what the handlers reduce"
+        words = partial(_in_words, manifest, topology, plugins, plan.digest)
+        texts = agree(subject, words, ranks=ranks, timeout_seconds=agree_seconds)
+        same(subject, dict(zip(ranks, texts, strict=True)))
+    # Ranks may have made different numbers of objects before. The largest number is new on all.
+    name = str(max(number for number, *_ in replies))
+    kinds = {kind for _, kind, _ in replies if kind}
+    if len(kinds) > 1 and chosen.check_every:
+        chosen = replace(chosen, check_every=0)
+        warn_once(
+            f"copies of parameters are not compared, since machines of several kinds round "
+            f"differently: {'; '.join(sorted(kinds))}",
+            f"kinds of machine {name}",
+        )
+    return Agreed(
+        topology=topology,
+        main_grad=main_grad,
+        options=chosen,
+        handlers=resolved,
+        manifest=manifest,
+        plan=plan,
+        device=device_of(modules, list(by_rank.values())),
+        name=name,
+    )
 
-    @property
-    def plugins(self) -> dict[str, GradientHandler]:
-        """The handler instances, by name."""
-        return {name: resolved.plugin for name, resolved in self.handlers.items()}
+
+def _describe(
+    modules: Mapping[int, nn.Module],
+    topology: Topology,
+    *,
+    tied: Tied,
+    handlers: Sequence[HandlerSpec],
+    main_grad: MainGrad | None,
+    options: Mapping[str, Any],
+) -> tuple[
+    tuple[GradientOptions, dict[str, ResolvedPlugin[GradientHandler]]],
+    tuple[int, str, RankManifest],
+]:
+    """Returns options and handlers; and a number for the name, this rank's machine and manifest.
+
+    It runs the checks that need no other rank before.
+    """
+    check_stages(modules, topology)
+    if not isinstance(main_grad, MainGrad | None):
+        raise PlanError(
+            f"accessor={type(main_grad).__name__}: it is pipegrad.MainGrad() or None, "
+            f"where gradients are in .grad"
+        )
+    chosen = GradientOptions.of(options)
+    chosen.check(topology)
+    resolved, ties = registry.resolve_all(handlers), declared(tied)
+    # Gathered parameters would be described instead of shards, and ties must be one object before
+    # the description.
+    reshard(part for parts in fsdp_modules(modules).values() for part in parts)
+    link_local(modules, ties)
+    settings = {
+        "the topology": (
+            topology.axes,
+            topology.ranks,
+            topology.stage_to_rank,
+            topology.data_axes,
+        ),
+        "tied": [*map(str, ties), *["no other"] * isinstance(tied, AllTies)],
+        "handlers": [handler.identity for handler in resolved.values()],
+        "accessor": "" if main_grad is None else "MainGrad",
+        **chosen.settings(),
+    }
+    manifest = describe_rank(modules, main_grad, settings, ties)
+    kind = kind_of_machine(device_of(modules, [manifest])) if manifest.device_type else ""
+    return (chosen, resolved), (next(_instances), kind, manifest)
+
+
+def _in_words(
+    manifest: Manifest,
+    topology: Topology,
+    handlers: Sequence[tuple[str, GradientHandler]],
+    digest: str,
+) -> str:
+    """Returns the routes of all ranks, computed here: a line for each rank and key."""
+    routes, divisors, _ = make_routes(manifest, topology, handlers)
+    lines = [
+        f"of {key!r} on rank {rank}: "
+        + "; ".join(
+            f"handler {step.handler!r}: {step} over ranks {list(step.ranks)}" for step in route
+        )
+        + (f"; divided by {divisors[key]:g}" if key in divisors else "")
+        for rank, by_key in routes.items()
+        for key, route in by_key.items()
+    ]
+    # A handler may return other reductions in this second call. Then all routes are equal now, but
+    # the digests of the plans were not.
+    return "\n".join([*lines, digest])
 
 
 def kind_of_machine(device: torch.device) -> str:
@@ -269,24 +300,25 @@ def kind_of_machine(device: torch.device) -> str:
         return f"{torch.cuda.get_device_name(device)}, {version}"
     # torch takes other instructions on other processors. Where a thread's part of a tensor ends,
     # it takes instructions that may round in another way.
-    capability = torch.backends.cpu.get_cpu_capability()
-    return f"{_processor()}, {capability}, {torch.get_num_threads()} threads, {version}"
-
-
-def _processor() -> str:
+    processor = platform.processor() or platform.machine()
     with suppress(OSError):  # only Linux has this file
-        lines = _CPUINFO.read_text(encoding="utf-8", errors="replace").splitlines()
-        for line in lines:
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        processor = text.partition("model name")[2].partition("\n")[0].strip("\t :") or processor
+    capability = torch.backends.cpu.get_cpu_capability()
+    return f"{processor}, {capability}, {torch.get_num_threads()} threads, {version}"
 
 
-@dataclass(frozen=True)
 class Parts:
-    """The parts of a GradientSync.
+    """What a GradientSync is made of. Every rank must make it, since it makes process groups.
+
+    Args:
+        owner: The GradientSync; a weak reference. Threads and groups end when it is garbage.
+        agreed: The agreed model and plan.
+        modules: This rank's stages.
+        agree_seconds: How long the ranks wait for each other.
 
     Attributes:
+        wrapped: The modules of this rank's stages that FSDP2 has wrapped.
         groups: The communicators.
         reducer: Launches collectives, and waits for them.
         failures: Of all steps.
@@ -299,97 +331,95 @@ class Parts:
         norm: Of the gradients of all ranks.
     """
 
-    groups: Groups
-    reducer: Reducer
-    failures: FailedSteps
-    ending: Ending
-    parameters: LiveParameters
-    buckets: Mapping[int, GradientBucket]
-    local: LocalGradients | None
-    parameter_sync: ParameterSync
-    drift: DriftCheck
-    norm: GlobalNorm
-
-
-def set_up(
-    owner: object, agreed: Agreed, modules: Mapping[int, nn.Module], *, agree_seconds: float
-) -> Parts:
-    """Makes all parts. Every rank must call it, since it makes process groups.
-
-    Args:
-        owner: The GradientSync; a weak reference. Threads and groups end when it is garbage.
-        agreed: The agreed model and plan.
-        modules: This rank's stages.
-        agree_seconds: How long the ranks wait for each other.
-    """
-    # The parts may not hold the owner: with a strong reference it would never be garbage, and its
-    # threads would run until the process ends.
-    plan, topology, device = agreed.plan, agreed.topology, agreed.device
-    groups, reducer, ending, failures = _communication(owner, agreed)
-    # Gradients and parameters have separate memory: the next step's gradients are written while the
-    # parameters of this step may still be on the wire.
-    buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
-    trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
-    parameters = _parameters(agreed, modules, trees, buffers)
-    parameter_sync = ParameterSync(
-        plan,
-        parameters,
-        buffers=buffers,
-        reducer=reducer,
-        groups=groups,
-        is_needed=agreed.needs_parameter_sync,
-        device=device,
-    )
-    master_dtype = agreed.options.master_dtype
-    drift = DriftCheck(
-        plan.packs,
-        parameters,
-        frozenset(  # the same on all ranks
-            record.key
-            for record in agreed.manifest.parameters
-            if record.requires_grad and master_dtype_of(record, master_dtype) != record.dtype
-        ),
-        groups=groups,
-        ranks=sorted(topology.ranks),
-        agree_seconds=agree_seconds,
-        every=agreed.check_every,
-    )
-    return Parts(
-        groups,
-        reducer,
-        failures,
-        ending,
-        LiveParameters(parameters, trees),
-        _buckets(agreed, parameters, reducer),
-        _local(agreed, parameters),
-        parameter_sync,
-        drift,
-        GlobalNorm(agreed.manifest, plan, topology, master_dtype=master_dtype, tape=reducer.tape),
-    )
-
-
-def _communication(owner: object, agreed: Agreed) -> tuple[Groups, Reducer, Ending, FailedSteps]:
-    """Makes the process groups, and all that sends; see `set_up`."""
-    plan, topology, device = agreed.plan, agreed.topology, agreed.device
-    ranks = sorted(topology.ranks)
-    notice = FailureNotice(agreed.name)
-    groups = Groups(plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains)
-    reducer = Reducer(
-        plan,
-        comm_streams=agreed.options.comm_streams,
-        groups=groups,
-        handlers=agreed.plugins,
-        notice=notice,
-        device=device,
-    )
-    ending = Ending(
-        owner, threads=reducer.comm_streams, groups=groups.joined, is_local=is_local(device)
-    )
-    # A pair exchange may still be sending. If its group were destroyed first, another rank would
-    # never receive the message.
-    ending.call(reducer.submit_send_waits)
-    failures = FailedSteps(notice, reducer.wait)
-    return groups, reducer, ending, failures
+    # No part may hold the owner: with a strong reference it would never be garbage, and its threads
+    # would run until the process ends.
+    def __init__(
+        self,
+        owner: object,
+        agreed: Agreed,
+        modules: Mapping[int, nn.Module],
+        *,
+        agree_seconds: float,
+    ) -> None:
+        plan, topology, device = agreed.plan, agreed.topology, agreed.device
+        options, ranks = agreed.options, sorted(topology.ranks)
+        notice = FailureNotice(agreed.name)
+        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        self.groups = Groups(
+            plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains
+        )
+        self.reducer = Reducer(
+            plan,
+            comm_streams=options.comm_streams,
+            groups=self.groups,
+            handlers=agreed.plugins,
+            notice=notice,
+            device=device,
+        )
+        self.ending = Ending(
+            owner,
+            threads=self.reducer.comm_streams,
+            groups=self.groups.joined,
+            is_local=is_local(device),
+        )
+        # A pair exchange may still be sending. If its group were destroyed first, another rank
+        # would never receive the message.
+        self.ending.call(self.reducer.submit_send_waits)
+        self.failures = FailedSteps(notice, self.reducer.wait)
+        # Gradients and parameters have separate memory: the next step's gradients are written while
+        # the parameters of this step may still be on the wire.
+        buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
+        trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
+        by_key = _parameters(agreed, modules, trees, buffers)
+        self.parameters = LiveParameters(by_key, trees)
+        self.buckets = {
+            bucket.index: GradientBucket(
+                [by_key[slot.key] for slot in bucket.slots],
+                self.reducer.memories[bucket.index],
+                # DistributedDataParallel reduces gradients until the end of the whole backward.
+                # Before that they are not final.
+                may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(
+                    by_key[bucket.slots[0].key].stages
+                ),
+                main_grad=agreed.main_grad,
+            )
+            for bucket in plan.buckets
+        }
+        reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
+        alone = [p for k, p in by_key.items() if k not in reduced and p.record.requires_grad]
+        fixed = [dict(plan.divisors).get(p.record.key, 1.0) for p in alone]
+        self.local = LocalGradients(alone, agreed.main_grad, fixed) if alone else None
+        # The same on all ranks.
+        trained = [record for record in agreed.manifest.parameters if record.requires_grad]
+        self.parameter_sync = ParameterSync(
+            plan,
+            by_key,
+            buffers=buffers,
+            reducer=self.reducer,
+            groups=self.groups,
+            is_needed=agreed.needs_parameter_sync,
+            device=device,
+        )
+        self.drift = DriftCheck(
+            plan.packs,
+            by_key,
+            frozenset(
+                record.key
+                for record in trained
+                if master_dtype_of(record, options.master_dtype) != record.dtype
+            ),
+            groups=self.groups,
+            ranks=ranks,
+            agree_seconds=agree_seconds,
+            every=options.check_every,
+        )
+        self.norm = GlobalNorm(
+            agreed.manifest,
+            plan,
+            topology,
+            master_dtype=options.master_dtype,
+            tape=self.reducer.tape,
+        )
 
 
 def _parameters(
@@ -431,30 +461,3 @@ def _parameters(
             main_shard=main_shard,
         )
     return parameters
-
-
-def _buckets(
-    agreed: Agreed, parameters: Mapping[str, LiveParameter], reducer: Reducer
-) -> dict[int, GradientBucket]:
-    """Returns the gradients of each bucket, by its number."""
-    buckets: dict[int, GradientBucket] = {}
-    for bucket in agreed.plan.buckets:
-        held = [parameters[slot.key] for slot in bucket.slots]
-        buckets[bucket.index] = GradientBucket(
-            held,
-            reducer.memories[bucket.index],
-            # DistributedDataParallel reduces gradients until the end of the whole backward. Before
-            # that they are not final.
-            may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(held[0].stages),
-            main_grad=agreed.main_grad,
-        )
-    return buckets
-
-
-def _local(agreed: Agreed, parameters: Mapping[str, LiveParameter]) -> LocalGradients | None:
-    """Returns the gradients that nobody reduces; None if there are none."""
-    reduced = {slot.key for bucket in agreed.plan.buckets for slot in bucket.slots}
-    alone = [p for k, p in parameters.items() if k not in reduced and p.record.requires_grad]
-    divisors = dict(agreed.plan.divisors)
-    fixed = [divisors.get(p.record.key, 1.0) for p in alone]
-    return LocalGradients(alone, agreed.main_grad, fixed) if alone else None

@@ -128,7 +128,7 @@ class Step:
 
     Args:
         agreed: The agreed model and plan.
-        parts: What `set_up` has made.
+        parts: What it is made of.
     """
 
     def __init__(self, agreed: Agreed, parts: Parts) -> None:
@@ -238,9 +238,9 @@ class Step:
         if self._parameter_sync.is_needed:
             self._parameter_sync.publish()
             self._parameter_sync.check_published()
-        if not continues and self.agreed.wrapped:
+        if not continues and self._parts.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
-            reshard(self.agreed.wrapped)
+            reshard(self._parts.wrapped)
         # Between two steps a user may replace parameters, by a checkpoint or a new initialisation.
         # Hooks must be on the present tensors before the first gradient.
         self._parts.parameters.look_up(self._follow)
@@ -401,7 +401,7 @@ class Step:
         """
         with self.bounded("finish()"):
             if self._finish(divisor):
-                reshard(self.agreed.wrapped)
+                reshard(self._parts.wrapped)
                 self._parts.drift.look()
 
     def _finish(self, divisor: torch.Tensor | None) -> bool:

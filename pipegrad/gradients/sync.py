@@ -47,7 +47,7 @@ from pipegrad.gradients.named_optimizer import (
 )
 from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
 from pipegrad.gradients.optimizer_watch import Gradients
-from pipegrad.gradients.set_up import Agreed, set_up
+from pipegrad.gradients.set_up import Parts, negotiate
 from pipegrad.gradients.step import State, Statistics, Step
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import Tied
@@ -132,7 +132,7 @@ class GradientSync(Step):
         agree_seconds: float = AGREE_SECONDS,
         **options: Unpack[SyncKeywords],
     ) -> None:
-        agreed = Agreed(
+        agreed = negotiate(
             modules,
             topology,
             tied=tied,
@@ -146,7 +146,7 @@ class GradientSync(Step):
         self.manifest = agreed.manifest
         self.device = agreed.device
         self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
-        parts = set_up(self, agreed, modules, agree_seconds=self._agree_seconds)
+        parts = Parts(self, agreed, modules, agree_seconds=self._agree_seconds)
         super().__init__(agreed, parts)
         self.tape = parts.reducer.tape
         self._stateful: dict[str, GradientHandler | OuterOptimizer] = dict(agreed.plugins)
@@ -384,7 +384,7 @@ class GradientSync(Step):
 
     def reshard(self) -> None:
         """Frees parameters that FSDP2 has left gathered, so the next forward gathers new values."""
-        reshard(self.agreed.wrapped)
+        reshard(self._parts.wrapped)
 
     @outside_of_graphs
     def publish(self) -> None:

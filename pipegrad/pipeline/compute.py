@@ -125,7 +125,8 @@ class Compute:
         self._keeps_outputs = keeps_outputs
         if self._sync is not None:
             if self._sync.scaler is not None:
-                self._sync.scaler.is_scaled = True  # on all ranks, whichever of them have the losses
+                # On all ranks, whichever of them have the losses.
+                self._sync.scaler.is_scaled = True
             if self._splits:
                 self._weights.begin()
 

@@ -166,7 +166,7 @@ def _check_shards(manifest: Manifest, topology: Topology, routes: Routes) -> Non
     # The ranks of the mesh already reduce among themselves.
     steps = (
         (rank, key, step, shard)
-        for rank, _ in manifest.shards
+        for rank in manifest.shards
         for key, route in routes[rank].items()
         for step in route
         if (shard := manifest.shard(rank, key)) is not None

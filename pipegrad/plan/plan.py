@@ -474,8 +474,8 @@ def independent_axes(
         ),
         *(
             (f"'{stage}.{name}' is a DTensor, whose gradient is reduced", shard.members)
-            for _, parts in manifest.shards
-            for (stage, name), shard in parts
+            for parts in manifest.shards.values()
+            for (stage, name), shard in parts.items()
         ),
     ]
     for subject, ranks in reducing:
