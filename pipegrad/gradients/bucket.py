@@ -32,7 +32,6 @@ from pipegrad.gradients.parameter import LiveParameter
 from pipegrad.model.dtensor import (
     as_dtensor,
     is_dtensor,
-    is_misplaced,
     local,
     redistribute_gradient,
 )
@@ -449,8 +448,7 @@ class GradientBucket:
 
     def _placed(self, number: int) -> torch.Tensor:
         """Returns a gradient that is elsewhere; of a DTensor, this rank's part of it."""
-        if is_misplaced(self._live[number]):
-            redistribute_gradient(self._live[number])  # as autograd does before it adds
+        redistribute_gradient(self._live[number])  # as autograd does before it adds
         gradient = self._read(number)
         assert gradient is not None
         return local(gradient)

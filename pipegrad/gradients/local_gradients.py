@@ -22,7 +22,7 @@ from pipegrad.gradients.bucket import NOTHING, Hook, refuse_value, taking
 from pipegrad.gradients.main_params import MainShard
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.parameter import LiveParameter
-from pipegrad.model.dtensor import is_dtensor, is_misplaced, local, redistribute_gradient
+from pipegrad.model.dtensor import is_dtensor, local, redistribute_gradient
 from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
 from pipegrad.model.wrappers import fsdp_modules
 
@@ -145,8 +145,7 @@ class LocalGradients:
             if tensor.grad is not None:
                 self.take(number)
         for tensor in self._live if self._has_dtensors else ():
-            if is_misplaced(tensor):
-                redistribute_gradient(tensor)
+            redistribute_gradient(tensor)
 
     def finish(self, divisor: torch.Tensor | None) -> None:
         """Divides the gradients, and gives them to what the optimizer updates.

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -75,22 +76,23 @@ def describe_rank(
     if len(devices) > 1:
         raise PlanError(f"parameters of one rank are on several devices, {devices}: choose one")
     wrappers = {stage: kind for stage in sorted(modules) if (kind := wrapper_of(modules[stage]))}
-    stages: list[tuple[int, tuple[ParameterEntry, ...]]] = []
+    names: dict[tuple[int, nn.Parameter], list[str]] = defaultdict(list)
+    for (stage, _), full_name, parameter in named(modules):
+        names[stage, parameter].append(full_name)
+    entries = {
+        (stage, parameter): _entry(
+            unwrapped(modules[stage]), full_names, parameter, main_grad, wrappers.get(stage)
+        )
+        for (stage, parameter), full_names in names.items()
+    }
     locations: dict[nn.Parameter, list[Location]] = defaultdict(list)
-    for stage in sorted(modules):
-        module = unwrapped(modules[stage])
-        names: dict[nn.Parameter, list[str]] = defaultdict(list)
-        for name, parameter in module.named_parameters(remove_duplicate=False):
-            names[parameter].append(name)
-        entries = [
-            _entry(module, full_names, parameter, main_grad, wrappers.get(stage))
-            for parameter, full_names in names.items()
-        ]
-        stages.append((stage, tuple(entries)))
-        for parameter, entry in zip(names, entries, strict=True):
-            locations[parameter].append((stage, entry.name))
+    for (stage, parameter), entry in entries.items():
+        locations[parameter].append((stage, entry.name))
     return RankManifest(
-        stages=tuple(stages),
+        stages=tuple(
+            (stage, tuple(entry for (at, _), entry in entries.items() if at == stage))
+            for stage in sorted(modules)
+        ),
         wrappers=tuple(wrappers.items()),
         linked=tuple(tuple(group) for group in locations.values() if len(group) > 1),
         device_type=torch.device(devices[0]).type if devices else "",
@@ -138,11 +140,9 @@ def _entry(
 
 def device_of(modules: Mapping[int, nn.Module], manifests: Sequence[RankManifest]) -> torch.device:
     """Returns the device of this rank's parameters; without parameters, that of other ranks."""
-    for module in modules.values():
-        for parameter in module.parameters():
-            return parameter.device
-    kind = next((m.device_type for m in manifests if m.device_type), "cpu")
-    return torch.device(kind)
+    devices = (p.device for module in modules.values() for p in module.parameters())
+    kinds = (torch.device(m.device_type) for m in manifests if m.device_type)
+    return next(chain(devices, kinds), torch.device("cpu"))
 
 
 def make_manifest(
@@ -209,7 +209,8 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     for stage in range(topology.num_stages):
         holders = [rank for rank in by_rank if stage in stages_of[rank]]
         copies = {rank: dict(by_rank[rank].stages).get(stage, ()) for rank in holders}
-        same(f"the parameters of stage {stage}", {r: _lines(e) for r, e in copies.items()})
+        lines = {rank: "\n".join(map(str, entries)) for rank, entries in copies.items()}
+        same(f"the parameters of stage {stage}", lines)
         wrapped = {rank: dict(by_rank[rank].wrappers).get(stage, "") for rank in holders}
         same(f"the wrapper of stage {stage}", wrapped)
         stages.append(tuple(map(_merged, zip(*copies.values(), strict=True))))
@@ -220,10 +221,6 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
         if (held := {at: e.shard for at, e in m.entries.items() if e.shard is not None})
     }
     return Manifest(tuple(stages), _find_ties(stages, manifests, ties), tuple(wrappers), shards)
-
-
-def _lines(entries: Sequence[ParameterEntry]) -> str:
-    return "\n".join(map(str, entries))
 
 
 def _merged(copies: Sequence[ParameterEntry]) -> ParameterEntry:
@@ -252,15 +249,19 @@ def _find_ties(
         PlanError: If a tie names a parameter that no stage holds, or parameters that cannot be
             one parameter.
     """
-    first: dict[Location, Location] = {}  # a location under any name -> under its first name
-    entries: dict[Location, ParameterEntry] = {}
+    entries = {
+        (stage, name): entry
+        for stage, of_stage in enumerate(stages)
+        for entry in of_stage
+        for name in (entry.name, *entry.aliases)
+    }
     by_name: dict[str, list[Location]] = defaultdict(list)
-    for stage, of_stage in enumerate(stages):
-        for entry in of_stage:
-            entries[stage, entry.name] = entry
-            for name in (entry.name, *entry.aliases):
-                first[stage, name] = (stage, entry.name)
-                by_name[name].append((stage, name))
+    for location in entries:
+        by_name[location[1]].append(location)
+
+    def first_names(locations: Iterable[Location]) -> set[Location]:
+        return {(location[0], entries[location].name) for location in locations}
+
     are_traced = {s for m in manifests for s in m.traced} == set(range(len(stages)))
     claims: list[tuple[Tie, set[Location]]] = []
     # Locations that surely hold their tie's parameter: by identity or bits, not only by name.
@@ -269,11 +270,11 @@ def _find_ties(
         sure = {location for m in manifests for i, location in m.held if i == index}
         claimed = declared_locations(tie, by_name) | sure
         _refuse_missing(tie, claimed, by_name, are_traced=are_traced)
-        claims.append((tie, {first[location] for location in claimed}))
-        certain.update(first[location] for location in (claimed if tie.traced else sure))
+        claims.append((tie, first_names(claimed)))
+        certain |= first_names(claimed if tie.traced else sure)
     for tie in ties if not are_traced else ():
         for name in tie.names if len(tie.names) > 1 else ():
-            holders = sorted({first[location] for location in by_name.get(name, ())})
+            holders = sorted(first_names(by_name.get(name, ())))
             unclear = [
                 e for h in holders if (e := entries[h]).constant is not None and h not in certain
             ]

@@ -8,7 +8,6 @@ communicates.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -69,13 +68,6 @@ class Shard:
     coordinate: tuple[int, ...]
     members: tuple[int, ...]
 
-    def is_counted(self, layout: Layout) -> bool:
-        """Whether this part counts in a norm: of equal parts, the one at coordinate 0 does."""
-        # Along a sharded dimension each rank has its own part, and every part counts. Along a
-        # replicated dimension all ranks have the same part, and it must count once.
-        coordinates = zip(self.coordinate, layout.replicated, strict=True)
-        return not any(at for at, replicated in coordinates if replicated)
-
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """Returns this rank's part of a DTensor, without a copy; any other tensor as it is."""
@@ -111,20 +103,6 @@ def shard_of(parameter: torch.Tensor) -> Shard | None:
     )
 
 
-def largest(shards: Iterable[Shard]) -> tuple[int, ...]:
-    """Returns the smallest shape that contains the shapes of all parts."""
-    return tuple(map(max, zip(*(shard.shape for shard in shards), strict=True)))
-
-
-def is_misplaced(parameter: torch.Tensor) -> bool:
-    """Whether the gradient of a DTensor lies otherwise than the DTensor, for example as terms."""
-    # A backward leaves such a gradient if there was no gradient to add to.
-    gradient = parameter.grad
-    if not is_dtensor(parameter) or not is_dtensor(gradient):
-        return False
-    return gradient.placements != parameter.placements
-
-
 def as_dtensor(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
     """Returns a DTensor that lies as a parameter does, and holds this rank's part itself."""
     assert is_dtensor(parameter)
@@ -144,10 +122,13 @@ def as_dtensor(part: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def redistribute_gradient(parameter: torch.Tensor) -> None:
     """Makes the gradient of a DTensor lie as the DTensor does; sums terms over its mesh.
 
-    Sync: a collective on the current stream. All ranks of the mesh must call it for the same
-    parameters, in the same order.
+    Sync: a collective on the current stream, if the gradient lies otherwise. All ranks of the mesh
+    must call it for the same parameters, in the same order.
     """
-    assert is_dtensor(parameter)
-    assert is_dtensor(parameter.grad)
-    with torch.no_grad():
-        parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
+    # A backward leaves such a gradient if there was no gradient to add to.
+    gradient = parameter.grad
+    if not is_dtensor(parameter) or not is_dtensor(gradient):
+        return
+    if gradient.placements != parameter.placements:
+        with torch.no_grad():
+            parameter.grad = gradient.redistribute(placements=parameter.placements)

@@ -142,12 +142,9 @@ def _tie(entry: object) -> Tie:
 def _stage_index(stage: object) -> int:
     if isinstance(stage, int):
         return stage
-    traced = _TRACED_STAGE.fullmatch(str(stage))
-    if traced is None:
-        raise PlanError(
-            f"a tie names the stage {stage!r}: expected a number or 'submod_pp_<number>'"
-        )
-    return int(traced.group(1))
+    if traced := _TRACED_STAGE.fullmatch(str(stage)):
+        return int(traced[1])
+    raise PlanError(f"a tie names the stage {stage!r}: expected a number or 'submod_pp_<number>'")
 
 
 def named(modules: Mapping[int, nn.Module]) -> Iterator[tuple[Location, str, nn.Parameter]]:
@@ -210,11 +207,10 @@ def link_local(modules: Mapping[int, nn.Module], ties: Sequence[Tie]) -> None:
         tie_of.update(dict.fromkeys(claim, tie))
     wrapped = {stage for stage, parts in fsdp_modules(modules).items() if parts}
     # All groups are united before anything is replaced: a tie by name and a tie by memory may have
-    # a location in common, and must then end as one object. Each location alone comes first, so
-    # that each group is in this order.
-    alone = [[location] for location in by_location]
-    for group in united([*alone, *by_memory.values(), *claims]):
-        first, *others = (by_location[location] for location in group)
+    # a location in common, and must then end as one object.
+    order = {location: index for index, location in enumerate(by_location)}
+    for group in united([*by_memory.values(), *claims]):
+        first, *others = (by_location[at] for at in sorted(group, key=order.__getitem__))
         for other in others:
             if other[2] is not first[2]:
                 _check_link(tie_of.get(other[0], "by memory"), first, other, wrapped)
@@ -283,22 +279,11 @@ def _traits(parameter: nn.Parameter) -> str:
 
 def united(groups: Iterable[Iterable[Location]]) -> list[list[Location]]:
     """Returns groups of at least two locations; groups with a common location become one."""
-    root: dict[Location, Location] = {}
-
-    def find(location: Location) -> Location:
-        while (above := root.setdefault(location, location)) != location:
-            root[location] = root[above]
-            location = above
-        return location
-
+    group_of: dict[Location, list[Location]] = {}
     for group in groups:
-        locations = list(group)
-        for location in locations:
-            root[find(location)] = find(locations[0])
-    members: dict[Location, list[Location]] = {}
-    for location in root:
-        members.setdefault(find(location), []).append(location)
-    return [locations for locations in members.values() if len(locations) > 1]
+        merged = list(dict.fromkeys(x for at in group for x in group_of.get(at, [at])))
+        group_of.update(dict.fromkeys(merged, merged))
+    return [group for group in {id(g): g for g in group_of.values()}.values() if len(group) > 1]
 
 
 def refuse_likely_ties(
@@ -351,8 +336,7 @@ def refuse_partly_shared(parameters: Iterable[tuple[str, nn.Parameter]]) -> None
         PlanError: If there are such parameters. It names two of them.
     """
     different = {memory_of(parameter): (name, parameter) for name, parameter in parameters}
-    views = [(name, local(parameter).detach()) for name, parameter in different.values()]
-    views = [view for view in views if _address(view[1])]
+    views = [(n, view) for n, p in different.values() if _address(view := local(p).detach())]
     # Views are visited by their first byte. Only views that have not ended yet can overlap the next
     # view, so few pairs are compared byte by byte.
     open_views: list[tuple[str, torch.Tensor]] = []

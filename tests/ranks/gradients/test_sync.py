@@ -177,7 +177,7 @@ def test_one_process_needs_no_group() -> None:
     compute(sync, lambda: give(first, w=1.0, b=1.0))
     optimizer.step()
     assert first.get_parameter("b").tolist() == [-1.0] * 2
-    assert optimizer.state_dict()["param_groups"][0]["params"] == ["b", "w"]
+    assert optimizer.state_dict()["param_groups"][0]["params"] == ["w", "b"]
     sync.close()
 
 
