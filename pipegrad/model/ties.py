@@ -381,7 +381,7 @@ def _end(view: torch.Tensor) -> int:
 
 def _address(tensor: torch.Tensor) -> int:
     """Returns the address of the first byte; 0 without memory."""
-    try:
-        return tensor.data_ptr()
+    try:  # a view of memory that was freed has an address, but its storage has none
+        return tensor.data_ptr() if tensor.untyped_storage().data_ptr() else 0
     except RuntimeError:  # some kinds of tensors have no storage
         return 0
