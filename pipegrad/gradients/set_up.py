@@ -9,7 +9,6 @@ import platform
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -147,17 +146,18 @@ def negotiate(
     ranks = sorted(topology.ranks)
     # The first agreement runs everything that one rank alone can get wrong. After it, all ranks
     # have the same manifests, so the checks below raise the same error on all of them.
-    describe = partial(
-        _describe,
-        modules,
-        topology,
-        tied=tied,
-        handlers=handlers,
-        main_grad=main_grad,
-        options=options,
-    )
     (chosen, resolved), replies = agree_keeping(
-        "GradientSync", describe, ranks=ranks, timeout_seconds=agree_seconds
+        "GradientSync",
+        lambda: _describe(
+            modules,
+            topology,
+            tied=tied,
+            handlers=handlers,
+            main_grad=main_grad,
+            options=options,
+        ),
+        ranks=ranks,
+        timeout_seconds=agree_seconds,
     )
     by_rank = {rank: manifest for rank, (*_, manifest) in zip(ranks, replies, strict=True)}
     manifest = merge(list(by_rank.values()), topology, declared(tied))
@@ -196,8 +196,12 @@ def negotiate(
     )
     if len(set(digests)) > 1:
         subject = "what the handlers reduce"
-        words = partial(_in_words, manifest, topology, plugins, plan.digest)
-        texts = agree(subject, words, ranks=ranks, timeout_seconds=agree_seconds)
+        texts = agree(
+            subject,
+            lambda: _in_words(manifest, topology, plugins, plan.digest),
+            ranks=ranks,
+            timeout_seconds=agree_seconds,
+        )
         same(subject, dict(zip(ranks, texts, strict=True)))
     # Ranks may have made different numbers of objects before. The largest number is new on all.
     name = str(max(number for number, *_ in replies))
