@@ -267,24 +267,16 @@ def _find_ties(
     # Locations that surely hold their tie's parameter: by identity or bits, not only by name.
     certain: set[Location] = set()
     for index, tie in enumerate(ties):
-        sure = {location for m in manifests for i, location in m.held if i == index}
+        sure = {at for m in manifests for i, at in m.held if i == index and at in entries}
         claimed = declared_locations(tie, by_name) | sure
         _refuse_missing(tie, claimed, by_name, are_traced=are_traced)
         claims.append((tie, first_names(claimed)))
         certain |= first_names(claimed if tie.traced else sure)
     for tie in ties if not are_traced else ():
         for name in tie.names if len(tie.names) > 1 else ():
-            holders = sorted(first_names(by_name.get(name, ())))
-            unclear = [
-                e for h in holders if (e := entries[h]).constant is not None and h not in certain
-            ]
-            # Equal initial values do not tell which stage's parameter of this name is meant.
-            if unclear and len({stage for stage, _ in holders}) > 1:
-                raise PlanError(
-                    f"tie {tie}: stages {[stage for stage, _ in holders]} all have a parameter "
-                    f"{name!r}, and it starts constant, so nothing tells which of them is meant. "
-                    f"Declare the tie as {{stage: name, ...}}"
-                )
+            holders = first_names(by_name.get(name, ()))
+            starts = {at: entries[at].constant for at in sorted(holders)}
+            _refuse_ambiguous(tie, name, starts, certain)
     # A tie may be declared, or one rank may hold one object at several locations. Both kinds are
     # united, so a parameter that is tied in both ways has one group.
     linked = [group for m in manifests for group in m.linked]
@@ -315,6 +307,19 @@ def _refuse_missing(
             f"tie {tie}: no such parameter: {absent}. Names are those of the stages' modules; "
             f"where they differ from the uncut model's, declare the tie as {{stage: name}}, or "
             f"give Pipe.replicated_params if torch's tracer has cut the model"
+        )
+
+
+def _refuse_ambiguous(
+    tie: Tie, name: str, starts: Mapping[Location, str | None], certain: set[Location]
+) -> None:
+    """Refuses a name that several stages have, if their initial values do not differ."""
+    unclear = [at for at, constant in starts.items() if constant is not None and at not in certain]
+    if unclear and len({stage for stage, _ in starts}) > 1:
+        raise PlanError(
+            f"tie {tie}: stages {[stage for stage, _ in starts]} all have a parameter {name!r}, "
+            f"and it starts constant, so nothing tells which of them is meant. Declare the tie as "
+            f"{{stage: name, ...}}"
         )
 
 
