@@ -35,7 +35,7 @@ from torch.optim.optimizer import (
 from pipegrad.audit.checks import Names
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.sync import GradientSync, open_syncs
 from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
@@ -134,7 +134,7 @@ class Placed:
     """What the syncs of this process know of a rank's parameters; see [Note: pieces]."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._live: dict[str, LiveParameter] = {}
+        self._live: dict[str, Param] = {}
         self.groups: dict[str, tuple[int, ...]] = {}
         self._syncs = list[GradientSync]()
         names: dict[int, list[str]] = {}
@@ -143,7 +143,7 @@ class Placed:
                 names.setdefault(id(parameter), []).append(name)
         for sync in open_syncs():
             routes = dict(sync.plan.routes)
-            known = [(n, live) for live in sync.live() for n in names.get(id(live.parameter), ())]
+            known = [(n, live) for live in sync.live() for n in names.get(id(live.tensor), ())]
             for name, live in known:
                 self._live[name] = live
                 ranks = {
@@ -163,26 +163,22 @@ class Placed:
 
     def gradient(self, name: str) -> Tensor | None:
         """Returns the gradient that this rank's optimizer gets."""
-        live = self._live[name]
-        return live.main_gradient if live.main_parameter is not None else None
+        main = self._live[name].main
+        return None if main is None else main.gradient
 
     def main_names(self) -> dict[int, str]:
         """Returns the ids of tensors that an optimizer has for parameters -> their names."""
-        main = {name: live.main_parameter for name, live in self._live.items()}
-        return {
-            id(tensor): name
-            for name, tensor in main.items()
-            if tensor is not None and tensor.dtype == self._live[name].parameter.dtype
-        }
+        mains = {name: live.main for name, live in self._live.items() if live.main is not None}
+        return {id(main.tensor): name for name, main in mains.items() if not main.copied}
 
     def widened(self, name: str, value: Tensor | None) -> Tensor | None:
         """Returns this rank's piece of a gradient in the shape of its parameter."""
         if value is None or name not in self.groups:
             return value
-        parameter, shard = self._live[name].parameter, self._live[name].main_shard
+        parameter, main = self._live[name].tensor, self._live[name].main
         if value.shape == parameter.shape:
             return value
-        begin = 0 if shard is None else shard.main_range.begin
+        begin = 0 if main is None else main.begin
         flat = value.new_zeros(parameter.numel())
         flat[begin : begin + value.numel()] = value.reshape(-1)
         # A shard's elements are in the order of the parameter's memory.

@@ -28,7 +28,7 @@ from torch.utils.weak import TensorWeakRef
 from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
 from pipegrad.gradients.bucket_memory import BucketMemory
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import Param
 from pipegrad.model.dtensor import (
     as_dtensor,
     is_dtensor,
@@ -36,6 +36,7 @@ from pipegrad.model.dtensor import (
     redistribute_gradient,
 )
 from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
+from pipegrad.plugins.handler import Placement
 
 NOTHING = {type(None)}
 _VERSION = attrgetter("_version")
@@ -101,7 +102,7 @@ class GradientBucket:
 
     def __init__(
         self,
-        parameters: Sequence[LiveParameter],
+        parameters: Sequence[Param],
         memory: BucketMemory,
         *,
         may_leave_early: bool,
@@ -109,7 +110,7 @@ class GradientBucket:
     ) -> None:
         self.parameters = parameters
         self.memory = memory
-        self.stages = parameters[0].stages
+        self.stages = frozenset(parameters[0].homes)
         self.waiting: set[int] = set()
         self.num_early = 0
         self.state = BucketState.RESTS
@@ -117,13 +118,13 @@ class GradientBucket:
         self._may_leave_early = may_leave_early
         self._main_grad = main_grad
         self._divisor = 1.0
-        self._main_shards = [p.main_shard for p in parameters]
-        self._is_sharded = parameters[0].is_sharded
-        self._has_result = any(p.has_result for p in parameters)
+        self._main_shards = [p.apart for p in parameters]
+        self._is_sharded = any(leg.placement is Placement.SHARD for leg in memory.bucket.route)
+        self._has_result = any(p.main for p in parameters)
         # Whether slots are the results, so that nothing is put in place.
         self._is_plain = (
             not (self._is_sharded or memory.goes or any(self._main_shards))
-            and parameters[0].has_result
+            and parameters[0].main is not None
         )
         number = len(parameters)
         self._announced: set[int] = set()  # stages whose next backward is the last
@@ -196,7 +197,7 @@ class GradientBucket:
 
     def follow(self) -> None:
         """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
-        self._live = [p.live for p in self.parameters]
+        self._live = [p.tensor for p in self.parameters]
         self._has_dtensors = any(map(is_dtensor, self._live))
         # They are made when they first run: from then on autograd looks for hooks of the parameter
         # in each backward.
@@ -297,7 +298,7 @@ class GradientBucket:
             set_gradient(parameter, gradient, self._main_grad)
         if not continuing:
             for main_shard in filter(None, self._main_shards):  # it would keep memory that is gone
-                main_shard.take(None)
+                main_shard.set_grad(None)
             self._begun = self._versions()
         if self._main_grad is not None:
             self._run(self._taking, self._takes)
@@ -513,15 +514,13 @@ class GradientBucket:
         if self._is_sharded:
             self._set(number, None)
             if main_shard is not None:
-                part = main_shard.main_range
-                main_shard.take(
-                    self.memory.shard(number, part.begin, part.end) if has_any else None
-                )
+                begin, end = main_shard.begin, main_shard.begin + main_shard.tensor.numel()
+                main_shard.set_grad(self.memory.shard(number, begin, end) if has_any else None)
             return
-        has_any = has_any and self.parameters[number].has_result
+        has_any = has_any and self.parameters[number].main is not None
         result = self.memory.result(number) if has_any else None
         if main_shard is not None:
-            main_shard.take(result)
+            main_shard.set_grad(result)
             if self._main_grad is None:
                 # Another optimizer might step the parameter with it.
                 result = None
@@ -577,7 +576,7 @@ class GradientBucket:
             self._set(number, None)
             self._live[number].grad = None  # `main_grad` may not have it yet
             if main_shard is not None:
-                main_shard.take(None)
+                main_shard.set_grad(None)
 
     # How gradients are read and set.
 

@@ -19,12 +19,12 @@ from pipegrad.comm.agreement import agree
 from pipegrad.comm.collectives import all_reduce, broadcast
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import DriftError
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import Param
 from pipegrad.model.dtensor import local
 from pipegrad.plan.plan import Pack
 from pipegrad.plugins.handler import Placement
 
-Parameters = Mapping[str, LiveParameter]
+Parameters = Mapping[str, Param]
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
 Sets = tuple[tuple[int, ...], ...]
@@ -52,7 +52,7 @@ def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) ->
     # Each broadcast starts at the owner of one reduction. Along a route, the owner of a later
     # reduction already has the values of the owners before it, so all ranks end with the same bits.
     for route, keys in packs:
-        tensors = [local(parameters[key].parameter).detach() for key in keys]
+        tensors = [local(parameters[key].tensor).detach() for key in keys]
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         for step in route:
             # Bytes can be sent on every backend. Some backends lack other dtypes.
@@ -123,7 +123,7 @@ class DriftCheck:
             replicated = tuple(dict.fromkeys(mains))
             for key in keys:
                 self._copies[key, False] = everywhere
-                if key in with_main and parameters[key].main_shard is not None:
+                if key in with_main and parameters[key].main is not None:
                     self._copies[key, True] = replicated
         self._over: dict[tuple[int, ...], list[Name]] = {}  # ranks -> copies along them
         for name, sets in self._copies.items():
@@ -184,9 +184,9 @@ class DriftCheck:
         key, is_main = name
         parameter = self._parameters[key]
         if not is_main:
-            return local(parameter.parameter)
-        assert parameter.main_shard is not None
-        return parameter.main_shard.tensor
+            return local(parameter.tensor)
+        assert parameter.main is not None
+        return parameter.main.tensor
 
     def _differing(self, sums: Mapping[Name, torch.Tensor]) -> list[Name]:
         """Returns the copies that differ over the ranks of a reduction, the same on all of these.

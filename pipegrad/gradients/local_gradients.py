@@ -19,9 +19,9 @@ from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
 from pipegrad.gradients.bucket import NOTHING, Hook, refuse_value, taking
-from pipegrad.gradients.main_params import MainShard
+from pipegrad.gradients.main_params import MainParameter
 from pipegrad.gradients.norm import divide_
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import Param
 from pipegrad.model.dtensor import is_dtensor, local, redistribute_gradient
 from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
 from pipegrad.model.wrappers import fsdp_modules
@@ -41,14 +41,14 @@ class LocalGradients:
 
     def __init__(
         self,
-        parameters: Sequence[LiveParameter],
+        parameters: Sequence[Param],
         main_grad: MainGrad | None,
         divisors: Sequence[float],
     ) -> None:
         self.parameters = parameters
         self._main_grad = main_grad
         self._fixed_divisors = divisors
-        self._main_shards = [p.main_shard for p in parameters]
+        self._main_shards = [p.apart for p in parameters]
         self._is_open = False
         self._before: list[torch.Tensor | None] | None = None
         self._divisor = 1.0
@@ -65,7 +65,7 @@ class LocalGradients:
 
     def follow(self) -> None:
         """Takes the present tensors of the parameters."""
-        self._live = [p.live for p in self.parameters]
+        self._live = [p.tensor for p in self.parameters]
         self._has_dtensors = any(map(is_dtensor, self._live))
         self._hooks = list[Hook]()
         for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
@@ -172,10 +172,10 @@ class LocalGradients:
                 self._give(number, main_shard, gradients[number])
         self.note_results()
 
-    def _give(self, number: int, main_shard: MainShard, gradient: torch.Tensor | None) -> None:
+    def _give(self, number: int, main_shard: MainParameter, gradient: torch.Tensor | None) -> None:
         """Gives a result to the main parameter, and leaves it in ``main_grad`` for users."""
         adds = number in self._adds
-        main_shard.take(gradient, adds=adds)
+        main_shard.set_grad(gradient, adds=adds)
         if self._main_grad is None:
             self._set(number, None)
             return
@@ -214,7 +214,7 @@ class LocalGradients:
             self._set(number, None)
             tensor.grad = None
             if (main_shard := self._main_shards[number]) is not None:
-                main_shard.take(None)
+                main_shard.set_grad(None)
 
 
 def _divide(gradients: Sequence[torch.Tensor], by: float) -> None:

@@ -11,15 +11,16 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import PlanError
+from pipegrad.model.dtensor import local
 from pipegrad.model.main_grad import MainGrad
-from pipegrad.plan.plan import MainRange, Plan
+from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.topology import Topology
 
@@ -59,47 +60,46 @@ def has_main_shard(
     return main_grad is not None or master_dtype_of(record, master_dtype) != record.dtype
 
 
-class MainShard:
-    """The tensor that the optimizer steps instead of a parameter: a shard, or a master copy.
-
-    Args:
-        main_range: The elements of the parameter.
-        master_dtype: dtype of the tensor, and of the optimizer's state.
-        gradient_dtype: dtype in which gradients of the parameter accumulate.
+@dataclass(eq=False)
+class MainParameter:
+    """What the optimizer of this rank steps for one parameter: itself, a shard of it, or a copy.
 
     Attributes:
-        tensor: The main parameter, for the optimizer. Each step sets its ``.grad``.
-        copied: Whether it has its own memory, in another dtype than the parameter.
+        record: The parameter.
+        tensor: The parameter itself. With SHARD a flat tensor of its elements from `begin` on, in
+            the order of memory. With a master dtype a copy.
+        begin: 0 unless sharded.
+        sharded: Whether it is a shard.
+        stride: Of the parameter. Whole state is put in the order of its memory to take a shard.
+        source: The memory of the parameter, or of the shard, if `tensor` is not the parameter.
     """
 
-    def __init__(
-        self, main_range: MainRange, master_dtype: torch.dtype, gradient_dtype: torch.dtype
-    ) -> None:
-        self.main_range = main_range
-        self._dtype = master_dtype
-        self.copied = False
-        self._gradient_dtype = gradient_dtype
-        self.tensor: nn.Parameter
+    record: ParameterRecord
+    tensor: nn.Parameter
+    begin: int = 0
+    sharded: bool = False
+    stride: tuple[int, ...] = ()
+    source: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def take_values(self, source: torch.Tensor) -> None:
-        """Takes the values of `source`, and shares its memory if the dtypes are equal.
+    @property
+    def copied(self) -> bool:
+        """Whether it is a copy, in another dtype than the parameter."""
+        return self.tensor.dtype != self.record.dtype
 
-        Args:
-            source: The parameter, or a shard of it.
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient that the optimizer uses; of a DTensor this rank's part."""
+        gradient = self.tensor.grad
+        return None if gradient is None else local(gradient)
+
+    def bind(self, source: Tensor) -> None:
+        """Takes the values of the parameter or the shard, and its memory if the dtypes are equal.
 
         Sync: on the current stream.
         """
-        # The optimizer may have been made already. So an existing tensor gets new memory, and stays
-        # the same object. `.data` has its own version counter.
-        self._source = source.data
-        self.copied = source.dtype != self._dtype
-        values = self._source.to(self._dtype)
-        if hasattr(self, "tensor"):
-            self.tensor.data = values
-            return
-        self.tensor = nn.Parameter(values)
-        if not self.copied and self._gradient_dtype != self._dtype:
-            self.tensor.grad_dtype = self._gradient_dtype
+        # An optimizer may have the tensor, so it stays one object. `.data` counts its own versions.
+        self.source = source
+        self.tensor.data = source.to(self.tensor.dtype)
 
     def copy_back(self) -> None:
         """Copies updated values into the parameter, from a master copy.
@@ -107,48 +107,24 @@ class MainShard:
         Sync: on the current stream.
         """
         if self.copied:
-            # Through `.data`, which has a counter of its own: this is no write of the user that has
-            # to be refused.
-            self._source.copy_(self.tensor.data)
+            # `source` has a version counter of its own: this is no write of the user that has to be
+            # refused.
+            self.source.copy_(self.tensor.data)
 
-    def take(self, gradient: torch.Tensor | None, *, adds: bool = False) -> None:
-        """Sets the ``.grad`` of the main parameter, in the dtype that the optimizer needs.
+    def set_grad(self, gradient: Tensor | None, *, adds: bool = False) -> None:
+        """Sets ``.grad`` of `tensor`, in the dtype that the optimizer needs.
 
         Args:
             gradient: Of this step; None if no rank contributed.
             adds: Whether to add it to the gradient of the last step, which was not zeroed.
         """
         if gradient is not None:
-            # A master copy has its gradient in its own dtype, because torch's optimizers want both
-            # alike. A gradient of that dtype is not copied: `.grad` is a view of the bucket.
-            gradient = gradient.detach().to(self._dtype if self.copied else self._gradient_dtype)
+            # A gradient of that dtype is not copied: `.grad` is a view of the bucket.
+            gradient = gradient.detach().to(self.tensor.grad_dtype)
         if not adds or self.tensor.grad is None:
             self.tensor.grad = gradient
         elif gradient is not None:
             self.tensor.grad.add_(gradient)
-
-
-@dataclass(frozen=True)
-class MainParameter:
-    """What the optimizer of this rank steps for one parameter.
-
-    Attributes:
-        record: The parameter.
-        tensor: The live parameter. With SHARD a flat tensor of its elements from `begin` on, in the
-            order of memory; with a master dtype a copy.
-        begin: 0 unless sharded.
-        sharded: Whether it is a shard.
-    """
-
-    record: ParameterRecord
-    tensor: nn.Parameter
-    begin: int = 0
-    sharded: bool = False
-
-    @property
-    def copied(self) -> bool:
-        """Whether it is a copy, in another dtype than the parameter."""
-        return self.tensor.dtype != self.record.dtype
 
 
 def group_keys(
@@ -180,15 +156,11 @@ def grouped(
         groups: Of all ranks, by `group_keys`.
         main_parameters: Of this rank. Those in no group are left out.
     """
-    group_of_key: dict[str, list[nn.Parameter]] = {}
-    parameter_groups = []
+    mains, parameter_groups = list(main_parameters), []
     for options, keys in groups:
-        tensors: list[nn.Parameter] = []
-        group_of_key |= dict.fromkeys(keys, tensors)
+        wanted = {*keys}
+        tensors = [main.tensor for main in mains if main.record.key in wanted]
         parameter_groups.append({"params": tensors, **options})
-    for main_parameter in main_parameters:
-        if main_parameter.record.key in group_of_key:
-            group_of_key[main_parameter.record.key].append(main_parameter.tensor)
     return parameter_groups
 
 

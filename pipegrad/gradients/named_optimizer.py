@@ -189,7 +189,6 @@ def named_optimizer(
     sharded: Container[str],
     main_parameters: Sequence[MainParameter],
     locations: Mapping[str, str],
-    strides: Mapping[str, Sequence[int]],
 ) -> tuple[torch.optim.Optimizer, str]:
     """Returns an optimizer of the main parameters of this rank, and a text to compare with others.
 
@@ -199,7 +198,6 @@ def named_optimizer(
         sharded: Keys of parameters that are updated in shards.
         main_parameters: Of this rank.
         locations: Key -> where along the mesh this rank's copy lives, as in ``"[tp=1]"``.
-        strides: Key -> strides of the parameter in its module.
 
     Raises:
         PlanError: As `Part.make`.
@@ -219,7 +217,7 @@ def named_optimizer(
     groups = [group for groups in groups_of_parts for group in groups]
     named = {names[main.record.key] + locations[main.record.key]: main for main in main_parameters}
     names_of_groups = [[names[key] for key in keys] for _, keys in groups]
-    NamedState(optimizer, named, names_of_groups, strides=strides)
+    NamedState(optimizer, named, names_of_groups)
     described = [
         f"{written(options)} for {len(keys)} parameters ({_digest(keys)})"
         for options, keys in groups
@@ -320,7 +318,6 @@ class NamedState:
         optimizer: The optimizer.
         main_parameters: Name -> what it steps. Names have locations.
         groups: The names of each group's parameters on all ranks, without locations.
-        strides: Key -> strides of the parameter in its module.
     """
 
     def __init__(
@@ -328,11 +325,8 @@ class NamedState:
         optimizer: torch.optim.Optimizer,
         main_parameters: Mapping[str, MainParameter],
         groups: Sequence[Sequence[str]],
-        *,
-        strides: Mapping[str, Sequence[int]],
     ) -> None:
         self._main_parameters = main_parameters
-        self._strides = strides
         self._names = {id(main.tensor): name for name, main in main_parameters.items()}
         self._groups = [list(group) for group in groups]
         optimizer.register_state_dict_post_hook(self._named)
@@ -414,8 +408,7 @@ class NamedState:
 
     def _loaded(self, main: MainParameter, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Returns this rank's part of a parameter's state; sets its master copy."""
-        stride = self._strides[main.record.key]
-        values = {key: _of_rank(main, value, stride) for key, value in saved.items()}
+        values = {key: _of_rank(main, value, main.stride) for key, value in saved.items()}
         master = values.pop(MASTER, None)
         if master is not None and main.copied:
             # `.data` has its own version counter: this is no step of the optimizer.

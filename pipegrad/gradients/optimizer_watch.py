@@ -24,7 +24,7 @@ from pipegrad.comm.agreement import warn_once
 from pipegrad.errors import PipegradError, PlanError, StepError
 from pipegrad.gradients.main_params import refuse_unless_elementwise
 from pipegrad.gradients.param_sync import ParameterSync
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import Param
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.handler import Placement
@@ -70,7 +70,7 @@ class OptimizerWatch:
 
     def __init__(
         self,
-        parameters: Collection[LiveParameter],
+        parameters: Collection[Param],
         *,
         parameter_sync: ParameterSync,
         name: str,
@@ -81,27 +81,27 @@ class OptimizerWatch:
         self.gradients = Gradients.NONE
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.scaler: Callable[[], GradScaler | None] = lambda: None
-        self.live: Mapping[int, LiveParameter] = {}
+        self.live: Mapping[int, Param] = {}
         self._parameters = parameters
         self._parameter_sync = parameter_sync
         self._name = name
         self._alike = alike
         self._on_refusal = weakref.WeakMethod(on_refusal)
         self._refuse_reduced = weakref.WeakMethod(refuse_reduced)
-        self._has_main = any(p.has_result and p.record.requires_grad for p in parameters)
+        self._has_main = any(p.main for p in parameters)
         self._added: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
         self._last: Callable[[], torch.optim.Optimizer | None] = lambda: None  # that has stepped
         self._rates: WeakKeyDictionary[torch.optim.Optimizer, object] = WeakKeyDictionary()
         self._news = News.TRAINS  # since `news`
         self._is_stepping = False  # whether one that was added is in its step
         # Gradients of the last step, and their versions, if this step looks for changes of them.
-        self._results: list[tuple[LiveParameter, TensorWeakRef, int]] = []
+        self._results: list[tuple[Param, TensorWeakRef, int]] = []
         self._num_steps = 0
         self._looks = False
 
     def start(self) -> None:
         """Starts the checks. All main shards must have a tensor."""
-        self._main = {id(p.main_shard.tensor): p for p in self._parameters if p.main_shard}
+        self._main = {id(p.apart.tensor): p for p in self._parameters if p.apart}
         _watches[id(self)] = self
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_look))
@@ -171,17 +171,17 @@ class OptimizerWatch:
     def _refuse(
         self,
         optimizer: torch.optim.Optimizer,
-        parameters: Sequence[LiveParameter],
-        with_main: Sequence[LiveParameter],
+        parameters: Sequence[Param],
+        with_main: Sequence[Param],
     ) -> None:
         """Raises an error if an optimizer may not step now, or not these parameters."""
-        if replaced := [p.record.key for p in parameters if p.is_replaced]:
+        if replaced := [p.record.key for p in parameters if p.apart]:
             raise StepError(
                 f"an optimizer steps {replaced[0]!r} itself, but its gradient is in a shard "
                 f"or in a copy of it, so nothing would move: make it by sync.optimizer(), or of "
                 f"sync.optimizer_parameters(), not of module.parameters()"
             )
-        if any(p.is_sharded for p in with_main):
+        if any(p.main and p.main.sharded for p in with_main):
             refuse_unless_elementwise(optimizer)
         self._parameter_sync.refuse_untaken()
         # If each rank steps all parameters with the same gradients, even an optimizer that depends
@@ -272,9 +272,7 @@ class OptimizerWatch:
         self._looks = has_gradients and is_rare and not self._alike
         self.note_results()
 
-    def _parameters_of(
-        self, optimizer: torch.optim.Optimizer
-    ) -> tuple[list[LiveParameter], list[LiveParameter]]:
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> tuple[list[Param], list[Param]]:
         """Returns the parameters that an optimizer has, and those whose main shard it has."""
         ids = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         with_main = [p for key, p in self._main.items() if key in ids]
@@ -316,10 +314,9 @@ def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
         watch.after_step(optimizer)
 
 
-def _result(parameter: LiveParameter) -> torch.Tensor | None:
+def _result(parameter: Param) -> torch.Tensor | None:
     """Returns the gradient that an optimizer gets."""
-    main_shard = parameter.main_shard
-    return parameter.live.grad if main_shard is None else main_shard.tensor.grad
+    return (parameter.tensor if parameter.apart is None else parameter.apart.tensor).grad
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> object:

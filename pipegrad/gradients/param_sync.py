@@ -16,7 +16,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.comm_stream import Ticket, outside_of_graphs
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import StepError
-from pipegrad.gradients.parameter import LiveParameter, ParameterBuffer
+from pipegrad.gradients.parameter import Param, ParameterBuffer
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.gradients.reductions import sync_parameters
 from pipegrad.plan.plan import Plan, Publish
@@ -53,7 +53,7 @@ class ParameterSync:
     def __init__(
         self,
         plan: Plan,
-        parameters: Mapping[str, LiveParameter],
+        parameters: Mapping[str, Param],
         *,
         buffers: Mapping[int, ParameterBuffer],
         reducer: Reducer,
@@ -104,11 +104,11 @@ class ParameterSync:
         Sync: as `publish`.
         """
         for parameter in self._parameters:
-            if parameter.main_shard is not None:
-                parameter.main_shard.copy_back()
+            if parameter.main is not None:
+                parameter.main.copy_back()
         # After the copies, so that `check_published` sees only what was written later.
-        mains = [(p, p.main_parameter) for p in self._parameters if p.is_updated_elsewhere]
-        self._versions = [(p.record.key, t, t._version) for p, t in mains if t is not None]
+        mains = [(p.record.key, p.main) for p in self._parameters if p.is_written_by_sync]
+        self._versions = [(k, m.tensor, m.tensor._version) for k, m in mains if m is not None]
         self.send()
 
     def refuse_untaken(self) -> None:

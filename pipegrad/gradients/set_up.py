@@ -24,10 +24,10 @@ from pipegrad.errors import PlanError
 from pipegrad.gradients.bucket import GradientBucket
 from pipegrad.gradients.drift import DriftCheck
 from pipegrad.gradients.local_gradients import LocalGradients
-from pipegrad.gradients.main_params import MainShard, has_main_shard, master_dtype_of
+from pipegrad.gradients.main_params import MainParameter, has_main_shard, master_dtype_of
 from pipegrad.gradients.norm import GlobalNorm
 from pipegrad.gradients.param_sync import ParameterSync
-from pipegrad.gradients.parameter import LiveParameter, LiveParameters, ModuleTree, ParameterBuffer
+from pipegrad.gradients.parameter import Param, ParameterBuffer, Parameters
 from pipegrad.gradients.reducer import Reducer
 from pipegrad.model.describe import check_stages, describe_rank, device_of, merge
 from pipegrad.model.main_grad import MainGrad
@@ -40,7 +40,7 @@ from pipegrad.plan.check import (
     refuse_suspected_replicas,
 )
 from pipegrad.plan.options import GradientOptions
-from pipegrad.plan.plan import Plan, make_plans
+from pipegrad.plan.plan import MainRange, Plan, make_plans
 from pipegrad.plan.routes import make_routes
 from pipegrad.plugins.handler import GradientHandler, HandlerSpec
 from pipegrad.plugins.handler import handlers as registry
@@ -373,9 +373,8 @@ class Parts:
         # Gradients and parameters have separate memory: the next step's gradients are written while
         # the parameters of this step may still be on the wire.
         buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
-        trees = {stage: ModuleTree(unwrapped(module)) for stage, module in modules.items()}
-        by_key = _parameters(agreed, modules, trees, buffers)
-        self.parameters = LiveParameters(by_key, trees)
+        by_key = _parameters(agreed, modules, buffers)
+        self.parameters = Parameters(by_key)
         self.buckets = {
             bucket.index: GradientBucket(
                 [by_key[slot.key] for slot in bucket.slots],
@@ -383,7 +382,7 @@ class Parts:
                 # DistributedDataParallel reduces gradients until the end of the whole backward.
                 # Before that they are not final.
                 may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(
-                    by_key[bucket.slots[0].key].stages
+                    by_key[bucket.slots[0].key].homes
                 ),
                 main_grad=agreed.main_grad,
             )
@@ -427,41 +426,47 @@ class Parts:
 
 
 def _parameters(
-    agreed: Agreed,
-    modules: Mapping[int, nn.Module],
-    trees: Mapping[int, ModuleTree],
-    buffers: Mapping[int, ParameterBuffer],
-) -> dict[str, LiveParameter]:
-    """Returns this rank's parameters by key, with their main shards.
+    agreed: Agreed, modules: Mapping[int, nn.Module], buffers: Mapping[int, ParameterBuffer]
+) -> dict[str, Param]:
+    """Returns this rank's parameters by key, with what its optimizer steps.
 
     Args:
         agreed: The agreed model and plan.
         modules: This rank's stages.
-        trees: Find the parameters, by stage.
         buffers: The memory of parameters that a parameter sync may write to, by bucket.
     """
-    # A tied parameter that several stages of this rank hold is one LiveParameter: `link_local` has
-    # made it one object. It is final when all of these stages are.
-    manifest, plan, master_dtype = agreed.manifest, agreed.plan, agreed.options.master_dtype
-    homes = {location: (trees[location[0]], full) for location, full, _ in named(modules)}
+    # A tied parameter that several stages of this rank hold is one Param: `link_local` has made it
+    # one object. It is final when all of these stages are.
+    manifest, plan = agreed.manifest, agreed.plan
+    names = {location: (full, tensor) for location, full, tensor in named(modules)}
     bucket_of = {slot.key: bucket.index for bucket in plan.buckets for slot in bucket.slots}
     main_ranges = {main_range.key: main_range for main_range in plan.main_ranges}
-    parameters: dict[str, LiveParameter] = {}
+    parameters: dict[str, Param] = {}
     for record in manifest.records(agreed.topology):
-        key, main_shard = record.key, None
-        main_range = main_ranges.get(key)
-        if main_range is not None and (
-            main_range.sharded or has_main_shard(record, agreed.main_grad, master_dtype)
-        ):
-            dtype = master_dtype_of(record, master_dtype)
-            main_shard = MainShard(main_range, dtype, manifest.entries(key)[0].gradient_dtype)
-        parameters[key] = LiveParameter(
+        key = record.key
+        held = [location for location in manifest.locations(key) if location[0] in modules]
+        parameters[key] = parameter = Param(
             record,
-            {p[0]: homes[p] for p in manifest.locations(key) if p[0] in modules},
-            agreed.main_grad,
+            names[held[0]][1],
+            {at[0]: (unwrapped(modules[at[0]]), names[at][0]) for at in held},
             is_reduced=key in bucket_of,
-            has_result=main_range is not None,
             buffer=buffers.get(bucket_of.get(key, -1)),
-            main_shard=main_shard,
         )
+        if key in main_ranges:
+            parameter.main = _main_parameter(agreed, parameter, main_ranges[key])
     return parameters
+
+
+def _main_parameter(agreed: Agreed, parameter: Param, main_range: MainRange) -> MainParameter:
+    """Returns what the optimizer of this rank steps for a parameter."""
+    record, tensor, master_dtype = parameter.record, parameter.tensor, agreed.options.master_dtype
+    main = MainParameter(record, tensor, main_range.begin, main_range.sharded, tensor.stride())
+    if main.sharded or has_main_shard(record, agreed.main_grad, master_dtype):
+        main.source = tensor.data
+        if main.sharded and parameter.buffer is not None:
+            main.source = parameter.buffer.shard(record.key, main_range.begin, main_range.end)
+        main.tensor = nn.Parameter(main.source.to(master_dtype_of(record, master_dtype)))
+        if not main.copied:
+            # A copy has its gradient in its own dtype, because torch's optimizers want both alike.
+            main.tensor.grad_dtype = agreed.manifest.entries(record.key)[0].gradient_dtype
+    return main

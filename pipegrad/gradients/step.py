@@ -17,7 +17,7 @@ from pipegrad.gradients.bucket import BucketState, GradientBucket
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import Gradients, News, OptimizerWatch, steps_alike
-from pipegrad.gradients.parameter import LiveParameter
+from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.set_up import Agreed, Parts
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.routes import has_result
@@ -162,13 +162,11 @@ class Step:
         # Backward completes the last parameter of a stage first. Buckets leave in that order.
         self._by_stage = {
             stage: [bucket for bucket in parts.buckets.values() if stage in bucket.stages]
-            for stage in sorted(parts.parameters.trees)
+            for stage in sorted(agreed.topology.local_stages)
         }
         # A stage's forward may write none of these: what it writes reaches no other rank.
-        self._unwritten = {
-            stage: [p for p in self._parameters.values() if p.is_elsewhere and stage in p.stages]
-            for stage in self._by_stage
-        }
+        unwritten = [p for p in self._parameters.values() if p.is_reduced or p.apart]
+        self._unwritten = {s: [p for p in unwritten if s in p.homes] for s in self._by_stage}
         self._open = OpenStep()  # the last one that began
         self._last_together = 0  # the last step with a barrier at its end
         self._last_unused = 0  # the last step whose gradients no optimizer has used
@@ -241,9 +239,7 @@ class Step:
         if not continues and self._parts.wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
             reshard(self._parts.wrapped)
-        # Between two steps a user may replace parameters, by a checkpoint or a new initialisation.
-        # Hooks must be on the present tensors before the first gradient.
-        self._parts.parameters.look_up(self._follow)
+        self._parts.parameters.check()
         # All checks come before the first `begin`. A step that is refused has changed nothing: the
         # user may call zero_grad() and then this verb once more. Reversed, the error names the
         # first parameter of the model.
@@ -344,7 +340,7 @@ class Step:
         by_bucket: dict[GradientBucket, list[int]] = {}
         for tensor in parameters:
             parameter, gradients, number = self._by_id.get(id(tensor), (None, None, 0))
-            if parameter is None or stage not in parameter.stages:
+            if parameter is None or stage not in parameter.homes:
                 raise StepError(
                     f"a parameter of shape {tuple(tensor.shape)} is none of those of stage "
                     f"{stage} that the ranks agreed on: make a new GradientSync on all ranks"
@@ -603,12 +599,13 @@ class Step:
 
     def _record_versions(self, *stages: int) -> None:
         for stage in stages:
-            self._open.versions[stage] = [p.live._version for p in self._unwritten[stage]]
+            self._open.versions[stage] = [p.tensor._version for p in self._unwritten[stage]]
 
     def _refuse_written(self, stage: int) -> None:
         """Makes `finish` fail if a stage has written parameters since it might compute."""
         before, unwritten = self._open.versions[stage], self._unwritten[stage]
-        if before == (now := [p.live._version for p in unwritten]) or self._open.error is not None:
+        now = [p.tensor._version for p in unwritten]
+        if before == now or self._open.error is not None:
             return
         keys = [p.record.key for p, *v in zip(unwritten, before, now, strict=True) if v[0] != v[1]]
         self._open.error = StepError(
@@ -622,14 +619,14 @@ class Step:
     def _follow(self) -> None:
         """Uses the present tensors of the parameters from now on."""
         # (parameter, what has its gradient, its number there)
-        by_id: dict[int, tuple[LiveParameter, GradientBucket | LocalGradients | None, int]] = {
-            id(p.live): (p, None, 0) for p in self._parameters.values()
+        by_id: dict[int, tuple[Param, GradientBucket | LocalGradients | None, int]] = {
+            id(p.tensor): (p, None, 0) for p in self._parameters.values()
         }
         for gradients in self._everything:
             gradients.follow()
-            by_id |= {id(p.live): (p, gradients, i) for i, p in enumerate(gradients.parameters)}
+            by_id |= {id(p.tensor): (p, gradients, i) for i, p in enumerate(gradients.parameters)}
         self._by_id = by_id
-        self._watch.live = {id(p.live): p for p in self._parameters.values()}
+        self._watch.live = {id(p.tensor): p for p in self._parameters.values()}
 
     def _leave_ready(self) -> None:
         """Sends the buckets that hooks have found complete. Autograd's threads may call it."""

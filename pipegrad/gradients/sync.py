@@ -63,7 +63,7 @@ from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
     from pipegrad.gradients.grad_scaler import GradScaler
-    from pipegrad.gradients.parameter import LiveParameter
+    from pipegrad.gradients.parameter import Param
 
 
 class GradientSync(Step):
@@ -244,7 +244,7 @@ class GradientSync(Step):
         return {
             key: gradient
             for key, parameter in self._parameters.items()
-            if (gradient := parameter.main_gradient) is not None
+            if parameter.main is not None and (gradient := parameter.main.gradient) is not None
         }
 
     def scale_by(self, scaler: GradScaler) -> None:
@@ -322,7 +322,6 @@ class GradientSync(Step):
                 sharded=self.plan.sharded,
                 main_parameters=self.main_parameters(),
                 locations={r.key: locations.of(r.key) for r in self.records()},
-                strides={r.key: self.parameter(r).stride() for r in self.records()},
             )
 
         optimizer: Optimizer
@@ -331,7 +330,7 @@ class GradientSync(Step):
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.is_taken = True
-        self._parts.parameters.note_stepped()
+        self._parts.parameters.is_stale = False
         self._watch.add(optimizer)
         return optimizer
 
@@ -352,22 +351,13 @@ class GradientSync(Step):
                 in the same group. By default there is one group.
         """
         self._parameter_sync.is_taken = True
-        self._parts.parameters.note_stepped()
+        self._parts.parameters.is_stale = False
         trained = [r for r in self.manifest.parameters if r.requires_grad]
         return grouped(group_keys(trained, group_of), self.main_parameters())
 
     def main_parameters(self) -> tuple[MainParameter, ...]:
         """Returns the main parameters of this rank, by stage and position."""
-        return tuple(
-            MainParameter(
-                self._parameters[main_range.key].record,
-                tensor,
-                main_range.begin,
-                main_range.sharded,
-            )
-            for main_range in self.plan.main_ranges
-            if (tensor := self._parameters[main_range.key].main_parameter) is not None
-        )
+        return tuple(p.main for p in self._parameters.values() if p.main is not None)
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer | type) -> None:
         """Refuses an optimizer that cannot step shards, if the plan has shards.
@@ -545,7 +535,9 @@ class GradientSync(Step):
     def synchronize_parameters(self) -> None:
         """Copies parameters from their lowest rank to all replicas, for example after a checkpoint.
 
-        Main shards take the values, too.
+        Main parameters take the values, too. If you replaced parameters, as
+        ``load_state_dict(assign=True)`` does, the new ones are used from now on: make the optimizer
+        after it.
 
         Sync: on the current stream; every rank must call it, outside of a step.
 
@@ -556,6 +548,7 @@ class GradientSync(Step):
 
         def is_moving() -> bool:
             self._check("synchronize_parameters")
+            self._parts.parameters.look_up()
             return self._parameter_sync.is_due or bool(self._parameter_sync.coming)
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
@@ -569,6 +562,8 @@ class GradientSync(Step):
                     "loading"
                 )
             self._parameter_sync.wait()  # for what this rank has sent
+            if self._parts.parameters.take_present(are_stepped=self._parameter_sync.is_taken):
+                self._follow()
             self._synchronize()
 
     def _synchronize(self) -> None:
@@ -617,15 +612,15 @@ class GradientSync(Step):
         self._parts.drift.continue_from(num_steps)
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
-        """Returns the parameter of a record that is in its module now."""
-        return self._parameters[record.key].parameter
+        """Returns the parameter of a record."""
+        return self._parameters[record.key].tensor
 
     def records(self) -> tuple[ParameterRecord, ...]:
         """Returns the records of the parameters that this rank holds."""
         return self.manifest.records(self.topology)
 
-    def live(self) -> tuple[LiveParameter, ...]:
-        """Returns the parameters of this rank, and where their gradients are."""
+    def live(self) -> tuple[Param, ...]:
+        """Returns the parameters of this rank, with what its optimizer steps."""
         return tuple(self._parameters.values())
 
     def group(self, ranks: Sequence[int]) -> dist.ProcessGroup:

@@ -41,12 +41,10 @@ def test_replicas_that_train_alone_have_locations(
     assert locations.of() == "[tp=1]"  # a buffer, once for all data ranks
 
 
-def with_names(
-    main: MainParameter, name: str = "w", strides: tuple[int, int] = (3, 1)
-) -> torch.optim.Optimizer:
+def with_names(main: MainParameter, name: str = "w") -> torch.optim.Optimizer:
     """Returns an optimizer of one parameter, whose state has names."""
     optimizer = torch.optim.SGD([main.tensor], lr=0.1, momentum=0.9)
-    NamedState(optimizer, {name: main}, [["w"]], strides={"0.w": strides})
+    NamedState(optimizer, {name: main}, [["w"]])
     return optimizer
 
 
@@ -89,7 +87,7 @@ def test_state_of_another_location_is_refused(name: str, saved: str, *, is_found
 def test_a_parameter_without_a_gradient_has_no_state_to_miss(saved: tuple[str | int, ...]) -> None:
     mains = {n: MainParameter(record(n, 2), nn.Parameter(torch.ones(2))) for n in ("w", "unused")}
     optimizer = torch.optim.SGD([main.tensor for main in mains.values()], lr=0.1, momentum=0.9)
-    NamedState(optimizer, mains, [list(mains)], strides={"0.w": (1,), "0.unused": (1,)})
+    NamedState(optimizer, mains, [list(mains)])
     state = optimizer.state_dict()
     state["state"] = {name: {"momentum_buffer": torch.ones(2)} for name in saved}
     optimizer.load_state_dict(state)
@@ -117,8 +115,8 @@ def test_a_shard_takes_its_elements_of_a_whole_in_the_order_of_memory(
     strides: tuple[int, int], expected: list[float], *, is_flat: bool
 ) -> None:
     shard = nn.Parameter(torch.zeros(5))
-    main = MainParameter(record("w", 4, 3), shard, begin=4, sharded=True)
-    optimizer = with_names(main, strides=strides)
+    main = MainParameter(record("w", 4, 3), shard, begin=4, sharded=True, stride=strides)
+    optimizer = with_names(main)
     whole = torch.arange(12.0).view(4, 3)
     in_memory = whole.reshape(-1) if strides == (3, 1) else whole.t().reshape(-1)
     state = optimizer.state_dict()

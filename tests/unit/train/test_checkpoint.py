@@ -240,7 +240,6 @@ def state_of(
         optimizer,
         {name: mains[0]},
         [["experts"]],
-        strides={"0.experts": parameter.stride()},
     )
     sync = SimpleNamespace(
         topology=Topology.build(axes=(("pp", 1), ("dp", 1), ("ep", 2 if shard else 1))).at(0),
