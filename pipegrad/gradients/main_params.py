@@ -6,11 +6,10 @@ of the uncut model, the state of a shard as a `Chunk`.
 
 from __future__ import annotations
 
-import copy
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -138,11 +137,10 @@ def group_keys(
     """
     # Groups come from the records of all ranks, so all ranks have the same groups in the same
     # order, some of them empty. A learning-rate schedule and a checkpoint need this.
-    groups: dict[Hashable, tuple[dict[str, Any], list[str]]] = {}
+    groups: dict[str, tuple[dict[str, Any], list[str]]] = {}
     for record in records:
         options = dict(group_of(record)) if group_of is not None else {}
-        identity = repr(sorted(options.items()))
-        groups.setdefault(identity, (options, []))[1].append(record.key)
+        groups.setdefault(repr(sorted(options.items())), (options, []))[1].append(record.key)
     return list(groups.values())
 
 
@@ -164,7 +162,9 @@ def grouped(
     return parameter_groups
 
 
-def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
+def refuse_unless_elementwise(
+    optimizer: torch.optim.Optimizer | type, *, as_others: bool = False
+) -> None:
     """Refuses an optimizer whose update of an element depends on other elements.
 
     An optimizer that is not of torch.optim may step shards if its class has the attribute
@@ -182,6 +182,8 @@ def refuse_unless_elementwise(optimizer: torch.optim.Optimizer | type) -> None:
             f"others=torch.optim.AdamW steps the shards of all else. Those that look at no whole "
             f"parameter: {known}, or a class of your own with 'elementwise = True'. By "
             f"'data-parallel' each rank steps whole parameters"
+            + f". {kind.__name__} is given as others, which step shards here"
+            * as_others
         )
 
 
@@ -290,12 +292,6 @@ class Chunk(Tensor):
         """Returns the same boxes with other elements."""
         return Chunk.in_boxes(local, self.size(), self.boxes)
 
-    @property
-    def begin(self) -> int:
-        """Index of the first element in a flat tensor."""
-        ((begin,), _), *_ = self.boxes
-        return begin
-
     # torch.distributed.checkpoint takes long to import. If it calls these, it is imported.
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
@@ -319,19 +315,13 @@ class Chunk(Tensor):
         return [ChunkStorageMetadata(torch.Size(o), torch.Size(s)) for o, s in self.boxes]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        begin = 0
-        for offsets, sizes in self.boxes:
-            end = begin + math.prod(sizes)
-            if index.offset is None or tuple(index.offset) == offsets:
-                return self.local[begin:end].view(sizes)
-            begin = end
-        raise KeyError(f"{index.fqn} has no box at {index.offset} on this rank")
+        offsets = [box[0] for box in self.boxes]
+        at = 0 if index.offset is None else offsets.index(tuple(index.offset))
+        piece: Tensor = self.local.split([math.prod(sizes) for _, sizes in self.boxes])[at]
+        return piece.view(self.boxes[at][1])
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Chunk(boxes {self.boxes} of {tuple(self.size())}: {self.local})"
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chunk:
-        return self.with_local(copy.deepcopy(self.local, memo))
 
     @classmethod
     def __torch_function__(
@@ -355,7 +345,7 @@ class Chunk(Tensor):
         return result
 
 
-_COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to}
+_COPIES = {Tensor.detach, Tensor.clone, Tensor.cpu, Tensor.to, Tensor.__deepcopy__}
 
 # torch.load reads only classes that it knows.
 torch.serialization.add_safe_globals([Chunk])

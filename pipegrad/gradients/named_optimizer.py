@@ -6,10 +6,11 @@ It may be several: Muon for matrices, say, and AdamW for everything else.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar, cast
+from itertools import count, islice
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -76,26 +77,24 @@ class Part:
         Raises:
             PlanError: As `check`, or if `kind` makes no optimizer.
         """
-        self.check(self.kind, sharded)  # before the error of torch, which names no parameter
+        self.check(sharded)  # before the error of torch, which names no parameter
         optimizer = self.kind(groups, **self.options)
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise PlanError(
                 f"{written(self.kind)} made {type(optimizer).__name__}, expected an Optimizer"
             )
-        self.check(optimizer, sharded)
         return optimizer
 
-    def check(self, optimizer: object, sharded: Container[str]) -> None:
-        """Refuses an optimizer, or a class of one, if it cannot step these parameters.
+    def check(self, sharded: Container[str]) -> None:
+        """Refuses a class of optimizers that cannot step these parameters.
 
-        A function that makes one says nothing yet.
+        `OptimizerWatch` checks what a function makes before each of its steps.
 
         Raises:
             PlanError: If it cannot step shards, and some are, or has vectors and takes none.
         """
-        function = optimizer.func if isinstance(optimizer, partial) else optimizer
-        kind = function if isinstance(function, type) else type(function)
-        if not issubclass(kind, torch.optim.Optimizer):
+        kind = self.kind.func if isinstance(self.kind, partial) else self.kind
+        if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
             return
         other = next((record for record in self.records if len(record.shape) != 2), None)
         if issubclass(kind, torch.optim.Muon) and other is not None:
@@ -103,17 +102,8 @@ class Part:
                 f"Muon steps matrices of two dimensions, but {other.key!r} is {other.shape}: "
                 f"{_ADVICE[self.steps]}"
             )
-        if not any(record.key in sharded for record in self.records):
-            return
-        try:
-            refuse_unless_elementwise(kind)
-        except PlanError as error:
-            if self.steps != "others":
-                raise
-            raise PlanError(
-                f"{error}. {kind.__name__} is given as others, which step shards here: give one "
-                f"that looks at no whole parameter"
-            ) from None
+        if any(record.key in sharded for record in self.records):
+            refuse_unless_elementwise(kind, as_others=self.steps == "others")
 
 
 def parts_of(
@@ -143,13 +133,6 @@ def parts_of(
             "PeftModel.from_pretrained() freezes the adapter that it reads: give it "
             "is_trainable=True"
         )
-    for factory in (kind, others):
-        if factory is not None and not callable(factory):
-            raise PlanError(
-                f"an optimizer cannot be made by an object of class {type(factory).__name__}: give "
-                f"a class of torch.optim, or a function of parameter groups, as in "
-                f"partial(torch.optim.AdamW, lr=3e-4)"
-            )
     if others is None:
         return [Part(kind, options, records)]
     of_kind = [r for r in records if (r.key in matrices if matrices else r.is_matrix())]
@@ -216,17 +199,13 @@ def named_optimizer(
     optimizer = optimizers[0] if len(optimizers) == 1 else JoinedOptimizer(optimizers)
     groups = [group for groups in groups_of_parts for group in groups]
     named = {names[main.record.key] + locations[main.record.key]: main for main in main_parameters}
-    names_of_groups = [[names[key] for key in keys] for _, keys in groups]
-    NamedState(optimizer, named, names_of_groups)
+    use_names(optimizer, named, [[names[key] for key in keys] for _, keys in groups])
     described = [
-        f"{written(options)} for {len(keys)} parameters ({_digest(keys)})"
+        f"{written(options)} for {len(keys)} parameters "
+        f"({hashlib.sha256(repr(keys).encode()).hexdigest()[:8]})"
         for options, keys in groups
     ]
     return optimizer, f"{', '.join(map(str, parts))}; groups: {', '.join(described)}"
-
-
-def _digest(keys: Sequence[str]) -> str:
-    return hashlib.sha256(repr(keys).encode()).hexdigest()[:8]
 
 
 class JoinedOptimizer(torch.optim.Optimizer):
@@ -307,7 +286,11 @@ def parts_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, .
     return optimizer.parts if isinstance(optimizer, JoinedOptimizer) else (optimizer,)
 
 
-class NamedState:
+def use_names(
+    optimizer: torch.optim.Optimizer,
+    mains: Mapping[str, MainParameter],
+    groups: Sequence[Sequence[str]],
+) -> None:
     """Makes ``state_dict`` and ``load_state_dict`` of an optimizer use names.
 
     The format is torch's, with names instead of its numbers: ``"state"`` has this rank's
@@ -316,111 +299,104 @@ class NamedState:
 
     Args:
         optimizer: The optimizer.
-        main_parameters: Name -> what it steps. Names have locations.
+        mains: Name -> what it steps. Names have locations.
         groups: The names of each group's parameters on all ranks, without locations.
     """
+    optimizer.register_state_dict_post_hook(partial(to_named, mains, groups))
+    optimizer.register_load_state_dict_pre_hook(partial(from_named, mains, groups))
 
-    def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        main_parameters: Mapping[str, MainParameter],
-        groups: Sequence[Sequence[str]],
-    ) -> None:
-        self._main_parameters = main_parameters
-        self._names = {id(main.tensor): name for name, main in main_parameters.items()}
-        self._groups = [list(group) for group in groups]
-        optimizer.register_state_dict_post_hook(self._named)
-        optimizer.register_load_state_dict_pre_hook(self._numbered)
 
-    def _named(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Returns a ``state_dict`` of torch with names."""
-        names = dict(self._numbers(optimizer))
-        state: dict[Any, dict[str, Any]] = {
-            name: {MASTER: _saved(main, main.tensor.detach())}
-            for name, main in self._main_parameters.items()
-            if main.copied
-        }
-        for number, values in state_dict["state"].items():
-            # The caller may have added parameters of its own; they have no name.
-            name = names.get(number, number)
-            main = self._main_parameters.get(name)
-            state.setdefault(name, {}).update(
-                {key: _saved(main, value) if main else value for key, value in values.items()}
-            )
-        named = [
-            {**group, "params": list(names_of_all)}
-            for group, names_of_all in zip(state_dict["param_groups"], self._groups, strict=False)
-        ]
-        groups = [*named, *state_dict["param_groups"][len(named) :]]
-        return {**state_dict, "state": state, "param_groups": groups}
+def to_named(
+    mains: Mapping[str, MainParameter],
+    groups: Sequence[Sequence[str]],
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns a ``state_dict`` of torch with names; see `use_names`."""
+    names, saved = _names(optimizer, mains), state_dict["param_groups"]
+    state: dict[str | int, dict[str, Any]] = {
+        name: {MASTER: _saved(main, main.tensor.detach())}
+        for name, main in mains.items()
+        if main.copied
+    }
+    for number, values in state_dict["state"].items():
+        main = mains.get(str(names[number]))
+        kept = {key: _saved(main, value) if main else value for key, value in values.items()}
+        state.setdefault(names[number], {}).update(kept)
+    named = [{**group, "params": [*of_all]} for group, of_all in zip(saved, groups, strict=False)]
+    return {**state_dict, "state": state, "param_groups": [*named, *saved[len(named) :]]}
 
-    def _numbered(
-        self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
-    ) -> dict[str, Any]:
-        """Returns a ``state_dict`` of torch, for this rank; sets master copies.
 
-        Raises:
-            PlanError: If it is of another model, has other groups or shards, or lacks state.
-        """
-        saved = state_dict["param_groups"]
-        present_groups = [_identity(group) for group in self._groups]
-        by_names = {_identity(group["params"]): group for group in saved[: len(present_groups)]}
-        if by_names.keys() != set(present_groups) or len(saved) != len(optimizer.param_groups):
-            raise PlanError(_other_groups(self._groups, [group["params"] for group in saved]))
-        self._refuse_missing({n for n in state_dict["state"] if isinstance(n, str)})
-        groups, first = [], 0
-        ordered = [*(by_names[group] for group in present_groups), *saved[len(present_groups) :]]
-        for group, present in zip(ordered, optimizer.param_groups, strict=True):
-            count = len(present["params"])
-            groups.append({**group, "params": list(range(first, first + count))})
-            first += count
-        names, state = dict(self._numbers(optimizer)), {}
-        for number in range(first):
-            name = names.get(number, number)
-            main = self._main_parameters.get(str(name))
-            if name in state_dict["state"]:
-                values = state_dict["state"][name]
-                state[number] = self._loaded(main, values) if main else values
-        return {**state_dict, "state": state, "param_groups": groups}
+def from_named(
+    mains: Mapping[str, MainParameter],
+    groups: Sequence[Sequence[str]],
+    optimizer: torch.optim.Optimizer,
+    state_dict: dict[str, Any],
+) -> dict[str, Any]:
+    """Returns a ``state_dict`` of torch, for this rank; sets master copies.
 
-    def _refuse_missing(self, saved: set[str]) -> None:
-        """Refuses a state that would leave a parameter without the state that it had.
+    Raises:
+        PlanError: If it is of another model, has other groups or shards, or lacks state.
+    """
+    saved, state = state_dict["param_groups"], state_dict["state"]
+    by_names = {_identity(group["params"]): group for group in saved[: len(groups)]}
+    present = [_identity(group) for group in groups]
+    if by_names.keys() != {*present} or len(saved) != len(optimizer.param_groups):
+        raise PlanError(_other_groups(groups, [group["params"] for group in saved]))
+    _refuse_missing(mains, {name for name in state if isinstance(name, str)})
+    numbers = count()
+    numbered = [
+        {**group, "params": list(islice(numbers, len(own["params"])))}
+        for group, own in zip(
+            [*map(by_names.__getitem__, present), *saved[len(groups) :]],
+            optimizer.param_groups,
+            strict=True,
+        )
+    ]
+    loaded: dict[int, dict[str, Any]] = {}
+    for number, name in enumerate(_names(optimizer, mains)):
+        if name not in state:
+            continue
+        loaded[number], main = state[name], mains.get(str(name))
+        if main is not None:
+            loaded[number] = {key: _of_rank(main, value) for key, value in state[name].items()}
+            master = loaded[number].pop(MASTER, None)
+            if master is not None and main.copied:
+                # `.data` has its own version counter: this is no step of the optimizer.
+                main.tensor.data.copy_(master)
+    return {**state_dict, "state": loaded, "param_groups": numbered}
 
-        Raises:
-            PlanError: If a parameter has state in other locations alone, or if there is state, but
-                none of what this rank steps.
-        """
-        stems = {parted(name)[0] for name in saved}
-        missing = [name for name in self._main_parameters if name not in saved]
-        has_none = bool(saved) and len(missing) == len(self._main_parameters)
-        # A parameter without a gradient has no state, so one that is absent everywhere is no error.
-        apart = [name for name in missing if has_none or parted(name)[0] in stems]
-        if apart:
-            raise PlanError(
-                f"the optimizer's state lacks {sorted(apart)[:4]}, which this rank steps; it has "
-                f"{sorted(saved)[:4]}: load it with the handlers, and the mesh, of the run that "
-                f"saved it, and on the rank that saved it unless it is whole; or begin with a new "
-                f"optimizer. If a parameter had no state, because it had no gradient, give it an "
-                f"empty one: state_dict['state'][{min(apart)!r}] = {{}}"
-            )
 
-    def _loaded(self, main: MainParameter, saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of a parameter's state; sets its master copy."""
-        values = {key: _of_rank(main, value, main.stride) for key, value in saved.items()}
-        master = values.pop(MASTER, None)
-        if master is not None and main.copied:
-            # `.data` has its own version counter: this is no step of the optimizer.
-            main.tensor.data.copy_(master)
-        return values
+def _names(optimizer: torch.optim.Optimizer, mains: Mapping[str, MainParameter]) -> list[str | int]:
+    """Returns the names of an optimizer's parameters by torch's number.
 
-    def _numbers(self, optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, str]]:
-        """Yields torch's number and our name of each parameter of the optimizer."""
-        tensors = [tensor for group in optimizer.param_groups for tensor in group["params"]]
-        for number, tensor in enumerate(tensors):
-            if id(tensor) in self._names:
-                yield number, self._names[id(tensor)]
+    The caller may have added parameters of its own, which have only their number.
+    """
+    names = {id(main.tensor): name for name, main in mains.items()}
+    tensors = (tensor for group in optimizer.param_groups for tensor in group["params"])
+    return [names.get(id(tensor), number) for number, tensor in enumerate(tensors)]
+
+
+def _refuse_missing(mains: Mapping[str, MainParameter], saved: Collection[str]) -> None:
+    """Refuses a state that would leave a parameter without the state that it had.
+
+    Raises:
+        PlanError: If a parameter has state in other locations alone, or if there is state, but
+            none of what this rank steps.
+    """
+    stems = {parted(name)[0] for name in saved}
+    missing = [name for name in mains if name not in saved]
+    has_none = bool(saved) and len(missing) == len(mains)
+    # A parameter without a gradient has no state, so one that is absent everywhere is no error.
+    apart = [name for name in missing if has_none or parted(name)[0] in stems]
+    if apart:
+        raise PlanError(
+            f"the optimizer's state lacks {sorted(apart)[:4]}, which this rank steps; it has "
+            f"{sorted(saved)[:4]}: load it with the handlers, and the mesh, of the run that "
+            f"saved it, and on the rank that saved it unless it is whole; or begin with a new "
+            f"optimizer. If a parameter had no state, because it had no gradient, give it an "
+            f"empty one: state_dict['state'][{min(apart)!r}] = {{}}"
+        )
 
 
 def _identity(names: Sequence[object]) -> tuple[str, ...]:
@@ -451,66 +427,44 @@ def _saved(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - state of a
     return Chunk.of(value.detach().reshape(-1), main.begin, main.record.numel)
 
 
-def _slice(begin: int, size: int) -> slice:
-    return slice(begin, begin + size)
-
-
-def _of_rank(main: MainParameter, value: Any, stride: Sequence[int]) -> Any:  # noqa: ANN401 - as above
+def _of_rank(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - as above
     """Returns this rank's elements of a value: of a `Chunk`, a DTensor, or the whole parameter.
-
-    Args:
-        main: What this rank steps.
-        value: As saved.
-        stride: Of the parameter in its module. Shards lie in the order of its memory.
 
     Raises:
         PlanError: If a chunk or a DTensor has other elements.
     """
-    tensor, record = main.tensor, main.record
-    numel = record.numel if main.sharded else tensor.numel()
-    if is_dtensor(value):
-        _refuse_others(main, value)
+    tensor = main.tensor
+    if isinstance(value, Chunk) and value.local.numel() == value.numel():
+        value = value.local
+    if isinstance(value, Chunk) or is_dtensor(value):
+        there, here = _layout(value), _layout(_saved(main, tensor.detach()))
+        if there != here:
+            raise PlanError(
+                f"the optimizer's state of {main.record.key!r} has {there}, and this rank steps "
+                f"{here}: it is of another rank, mesh or cut. Save and load it by "
+                f"torch.distributed.checkpoint"
+            )
+        return value.local.view_as(tensor) if isinstance(value, Chunk) else value
+    whole = tensor.shape if is_dtensor(tensor) else torch.Size(main.record.shape)
+    # It may be flat, of a run that sharded it.
+    is_whole = torch.is_tensor(value) and value.ndim and value.shape in (whole, (whole.numel(),))
+    if is_whole and is_dtensor(tensor):
+        from torch.distributed.tensor import distribute_tensor  # it is one: no slow import
+
+        mesh, placements = tensor.device_mesh, tensor.placements
+        # Without a source, each rank takes its part, and nothing is sent.
+        return distribute_tensor(value.view(whole), mesh, placements, src_data_rank=None)
+    if not is_whole or value.shape == tensor.shape:
         return value
-    if isinstance(value, Chunk):
-        _refuse_others(main, value)
-        elements = value.local
-    elif not isinstance(value, torch.Tensor) or not value.ndim or value.numel() != numel:
-        return value
-    elif is_dtensor(tensor):
-        whole = value.view(tensor.shape)  # it may be flat, of a run that sharded it
-        boxes: Any = cast("Any", tensor).__create_chunk_list__()
-        parts = [whole[tuple(map(_slice, b.offsets, b.sizes))].reshape(-1) for b in boxes]
-        elements = torch.cat([value.new_empty(0), *parts])
-    elif not main.sharded:  # it may be flat, too
-        is_flat = value.ndim == 1 != tensor.ndim
-        return value.as_strided(tensor.shape, tensor.stride()) if is_flat else value
-    else:
-        if value.ndim > 1:
-            in_order = value.new_empty_strided(record.shape, stride).copy_(value)
-            value = in_order.as_strided((record.numel,), (1,))
-        # A view would keep the memory of the whole.
-        elements = value[main.begin : main.begin + tensor.numel()].clone()
-    if not is_dtensor(tensor):
-        return elements.view_as(tensor)
-    result = torch.empty_like(tensor, dtype=value.dtype)
-    local(result).copy_(elements.view_as(local(result)))
-    return result
+    if value.ndim > 1:  # elements of a shard are in the order of the parameter's memory
+        in_order = value.new_empty_strided(whole, main.stride).copy_(value)
+        value = in_order.as_strided((whole.numel(),), (1,))
+    # A view would keep the memory of the whole.
+    elements = value[main.begin : main.begin + tensor.numel()].clone()
+    return elements.as_strided(tensor.shape, tensor.stride())
 
 
-def _refuse_others(main: MainParameter, value: Any) -> None:  # noqa: ANN401 - as above
-    """Refuses a `Chunk` or a DTensor of other elements than this rank steps."""
-    tensor, record = main.tensor, main.record
-    there: tuple[Any, ...]
-    here: tuple[Any, ...]
-    if is_dtensor(value):
-        there = tuple(local(value).shape), tuple(value.shape), value.placements
-        here = tuple(local(tensor).shape), tuple(tensor.shape), getattr(tensor, "placements", ())
-    else:
-        there = f"{value.local.numel()} elements from {value.begin} on", value.numel()
-        here = f"{local(tensor).numel()} elements from {main.begin} on", record.numel
-    if there != here:
-        raise PlanError(
-            f"the optimizer's state of {record.key!r} has {there[0]} of {there[1]}, and this rank "
-            f"steps {here[0]} of {here[1]}: it is of another rank, mesh or cut. Save and load it "
-            f"by torch.distributed.checkpoint"
-        )
+def _layout(value: Any) -> str:  # noqa: ANN401 - a Chunk, a DTensor or a plain tensor
+    """Returns in words which elements of a whole tensor a rank has."""
+    at = getattr(value, "boxes", None) or getattr(value, "placements", "all")
+    return f"{tuple(local(value).shape)} at {at} of {tuple(value.shape)}"

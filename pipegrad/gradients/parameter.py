@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import starmap
-from operator import attrgetter, eq, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -155,17 +154,12 @@ class Param:
         tensor, *others = [_unless_gathered(present, self.tensor) for present in held]
         traits = _TRAITS(tensor)
         if traits != self.agreed:
-            advice = "make a new GradientSync on all ranks"
-            if traits[-1] != self.agreed[-1]:
-                advice = (
-                    "call get_peft_model(), requires_grad_() and what else freezes parameters "
-                    "before the cut, or make a new Scheduler on all ranks. To train parts in "
-                    "turn, as in a GAN, freeze nothing: make an optimizer for each part, and call "
-                    "zero_grad() of all of them before each step"
-                )
             raise StepError(
                 f"{key!r} was {_in_words(*self.agreed)} when the ranks agreed, now it is "
-                f"{_in_words(*traits)}: {advice}"
+                f"{_in_words(*traits)}: call get_peft_model(), requires_grad_() and what else "
+                f"changes it before the cut, or make a new Scheduler or GradientSync on all ranks. "
+                f"To train parts in turn, as in a GAN, freeze nothing: make an optimizer for each "
+                f"part, and call zero_grad() of all of them before each step"
             )
         if any(other is not tensor for other in others):
             raise StepError(
@@ -183,12 +177,10 @@ def _in_words(
 
 def _unless_gathered(present: nn.Parameter, shard: nn.Parameter) -> nn.Parameter:
     """Returns `present`, or `shard` if FSDP2 has gathered `present` from it."""
-    if not is_dtensor(shard):
-        return present
     # A gathered parameter is a plain tensor, or a DTensor of a smaller mesh (with tensor
     # parallelism).
-    is_shard = is_dtensor(present) and present.device_mesh == shard.device_mesh
-    return present if is_shard else shard
+    meshes = [tensor.device_mesh for tensor in (present, shard) if is_dtensor(tensor)]
+    return shard if is_dtensor(shard) and meshes != [shard.device_mesh] * 2 else present
 
 
 class Parameters:
@@ -207,12 +199,9 @@ class Parameters:
 
     def _remember(self) -> None:
         parameters = self.by_key.values()
-        self._tensors = [p.tensor for p in parameters]
-        self._agreed = [p.agreed for p in parameters]
         # Parameters of one module have most of their entries in common.
-        found = {(id(t), n): ((t, n), value) for p in parameters for t, n, value in p.entries()}
-        self._entries = [entry for entry, _ in found.values()]
-        self._values = [value for _, value in found.values()]
+        found = {(id(t), n): (t, n, value) for p in parameters for t, n, value in p.entries()}
+        self._entries = list(found.values())
 
     def check(self) -> None:
         """Refuses a step that would use another tensor than the ranks and optimizers.
@@ -221,11 +210,11 @@ class Parameters:
             StepError: If a parameter is gone, is no longer what the ranks agreed on, or was
                 replaced, or if updated values would not reach it.
         """
-        # This is done for each parameter in each step, so without bytecode for each. No list of
-        # shapes is made: it would be garbage that Python counts, and looks through.
-        is_same = all(map(is_, starmap(dict.get, self._entries), self._values))
-        if not (is_same and all(map(eq, map(_TRAITS, self._tensors), self._agreed))):
-            for parameter in self.by_key.values():
+        # This is done for each parameter in each step, so it walks down no modules.
+        parameters = self.by_key.values()
+        is_same = all(table.get(name) is value for table, name, value in self._entries)
+        if not is_same or any(_TRAITS(p.tensor) != p.agreed for p in parameters):
+            for parameter in parameters:
                 if parameter.look_up() is not parameter.tensor:
                     raise parameter.replaced()
             self._remember()  # another module holds them now
@@ -255,12 +244,14 @@ class Parameters:
         Raises:
             StepError: As `Param.look_up`; then nothing has changed.
         """
-        present = self.look_up()
-        is_other = not all(map(is_, present, self._tensors))
-        for parameter, tensor in zip(self.by_key.values(), present, strict=True):
-            main = parameter.main
-            if main is not None and main.tensor is parameter.tensor is not tensor:
-                main.tensor, self.is_stale = tensor, are_stepped
+        replaced = [
+            (parameter, tensor)
+            for parameter, tensor in zip(self.by_key.values(), self.look_up(), strict=True)
+            if tensor is not parameter.tensor
+        ]
+        for parameter, tensor in replaced:
+            if parameter.main is not None and parameter.apart is None:
+                parameter.main.tensor, self.is_stale = tensor, are_stepped
             parameter.tensor = tensor
         self._remember()
-        return is_other
+        return bool(replaced)

@@ -322,7 +322,7 @@ class Job:
             key = "optimizer.others" if has_others else "optimizer.name"
             for part in self._refusing(key, self.optimizer_parts, manifest, plan):
                 key = "optimizer.others.name" if part.steps == "others" else "optimizer.name"
-                self._refusing(key, part.check, part.kind, plan.sharded)
+                self._refusing(key, part.check, plan.sharded)
 
     def optimizer_parts(self, manifest: Manifest, plan: Plan) -> list[Part]:
         """Returns which optimizer steps which parameters of all ranks.

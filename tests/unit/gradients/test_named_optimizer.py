@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 from pipegrad import ParameterRecord, Placement, Topology, make_plan
 from pipegrad.errors import PlanError
 from pipegrad.gradients.main_params import Locations, MainParameter
-from pipegrad.gradients.named_optimizer import JoinedOptimizer, NamedState, parts_in, parts_of
+from pipegrad.gradients.named_optimizer import JoinedOptimizer, parts_in, parts_of, use_names
 from pipegrad.plugins.handler import GradientHandler
 from pipegrad_handlers.data_parallel import DataParallel
 from pipegrad_handlers.diloco import DiLoCo
@@ -44,7 +44,7 @@ def test_replicas_that_train_alone_have_locations(
 def with_names(main: MainParameter, name: str = "w") -> torch.optim.Optimizer:
     """Returns an optimizer of one parameter, whose state has names."""
     optimizer = torch.optim.SGD([main.tensor], lr=0.1, momentum=0.9)
-    NamedState(optimizer, {name: main}, [["w"]])
+    use_names(optimizer, {name: main}, [["w"]])
     return optimizer
 
 
@@ -87,7 +87,7 @@ def test_state_of_another_location_is_refused(name: str, saved: str, *, is_found
 def test_a_parameter_without_a_gradient_has_no_state_to_miss(saved: tuple[str | int, ...]) -> None:
     mains = {n: MainParameter(record(n, 2), nn.Parameter(torch.ones(2))) for n in ("w", "unused")}
     optimizer = torch.optim.SGD([main.tensor for main in mains.values()], lr=0.1, momentum=0.9)
-    NamedState(optimizer, mains, [list(mains)])
+    use_names(optimizer, mains, [list(mains)])
     state = optimizer.state_dict()
     state["state"] = {name: {"momentum_buffer": torch.ones(2)} for name in saved}
     optimizer.load_state_dict(state)
@@ -236,7 +236,7 @@ def refused(
     messages = []
     for part in parts_of(kind, {}, others, records=records, matrices=()):
         try:
-            part.check(part.kind, sharded)
+            part.check(sharded)
         except PlanError as error:
             messages.append(str(error))
     [message] = messages
@@ -264,7 +264,7 @@ def test_filters_are_named_in_an_option_that_there_is() -> None:
     placed = Owned(others=["filter"]).reductions(FILTERS, topology)
     matrices = {r.record.key for r in placed if r.placement is Placement.WHOLE}
     for part in parts_of(MUON, {}, ADAMW, records=FILTERS, matrices=matrices):
-        part.check(part.kind, {"0.filter"})
+        part.check({"0.filter"})
 
 
 def test_muon_is_told_to_leave_vectors_to_another_or_that_others_do_not_fit() -> None:

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from pipegrad import ParameterRecord, Topology
 from pipegrad.errors import ConfigError
 from pipegrad.gradients.main_params import Locations, MainParameter
-from pipegrad.gradients.named_optimizer import NamedState
+from pipegrad.gradients.named_optimizer import use_names
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import make_plans
@@ -236,7 +236,7 @@ def state_of(
     mains = [MainParameter(record, main)]
     name = "experts[ep=0]" if shard else "experts"
     optimizer = torch.optim.Adam([main], lr=0.1)
-    NamedState(
+    use_names(
         optimizer,
         {name: mains[0]},
         [["experts"]],
