@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.main_params import Chunk, Locations, parted
 from pipegrad.gradients.named_optimizer import MASTER, parts_in
-from pipegrad.model.dtensor import local
+from pipegrad.model.dtensor import as_dtensor, is_dtensor, local
 from pipegrad.model.suspects import same_bits
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.train.checkpoint.shards import Shard
@@ -128,14 +128,14 @@ class TrainingState:
         state: dict[str, Any] = {STEP: torch.tensor(step), **self._parts(model)}
         # State with the shape of a main parameter is written as a chunk of the whole parameter.
         # Other state, such as a step count, has no elements to divide and is written whole.
-        names = {located: name for name, located in self._located.items()}
-        for located, values in self._optimizer.state_dict()["state"].items():
-            name = names[located]
-            for key, value in values.items():
-                stem = f"stored.{name}" if key == MASTER else f"optimizer.{name}.{key}"
-                tensor = value.local if isinstance(value, Chunk) else torch.as_tensor(value)
-                if tensor.shape == self._main_parameters[name].tensor.shape:
-                    state[stem] = self._part(name, tensor)
+        for name, main in self._main_parameters.items():
+            whole = self._shards[name].shape if name in self._shards else (main.record.numel,)
+            if main.copied:
+                state[f"stored.{name}"] = self._chunk(name, main.tensor, whole)
+            for key, value in self._optimizer.state.get(main.tensor, {}).items():
+                stem, tensor = f"optimizer.{name}.{key}", torch.as_tensor(value)
+                if tensor.shape == main.tensor.shape:
+                    state[stem] = self._chunk(name, tensor, whole)
                 else:
                     state[stem + self._location(name)] = tensor
         state[COMMON] = pack({"update": self._update.state_dict()})
@@ -196,10 +196,11 @@ class TrainingState:
         """Refuses state of the optimizer that does not fit what this rank steps."""
         for stem, saved in self._saved_state(tensors).items():
             name = str(self._owner(stem))
+            main = self._main_parameters[name]
             sizes = [tuple(one.size) for one in saved.values()]
-            if all(not size or self._part_of(name, size) for size in sizes):
+            if all(not s or self._chunk(name, main.tensor, s) is not None for s in sizes):
                 continue
-            if self._main_parameters[name].sharded or stem.startswith("stored."):
+            if main.sharded or stem.startswith("stored."):
                 config.refuse(
                     "train.resume",
                     f"its {stem!r} is {sizes[0]}, expected {self._pieces[name].shape} or its "
@@ -230,9 +231,10 @@ class TrainingState:
             is_same = saved.keys() == set(self._pieces[name].locations)
             for location in [self._location(name)] if is_same else saved:
                 size, dtype = saved[location].size, saved[location].properties.dtype
-                part, main = self._part_of(name, tuple(size)), self._main_parameters[name]
+                main = self._main_parameters[name]
                 values = torch.empty_like(main.tensor, dtype=dtype, device="cpu")
-                state[stem + location] = part(values) if part else torch.empty(size, dtype=dtype)
+                part = self._chunk(name, values, tuple(size))
+                state[stem + location] = torch.empty(size, dtype=dtype) if part is None else part
         # A rank without handler state reads that of another rank. It says which plan the state
         # belongs to, and all ranks must refuse another plan alike.
         handlers = sorted(key for key in contents.tensors if key.startswith(HANDLERS))
@@ -305,24 +307,15 @@ class TrainingState:
         """Returns the location of a declared piece; "" of what has it in its name."""
         return self._located[name].removeprefix(name)
 
-    def _part(self, name: str, values: Tensor) -> Chunk:
-        """Returns values of the elements that this rank steps, as a part of what is written."""
-        numel = self._main_parameters[name].record.numel
-        part = self._part_of(name, self._shards[name].shape if name in self._shards else (numel,))
-        assert part is not None
-        return part(values)
-
-    def _part_of(self, name: str, shape: tuple[int, ...]) -> Callable[[Tensor], Chunk] | None:
-        """Returns what makes values of a rank a part of a tensor; None if it is of no such shape.
+    def _chunk(self, name: str, values: Tensor, shape: tuple[int, ...]) -> Chunk | None:
+        """Returns values of a rank as a chunk of a tensor; None if that is of no such shape.
 
         The tensor has an element for each of the whole parameter, in its shape or flat.
         """
         main, piece = self._main_parameters[name], self._pieces[name]
         if shape == (main.record.numel,) and len(piece.locations) == 1:
-            return lambda values: Chunk.of(values.detach().reshape(-1), main.begin, shape[0])
-        if shape and shape == piece.shape:
-            return lambda values: piece.chunk(values, main.begin)
-        return None
+            return Chunk.of(values.detach().reshape(-1), main.begin, shape[0])
+        return piece.chunk(values, main.begin) if shape and shape == piece.shape else None
 
     def _parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns tensors by key, and pieces as parts of whole tensors."""
@@ -338,7 +331,9 @@ class TrainingState:
                 continue
             main, states = self._main_parameters[name], named.setdefault(self._located[name], {})
             if isinstance(value, Chunk):
-                states[_state_name(key)] = Chunk.of(value.local, main.begin, main.record.numel)
+                part = value.local.view_as(local(main.tensor))
+                is_part = is_dtensor(main.tensor)
+                states[_state_name(key)] = as_dtensor(part, main.tensor) if is_part else part
             else:
                 # Pieces may differ in their number of steps. That of the whole is the largest.
                 last = states.get(_state_name(key), value)
