@@ -96,9 +96,10 @@ class MainParameter:
 
         Sync: on the current stream.
         """
-        # An optimizer may have the tensor, so it stays one object. `.data` counts its own versions.
-        self.source = source
-        self.tensor.data = source.to(self.tensor.dtype)
+        # An optimizer may have the tensor, so it stays one object. `.data` counts its own versions:
+        # neither a write of one of them nor of a parameter sync is a write of the others.
+        self.source = source.data
+        self.tensor.data = self.source.to(self.tensor.dtype)
 
     def copy_back(self) -> None:
         """Copies updated values into the parameter, from a master copy.
@@ -106,8 +107,6 @@ class MainParameter:
         Sync: on the current stream.
         """
         if self.copied:
-            # `source` has a version counter of its own: this is no write of the user that has to be
-            # refused.
             self.source.copy_(self.tensor.data)
 
     def set_grad(self, gradient: Tensor | None, *, adds: bool = False) -> None:

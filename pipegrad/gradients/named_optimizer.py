@@ -273,12 +273,15 @@ class JoinedOptimizer(torch.optim.Optimizer):
         return {**super().__getstate__(), "parts": self.parts}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # `load_state_dict` comes here with a new state and new groups. Each part makes of them what
-        # it needs, as if it had loaded them.
+        # `load_state_dict` comes here with a new state and new groups. Each part makes of its own
+        # what it needs, as if it had loaded them.
         super().__setstate__(state)
         self._share()
         for part in self.parts:
-            part.__setstate__({"state": part.state, "param_groups": part.param_groups})
+            tensors = {tensor for group in part.param_groups for tensor in group["params"]}
+            own = {tensor: values for tensor, values in self.state.items() if tensor in tensors}
+            part.__setstate__({"state": own, "param_groups": part.param_groups})
+        self._share()
 
 
 def parts_in(optimizer: torch.optim.Optimizer) -> tuple[torch.optim.Optimizer, ...]:

@@ -109,7 +109,7 @@ class Param:
             self.buffer.make_view(self.record.key, self.tensor)
         main = self.apart
         if main is not None:
-            main.bind(main.source if main.sharded else self.tensor.data)
+            main.bind(main.source if main.sharded else self.tensor)
         self._address = self.tensor.data_ptr() if self.is_written_by_sync else None
         self._version = self.tensor._version if main is not None and main.copied else None
 

@@ -462,10 +462,11 @@ def _main_parameter(agreed: Agreed, parameter: Param, main_range: MainRange) -> 
     record, tensor, master_dtype = parameter.record, parameter.tensor, agreed.options.master_dtype
     main = MainParameter(record, tensor, main_range.begin, main_range.sharded, tensor.stride())
     if main.sharded or has_main_shard(record, agreed.main_grad, master_dtype):
-        main.source = tensor.data
+        source: torch.Tensor = tensor
         if main.sharded and parameter.buffer is not None:
-            main.source = parameter.buffer.shard(record.key, main_range.begin, main_range.end)
-        main.tensor = nn.Parameter(main.source.to(master_dtype_of(record, master_dtype)))
+            source = parameter.buffer.shard(record.key, main_range.begin, main_range.end)
+        main.tensor = nn.Parameter(torch.empty(0, dtype=master_dtype_of(record, master_dtype)))
+        main.bind(source)
         if not main.copied:
             # A copy has its gradient in its own dtype, because torch's optimizers want both alike.
             main.tensor.grad_dtype = agreed.manifest.entries(record.key)[0].gradient_dtype

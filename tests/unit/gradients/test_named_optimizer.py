@@ -178,11 +178,13 @@ def test_its_defaults_are_those_that_all_parts_have() -> None:
 
 
 def test_its_state_is_loaded_by_each_part() -> None:
+    """Adagrad looked for its step in the state of Muon, which has none."""
     expected, found = parameters(), parameters()
     first = JoinedOptimizer(optimizers(expected))
     step(expected, first)
     saved = copy.deepcopy(first.state_dict())
-    assert [len(saved["state"][number]) for number in range(3)] == [1, 1, 2]
+    saved["state"] = {number: saved["state"][number] for number in range(3)}
+    assert [len(values) for values in saved["state"].values()] == [1, 1, 2]
     second = JoinedOptimizer(optimizers(found))
     for old, new in zip(expected, found, strict=True):
         new.data.copy_(old.data)
