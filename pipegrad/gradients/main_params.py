@@ -69,7 +69,7 @@ class MainParameter:
             the order of memory. With a master dtype a copy.
         begin: 0 unless sharded.
         sharded: Whether it is a shard.
-        stride: Of the parameter. Whole state is put in the order of its memory to take a shard.
+        stride: Of the whole parameter in memory, if it is sharded.
         source: The memory of the parameter, or of the shard, if `tensor` is not the parameter.
     """
 

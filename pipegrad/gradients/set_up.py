@@ -460,11 +460,12 @@ def _parameters(
 def _main_parameter(agreed: Agreed, parameter: Param, main_range: MainRange) -> MainParameter:
     """Returns what the optimizer of this rank steps for a parameter."""
     record, tensor, master_dtype = parameter.record, parameter.tensor, agreed.options.master_dtype
-    main = MainParameter(record, tensor, main_range.begin, main_range.sharded, tensor.stride())
+    main = MainParameter(record, tensor, main_range.begin, main_range.sharded)
     if main.sharded or has_main_shard(record, agreed.main_grad, master_dtype):
         source: torch.Tensor = tensor
         if main.sharded and parameter.buffer is not None:
             source = parameter.buffer.shard(record.key, main_range.begin, main_range.end)
+            main.stride = parameter.buffer.views[record.key].stride()
         main.tensor = nn.Parameter(torch.empty(0, dtype=master_dtype_of(record, master_dtype)))
         main.bind(source)
         if not main.copied:
