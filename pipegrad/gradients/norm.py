@@ -34,7 +34,9 @@ def local_term(
     # The norm of each gradient comes first, and then a p-norm of these norms: all ranks send one
     # number, however many gradients they have.
     norms = [torch.zeros(1, dtype=dtype, device=device)]
-    for some in _by_dtype(gradients).values():
+    values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
+    # torch refuses the maximum of no elements.
+    for some in _by_dtype([each for each in values if each.numel()]):
         at_least = torch.promote_types(some[0].dtype, torch.float32)
         of_each = torch._foreach_norm(some, norm_type, dtype=at_least)
         norms.append(torch.stack(of_each).to(dtype))
@@ -42,14 +44,12 @@ def local_term(
     return stacked.max() if math.isinf(norm_type) else stacked.pow(norm_type).sum()
 
 
-def _by_dtype(gradients: Sequence[torch.Tensor]) -> dict[torch.dtype, list[torch.Tensor]]:
-    """Returns the values of gradients by dtype, for operators over many tensors."""
+def _by_dtype(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Returns a list for each dtype, for operators over many tensors."""
     by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-    for gradient in gradients:
-        values = gradient.coalesce().values() if gradient.is_sparse else gradient
-        if values.numel():  # torch refuses the maximum of no elements
-            by_dtype.setdefault(values.dtype, []).append(values)
-    return by_dtype
+    for tensor in tensors:
+        by_dtype.setdefault(tensor.dtype, []).append(tensor)
+    return list(by_dtype.values())
 
 
 def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float) -> None:
@@ -59,12 +59,8 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
     # nobody could see which of them was the first. An infinite norm makes the finite ones zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = factor.where(factor.isfinite(), torch.ones_like(factor))
-    sparse = [gradient for gradient in gradients if gradient.is_sparse]
-    with torch.no_grad():
-        for dtype, some in _by_dtype([g for g in gradients if not g.is_sparse]).items():
-            torch._foreach_mul_(some, factor.to(dtype))
-        for gradient in sparse:
-            gradient.mul_(factor.to(gradient.dtype))
+    for some in _by_dtype(_written(gradients)):
+        torch._foreach_mul_(some, factor.to(some[0].dtype))
 
 
 def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
@@ -72,21 +68,17 @@ def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
 
     Sync: on the current stream. On a device the host waits for nothing.
     """
-    # The divisor may be none of the numbers of 16 bits. By a Python number torch computes in fp32,
-    # but on a device the host would wait for it. There a tensor of one dimension, unlike a scalar,
-    # takes part in torch's choice of the dtype.
-    number = divisor.item() if divisor.is_cpu else None
-    by_dtype = {
-        dtype: divisor.to(torch.promote_types(dtype, torch.float32)).reshape(1)
-        for dtype in {gradient.dtype for gradient in gradients}
-    }
-    with torch.no_grad():
-        for gradient in gradients:
-            by = by_dtype[gradient.dtype]
-            if number is not None:
-                gradient.div_(number)
-            else:
-                gradient.div_(by if gradient.dim() and not gradient.is_sparse else by[0])
+    for values in _written(gradients):
+        # The divisor may be none of the numbers of 16 bits. A tensor of one dimension, unlike a
+        # scalar, takes part in torch's choice of the dtype in which it computes.
+        by = divisor.to(torch.promote_types(values.dtype, torch.float32))
+        values.div_(by.reshape(1) if values.dim() else by.reshape(()))
+
+
+def _written(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Returns tensors that share the memory of gradients, without autograd's graph."""
+    detached = [gradient.detach() for gradient in gradients]
+    return [each._values() if each.is_sparse else each for each in detached]
 
 
 class GlobalNorm:
@@ -190,15 +182,10 @@ def non_finite_keys(gradients: Mapping[str, torch.Tensor]) -> list[str]:
 
     Sync: on the current stream. The host waits for it once.
     """
-    if not gradients:
-        return []
-    finite = torch.stack([_is_finite(gradient) for gradient in gradients.values()]).tolist()
-    return [key for key, is_finite in zip(gradients, finite, strict=True) if not is_finite]
-
-
-def _is_finite(gradient: torch.Tensor) -> torch.Tensor:
-    values = gradient.coalesce().values() if gradient.is_sparse else local(gradient)
-    return torch.isfinite(values.detach()).all()
+    values = [g.coalesce().values() if g.is_sparse else local(g) for g in gradients.values()]
+    finite = [torch.isfinite(each.detach()).all() for each in values]
+    are_finite = torch.stack(finite).tolist() if finite else []
+    return [key for key, is_finite in zip(gradients, are_finite, strict=True) if not is_finite]
 
 
 def merge_non_finite(
@@ -212,14 +199,11 @@ def merge_non_finite(
     """
     records = sorted(manifest.parameters, key=lambda record: (record.holders[0], record.position))
     names = uncut_names(records)
-    ranks_of: dict[str, list[int]] = {}
-    for rank, of_rank in sorted(keys.items()):
-        for key in of_rank:
-            ranks_of.setdefault(key, []).append(rank)
+    found = {rank: frozenset(of_rank) for rank, of_rank in sorted(keys.items())}
     return tuple(
-        NonFinite(names[record.key], record.holders, tuple(ranks_of[record.key]))
+        NonFinite(names[record.key], record.holders, ranks)
         for record in records
-        if record.key in ranks_of
+        if (ranks := tuple(rank for rank, of_rank in found.items() if record.key in of_rank))
     )
 
 
