@@ -27,16 +27,8 @@ from pipegrad.plugins.handler import Placement
 Parameters = Mapping[str, Param]
 Name = tuple[str, bool]
 """Of a copy, equal on all ranks: key of the parameter, and whether it is its master copy."""
-Sets = tuple[tuple[int, ...], ...]
-"""Of a copy: the ranks of each reduction along which it is equal."""
-Facts = tuple[int, Sets]
-"""Of a copy on one rank: its checksum, and along which ranks it is equal."""
-
-_WHY = (
-    "Something changed them differently: other options of the optimizer (weight_decay, lr), "
-    "clipping by the norm of one rank's gradients (call sync.clip_grad_norm_), values written on "
-    "one rank, or behind publish(); or a bit has flipped in memory."
-)
+Facts = tuple[int, tuple[tuple[int, ...], ...]]
+"""Of a copy on one rank: its checksum, and the ranks of each reduction along which it is equal."""
 
 
 def make_equal(packs: Sequence[Pack], parameters: Parameters, groups: Groups) -> None:
@@ -114,21 +106,16 @@ class DriftCheck:
         self._last_step = 0
         self._last_equal: int | None = None
         self._is_wanted = False  # whether the next step must compare
-        self._copies: dict[Name, Sets] = {}
-        for route, keys in packs:
-            everywhere = tuple(dict.fromkeys(step.ranks for step in route))
-            # With SHARD each rank has another part of a master copy. With OWNER one rank has it.
-            # All ranks of a REPLICATE have the same part, or none has a part.
-            mains = (step.ranks for step in route if step.placement is Placement.REPLICATE)
-            replicated = tuple(dict.fromkeys(mains))
-            for key in keys:
-                self._copies[key, False] = everywhere
-                if key in with_main and parameters[key].main is not None:
-                    self._copies[key, True] = replicated
         self._over: dict[tuple[int, ...], list[Name]] = {}  # ranks -> copies along them
-        for name, sets in self._copies.items():
-            for members in sets:
-                self._over.setdefault(members, []).append(name)
+        for route, keys in packs:
+            for step in route:
+                names = self._over.setdefault(step.ranks, [])
+                names += [(key, False) for key in keys]
+                # With SHARD each rank has another part of a master copy. With OWNER one rank has
+                # it. All ranks of a REPLICATE have the same part, or none has a part.
+                if step.placement is Placement.REPLICATE:
+                    held = (key for key in keys if parameters[key].main is not None)
+                    names += [(key, True) for key in held if key in with_main]
 
     def continue_from(self, num_steps: int) -> None:
         """Counts steps from `num_steps` on in messages, for a run that was resumed."""
@@ -164,7 +151,8 @@ class DriftCheck:
         """
         if self._groups.world is None:
             return
-        sums = {name: checksum(self._tensor(name)) for name in self._copies}
+        held = {name for names in self._over.values() for name in names}
+        sums = {name: checksum(self._tensor(name)) for name in held}
         differing = self._differing(sums)
         # Other ranks may hold none of the parameters that differ. They must raise too, so all ranks
         # reduce a flag first.
@@ -177,16 +165,17 @@ class DriftCheck:
         when = f"in step {number}" + ("" if last is None else f", and were equal in step {last}")
         raise DriftError(
             f"copies of one parameter have drifted apart: {listing}. They differ {when}. "
-            f"{_WHY} Correct it, and call synchronize_parameters()"
+            f"Something changed them differently: other options of the optimizer (weight_decay, "
+            f"lr), clipping by the norm of one rank's gradients (call sync.clip_grad_norm_), "
+            f"values written on one rank, or behind publish(); or a bit has flipped in memory. "
+            f"Correct it, and call synchronize_parameters()"
         )
 
     def _tensor(self, name: Name) -> torch.Tensor:
         key, is_main = name
         parameter = self._parameters[key]
-        if not is_main:
-            return local(parameter.tensor)
-        assert parameter.main is not None
-        return parameter.main.tensor
+        main = parameter.main if is_main else None
+        return local(parameter.tensor) if main is None else main.tensor
 
     def _differing(self, sums: Mapping[Name, torch.Tensor]) -> list[Name]:
         """Returns the copies that differ over the ranks of a reduction, the same on all of these.
@@ -213,7 +202,11 @@ class DriftCheck:
         ranks, seconds = self._ranks, self._agree_seconds
         names = agree("check_replicas", lambda: differing, ranks=ranks, timeout_seconds=seconds)
         wanted = sorted({name for reply in names for name in reply})
-        facts = {n: (int(sums[n]), sets) for n, sets in self._copies.items() if n in wanted}
+        facts: dict[Name, Facts] = {
+            name: (int(sums[name]), tuple(r for r, held in self._over.items() if name in held))
+            for name in wanted
+            if name in sums
+        }
         replies = agree("checksums", lambda: facts, ranks=ranks, timeout_seconds=seconds)
         of_ranks = dict(zip(ranks, replies, strict=True))
         return [

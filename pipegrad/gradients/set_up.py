@@ -264,7 +264,7 @@ def _describe(
         "tied": [*map(str, ties), *["no other"] * isinstance(tied, AllTies)],
         "handlers": [handler.identity for handler in resolved.values()],
         "accessor": "" if main_grad is None else "MainGrad",
-        **chosen.settings(),
+        **vars(chosen),
     }
     manifest = describe_rank(modules, main_grad, settings, ties)
     kind = kind_of_machine(device_of(modules, [manifest])) if manifest.device_type else ""

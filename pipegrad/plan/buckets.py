@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import torch
 
@@ -39,8 +38,29 @@ class Slot:
         return range(begin, max(min(region.stop - self.offset, self.numel), begin))
 
 
-@dataclass(frozen=True)
-class Bucket:
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """The facts that the gradients of a bucket share. They contain no rank.
+
+    Attributes:
+        ready: Tick at which the gradients of the last holder are final.
+        holders: Stages that hold the parameters.
+        dtype: dtype in which gradients accumulate.
+        wire_dtype: dtype in which they are sent.
+        sum_dtype: dtype in which the parts of ranks are added: that of the wire, or a wider one.
+        divisor: Gradients are divided by this, besides the divisor of each step.
+    """
+
+    ready: int
+    holders: tuple[int, ...]
+    dtype: torch.dtype
+    wire_dtype: torch.dtype
+    sum_dtype: torch.dtype
+    divisor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bucket(Kind):
     """Parameters whose gradients travel together. It differs between ranks in two fields.
 
     The route has the ranks of the rank's own copy. And a rank with a smaller local shard of a
@@ -49,12 +69,7 @@ class Bucket:
 
     Attributes:
         index: Its number among the buckets of all ranks, in the order in which they become ready.
-        ready: Tick at which the gradients of its last holder are final.
-        holders: Stages that hold its parameters.
-        dtype: dtype in which its gradients accumulate.
-        wire_dtype: dtype in which they are sent.
-        sum_dtype: dtype in which the parts of ranks are added: that of the wire, or a wider one.
-        parameter_dtype: dtype of its parameters, also in a parameter sync.
+        parameter_dtype: dtype of its parameters in a parameter sync.
         route: The reductions, in order.
         slots: By reverse position in the model, which is the order in which backward fills them.
             With WHOLE the slots of each rank lie together.
@@ -62,21 +77,14 @@ class Bucket:
             Only with SHARD is it a multiple of the number of ranks.
         whole_numels: With WHOLE, the elements of each rank of that reduction, by its order of
             ranks. No slot crosses from one rank to the next.
-        divisor: Its gradients are divided by this, besides the divisor of each step.
     """
 
     index: int
-    ready: int
-    holders: tuple[int, ...]
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
-    sum_dtype: torch.dtype
     parameter_dtype: torch.dtype
     route: Route
     slots: tuple[Slot, ...]
     payload_numel: int
     whole_numels: tuple[int, ...] = ()
-    divisor: float = 1.0
 
     @property
     def names(self) -> str:
@@ -96,7 +104,7 @@ class Bucket:
         region = range(self.payload_numel)
         for number, step in enumerate(self.route[:num_steps]):
             if step.placement.scatters:
-                numels, index = self._scattered(number, len(region)), step.ranks.index(rank)
+                numels, index = self.scattered(number, rank), step.ranks.index(rank)
                 begin = sum(numels[:index])
                 region = region[begin : begin + numels[index]]
         return region
@@ -106,14 +114,11 @@ class Bucket:
 
         Without SHARD or WHOLE all have what they had.
         """
-        return self._scattered(step, len(self.region(rank, step)))
-
-    def _scattered(self, step: int, numel: int) -> tuple[int, ...]:
         reduction = self.route[step]
         if reduction.placement is Placement.WHOLE:
             return self.whole_numels
         shards = len(reduction.ranks) if reduction.placement is Placement.SHARD else 1
-        return (numel // shards,) * len(reduction.ranks)
+        return (len(self.region(rank, step)) // shards,) * len(reduction.ranks)
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
         """Returns the slot of each gradient; one for the whole region once it was scattered."""
@@ -147,22 +152,6 @@ class Bucket:
 # The part goes with the last gradient that is in it.
 
 
-class Kind(NamedTuple):
-    """The facts that the gradients of a bucket share.
-
-    It contains no rank, because buckets must be equal on all ranks. So it has the mesh axes of the
-    route, and the stages that hold the parameters.
-    """
-
-    ready: int
-    holders: tuple[int, ...]
-    signature: tuple[tuple[str, ...], ...]
-    dtype: torch.dtype
-    wire_dtype: torch.dtype
-    parameter_dtype: torch.dtype | None  # None if parameters are not sent
-    divisor: float
-
-
 def in_few_words(keys: Sequence[str]) -> str:
     """Returns a text with the number of keys, the first and the last key."""
     return f"{len(keys)} parameters, {keys[0]} .. {keys[-1]}" if len(keys) > 1 else keys[0]
@@ -188,45 +177,41 @@ def make_buckets(
     several = options.shared_ticks or alone
     # Backward completes gradients in the reverse order of the model. With buckets in this order,
     # the first bucket is complete early, and its collective runs during the rest of the backward.
-    families: dict[Kind, list[ParameterRecord]] = {}
+    families: dict[tuple[Kind, object], list[ParameterRecord]] = {}
     for record in sorted(manifest.parameters, key=lambda x: (x.position, x.key), reverse=True):
         route = routes.get(record.key, ())
         if not route or not record.requires_grad:
             continue
         ticks = several if topology.crosses(record.holders) else alone
         dtype = manifest.entries(record.key)[0].gradient_dtype
+        wire = options.reduce_dtype or dtype
         kind = Kind(
             ready=max(ticks[stage] for stage in record.holders),
             holders=record.holders,
-            signature=signature(route),
             dtype=dtype,
-            wire_dtype=options.reduce_dtype or dtype,
-            parameter_dtype=record.dtype if any(s.syncs_parameters for s in route) else None,
+            wire_dtype=wire,
+            sum_dtype=torch.promote_types(wire, options.sum_dtype or wire),
             divisor=divisors.get(record.key, 1.0),
         )
-        families.setdefault(kind, []).append(record)
+        # Buckets must be equal on all ranks, so the route counts without its ranks. The dtype of
+        # the parameter counts only if parameters are sent.
+        is_sent = any(step.syncs_parameters for step in route)
+        along = signature(route), record.dtype if is_sent else None
+        families.setdefault((kind, along), []).append(record)
     cuts = [
-        (kind, cut)
-        for kind, family in families.items()
+        (kind, along, cut)
+        for (kind, along), family in families.items()
         for cut in cut_by_bytes(
             family, kind.wire_dtype, options.bucket_bytes, _num_owners(routes[family[0].key])
         )
     ]
     # Two buckets may be ready in the same tick, in one stage. The later position in the model is
     # complete first.
-    cuts.sort(key=lambda x: (x[0].ready, -x[1][-1].position, str(x[0])))
+    cuts.sort(key=lambda x: (x[0].ready, -x[2][-1].position, str(x[:2])))
     costs: dict[tuple[int, ...], list[int]] = {}  # ranks of a WHOLE -> what each steps so far
     return tuple(
-        _bucket(
-            index,
-            kind,
-            cut,
-            manifest=manifest,
-            route=routes[cut[0].key],
-            sum_dtype=options.sum_dtype,
-            costs=costs,
-        )
-        for index, (kind, cut) in enumerate(cuts)
+        _bucket(index, kind, cut, manifest=manifest, route=routes[cut[0].key], costs=costs)
+        for index, (kind, _, cut) in enumerate(cuts)
     )
 
 
@@ -288,7 +273,6 @@ def _bucket(
     *,
     manifest: Manifest,
     route: Route,
-    sum_dtype: torch.dtype | None,
     costs: dict[tuple[int, ...], list[int]],
 ) -> Bucket:
     """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
@@ -307,18 +291,13 @@ def _bucket(
     num_shards = math.prod(len(s.ranks) for s in route if s.placement is Placement.SHARD)
     minimum = len(slots) * num_shards if num_shards > 1 else 0
     return Bucket(
+        **vars(kind),
         index=index,
-        ready=kind.ready,
-        holders=kind.holders,
-        dtype=kind.dtype,
-        wire_dtype=wire,
-        sum_dtype=torch.promote_types(wire, sum_dtype or wire),
         parameter_dtype=records[0].dtype,
         route=route,
         slots=tuple(slots),
         payload_numel=_aligned(max(offset, minimum), wire, num_shards),
         whole_numels=numels,
-        divisor=kind.divisor,
     )
 
 

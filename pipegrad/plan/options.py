@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, TypedDict
 
 import torch
@@ -107,20 +107,15 @@ class GradientOptions:
         Raises:
             PlanError: If a value is wrong. It names the option and its value.
         """
-        for name in ("bucket_bytes", "comm_streams", "check_every"):
+        for name, least in (("bucket_bytes", 0), ("comm_streams", 1), ("check_every", 0)):
             number = getattr(self, name)
             if type(number) is not int:
                 raise PlanError(f"{name} is {number!r}, expected a whole number")
-        if self.bucket_bytes < 0 or self.comm_streams < 1:
-            raise PlanError(
-                f"bucket_bytes={self.bucket_bytes} must be at least 0 and "
-                f"comm_streams={self.comm_streams} at least 1"
-            )
+            if number < least:
+                raise PlanError(f"{name}={number} must be at least {least}")
         seconds: Any = self.step_timeout_seconds
         if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not seconds > 0:
             raise PlanError(f"step_timeout_seconds is {seconds!r}, expected a number above 0")
-        if self.check_every < 0:
-            raise PlanError(f"check_every={self.check_every} must be at least 0")
         for name in ("reduce_dtype", "sum_dtype", "master_dtype"):
             dtype = getattr(self, name)
             # torch adds no numbers of eight bits.
@@ -133,10 +128,6 @@ class GradientOptions:
             ticks = getattr(self, name)
             if ticks is not None and len(ticks) != topology.num_stages:
                 raise PlanError(f"{name} has {len(ticks)} entries for {topology.num_stages} stages")
-
-    def settings(self) -> dict[str, object]:
-        """Returns every option by name, for the comparison between ranks."""
-        return {field.name: getattr(self, field.name) for field in fields(self)}
 
 
 DEFAULT_OPTIONS = GradientOptions()

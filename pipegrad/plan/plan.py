@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 
-from pipegrad.errors import PlanError, in_words
+from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.buckets import Bucket, cut_by_bytes, in_few_words, localised, make_buckets
 from pipegrad.plan.check import check_routes, check_sums
@@ -16,6 +16,7 @@ from pipegrad.plan.routes import (
     Divisors,
     Route,
     Routes,
+    attempt,
     has_result,
     is_counted,
     make_routes,
@@ -382,14 +383,14 @@ def _main_ranges(
         route = routes.get(record.key, ())
         if not has_result(route, rank):
             continue
-        if not any(step.placement.scatters for step in route):
-            yield MainRange(record.key, 0, record.numel, sharded=False)
-            continue
-        bucket, slot = locations[record.key]
-        part = slot.within(bucket.region(rank, len(route)))
-        if part:
-            sharded = any(step.placement is Placement.SHARD for step in route)
-            yield MainRange(record.key, part.start, part.stop, sharded=sharded)
+        part = range(record.numel)
+        if any(step.placement.scatters for step in route):
+            bucket, slot = locations[record.key]
+            part = slot.within(bucket.region(rank, len(route)))
+            if not part:
+                continue
+        sharded = any(step.placement is Placement.SHARD for step in route)
+        yield MainRange(record.key, part.start, part.stop, sharded=sharded)
 
 
 # [Note: order of collectives] There is one list of all collectives, sorted by one key. Each rank
@@ -505,9 +506,7 @@ def _updated_part(route: Route, rank: int) -> tuple[list[int | bool], bool]:
 
 def _axes(name: str, handler: GradientHandler, topology: Topology) -> tuple[str, ...]:
     """Returns the dimensions of a handler that have several ranks."""
-    try:
-        return tuple(a for a in handler.independent_axes(topology) if topology.size(a) > 1)
-    except (Exception, SystemExit) as error:
-        raise PlanError(
-            f"handler {name!r}: independent_axes() failed: {in_words(error)}"
-        ) from error
+    return attempt(
+        f"{name!r}: independent_axes()",
+        lambda: tuple(a for a in handler.independent_axes(topology) if topology.size(a) > 1),
+    )

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import combinations
-from typing import get_args
+from typing import TypeVar, get_args
 
 from pipegrad.errors import PlanError, in_words
 from pipegrad.model.manifest import Manifest
@@ -18,6 +19,7 @@ from pipegrad.plugins.handler import (
 )
 from pipegrad.topology import Topology
 
+T = TypeVar("T")
 Route = tuple[ReductionStep, ...]
 
 Routes = dict[int, dict[str, Route]]
@@ -30,10 +32,8 @@ Divisors = Mapping[str, float]
 def steps_taken(route: Route, rank: int) -> int:
     """Returns in how many reductions of a route `rank` takes part."""
     # After a reduction with OWNER, only the owner has the sum, so only the owner continues.
-    for index, step in enumerate(route):
-        if step.placement.has_owner and rank != step.owner:
-            return index + 1
-    return len(route)
+    ends = (n for n, s in enumerate(route, 1) if s.placement.has_owner and rank != s.owner)
+    return next(ends, len(route))
 
 
 def has_result(route: Route, rank: int) -> bool:
@@ -90,10 +90,7 @@ def make_routes(
     # Handlers are pure. So every rank can compute the routes of all ranks, and compare them before
     # anything is sent.
     for name, handler in handlers:
-        try:
-            handler.check(manifest.parameters, topology)
-        except (Exception, SystemExit) as error:
-            raise PlanError(f"handler {name!r}: check() failed: {in_words(error)}") from error
+        attempt(f"{name!r}: check()", partial(handler.check, manifest.parameters, topology))
     known = frozenset(topology.ranks)
     reductions = {
         rank: [
@@ -110,6 +107,18 @@ def make_routes(
     return routes, _divisors(manifest, topology, reductions), matrices
 
 
+def attempt(what: str, function: Callable[[], T]) -> T:
+    """Calls a method of a handler, which may fail in any way.
+
+    Raises:
+        PlanError: If it fails. It begins with `what`: the handler's name and the method.
+    """
+    try:
+        return function()
+    except (Exception, SystemExit) as error:
+        raise PlanError(f"handler {what} failed: {in_words(error)}") from error
+
+
 def _reductions(
     name: str,
     handler: GradientHandler,
@@ -119,12 +128,10 @@ def _reductions(
 ) -> list[Reduction]:
     """Returns a handler's reductions on one rank, of the `known` ranks."""
     rank, records = topology.rank, manifest.records(topology)
-    try:
-        reductions = list(handler.reductions(records, topology))
-    except (Exception, SystemExit) as error:
-        raise PlanError(
-            f"handler {name!r}: reductions() of rank {rank} failed: {in_words(error)}"
-        ) from error
+    reductions = attempt(
+        f"{name!r}: reductions() of rank {rank}",
+        lambda: list(handler.reductions(records, topology)),
+    )
     held = {record.key: record for record in records}
     # The parameters of a rank share a few groups, and a group may have thousands of ranks.
     checked = set[int]()
@@ -134,7 +141,6 @@ def _reductions(
                 f"handler {name!r}: reductions() of rank {rank} gave {reduction!r}, expected "
                 f"Reductions"
             )
-    for reduction in reductions:
         if held.get(reduction.record.key) != reduction.record:
             raise PlanError(f"{_subject(name, reduction)} on rank {rank}, which does not hold it")
         if id(reduction.ranks) not in checked:

@@ -199,7 +199,18 @@ def test_an_exchange_comes_last_in_a_bucket_and_rows_lie_together() -> None:
         Slot("one", 64, (), ()),
     )
     f32 = torch.float32
-    whole = Bucket(0, 0, (0, 1), f32, f32, f32, f32, (), slots, 80)
+    whole = Bucket(
+        index=0,
+        ready=0,
+        holders=(0, 1),
+        dtype=f32,
+        wire_dtype=f32,
+        sum_dtype=f32,
+        parameter_dtype=f32,
+        route=(),
+        slots=slots,
+        payload_numel=80,
+    )
     tensors = (Rows(0, 5, 4), Rows(32, 3, 4), Rows(48, 1, 3), Rows(64, 1, 1))
     assert rows_of(whole, range(80)) == (*tensors, Rows(80, 1, 4))  # flags
     # A shard's region cuts rows at both ends.
