@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from functools import partial
 from inspect import Parameter, Signature
 from types import CodeType, FunctionType
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import nn
@@ -35,82 +35,47 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.sha256(bits.data).hexdigest()
 
 
-def _written(value: object, inside: tuple[int, ...]) -> str:
+def _written(value: object, inside: tuple[int, ...]) -> str:  # noqa: C901, PLR0912 - a table
     # `inside` has the ids of the values around this one, so a value that contains itself ends.
     if id(value) in inside:
         return "..."
     each = partial(_written, inside=(*inside, id(value)))
-    for kind, write in _WRITERS:
-        if isinstance(value, kind):
-            return write(value, each)
-    if type(value).__repr__ is object.__repr__:
-        return f"{_class(type(value), each)}({each(getattr(value, '__dict__', {}))})"
-    return _ADDRESS.sub("", repr(value))
+    # The first kind that fits counts, so a more special kind must come before a more general one.
+    match value:
+        case Mapping():
+            text = f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
+        case set() | frozenset():
+            text = f"{type(value).__name__}({{{', '.join(sorted(map(each, value)))}}})"
+        case list():
+            text = f"[{', '.join(map(each, value))}]"
+        case tuple():
+            text = f"({', '.join(map(each, value))}{',' * (len(value) == 1)})"
+        case torch.Tensor():
+            text = f"tensor({tuple(value.shape)}, {value.dtype}, {digest(value)})"
+        case partial():
+            text = f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
+        case FunctionType():
+            # The address of a function differs between processes. Its code, its defaults and the
+            # values that it has captured decide what it does.
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+            parts = [value.__code__, held, value.__defaults__, value.__kwdefaults__]
+            text = f"{_class(value)}{each(parts)}"
+        case CodeType():
+            parts = [value.co_code, value.co_names, value.co_consts]
+            text = hashlib.sha256(each(parts).encode()).hexdigest()[:16]
+        case type():
+            text = _class(value)
+        case nn.Module():
+            text = _class(type(value))
+        case _ if type(value).__repr__ is object.__repr__:
+            text = f"{_class(type(value))}({each(getattr(value, '__dict__', {}))})"
+        case _:
+            text = _ADDRESS.sub("", repr(value))
+    return text
 
 
-Each = Callable[[object], str]
-
-
-def _mapping(value: Mapping[object, object], each: Each) -> str:
-    return f"{{{', '.join(sorted(f'{each(k)}: {each(v)}' for k, v in value.items()))}}}"
-
-
-def _set(value: Collection[object], each: Each) -> str:
-    return f"{type(value).__name__}({{{', '.join(sorted(map(each, value)))}}})"
-
-
-def _list(value: Collection[object], each: Each) -> str:
-    return f"[{', '.join(map(each, value))}]"
-
-
-def _tuple(value: Collection[object], each: Each) -> str:
-    return f"({', '.join(map(each, value))}{',' * (len(value) == 1)})"
-
-
-def _tensor(value: torch.Tensor, _: Each) -> str:
-    return f"tensor({tuple(value.shape)}, {value.dtype}, {digest(value)})"
-
-
-def _partial(value: partial[object], each: Each) -> str:
-    return f"partial({each(value.func)}, {each(value.args)}, {each(value.keywords)})"
-
-
-def _function(value: FunctionType, each: Each) -> str:
-    # The address of a function differs between processes. Its code, its defaults and the values
-    # that it has captured decide what it does.
-    held = [cell.cell_contents for cell in value.__closure__ or ()]
-    defaults = [each(x) for x in (value.__defaults__, value.__kwdefaults__) if x]
-    texts = ", ".join([each(value.__code__), each(held), *defaults])
-    return f"{value.__module__}:{value.__qualname__}({texts})"
-
-
-def _code(value: CodeType, each: Each) -> str:
-    text = each([value.co_code, value.co_names, value.co_consts])
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _class(value: type, _: Each) -> str:
+def _class(value: type | FunctionType) -> str:
     return f"{value.__module__}:{value.__qualname__}"
-
-
-def _module(value: nn.Module, each: Each) -> str:
-    return _class(type(value), each)
-
-
-# The first kind that fits counts, so a more special kind must come before a more general one.
-_WRITERS: tuple[tuple[type, Callable[[Any, Each], str]], ...] = (
-    (Mapping, _mapping),
-    (set, _set),
-    (frozenset, _set),
-    (list, _list),
-    (tuple, _tuple),
-    (torch.Tensor, _tensor),
-    (partial, _partial),
-    (FunctionType, _function),
-    (CodeType, _code),
-    (type, _class),
-    (nn.Module, _module),
-)
 
 
 class Constructed:
