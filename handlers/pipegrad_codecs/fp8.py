@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
-from pipegrad.plugins.codec import Carried
-from pipegrad_codecs.rows import RowScaled
-
-# Gradients of one row differ more in size than activations do: they have more bits of exponent.
-_DTYPES: dict[Carried, torch.dtype] = {
-    "activations": torch.float8_e4m3fn,
-    "gradients": torch.float8_e5m2,
-}
+from pipegrad_codecs.rows import Dtypes, RowScaled
 
 
 class Float8(RowScaled):
@@ -21,10 +16,5 @@ class Float8(RowScaled):
         feedback: Whether the rounding error of a gradient is added to the next one.
     """
 
-    def __init__(self, *, feedback: bool = True) -> None:
-        self.feedback = feedback
-
-    def number(self, carried: Carried) -> tuple[torch.dtype, float]:
-        """Returns the dtype of an element in a message, and its largest number."""
-        dtype = _DTYPES[carried]
-        return dtype, torch.finfo(dtype).max
+    # Gradients of one row differ more in size than activations do: they have more bits of exponent.
+    dtypes: ClassVar[Dtypes] = {"activations": torch.float8_e4m3fn, "gradients": torch.float8_e5m2}

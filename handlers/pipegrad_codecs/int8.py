@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+from typing import ClassVar
 
-from pipegrad.plugins.codec import Carried
-from pipegrad_codecs.rows import RowScaled
+import torch
+
+from pipegrad_codecs.rows import Dtypes, RowScaled
 
 
 class Int8(RowScaled):
@@ -16,13 +16,4 @@ class Int8(RowScaled):
         feedback: Whether the rounding error of a gradient is added to the next one.
     """
 
-    def __init__(self, *, feedback: bool = True) -> None:
-        self.feedback = feedback
-
-    def number(self, carried: Carried) -> tuple[torch.dtype, float]:
-        """Returns the dtype of an element in a message, and its largest number."""
-        return torch.int8, 127.0
-
-    def round(self, scaled: Tensor) -> Tensor:
-        """Rounds to the nearest whole number, in place."""
-        return scaled.round_()
+    dtypes: ClassVar[Dtypes] = {"activations": torch.int8, "gradients": torch.int8}

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from pipegrad.plugins.codec import Carried
 _SCALE_BYTES = 4  # float32
 _FLOAT32 = torch.finfo(torch.float32)
 
+Dtypes = Mapping[Carried, torch.dtype]
+
 
 class RowScaled(EdgeCodec):
     """Divides each row by a scale, so that its largest element becomes the largest number.
@@ -20,15 +23,18 @@ class RowScaled(EdgeCodec):
     A message is the scales of all rows, and then one byte for each element. The scale of a row with
     nan or inf is nan or inf, and so are all its decoded elements. A finite row stays finite:
     elements that float32 cannot hold become its largest number.
+
+    Args:
+        feedback: Whether the rounding error of a gradient is added to the next one.
+
+    Attributes:
+        dtypes: Of an element in a message.
     """
 
-    @abstractmethod
-    def number(self, carried: Carried) -> tuple[torch.dtype, float]:
-        """Returns the dtype of an element in a message, and its largest number."""
+    dtypes: ClassVar[Dtypes]
 
-    def round(self, scaled: Tensor) -> Tensor:
-        """Rounds scaled elements in place, if the copy to the dtype does not."""
-        return scaled
+    def __init__(self, *, feedback: bool = True) -> None:
+        self.feedback = feedback
 
     def nbytes(self, shape: tuple[int, ...], dtype: torch.dtype) -> int:
         """Returns a byte for each element, and four for each row."""
@@ -37,7 +43,8 @@ class RowScaled(EdgeCodec):
 
     def encode(self, value: Tensor, message: Tensor, carried: Carried) -> None:
         """Writes scales, then elements."""
-        dtype, largest = self.number(carried)
+        dtype = self.dtypes[carried]
+        largest = (torch.finfo if dtype.is_floating_point else torch.iinfo)(dtype).max
         rows = value.reshape(_num_rows(value.numel(), value.shape), -1)
         scales, elements = _parts(message, len(rows), dtype)
         peak = rows.abs().amax(dim=1, keepdim=True)
@@ -51,13 +58,13 @@ class RowScaled(EdgeCodec):
             rows = rows.clamp(-_FLOAT32.max, _FLOAT32.max)
         # One product and no division for each element.
         scaled = rows.to(torch.float32) * scales.reciprocal()
-        elements.copy_(self.round(scaled))
+        # A copy to integers would cut off; a copy to floats rounds.
+        elements.copy_(scaled if dtype.is_floating_point else scaled.round_())
 
     def decode(self, message: Tensor, value: Tensor, carried: Carried) -> None:
         """Multiplies elements by their scales."""
-        dtype, _ = self.number(carried)
         rows = value.view(_num_rows(value.numel(), value.shape), -1)
-        scales, elements = _parts(message, len(rows), dtype)
+        scales, elements = _parts(message, len(rows), self.dtypes[carried])
         rows.copy_(elements.to(torch.float32).mul_(scales))
 
 
