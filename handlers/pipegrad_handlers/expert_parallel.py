@@ -8,9 +8,7 @@ from typing import Literal
 from pipegrad import ParameterRecord, Placement, Reduction, Topology
 from pipegrad.plugins.handler import matches_any
 from pipegrad_handlers.communication_hook import CommunicationHook
-from pipegrad_handlers.patterns import checked_patterns, refuse_unmatched
-
-_PLACEMENTS = {"replicate": Placement.REPLICATE, "shard": Placement.SHARD}
+from pipegrad_handlers.options import checked_patterns, checked_word, refuse_unmatched
 
 
 class ExpertParallel(CommunicationHook):
@@ -37,12 +35,10 @@ class ExpertParallel(CommunicationHook):
         placement: Literal["replicate", "shard"] = "replicate",
         hook: str | Mapping[str, object] | None = None,
     ) -> None:
-        if placement not in _PLACEMENTS:
-            raise ValueError(f"placement is {placement!r}, expected one of {list(_PLACEMENTS)}")
         super().__init__(hook)
         self._experts = checked_patterns("experts", experts)
         self._axis = axis
-        self._placement = _PLACEMENTS[placement]
+        self._placement = Placement(checked_word("placement", placement, ["replicate", "shard"]))
 
     def check(self, parameters: Sequence[ParameterRecord], topology: Topology) -> None:
         """Refuses patterns that match nothing."""

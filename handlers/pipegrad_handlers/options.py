@@ -1,11 +1,22 @@
-"""Patterns: shell-style patterns of parameter names, as options of handlers."""
+"""Options of handlers: one of several words, or shell-style patterns of parameter names."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from pipegrad import ParameterRecord
 from pipegrad.plugins.handler import matches_any
+
+
+def checked_word(option: str, word: str, expected: Collection[str]) -> str:
+    """Returns the value of an option.
+
+    Raises:
+        ValueError: If it is none of those expected.
+    """
+    if word not in expected:
+        raise ValueError(f"{option} is {word!r}, expected one of {list(expected)}")
+    return word
 
 
 def checked_patterns(option: str, patterns: Sequence[str]) -> tuple[str, ...]:

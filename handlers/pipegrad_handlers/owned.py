@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.plugins.handler import EMBEDDINGS_AND_HEADS
-from pipegrad_handlers.patterns import checked_patterns, refuse_unmatched
+from pipegrad_handlers.options import checked_patterns, refuse_unmatched
 
 
 class Owned(GradientHandler):

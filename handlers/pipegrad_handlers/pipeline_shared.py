@@ -7,8 +7,7 @@ from typing import Literal, get_args
 
 from pipegrad import GradientHandler, ParameterRecord, Placement, Reduction, Topology
 from pipegrad.plugins.handler import Exchange
-
-_PLACEMENTS = {"replicate": Placement.REPLICATE, "owner": Placement.OWNER}
+from pipegrad_handlers.options import checked_word
 
 
 class PipelineShared(GradientHandler):
@@ -36,16 +35,8 @@ class PipelineShared(GradientHandler):
         placement: Literal["replicate", "owner"] = "replicate",
         exchange: Exchange = "all-reduce",
     ) -> None:
-        try:
-            self._placement = _PLACEMENTS[placement]
-        except KeyError:
-            raise ValueError(
-                f"placement is {placement!r}, expected one of {list(_PLACEMENTS)}"
-            ) from None
-        if exchange not in get_args(Exchange):
-            raise ValueError(
-                f"exchange is {exchange!r}, expected one of {list(get_args(Exchange))}"
-            )
+        self._placement = Placement(checked_word("placement", placement, ["replicate", "owner"]))
+        checked_word("exchange", exchange, get_args(Exchange))
         if exchange != "all-reduce" and placement != "replicate":
             raise ValueError(f"placement {placement!r} has no exchange {exchange!r}: drop one")
         self._exchange = exchange

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import get_args
 
 from pipegrad import GradientHandler, ParameterRecord, Reduction, Topology
 from pipegrad.plugins.handler import Op, matches_any
-from pipegrad_handlers.patterns import checked_patterns, refuse_unmatched
+from pipegrad_handlers.options import checked_patterns, checked_word, refuse_unmatched
 
 
 class SequenceParallel(GradientHandler):
@@ -32,8 +33,7 @@ class SequenceParallel(GradientHandler):
         axis: str = "tp",
         op: Op = "sum",
     ) -> None:
-        if op not in ("sum", "mean"):
-            raise ValueError(f"op is {op!r}, expected 'sum' or 'mean'")
+        checked_word("op", op, get_args(Op))
         self._parameters = checked_patterns("parameters", parameters)
         self._axis = axis
         self._op: Op = op

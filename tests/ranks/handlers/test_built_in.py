@@ -306,7 +306,7 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
     ],
     "sequence-parallel": [
         ({"parameters": "*x*"}, f"parameters is {PATTERNS}"),
-        ({"parameters": ["*"], "op": "max"}, "op is 'max', expected 'sum' or 'mean'"),
+        ({"parameters": ["*"], "op": "max"}, "op is 'max', expected one of ['sum', 'mean']"),
     ],
 }
 
