@@ -224,7 +224,7 @@ class Reducer:
     def _receives_sum(self, launch: Launch) -> bool:
         """Whether the next rank sends its partial sum to this rank."""
         step = self.memories[launch.bucket].bucket.route[launch.step]
-        return step.is_point_to_point and self._rank != step.tail
+        return step.is_point_to_point and self._rank != step.ranks[-1]
 
     def _step_bucket(self, launch: Launch) -> StepBucket:
         memory = self.memories[launch.bucket]

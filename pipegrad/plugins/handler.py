@@ -184,11 +184,6 @@ class ReductionStep:
         """The lowest rank. With OWNER it has the result. Equal results count on this rank."""
         return self.ranks[0]
 
-    @property
-    def tail(self) -> int:
-        """The highest rank: where a reduce chain begins and a broadcast chain ends."""
-        return self.ranks[-1]
-
     @cached_property
     def signature(self) -> tuple[str, ...]:
         """All its properties except the ranks: the same in each group."""

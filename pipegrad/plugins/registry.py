@@ -93,9 +93,11 @@ class Registry(Generic[T]):
         for entry in metadata.entry_points(group=self.group):
             distribution = (entry.dist and entry.dist.name) or ""
             version = (entry.dist and entry.dist.version) or ""
-            plugin = Plugin(entry.name, entry.value, distribution, version)
-            if not _plugins_disabled() or _is_built_in(plugin):
-                installed.setdefault((entry.name, _normalized(distribution), entry.value), plugin)
+            # Any distribution may call itself PipeGrad. That would not make its modules ours.
+            package, normalized = re.split(r"[.:]", entry.value)[0], _normalized(distribution)
+            if (package in _PACKAGES and normalized == "pipegrad") or not _plugins_disabled():
+                plugin = Plugin(entry.name, entry.value, distribution, version)
+                installed.setdefault((entry.name, normalized, entry.value), plugin)
         every = [*registered, *installed.values()]
         return tuple(sorted(every, key=lambda p: (p.name, p.distribution, p.value)))
 
@@ -246,12 +248,6 @@ def _normalized(distribution: str) -> str:
     return re.sub(r"[-_.]+", "-", distribution).lower()
 
 
-def _is_built_in(plugin: Plugin) -> bool:
-    # Any distribution may call itself PipeGrad. That would not make its modules ours.
-    package = re.split(r"[.:]", plugin.value)[0]
-    return package in _PACKAGES and _normalized(plugin.distribution) == "pipegrad"
-
-
 def _plugins_disabled() -> bool:
     return os.environ.get(DISABLE_VARIABLE, "0") not in ("", "0")
 
@@ -315,14 +311,11 @@ def redacted(value: Any, name: str = "") -> Any:  # noqa: ANN401 - what TOML and
         value: Of an option, or a table of them; it is not changed.
         name: Of the option.
     """
-    if value is not None and _is_secret(name):
+    words = [word.lower() for word in _WORD.findall(name)]
+    if value is not None and any(map(_SECRET.fullmatch, words)):
         return REDACTED
     if isinstance(value, Mapping):
         return {key: redacted(inside, str(key)) for key, inside in value.items()}
     if isinstance(value, list | tuple):
         return [redacted(inside) for inside in value]
     return _CREDENTIALS.sub(REDACTED, value) if isinstance(value, str) else value
-
-
-def _is_secret(name: str) -> bool:
-    return any(_SECRET.fullmatch(word.lower()) for word in _WORD.findall(name))
