@@ -20,8 +20,7 @@ import secrets
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from io import BufferedReader, BufferedWriter
 from pathlib import Path
 
@@ -131,14 +130,14 @@ def created(path: Path) -> BufferedWriter:
         os.close(folder)
 
 
-@contextmanager
-def replacing(path: Path, permissions: int = 0o666) -> Iterator[BufferedWriter]:
-    """Makes a file that takes the place of another one, when it is whole and on the disk.
+def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
+    """Writes a file that takes the place of another one, when it is whole and on the disk.
 
     `path` has its old content or the new one, whenever this process is killed.
 
     Args:
         path: Of the file.
+        content: All of it.
         permissions: Of a new file, less the umask. One that is there keeps its own.
 
     Raises:
@@ -152,19 +151,13 @@ def replacing(path: Path, permissions: int = 0o666) -> Iterator[BufferedWriter]:
         try:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
-            yield file
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
             unfinished.replace(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-
-
-def replace(path: Path, content: bytes, permissions: int = 0o666) -> None:
-    """Writes a file, as `replacing` does."""
-    with replacing(path, permissions) as file:
-        file.write(content)
 
 
 def make_folder(path: Path) -> None:

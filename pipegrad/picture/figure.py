@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from importlib import import_module
+from io import BytesIO
 from itertools import groupby
 from math import ceil
 from operator import attrgetter, itemgetter
@@ -86,9 +87,11 @@ def write_figure(timelines: Sequence[Timeline], path: Path | str, *, title: str 
     kind = path.suffix.lower().removeprefix(".")
     # The same picture is the same file: no date is in it.
     undated = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}.get(kind)
-    with matplotlib.rc_context(_STYLE), run_files.replacing(path) as file:
+    content = BytesIO()
+    with matplotlib.rc_context(_STYLE):
         figure = _drawn(timelines, printable(title))
-        figure.savefig(file, format=kind, dpi=200, metadata=undated)
+        figure.savefig(content, format=kind, dpi=200, metadata=undated)
+    run_files.replace(path, content.getvalue())
 
 
 def _drawn(timelines: Sequence[Timeline], title: str) -> Figure:
