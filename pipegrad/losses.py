@@ -220,9 +220,16 @@ class _Options(NamedTuple):
         return logits.div(self.softcap).square_().neg_().add_(1.0)
 
     def gradient(
-        self, exps: Tensor, sums: Tensor, rows: slice, first: int, times: Tensor
+        self,
+        exps: Tensor,
+        sums: Tensor,
+        rows: slice,
+        first: int,
+        times: Tensor,
+        *,
+        slope: Tensor | None,
     ) -> Tensor:
-        """Returns the gradient of the losses of rows by logits, in the memory of `exps`.
+        """Returns the gradient of the losses of rows by what a head gives, in its dtype.
 
         Args:
             exps: The exponentials of logits as of `losses`, of the classes from `first` on.
@@ -230,6 +237,9 @@ class _Options(NamedTuple):
             rows: Of the tokens.
             first: See `exps`.
             times: What each loss is multiplied with, ``(rows,)``.
+            slope: Of the soft cap.
+
+        Sync: on the current stream. It writes into the memory of `exps`.
         """
         result = exps.mul_((self.every[rows] * times / sums)[:, None])
         at = (self.labels[rows] - first)[:, None]
@@ -241,7 +251,7 @@ class _Options(NamedTuple):
             if self.of_classes is not None:
                 even = even * self.of_classes[first : first + exps.shape[1]]
             result.sub_(even)
-        return result
+        return (result if slope is None else result.mul_(slope)).to(self.dtype)
 
 
 class HeadLoss(torch.autograd.Function):
@@ -274,9 +284,8 @@ class HeadLoss(torch.autograd.Function):
                 losses[rows] = options.losses(logits.sub_(most[rows, None]), rows)
                 sums[rows] = logits.exp_().sum(1)
                 if of_hidden is not None:
-                    by = options.gradient(logits, sums[rows], rows, 0, times)
-                    by = by if slope is None else by.mul_(slope)
-                    torch.mm(by.to(dtype), cast, out=of_hidden[rows])
+                    by = options.gradient(logits, sums[rows], rows, 0, times, slope=slope)
+                    torch.mm(by, cast, out=of_hidden[rows])
                     del by
                 del logits, slope  # before the next ones are made
             losses += options.every * sums.log()
@@ -339,8 +348,7 @@ def by_head(
             logits = options.logits(near, weight[part].to(dtype), shift)
             slope = options.slope(logits)
             exps = logits.sub_(most[:, None]).exp_()
-            by = options.gradient(exps, sums, every, part.start, times)
-            by = (by if slope is None else by.mul_(slope)).to(dtype)
+            by = options.gradient(exps, sums, every, part.start, times, slope=slope)
             if by_weight.dtype == dtype:  # without a copy
                 torch.mm(by.mT, near, out=by_weight[part])
             else:
