@@ -119,7 +119,7 @@ def test_what_the_further_dimensions_leave_is_data_parallel() -> None:
         ),
         (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), data=("dp", "pp")), "none of them"),
         (lambda: Topology.build(axes=(("pp", 2), ("dp", 2)), data=()), "at least one dimension"),
-        (lambda: Topology.build(axes=(("pp", 2), ("pp", 2))), "do not fill the mesh"),
+        (lambda: Topology.build(axes=(("pp", 2), ("dp", 2), ("dp", 2))), "do not fill the mesh"),
         (lambda: Topology.build(axes=(("pp", 2), ("dp", 1)), ranks=(1, 1), rank=1), "once each"),
         (lambda: Topology.build(axes=(("pp", 2), ("dp", 1)), rank=2), "rank 2 is not in the mesh"),
         (lambda: grid().at(8), "rank 8 is not in the mesh"),
