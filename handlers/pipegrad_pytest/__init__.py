@@ -67,9 +67,6 @@ class _AuditItem(pytest.Item):
             return str(excinfo.value)
         return str(super().repr_failure(excinfo, style))
 
-    def reportinfo(self) -> tuple[Any, int | None, str]:
-        return self.path, None, ""
-
 
 @pytest.fixture
 def audit_pipeline() -> Callable[..., Report]:
