@@ -42,6 +42,21 @@ class Gradients(Enum):
     USED = "an optimizer has used them"
 
 
+_UNTIMELY = {  # errors of an optimizer that steps without new gradients
+    Gradients.NONE: (
+        "optimizer.step() before the gradients of a step are there: call it once after each "
+        "scheduler.step() or finish(), outside of accumulate(), and without a closure that runs "
+        "the step. After a step that failed there are none"
+    ),
+    Gradients.USED: (
+        "optimizer.step() a second time with the same gradients: call it once after each "
+        "scheduler.step() or finish(). If these are two optimizers, one of scheduler.optimizer() "
+        "or sync.optimizer() has all parameters: step one of them, and give its groups their "
+        "options by group_of"
+    ),
+}
+
+
 class News(IntFlag):
     """What the optimizers of a rank did since its step before. Ranks compare it."""
 
@@ -90,7 +105,6 @@ class OptimizerWatch:
         self._refuse_reduced = weakref.WeakMethod(refuse_reduced)
         self._has_main = any(p.main for p in parameters)
         self._added: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._last: Callable[[], torch.optim.Optimizer | None] = lambda: None  # that has stepped
         self._rates: WeakKeyDictionary[torch.optim.Optimizer, object] = WeakKeyDictionary()
         self._news = News.TRAINS  # since `news`
         self._is_stepping = False  # whether one that was added is in its step
@@ -218,7 +232,7 @@ class OptimizerWatch:
             )
         is_ready |= any(each.gradients is Gradients.READY for each in self._siblings())
         if self._added and not is_ready:
-            raise StepError(self._untimely(optimizer))
+            raise StepError(_UNTIMELY[self.gradients])
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Called after a step of `optimizer`; publishes if it was added."""
@@ -232,7 +246,7 @@ class OptimizerWatch:
             return
         self._is_stepping = False
         if is_added or any(self._parameters_of(optimizer)):
-            self.gradients, self._last = Gradients.USED, weakref.ref(optimizer)
+            self.gradients = Gradients.USED
         if is_added:
             self._parameter_sync.publish()
 
@@ -277,25 +291,6 @@ class OptimizerWatch:
         ids = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
         with_main = [p for key, p in self._main.items() if key in ids]
         return [p for key, p in self.live.items() if key in ids], with_main
-
-    def _untimely(self, optimizer: torch.optim.Optimizer) -> str:
-        """Returns the message for a step without new gradients."""
-        if self.gradients is Gradients.NONE:
-            return (
-                "optimizer.step() before the gradients of a step are there: call it once after "
-                "each scheduler.step() or finish(), outside of accumulate(), and without a closure "
-                "that runs the step. After a step that failed there are none"
-            )
-        if self._last() is optimizer:
-            return (
-                "optimizer.step() a second time with the same gradients: call it once after each "
-                "scheduler.step() or finish()"
-            )
-        return (
-            "two optimizers step the same parameters with the same gradients: an optimizer of "
-            "scheduler.optimizer() or sync.optimizer() has all parameters. Step one of them, and "
-            "give its groups their options by group_of"
-        )
 
 
 # One hook of the process serves all watches. A watch may become garbage at any time, also while

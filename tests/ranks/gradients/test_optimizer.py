@@ -306,7 +306,7 @@ def test_what_cannot_be_made_or_loaded_is_refused_on_all_ranks() -> None:
 def test_a_step_at_a_wrong_time_is_refused(kind: str) -> None:
     """Issue 18, point 5: what can still go wrong by a forgotten call raises."""
     early = "StepError: optimizer.step() before the gradients of a step are there"
-    both = "StepError: two optimizers step the same parameters with the same gradients"
+    again = "StepError: optimizer.step() a second time with the same gradients"
     job = module, sync, optimizer = made(kind)
     once = partial(compute, sync, partial(give, module, **drawn(rank(), 0)))
     assert outcome(optimizer.step).startswith(early)
@@ -320,17 +320,17 @@ def test_a_step_at_a_wrong_time_is_refused(kind: str) -> None:
     clipped = outcome(lambda: sync.clip_grad_norm_(1.0))
     assert clipped.startswith("StepError: clip_grad_norm_() after optimizer.step()")
     optimizer.zero_grad()
-    assert outcome(optimizer.step).startswith("StepError: optimizer.step() a second time")
+    assert outcome(optimizer.step).startswith(again)
     other = sync.optimizer(torch.optim.SGD, lr=0.0)
     once()
     optimizer.step()
-    assert outcome(other.step).startswith(both)
+    assert outcome(other.step).startswith(again)
     optimizer.zero_grad()
     if kind != "owner":  # there another rank has all main parameters
         raw = torch.optim.SGD([main.tensor for main in sync.main_parameters()])
         once()
         optimizer.step()
-        assert outcome(raw.step).startswith(both)
+        assert outcome(raw.step).startswith(again)
         optimizer.zero_grad()
     train(job, 0)
     sync.wait_parameters()
