@@ -135,8 +135,8 @@ class Plan:
     @cached_property
     def published_bytes(self) -> int:
         """Bytes of parameters that this rank sends or receives in the parameter sync of a step."""
-        syncs = self.publishes
-        return sum(self._bucket[x.bucket].parameter_nbytes(x.step, self.rank) for x in syncs)
+        buckets = self._bucket
+        return sum(buckets[x.bucket].parameter_nbytes(x.step, self.rank) for x in self.publishes)
 
     @property
     def chains(self) -> frozenset[tuple[int, ...]]:
@@ -427,9 +427,8 @@ def _groups(
         for key, route in by_key.items()
         for step in route
     }
-    specs = set[tuple[tuple[int, ...], int]]()
-    if independent:
-        specs |= {(topology.at(rank).ranks_along(independent), 0) for rank in topology.ranks}
+    alone = topology.ranks if independent else ()
+    specs = {(topology.at(rank).ranks_along(independent), 0) for rank in alone}
     for (_, comm_stream), step in used.items():
         # Comm stream 0 is added for every set of ranks: it makes replicas equal before the first
         # step.

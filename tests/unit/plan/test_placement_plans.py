@@ -274,6 +274,8 @@ def test_bytes_of_one_bucket_by_hand() -> None:
         assert (bucket.payload_numel, bucket.numel) == (96, 97)
         assert [bucket.nbytes(number, plan.rank) for number in (0, 1)] == [4 * 97, 4 * 49]
         assert plan.reduced_bytes == 4 * 97 + 4 * 49
+        assert bucket.pieces(plan.rank, 0) == (Slot("0.w", 0, (70,), (1,)),)
+        assert bucket.pieces(plan.rank, 1) == (Slot("", 0, (48,), (1,)),)
         begin = 48 * (plan.rank // 2)
         assert plan.main_ranges == (MainRange("0.w", begin, min(begin + 48, 70), sharded=True),)
 
