@@ -392,8 +392,6 @@ class Parts:
         alone = [p for k, p in by_key.items() if k not in reduced and p.record.requires_grad]
         fixed = [dict(plan.divisors).get(p.record.key, 1.0) for p in alone]
         self.local = LocalGradients(alone, agreed.main_grad, fixed) if alone else None
-        # The same on all ranks.
-        trained = [record for record in agreed.manifest.parameters if record.requires_grad]
         self.parameter_sync = ParameterSync(
             plan,
             by_key,
@@ -406,10 +404,11 @@ class Parts:
         self.drift = DriftCheck(
             plan.packs,
             by_key,
-            frozenset(
+            frozenset(  # the same on all ranks
                 record.key
-                for record in trained
-                if master_dtype_of(record, options.master_dtype) != record.dtype
+                for record in agreed.manifest.parameters
+                if record.requires_grad
+                and master_dtype_of(record, options.master_dtype) != record.dtype
             ),
             groups=self.groups,
             ranks=ranks,

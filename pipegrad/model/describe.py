@@ -199,8 +199,7 @@ def merge(manifests: Sequence[RankManifest], topology: Topology, ties: Sequence[
     # Every rank runs this on the same manifests, so all ranks have the same result, or the same
     # error. Settings come first: other differences often follow from a different option.
     by_rank = dict(zip(sorted(topology.ranks), manifests, strict=True))
-    names = dict.fromkeys(name for m in manifests for name, _ in m.settings)
-    for name in names:
+    for name in dict.fromkeys(name for m in manifests for name, _ in m.settings):
         same(name, {r: dict(m.settings).get(name, "nothing") for r, m in by_rank.items()})
     same("the device type", {r: m.device_type for r, m in by_rank.items() if m.device_type})
     stages: list[tuple[ParameterEntry, ...]] = []

@@ -47,10 +47,9 @@ class Layout:
     replicated: tuple[bool, ...]
 
     def __str__(self) -> str:
-        dims = zip(self.placements, self.mesh, strict=True)
         return f"{self.shape} by " + ", ".join(
             f"{placement} over {name or 'a dimension'} of {size}"
-            for placement, (name, size) in dims
+            for placement, (name, size) in zip(self.placements, self.mesh, strict=True)
         )
 
 
