@@ -470,4 +470,4 @@ def _of_rank(main: MainParameter, value: Any) -> Any:  # noqa: ANN401 - as above
 def _layout(value: Any) -> str:  # noqa: ANN401 - a Chunk, a DTensor or a plain tensor
     """Returns in words which elements of a whole tensor a rank has."""
     at = getattr(value, "boxes", None) or getattr(value, "placements", "all")
-    return f"{tuple(local(value).shape)} at {at} of {tuple(value.shape)}"
+    return f"{tuple(local(value).shape)} of {tuple(value.shape)} at {at}"
