@@ -42,6 +42,7 @@ _RECORDS = {
     "observe.recording": ("Reading",),
     "observe.step_recorder": ("Recorded",),
     "partition.weights.saved": ("_Shard",),
+    "pipeline.compare": ("Facts",),
     "pipeline.edges": ("Spec",),
     "pipeline.first_step": ("Learned",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),

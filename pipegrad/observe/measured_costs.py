@@ -29,11 +29,12 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.wrappers import fsdp_modules
 from pipegrad.observe.links import Pair, host_name, measure_links, network_of
 from pipegrad.observe.stage_profile import StageAlone
+from pipegrad.pipeline.batch import Batch
 from pipegrad.pipeline.codings import Codec, CodecChoice, Coding, Feedback, Hop, Position
 from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.loss_message import loss_parts
-from pipegrad.pipeline.microbatch import Batch, Counts
 from pipegrad.pipeline.scheduler import Scheduler
+from pipegrad.pipeline.stage import Counts
 from pipegrad.pipeline.trees import flattened
 from pipegrad.plugins.codec import CARRIED, Carried
 from pipegrad.plugins.handler import ReductionStep
@@ -190,10 +191,10 @@ class _Profile:
         number = self._batch.num_microbatches or self._scheduler.schedule.num_sequences
         number = number if ready is None else len(ready)
         with torch.no_grad():  # nothing is cut off a graph of the caller's
-            batches = self._scheduler.steps.batches.apart()
-            parts, targets = batches.cut(self._batch, number, needs_target=True)
-        self._external = {name: _detached(column[0]) for name, column in parts.items()}
-        self._target = None if targets is None else _detached(targets[0])
+            batches = self._scheduler.steps.batches
+            given = batches.cut(self._batch, number, needs_target=True)
+        self._external = {name: _detached(column[0]) for name, column in given.inputs.items()}
+        self._target = None if given.targets is None else _detached(given.targets[0])
 
     def stage(self, stage: int) -> tuple[StageCosts, dict[int, Spec]] | None:
         """Returns what a stage costs, and what its outputs look like; None on other ranks."""

@@ -177,7 +177,7 @@ class CarriedCache:
     def in_time(
         self, given: Mapping[str, object], shifted: Callable[[Tensor], Tensor] | None
     ) -> tuple[dict[str, object], dict[str, int | None]]:
-        """Returns what may be cut into chunks of time; see `Stage.in_time`.
+        """Returns what may be cut into chunks of time; see `BatchRules`.
 
         Args:
             given: What the step is given, by name.

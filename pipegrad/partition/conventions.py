@@ -42,7 +42,7 @@ from pipegrad.partition.deferred_logits import deferred
 from pipegrad.partition.layers import Part
 from pipegrad.partition.weights.adapter import adapter_kinds, kind_of_prompt
 from pipegrad.pipeline.activation_checkpoint import Recompute
-from pipegrad.pipeline.stage import Stage, fields_of, inner_module, parameters_of
+from pipegrad.pipeline.stage import BatchRules, Stage, fields_of, inner_module, parameters_of
 
 _Tensors = dict[str, Tensor]  # by name
 
@@ -608,7 +608,6 @@ class CutStage(Stage):
         carried = ("cache",) if carry else ()
         super().__init__(part.module, index, inputs, outputs, recompute=recompute, carry=carried)
         self._carry, self._shifts = carry, shifts
-        self.accepts = conventions.accepts
         self.layers = layers
         self._conventions = conventions
         self._names = part.outputs if is_last else None
@@ -616,20 +615,18 @@ class CutStage(Stage):
         self._is_proven = not labels  # see [Note: one mean]
         self._head = head
 
-    def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
-        """Returns how many rows each sample has; see `Stage.rows_of`."""
-        return self._conventions.rows_of(given)
+    @property
+    def rules(self) -> BatchRules:
+        """What the model knows of what a step is given."""
+        known = self._conventions
+        return BatchRules(known.accepts, known.rows_of, known.samples_along, self._in_time)
 
-    def samples_along(self, given: Mapping[str, object]) -> Mapping[str, int | None]:
-        """Returns where samples are; see `Stage.samples_along`."""
-        return self._conventions.samples_along(given)
-
-    def in_time(
+    def _in_time(
         self, given: Mapping[str, object]
     ) -> tuple[Mapping[str, object], Mapping[str, int | None]]:
-        """Returns what may be cut into chunks of time; see `Stage.in_time`."""
+        """Returns what may be cut into chunks of time; see `BatchRules`."""
         if self._carry is None:
-            return super().in_time(given)
+            return given, {}
         conventions = self._conventions
         conventions.arguments({n: x for n, x in given.items() if n != "target"})
         if any(getattr(x, "gradient_checkpointing", False) for x in self.module.modules()):

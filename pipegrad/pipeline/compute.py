@@ -15,9 +15,9 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute
 from pipegrad.pipeline.autocast import Autocast
+from pipegrad.pipeline.batch import joined, joined_tree
 from pipegrad.pipeline.carried import warn_of_blind
 from pipegrad.pipeline.loss_message import LossTerms, loss_parts
-from pipegrad.pipeline.microbatch import joined, joined_tree
 from pipegrad.pipeline.shares import Number, counted
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.trees import leaves_of, versions_of

@@ -4,21 +4,18 @@
 
     0  the losses, divided by the number of pipelines
     1  how many ranks have failed in this step
-    2  how many ranks have a divisor; 3 the sum of these divisors; 4 the sum of their squares
-    5  how much the losses count, divided by the number of pipelines: the weight of a result
-    6  how many second forwards of devices differ from the first: [Note: second forwards]
-    7  and further: what ranks were given: [Note: what was passed]
+    2  how much the losses count, divided by the number of pipelines: the weight of a result
+    3  how many second forwards of devices differ from the first: [Note: second forwards]
     behind it: the metrics, in the order of their names, divided by the number of pipelines
     behind them: what steps are measured by, if the schedule wants that: [Note: times of a step]
 
-If all divisors are equal, the mean of the squares is the square of the mean. So any number of ranks
-is compared with one message, and a failure is noticed by ranks that ended the step before it.
+So a failure is noticed by ranks that ended the step before it.
 
 [Note: names of metrics] The messages of all ranks must have one length. The names of the losses of
 stages are known when the Scheduler is made. But a rank without the last stage does not know which
 metrics loss_fn returns. All ranks learn their names when the first step of a kind has ended: see
-[Note: first step]. The metrics of that step follow in a message of their own. From then on other
-names are an error of the step.
+[Note: first step]. The message of that step is then sent again, with the metrics. From then on
+other names are an error of the step.
 
 [Note: divided at the end] With "token_mean" no rank knows the total weight before the last forward
 of the last replica. So backwards begin with one, and gradients are sums. When the computes of a
@@ -48,7 +45,6 @@ from pipegrad.comm.sync_points import Started
 from pipegrad.errors import StepError
 from pipegrad.pipeline.shares import Number, Shares, counted
 from pipegrad.pipeline.step_result import Message, Outputs, StepResult
-from pipegrad.pipeline.trees import Compare, Numbers, Passed
 from pipegrad.topology import Topology
 
 REDUCTIONS = MEAN, TOKEN_MEAN = ("mean", "token_mean")
@@ -62,7 +58,6 @@ _EXPECTED = (
 _EXPECTED_WEIGHTS = (
     "(sum of losses, weight) or (sum of losses, weight, metrics), for loss_reduction='token_mean'"
 )
-_NONE: Numbers = {}
 
 
 def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
@@ -92,7 +87,8 @@ def loss_parts(returned: object, *, is_weighted: bool) -> LossParts:
         )
         expected = _EXPECTED_WEIGHTS if is_weighted else _EXPECTED
         raise StepError(f"loss_fn returned {returns}, expected {expected}")
-    if isinstance(weight, Real) and not 0 <= float(weight) < math.inf:
+    is_here = getattr(weight, "is_cpu", True)  # the host waits for no device
+    if weight is not None and is_here and not 0 <= float(weight) < math.inf:
         raise StepError(f"loss_fn returned the weight {weight}, expected a number from 0 on")
     for name, value in metrics.items():
         if not isinstance(name, str) or not _is_number(value):
@@ -126,6 +122,7 @@ class LossTerms:
         shares: How much the loss of each microbatch counts, see `shares.py`; None if alike.
         rows: Of each microbatch, by which the losses of stages count; empty if alike.
         count: How much all of them count beside other steps, if losses have no weights.
+        num_different: How many second forwards differ from the first, as far as nobody raised.
     """
 
     def __init__(
@@ -143,6 +140,7 @@ class LossTerms:
         self.shares: Shares | None = None
         self.rows: Sequence[float] = ()
         self.count: Number = divisor if is_last else 0
+        self.num_different: int | Tensor = 0
         self._names = expected  # None until the first microbatch
         self._device = device
         self._is_last = is_last
@@ -262,7 +260,6 @@ class Losses:
 
     Attributes:
         is_weighted: The argument.
-        passed: Compares what ranks were given.
     """
 
     def __init__(
@@ -284,15 +281,13 @@ class Losses:
         self._device = device
         self.is_weighted = is_weighted
         self._auxiliary = auxiliary
-        self._learned = dict[bool, tuple[str, ...]]()  # names of loss_fn's metrics, by forward_only
-        self._guessed = set[bool]()  # kinds whose first step had no loss
+        # By forward_only: the names of loss_fn's metrics; None if the first step had no loss.
+        self._learned = dict[bool, tuple[str, ...] | None]()
         # Of this step, and of those that it continues.
         self._weight = torch.zeros((), dtype=torch.float64, device=device)
         self._owes_weight = False  # whether other ranks wait for the weight of this step
         self._group: dist.ProcessGroup | None = None
         self._leaving: deque[Started] = deque()
-        self.passed = Passed(topology)
-        self._unread = deque[Message](maxlen=2)  # of the last steps
         if len(ranks) > 1:
             self._group = new_group(ranks, "pipegrad loss", device)
         self._ending = Ending(
@@ -315,24 +310,6 @@ class Losses:
         # `send`. Otherwise the others would wait for it in this all-reduce.
         self._owes_weight = reduces
 
-    def refuse_earlier(self) -> None:
-        """Looks at the step before the last one, on CPU: see [Note: what was passed].
-
-        Raises:
-            StepError: If ranks were given what does not belong together, and nobody has read it.
-        """
-        # The message of the last step may still be on its way, and a wait for it would end the
-        # overlap of two steps. The one before it has come long ago. On a device even a message that
-        # has come cannot be read without a wait for all that was enqueued before it.
-        if len(self._unread) == 2 and self._device.type == "cpu":
-            message = self._unread.popleft()
-            if not message.is_refused:
-                message.refuse_wrong(of=" of the step before the last one")
-
-    def forget_unread(self) -> None:
-        """Lets `refuse_earlier` look at no step so far: all ranks have refused the last one."""
-        self._unread.clear()
-
     def terms(self, divisor: float, *, forward_only: bool, is_last: bool) -> LossTerms:
         """Returns where the losses of a step are collected; see `LossTerms`."""
         return LossTerms(
@@ -340,9 +317,16 @@ class Losses:
             self._device,
             is_weighted=self.is_weighted,
             is_last=is_last,
-            expected=self._learned.get(forward_only),
+            expected=self._names(forward_only),
             taken=self._auxiliary,
         )
+
+    def _names(self, forward_only: bool) -> tuple[str, ...] | None:
+        """Returns the names of loss_fn's metrics; None in the first step of a kind."""
+        if forward_only not in self._learned:
+            return None
+        learned = (self._learned.get(kind) for kind in (forward_only, not forward_only))
+        return next((names for names in learned if names is not None), ())
 
     def divisor(self, terms: LossTerms) -> Tensor | None:
         """Returns what gradients are to be divided by; None in a step that only accumulates.
@@ -362,13 +346,9 @@ class Losses:
     def send(
         self,
         terms: LossTerms,
-        divisor: float | None,
         *,
         forward_only: bool,
         failed: bool = False,
-        passed: Numbers = _NONE,
-        news: int = 0,
-        num_different: int | Tensor = 0,
         times: Sequence[float] = (),
         outputs: Outputs = (),
         on_failure: Callable[[], str] = str,
@@ -377,37 +357,17 @@ class Losses:
 
         Args:
             terms: Of this rank.
-            divisor: What the losses were divided by; None if this rank has none to compare.
             forward_only: Which kind of step it is: evaluation or training.
             failed: Whether the step failed on this rank.
-            passed: What this rank was given: `number_of`, by name.
-            news: What its optimizers did: see `OptimizerWatch.news`.
-            num_different: How many second forwards differ from the first, as far as nobody raised.
             times: What this rank has measured; as many numbers on all ranks.
             outputs: For the result.
             on_failure: As that of `StepResult`.
         """
         if self._owes_weight:  # the step failed before this rank sent it
             self._send_weight(torch.zeros(()))
-        names = (*self._auxiliary, *self._learned.get(forward_only, ()))
-        of_passed, compare = self.passed.of_step(passed, news, forward_only=forward_only)
-        message = self._reduced(
-            [  # see [Note: message of a loss]
-                terms.total / self._num_copies,
-                failed,
-                *((0, 0, 0) if divisor is None else (1, divisor, divisor**2)),
-                (terms.weight if self.is_weighted else terms.count) / self._num_copies,
-                num_different,
-                *of_passed,
-                *(terms.metric(name) / self._num_copies for name in names),
-                *times,
-            ],
-            compare,
-            num_passed=len(of_passed),
-        )
-        self._unread.append(message)
+        names = *self._auxiliary, *(self._names(forward_only) or ())
         return StepResult(
-            message,
+            self._message(terms, names, failed=failed, times=times),
             names,
             is_weighted=self.is_weighted,
             outputs=outputs,
@@ -433,16 +393,31 @@ class Losses:
         """
         if forward_only in self._learned:
             return
-        if names is None:
-            self._guessed.add(forward_only)
-            names = self._learned.get(not forward_only, ())
-        elif (not forward_only) in self._guessed:
-            self._learned[not forward_only] = names
-            self._guessed.clear()
         self._learned[forward_only] = names
-        if names:
-            metrics = [terms.metric(name) / self._num_copies for name in names]
-            result.add(names, self._reduced(metrics))
+        if known := self._names(forward_only):
+            result.names = *self._auxiliary, *known
+            result.message = self._message(terms, result.names)
+
+    def _message(
+        self,
+        terms: LossTerms,
+        names: Sequence[str],
+        *,
+        failed: bool = False,
+        times: Sequence[float] = (),
+    ) -> Message:
+        """Sends what [Note: message of a loss] lists."""
+        number = self._num_copies
+        return self._reduced(
+            [
+                terms.total / number,
+                failed,
+                (terms.weight if self.is_weighted else terms.count) / number,
+                terms.num_different,
+                *(terms.metric(name) / number for name in names),
+                *times,
+            ]
+        )
 
     def close(self) -> None:
         """Destroys the communicator; every rank must call it."""
@@ -453,9 +428,7 @@ class Losses:
         self._owes_weight = False
         return self._reduced([weight])
 
-    def _reduced(
-        self, numbers: Sequence[Number], compare: Compare | None = None, *, num_passed: int = 0
-    ) -> Message:
+    def _reduced(self, numbers: Sequence[Number]) -> Message:
         """Starts to send this rank's numbers to all ranks; returns at once."""
         message = torch.tensor(
             [0.0 if isinstance(x, Tensor) else float(x) for x in numbers], dtype=torch.float64
@@ -475,14 +448,7 @@ class Losses:
             # A result may be thrown away unread. Its work must live until it has ended.
             _have_ended(self._leaving)
             self._leaving.append(work)
-        return Message(
-            message,
-            work,
-            self._tape,
-            self._bounded,
-            compare=compare,
-            num_passed=num_passed,
-        )
+        return Message(message, work, self._tape, self._bounded)
 
 
 def _have_ended(leaving: deque[Started]) -> bool:

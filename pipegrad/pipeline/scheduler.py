@@ -30,10 +30,10 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, Tied
+from pipegrad.pipeline.batch import Batch
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
-from pipegrad.pipeline.microbatch import Batch, Counts
 from pipegrad.pipeline.programs import Programs
-from pipegrad.pipeline.stage import Stage, StageSource
+from pipegrad.pipeline.stage import Counts, Stage, StageSource
 from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.steps import Steps
 from pipegrad.pipeline.wiring import (
@@ -43,7 +43,7 @@ from pipegrad.pipeline.wiring import (
     agree_on_wiring,
     collectives_of,
 )
-from pipegrad.plan.options import GradientKeywords
+from pipegrad.plan.options import CHECK_EVERY, GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.plugins.registry import closest_first
 from pipegrad.schedules import Program, Proof, Schedule
@@ -194,6 +194,7 @@ class Scheduler:
             name=name,
             whole=frozenset(whole),
             wait_seconds=slow_seconds(self.sync.device, agree_seconds),
+            check_every=options.get("check_every", CHECK_EVERY),
         )
         self._knows_modes = False  # whether it has looked for dropout in evaluation mode
         # A checkpoint may be loaded until the first step.
@@ -408,7 +409,7 @@ class Scheduler:
         By name, and for a tree by name and path: ``{"x": "8 rows, cut into 4 microbatches of 2",
         "batch['scale']": "whole in every microbatch"}``. Empty before the first step.
         """
-        return dict(self._steps.batches.report)
+        return dict(self._steps.report)
 
     @property
     def times(self) -> Times | None:

@@ -10,7 +10,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipegrad.errors import ScheduleError, StepError
 from pipegrad.interop.private import script_arguments
@@ -22,6 +22,31 @@ if TYPE_CHECKING:
 _Parameter = inspect.Parameter
 _POSITIONAL = (_Parameter.POSITIONAL_ONLY, _Parameter.POSITIONAL_OR_KEYWORD)
 _REST = None  # goes to *args
+
+
+Counts = Sequence[int] | Tensor  # for each sample, how many rows of a tensor it has
+_Given = Mapping[str, object]  # what a step is given, by name
+
+
+@dataclass(frozen=True)
+class BatchRules:
+    """What a model knows of what a step is given, so that nobody has to say it.
+
+    Attributes:
+        accepts: Of stages that take everything that no stage names: which names, in the order of
+            inputs without a name; None if it may be any.
+        rows_of: Returns how many rows each sample has of those inputs whose rows are no samples.
+        samples_along: Returns along which dimension samples are, where it is not the first; None:
+            along none.
+        in_time: Returns what may be cut into chunks of time instead of a microbatch, and along
+            which dimension time is where it is not `time_dim` of the step. A label that belongs to
+            the token before it, for example, must not move to the next chunk.
+    """
+
+    accepts: Sequence[str] | None = None
+    rows_of: Callable[[_Given], Mapping[str, Counts]] = lambda _: {}
+    samples_along: Callable[[_Given], Mapping[str, int | None]] = lambda _: {}
+    in_time: Callable[[_Given], tuple[_Given, Mapping[str, int | None]]] = lambda x: (x, {})
 
 
 class Stage:
@@ -62,10 +87,6 @@ class Stage:
             that has a gradient may not be changed in place later.
     """
 
-    # Of a stage that takes everything that no stage names: which names, in the order of inputs
-    # without a name; None if it may be any.
-    accepts: Sequence[str] | None = None
-
     def __init__(
         self,
         module: nn.Module,
@@ -87,36 +108,10 @@ class Stage:
         self._returned = (*self.outputs, *self.losses, *self.carry)
         self._returns_one = len(self._returned) == 1
 
-    def rows_of(self, given: Mapping[str, object]) -> Mapping[str, Sequence[int]]:
-        """Returns how many rows each sample has of those inputs whose rows are no samples.
-
-        Args:
-            given: What a step is given, by name.
-        """
-        return {}
-
-    def samples_along(self, given: Mapping[str, object]) -> Mapping[str, int | None]:
-        """Returns along which dimension samples are, where it is not the first; None: along none.
-
-        Args:
-            given: As of `rows_of`.
-        """
-        return {}
-
-    def in_time(
-        self, given: Mapping[str, object]
-    ) -> tuple[Mapping[str, object], Mapping[str, int | None]]:
-        """Returns what may be cut into chunks of time, in place of what a step is given.
-
-        A label that belongs to the token before it, for example, must not move to the next chunk.
-
-        Args:
-            given: As of `rows_of`.
-
-        Returns:
-            The values, and along which dimension time is where it is not `time_dim` of the step.
-        """
-        return given, {}
+    @property
+    def rules(self) -> BatchRules:
+        """What its model knows of what a step is given."""
+        return BatchRules()
 
     @cached_property
     def layers(self) -> Mapping[str, float]:

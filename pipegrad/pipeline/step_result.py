@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import cached_property
 from typing import Any, NoReturn, SupportsIndex
 
 from torch import Tensor
@@ -15,13 +14,10 @@ from pipegrad.comm.collectives import summed
 from pipegrad.comm.sync_points import Started
 from pipegrad.errors import StepError, following
 from pipegrad.pipeline.activation_checkpoint import DIFFERENT
-from pipegrad.pipeline.trees import Compare
 
 Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
 
-# Of [Note: message of a loss]: where what ranks were given begins. Metrics follow.
-_GIVEN = 7
-_DIVISOR_ERROR = 1e-6  # far above what sums of float64 over any number of ranks round
+_METRICS = 4  # where metrics begin: [Note: message of a loss]
 
 
 class Message:
@@ -33,12 +29,6 @@ class Message:
         work: What brings them; None if there is one rank.
         tape: Where the wait for it is recorded.
         bounded: What waits for the ranks whose numbers they are.
-        compare: Returns what is wrong with the sums of what ranks were given.
-        num_passed: How many numbers of these there are, in front of the metrics.
-
-    Attributes:
-        metrics_at: Where metrics begin.
-        is_refused: Whether an error was raised for what is wrong with it.
     """
 
     def __init__(
@@ -47,18 +37,12 @@ class Message:
         work: Started | None,
         tape: Tape,
         bounded: AbstractContextManager[object],
-        *,
-        compare: Compare | None = None,
-        num_passed: int = 0,
     ) -> None:
         self._numbers = numbers
         self._work = work
         self._tape = tape
         self._bounded = bounded
-        self._compare = compare
         self._read: list[float] | None = None
-        self.metrics_at = _GIVEN + num_passed
-        self.is_refused = False
 
     @property
     def has_arrived(self) -> bool:
@@ -93,25 +77,28 @@ class Message:
         """Whether a rank has failed in the step. The host waits for the sums, the first time."""
         return self.read()[1] > 0
 
-    @cached_property  # to compare counts the steps whose replicas were given the same
+    @property
     def wrong(self) -> str | None:
-        """What cannot be, of the numbers of a step that has not failed; None if all can."""
-        sums = self.read()
-        return _what_is_wrong(sums) or (self._compare and self._compare(sums[_GIVEN:]))
+        """What cannot be, of the numbers of a step; None if all can."""
+        weight, num_different = self.read()[2:_METRICS]
+        if not 0 <= weight < math.inf:
+            return (
+                f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a "
+                f"number from 0 on"
+            )
+        return f"{num_different:g} times in the step {DIFFERENT}" if num_different else None
 
     def is_wrong(self) -> bool:
         """Returns whether the gradients of the step are wrong: reading `loss` raises."""
         return self.has_failed or self.wrong is not None
 
+    def metrics(self, number: int) -> list[float]:
+        """Returns the sums of so many metrics."""
+        return self.read()[_METRICS : _METRICS + number]
+
     def times(self, num_metrics: int) -> list[float] | None:
         """Returns the sums of times, which are behind the metrics; None if a rank failed."""
-        return None if self.has_failed else self.read()[self.metrics_at + num_metrics :]
-
-    def refuse_wrong(self, of: str = "") -> None:
-        """Raises StepError if something is wrong with the numbers of ranks."""
-        if not self.has_failed and self.wrong is not None:
-            self.is_refused = True
-            raise StepError(f"{self.wrong}. The gradients{of} are wrong")
+        return None if self.has_failed else self.read()[_METRICS + num_metrics :]
 
 
 class _Elsewhere(tuple[Any, ...]):
@@ -158,7 +145,6 @@ class StepResult:
         self.outputs: Outputs = outputs or _Elsewhere()
         self.message = message
         self.names = names
-        self._late: tuple[Sequence[str], Message] | None = None
         self._is_weighted = is_weighted
         self._on_failure = on_failure
 
@@ -169,8 +155,7 @@ class StepResult:
                 loss = f"{self.loss:g}"
             except StepError:
                 loss = "of a step that failed"
-        names = [*self.names, *(self._late[0] if self._late else ())]
-        metrics = f", metrics {names}" if names else ""
+        metrics = f", metrics {[*self.names]}" if self.names else ""
         shapes = [
             tuple(out.shape) if isinstance(out, Tensor) else [tuple(part.shape) for part in out]
             for out in self.outputs
@@ -204,13 +189,12 @@ class StepResult:
 
         Raises:
             StepError: If a rank failed in this step, after this one had ended it: gradients are
-                None then, unless another step has begun. Or if ranks gave different
-                ``loss_divisor``, or if the sum of all weights is negative or not finite. Or if
-                ranks of one pipeline were given different tensors.
+                None then, unless another step has begun. Or if the sum of all weights is negative
+                or not finite.
         """
         self._check()
         sums = self.message.sums()
-        loss: Tensor = sums[0] / sums[5] if self._is_weighted else sums[0]
+        loss: Tensor = sums[0] / sums[2] if self._is_weighted else sums[0]
         return loss.float()
 
     @property
@@ -230,8 +214,7 @@ class StepResult:
             StepError: As `loss`.
         """
         self._check()
-        sums = self.message.sums()
-        return sums[5].clone()
+        return self.message.sums()[2].clone()
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -248,20 +231,9 @@ class StepResult:
             StepError: As `loss`.
         """
         self._check()
-        weight = self.message.read()[5]
-        begin = self.message.metrics_at
-        numbers = self.message.read()[begin : begin + len(self.names)]
-        values = dict(zip(self.names, numbers, strict=True))
-        if self._late is not None:
-            names, message = self._late
-            values |= zip(names, message.read(), strict=True)
-        if not self._is_weighted:
-            return values
-        return {name: value / weight if weight else math.nan for name, value in values.items()}
-
-    def add(self, names: Sequence[str], message: Message) -> None:
-        """Adds the metrics of a first step; see [Note: names of metrics]."""
-        self._late = names, message
+        weight = self.message.read()[2] if self._is_weighted else 1.0
+        values = zip(self.names, self.message.metrics(len(self.names)), strict=True)
+        return {name: value / weight if weight else math.nan for name, value in values}
 
     def _check(self) -> None:
         """Refuses a step that failed on another rank, and numbers that cannot be."""
@@ -270,25 +242,5 @@ class StepResult:
             why = self._on_failure()
             words = f"the step failed on another rank after this one had ended it{why}"
             raise following(StepError(words))
-        self.message.refuse_wrong()
-
-
-def _what_is_wrong(sums: Sequence[float]) -> str | None:
-    """Returns which divisors or weights of the ranks cannot be; None if all can."""
-    _, _, number, total, squares, weight, num_different = sums[:_GIVEN]
-    if number:
-        mean = total / number
-        if abs(squares / number - mean**2) > (_DIVISOR_ERROR * mean) ** 2:
-            return (
-                f"loss_divisor differs between the {number:g} ranks that compute a loss or gave "
-                f"one: the mean of theirs is {mean:g}. Give the same one on all ranks of stages "
-                f"that have a loss"
-            )
-    if not 0 <= weight < math.inf:
-        return (
-            f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a number "
-            f"from 0 on"
-        )
-    if num_different:
-        return f"{num_different:g} times in the step {DIFFERENT}"
-    return None
+        if (wrong := self.message.wrong) is not None:
+            raise StepError(f"{wrong}. The gradients are wrong")

@@ -6,8 +6,8 @@ import contextlib
 import hashlib
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,19 +16,20 @@ from torch import Tensor
 
 from pipegrad.comm.activity import Activity, has_lost_connection
 from pipegrad.comm.failures import FailureNotice, elsewhere
-from pipegrad.errors import AgreementError, PipegradError, StallError, StepError
+from pipegrad.errors import PipegradError, StallError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.autocast import Autocast
+from pipegrad.pipeline.batch import Batch, Batches, Given, joined
 from pipegrad.pipeline.codings import Codings
+from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
 from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, refuse_unlike, run_together
 from pipegrad.pipeline.loss_message import Losses, LossTerms
-from pipegrad.pipeline.microbatch import Batch, Batches, joined
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import MeansOfMicrobatches
 from pipegrad.pipeline.stage import Stage
@@ -67,18 +68,14 @@ class _Accepted(NamedTuple):
     """What a step needs of a batch that fits.
 
     Attributes:
-        inputs: External name -> its value for each microbatch.
-        targets: For each microbatch, on the rank of the last stage.
+        given: Its microbatches.
         terms: Collects the losses of this rank.
         divisor: What complete gradients are still to be divided by.
-        shared_divisor: The loss_divisor to compare with other ranks; None if there is none.
     """
 
-    inputs: Mapping[str, Sequence[object]]
-    targets: Sequence[object] | None
+    given: Given
     terms: LossTerms
     divisor: float
-    shared_divisor: float | None
 
 
 class Steps:
@@ -94,10 +91,12 @@ class Steps:
         whole: Names of values that every microbatch gets whole.
         wait_seconds: How long ranks wait for each other in a first step. Kernels may be compiled
             meanwhile.
+        check_every: Steps between comparisons of what ranks are given; see `BatchCheck`.
 
     Attributes:
         pipeline: The argument.
         batches: Turns what a step is given into microbatches.
+        report: What the last step did with its inputs.
         edges: The communicators between stages.
         codings: Which values cross in fewer bytes.
     """
@@ -111,6 +110,7 @@ class Steps:
         name: str,
         whole: frozenset[str],
         wait_seconds: float,
+        check_every: int,
     ) -> None:
         topology, device = pipeline.topology, sync.device
         program, _ = programs.first
@@ -126,14 +126,13 @@ class Steps:
         self.batches = Batches(
             pipeline.wiring,
             self._stages,
-            accepts=next((stage.accepts for stage in pipeline.stages), None),
+            rules=pipeline.stages[0].rules,
             has_loss=pipeline.loss_fn is not None,
             whole=whole,
             labels=pipeline.labels,
-            rows_of=next(stage.rows_of for stage in pipeline.stages),
-            samples_along=next(stage.samples_along for stage in pipeline.stages),
-            in_time=next(stage.in_time for stage in pipeline.stages),
         )
+        self.report: dict[str, str] = {}
+        self._check = BatchCheck(topology, every=check_every, timeout_seconds=wait_seconds)
         modules = {index: stage.module for index, stage in self._stages.items()}
         self._weights = WeightGradients(modules, sync)
         self._sharded = ShardedStages(modules, sync)  # most runs have none
@@ -359,27 +358,26 @@ class Steps:
             begun = False
             try:
                 accepted = self._accepted(kind, batch)
-                inputs, targets, terms, divisor, shared_divisor = accepted
+                given, terms, divisor = accepted
                 # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
                 if training:
                     is_weighted = self._losses.is_weighted
                     self._sync.prepare(divisor=None if is_weighted else divisor)
                     self._loose.begin()
                 begun = True
-                outputs = executor.run(inputs, targets, terms, keeps_outputs=batch.keeps_outputs)
+                outputs = executor.run(
+                    given.inputs, given.targets, terms, keeps_outputs=batch.keeps_outputs
+                )
                 time_dim = batch.time_dim if isinstance(batch.time_dim, int) else 1
                 whole_outputs = joined(outputs, kind.program.schedule.chunks, time_dim)
                 self._finish(kind, terms, divisor)
             except BaseException as error:
                 self._fail(kind, error, begun=begun)
                 raise
+            terms.num_different = executor.num_different
             result = self._losses.send(
                 terms,
-                shared_divisor,
                 forward_only=not training,
-                passed=self.batches.passed,
-                news=self._sync.news() if training else 0,
-                num_different=executor.num_different,
                 times=() if kind.times is None else kind.times.numbers(),
                 outputs=whole_outputs,
                 # A result may be kept for longer than the Scheduler, and must not keep its
@@ -410,29 +408,47 @@ class Steps:
         if not training:
             # All ranks must take part, also one that refuses its batch below.
             sync.publish_if_due()
-        losses.refuse_earlier()
         if self._feedback is not None:
             self._feedback.decide()
-        divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
-        is_last = self._has_last_stage
-        terms = losses.terms(divisor, forward_only=not training, is_last=is_last)
-        inputs, targets = self.batches.cut(
-            batch, schedule.num_sequences, schedule.chunks, needs_target=training
-        )
+        given, divisor = self._given(kind, batch)
+        terms = losses.terms(divisor, forward_only=not training, is_last=self._has_last_stage)
         if batch.loss_divisor is None and not losses.is_weighted:
-            terms.rows = self.batches.sizes
+            terms.rows = given.sizes
         is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
-        if is_mean and targets is not None and not losses.is_weighted:
-            rows, sizes = self.batches.rows, self.batches.sizes
+        if is_mean and given.targets is not None and not losses.is_weighted:
             terms.shares, terms.count = self._means.shares(
-                targets, rows, sizes, schedule.chunks, warns=training
+                given.targets, given.rows, given.sizes, schedule.chunks, warns=training
             )
         self._refuse_graphs()
         if batch.time_dim != 1:
             self._unseen.clear()  # nobody knows where time is in what stages hand on
         # With a GradScaler backward begins with a gradient that is divided already.
         gradient_divisor = divisor if sync.scaler is None else 1.0
-        return _Accepted(inputs, targets, terms, gradient_divisor, shared_divisor)
+        return _Accepted(given, terms, gradient_divisor)
+
+    def _given(self, kind: StepKind, batch: Batch) -> tuple[Given, float]:
+        """Returns the microbatches of a step, and its divisor; compares them with other ranks'.
+
+        See [Note: what was passed].
+        """
+        schedule, forward_only = kind.program.schedule, kind.program.forward_only
+        is_due = self._check.count(forward_only=forward_only)
+        facts, self.report = Facts(), {}
+        try:
+            divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
+            given = self.batches.cut(
+                batch, schedule.num_sequences, schedule.chunks, needs_target=not forward_only
+            )
+            if is_due:
+                facts = Facts(self.batches.numbers(given), given.rows, given.length, shared_divisor)
+                self._check.look_for_tables(given.passed, given.cut)
+        finally:
+            # All ranks come, also one that refuses its batch.
+            if is_due:
+                news = 0 if forward_only else self._sync.news()
+                self._check.compare(replace(facts, news=news), forward_only=forward_only)
+        self.report = given.report
+        return given, divisor
 
     def _divisors(self, batch: Batch, number: int) -> tuple[float, float | None]:
         """Returns the divisor of losses, and the divisor to compare with those of other ranks.
@@ -523,10 +539,8 @@ class Steps:
             # Every rank sends a loss in every step, or later losses would be added to this one.
             self._losses.send(
                 self._losses.terms(1.0, forward_only=forward_only, is_last=self._has_last_stage),
-                None,
                 forward_only=forward_only,
                 failed=True,
-                news=0 if forward_only else self._sync.news(),  # or the next step would send it
                 times=() if kind.times is None else [0.0] * kind.times.size,
             )
         if interrupt is not None:
@@ -548,43 +562,23 @@ class Steps:
         specs = dict[int, Spec]()
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
-        def passed() -> dict[str, int]:
-            return {name: int(number) for name, number in self.batches.passed.items()}
-
         def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
             result, accepted = self._run(kind, batch)
-            batches, metrics = self.batches, accepted.terms.metrics
-            learned = Learned(
-                specs,
-                accepted.shared_divisor,
-                metrics,
-                batches.rows,
-                batches.length,
-                passed(),
-            )
-            return (result, accepted.terms), learned
+            return (result, accepted.terms), Learned(specs, accepted.terms.metrics)
 
         what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"
         ranks = sorted(topology.ranks)
-        (result, terms), learned, wrong = run_together(
-            what,
-            learn,
-            passed=passed,
-            differing=self._losses.passed.differing,
-            ranks=ranks,
-            wait_seconds=self._wait_seconds,
+        (result, terms), learned = run_together(
+            what, learn, ranks=ranks, wait_seconds=self._wait_seconds
         )
         try:
-            if wrong is not None:
-                raise AgreementError(wrong)
             if len(learned) < len(ranks):
                 raise elsewhere(StepError, str(self._notice.read()))
-            refuse_unlike(learned, topology, self._losses, forward_only=forward_only)
+            refuse_unlike(learned)
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.
             if self._feedback is not None:
                 self._feedback.drop_pending()
-            self._losses.forget_unread()
             if not forward_only:
                 self._sync.drop_gradients()
             raise

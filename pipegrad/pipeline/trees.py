@@ -1,36 +1,17 @@
-"""Trees: the values that a step is given, leaf by leaf, and whether ranks were given one batch.
+"""Trees: the values that a step is given, leaf by leaf, and a number of their tensors.
 
 [Note: trees] A value may be a tree: dicts, lists and tuples of tensors. Each of its tensors is cut,
 and each microbatch gets a tree of the same structure. A leaf that cannot be cut goes to all
 microbatches only if it is a number, a string or None. Any other leaf may belong to one sample, so
 it is refused. For the same reason a list of numbers or strings counts as a leaf, and is refused.
-
-[Note: what was passed] The ranks of a pipeline train on one batch: one of them takes the inputs,
-another one the target. A loader that divides the data over all ranks, as one for DDP does, gives
-each of them another batch, and nothing else would notice. So each rank makes a number of every
-tensor that it was given, whether its stages take it or not, and all ranks compare them.
-
-In the first step of a kind the numbers are a part of the exchange at its end, and the ranks learn
-the names. In every later step they ride on the message of the loss: an entry for each rank and
-name, which the other ranks leave at 0. A rank that was not given a tensor leaves its own at 0.
-
-Whoever reads the loss compares. On CPU every rank also reads the message of the step before the
-last one when a step begins: it has arrived by then, and all ranks raise in the same step. On other
-devices this would make the host wait.
-
-Replicas that are given the same batch in several steps waste their work, but they may want to:
-that is a warning. So is a rate of the optimizer that has changed on some ranks since the step
-before, or an optimizer that has stepped on some: each rank has an entry for that, too.
 """
 
 from __future__ import annotations
 
 import re
-import warnings
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from functools import lru_cache, partial
-from itertools import pairwise
+from functools import lru_cache
 from numbers import Number
 from operator import itemgetter
 from typing import Any, TypeGuard
@@ -39,11 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import StepError, level_of_caller
+from pipegrad.errors import StepError
 from pipegrad.gradients.drift import bytes_of
-from pipegrad.gradients.optimizer_watch import News
 from pipegrad.interop.private import flat
-from pipegrad.topology import Topology
 
 
 def flattened(value: object) -> tuple[list[tuple[str, object]], Callable[[list[object]], object]]:
@@ -106,14 +85,9 @@ def _is_plain_list(value: object) -> bool:
     return all(isinstance(item, Number | str) for item in value)
 
 
-# By name; of what was not given there is none. A number on a device is an int64 scalar.
-Numbers = Mapping[str, int | Tensor]
-# Takes the sums of what ranks were given; returns what is wrong with them.
-Compare = Callable[[Sequence[float]], str | None]
 _Array = np.ndarray[Any, Any]
 _ODD = 0x1E3779B97F4A7C15
 _LOW = 2**32 - 1
-_MOST_SAME = 3  # steps in which replicas were given the same, before a warning
 
 
 def number_of(value: object) -> int | Tensor | None:
@@ -193,162 +167,3 @@ def _weights(number: int) -> _Array:
     if number > len(_known_weights):
         _known_weights = _scattered(np.arange(2 * number))
     return _known_weights[:number]
-
-
-class Passed:
-    """Compares what ranks were given; see [Note: what was passed].
-
-    Args:
-        topology: Over all ranks.
-    """
-
-    def __init__(self, topology: Topology) -> None:
-        self._ranks = sorted(topology.ranks)
-        self._rank = topology.rank
-        self._pipelines = topology.pipelines
-        self._sampler = (
-            f"DistributedSampler(dataset, num_replicas=topology.size({topology.data!r}), "
-            f"rank=topology.coordinate({topology.data!r}))"
-        )
-        self._data = topology.data
-        at = {p: topology.at(p[0]).coordinate(topology.data) for p in self._pipelines}
-        self._replicas = [(a, b) for a, b in pairwise(self._pipelines) if at[a] != at[b]]
-        self._num_same = 0  # steps, one after the other
-        self._warned = set[str]()
-        self._names = dict[bool, tuple[str, ...]]()  # by forward_only
-
-    def of_step(
-        self, numbers: Numbers, news: int, *, forward_only: bool
-    ) -> tuple[list[int | Tensor], Compare]:
-        """Returns what this rank adds to the message of a step, and what compares the sums.
-
-        Args:
-            numbers: What this rank was given.
-            news: What its optimizers did: see `OptimizerWatch.news`.
-            forward_only: Which kind of step it is.
-        """
-        names = self._names.get(forward_only, ())
-        sent = [
-            numbers.get(name, 0) if rank == self._rank else 0
-            for name in names
-            for rank in self._ranks
-        ]
-        if not forward_only:
-            sent += [news if rank == self._rank else 0 for rank in self._ranks]
-        return sent, partial(self._wrong, names, forward_only=forward_only)
-
-    def learn(self, numbers: Mapping[int, Numbers], *, forward_only: bool) -> str | None:
-        """Takes what each rank was given in a first step; returns what is wrong with it."""
-        every = {name for by_name in numbers.values() for name in by_name}
-        names = tuple(sorted(every, key=lambda name: (name == "target", name)))
-        by_rank = [numbers[rank] for rank in self._ranks]
-        table = [float(of_rank.get(name, 0)) for name in names for of_rank in by_rank]
-        wrong = self._wrong(names, table, forward_only=forward_only)
-        if wrong is None:  # else the next step is a first step again
-            self._names.setdefault(forward_only, names)
-        return wrong
-
-    def _wrong(
-        self, names: Sequence[str], numbers: Sequence[float], *, forward_only: bool
-    ) -> str | None:
-        """Returns what is wrong with a step; warns of replicas that have one batch.
-
-        Args:
-            names: Of what was given.
-            numbers: For each name, one for each rank; then the news of each rank, if there are.
-            forward_only: Which kind of step it is.
-        """
-        size = len(self._ranks)
-        if not forward_only and self._rank == self._ranks[0]:
-            self._compare_news(numbers[len(names) * size :][:size])
-        tables = {
-            name: dict(zip(self._ranks, numbers[i * size : (i + 1) * size], strict=True))
-            for i, name in enumerate(names)
-        }
-        if (words := self._differing(tables)) is not None:
-            return words
-        if self._replicas and not forward_only:
-            self._compare_replicas(tables)
-        return None
-
-    def differing(self, numbers: Mapping[int, Numbers]) -> str | None:
-        """Returns what differs within a pipeline, of what ranks were given in a step that failed.
-
-        Args:
-            numbers: By rank; empty of one that does not know.
-        """
-        names = dict.fromkeys(name for by_name in numbers.values() for name in by_name)
-        return self._differing(
-            {n: {rank: float(numbers[rank].get(n, 0)) for rank in self._ranks} for n in names}
-        )
-
-    def _differing(self, tables: Mapping[str, Mapping[int, float]]) -> str | None:
-        for name, by_rank in tables.items():
-            for pipeline in self._pipelines:
-                numbers_of = {rank: by_rank[rank] for rank in pipeline if by_rank[rank]}
-                if len(set(numbers_of.values())) > 1:
-                    return self._words(name, numbers_of, tables.get("target", {}))
-        return None
-
-    def _words(
-        self, name: str, numbers_of: Mapping[int, float], targets: Mapping[int, float]
-    ) -> str:
-        first, *others = numbers_of
-        rank = next(rank for rank in others if numbers_of[rank] != numbers_of[first])
-        are_augmented = targets.get(first, 0) == targets.get(rank, 0) != 0
-        advice = (
-            f"Their targets are equal, so the samples are the same, and their random augmentation "
-            f"is not: seed it by topology.coordinate({self._data!r}), not by the rank, as in "
-            f"DataLoader(..., num_workers=1, generator=torch.Generator().manual_seed("
-            f"topology.coordinate({self._data!r}))). In the main process dropout draws, too"
-            if are_augmented
-            else f"A sampler must divide the data along {self._data!r} alone: {self._sampler}"
-        )
-        return (
-            f"ranks {first} and {rank} were given different tensors as {name!r}, but are ranks of "
-            f"one pipeline, which trains on one batch. {advice}"
-        )
-
-    def _compare_news(self, news: Sequence[float]) -> None:
-        """Warns once of what optimizers did on some ranks alone."""
-        by_rank = {r: News(int(n)) for r, n in zip(self._ranks, news, strict=False) if n}
-        for flag, what, verb in (
-            (
-                News.CHANGED,
-                "an option of the optimizer, such as its rate, has changed",
-                "lr_schedule.step()",
-            ),
-            (News.STEPPED, "an optimizer has stepped", "optimizer.step()"),
-        ):
-            ranks = [rank for rank, did in by_rank.items() if flag in did]
-            others = [rank for rank in by_rank if rank not in ranks]
-            if ranks and others and verb not in self._warned:
-                self._warned.add(verb)
-                warnings.warn(
-                    f"since the step before {what} on ranks {ranks}, and not on ranks {others}, "
-                    f"whose stages go on as they were: call {verb} on all ranks, also where the "
-                    f"optimizer has no parameters",
-                    stacklevel=level_of_caller(),
-                )
-
-    def _compare_replicas(self, tables: Mapping[str, Mapping[int, float]]) -> None:
-        same = next((pair for pair in self._replicas if _are_same(pair, tables)), None)
-        self._num_same = 0 if same is None else self._num_same + 1
-        if self._num_same == _MOST_SAME:
-            a, b = same or ((), ())
-            warnings.warn(
-                f"ranks {list(a)} and {list(b)} are replicas, and were given the same batch in "
-                f"{_MOST_SAME} steps, so one of them does nothing new. A sampler divides the data: "
-                f"{self._sampler}",
-                stacklevel=level_of_caller(),
-            )
-
-
-def _are_same(pair: Sequence[Sequence[int]], tables: Mapping[str, Mapping[int, float]]) -> bool:
-    """Returns whether two pipelines were given the same of every name, and of one at least."""
-    first, second = ([_of(pipeline, by_rank) for by_rank in tables.values()] for pipeline in pair)
-    return first == second and any(first)
-
-
-def _of(pipeline: Sequence[int], by_rank: Mapping[int, float]) -> float:
-    return next((by_rank[rank] for rank in pipeline if by_rank[rank]), 0.0)

@@ -213,7 +213,7 @@ def test_errors_of_a_refused_or_failed_step_are_dropped_on_all_ranks() -> None:
         assert [train(scheduler, seed) for seed in (0, 2)] == expected
     with closing(made("int8")) as scheduler:
         first = train(scheduler)
-        assert "loss_divisor differs" in outcome(partial(train, scheduler, 1, **refused))
+        assert "disagree on loss_divisor" in outcome(partial(train, scheduler, 1, **refused))
         assert [first, train(scheduler, 2)] == expected
 
     # Errors of a failed step are dropped on all ranks. They were added to the gradients of the next

@@ -18,11 +18,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from pipegrad import Stage
+from pipegrad import Stage, Topology
 from pipegrad.errors import StepError
 from pipegrad.interop.private import flat
+from pipegrad.pipeline.batch import Batch, Batches, Given
+from pipegrad.pipeline.compare import BatchCheck
 from pipegrad.pipeline.edges import Spec, header, read_header
-from pipegrad.pipeline.microbatch import Batch, Batches
+from pipegrad.pipeline.stage import BatchRules
 from pipegrad.pipeline.transfers import Sizes
 from pipegrad.pipeline.wiring import REST, wire
 
@@ -31,22 +33,27 @@ TWO = wire({0: (("x", "mask"), ("x",), ()), 1: (("x",), ("x",), ())})
 ROWS = 5
 
 
-def batches(wiring: Any = ONE, *, whole: tuple[str, ...] = ()) -> Batches:
-    return Batches(wiring, range(2), has_loss=True, whole=whole)
+def batches(
+    wiring: Any = ONE, *, stages: Any = range(2), whole: tuple[str, ...] = (), **rules: Any
+) -> Batches:
+    return Batches(wiring, stages, rules=BatchRules(**rules), has_loss=True, whole=whole)
 
 
-def cut(
+def given_by(
     batches: Batches, *inputs: Any, number: int = 2, needs_target: bool = False, **options: Any
-) -> dict[str, Any]:
-    """Returns the microbatches by name, with those of the target."""
+) -> Given:
     own = {
         name: options.pop(name, None)
         for name in ("target", "loss_divisor", "microbatches", "num_microbatches", "rows_of")
     }
-    parts, targets = batches.cut(
-        Batch(inputs, options, **own, keeps_outputs=False), number, needs_target=needs_target
-    )
-    return dict(parts) if targets is None else {**parts, "target": targets}
+    batch = Batch(inputs, options, **own, keeps_outputs=False)
+    return batches.cut(batch, number, needs_target=needs_target)
+
+
+def cut(batches: Batches, *inputs: Any, **options: Any) -> dict[str, Any]:
+    """Returns the microbatches by name, with those of the target."""
+    found = given_by(batches, *inputs, **options)
+    return found.inputs | ({} if found.targets is None else {"target": found.targets})
 
 
 def rows(number: int = ROWS, seed: int = 0) -> Tensor:
@@ -135,13 +142,13 @@ def test_gradients_flow_into_the_graph_of_every_tensor_of_a_tree(
 
 def test_what_a_tree_holds_is_reported_by_path_and_what_is_whole_is_one_object() -> None:
     batch, cache = batches(TWO, whole=("mask",)), {"a": rows(3)}
-    parts = cut(batch, x={"ids": rows(), "scale": 2.0}, mask=cache, target=[rows()])["mask"]
-    assert all(part is cache for part in parts)
-    assert batch.report == {
-        "x['ids']": "5 rows, cut into 2 microbatches of 2 or 3",
+    found = given_by(batch, x={"ids": rows(), "scale": 2.0}, mask=cache, target=[rows()])
+    assert all(part is cache for part in found.inputs["mask"])
+    assert found.report == {
+        "x['ids']": "5 rows, cut into 2 microbatches of 2 to 3",
         "x['scale']": "whole in every microbatch",
         "mask": "whole in every microbatch",
-        "target[0]": "5 rows, cut into 2 microbatches of 2 or 3",
+        "target[0]": "5 rows, cut into 2 microbatches of 2 to 3",
     }
     assert cut(batch, microbatches=[{"x": X}, {"x": Y}], mask=MASK)["mask"] == [MASK, MASK]
     # A mapping that torch does not know is cut as a dict.
@@ -309,33 +316,33 @@ def test_rows_that_are_no_samples_are_cut_where_samples_are(counts: list[int], n
     images = torch.randn(sum(counts), 2, requires_grad=True)
     owner = torch.arange(len(counts)).repeat_interleave(torch.tensor(counts))
     batch = batches()
-    parts = cut(
+    found = given_by(
         batch,
         x={"images": images.exp(), "owner": owner},
         target=torch.arange(len(counts)),
         number=number,
         rows_of={"x['images']": counts, "x['owner']": torch.tensor(counts)},
     )
-    for part, samples in zip(parts["x"], parts["target"], strict=True):
+    assert found.targets is not None
+    for part, samples in zip(found.inputs["x"], found.targets, strict=True):
         assert len(part["images"]) == len(part["owner"])
         assert set(part["owner"].tolist()) <= set(samples.tolist())
         part["images"].square().sum().backward()
-    assert torch.equal(torch.cat([part["owner"] for part in parts["x"]]), owner)
+    assert torch.equal(torch.cat([part["owner"] for part in found.inputs["x"]]), owner)
     batch.outer.backward(1.0)
     if counts != [0] * len(counts):
         torch.testing.assert_close(images.grad, 2 * images.detach().exp().square())
-    assert batch.rows == len(counts)
+    assert found.rows == len(counts)
 
 
 def test_one_row_beside_samples_may_be_of_one_of_them() -> None:
     wiring = wire({0: (("**batch",), ("x",), ()), 1: (("x", "**batch"), ("x",), ())})
-    batch = Batches(wiring, range(2), has_loss=True, whole=(), rows_of=lambda _: {"image": [0, 1]})
-    parts = cut(batch, {"ids": rows(2), "image": rows(1), "mask": rows(1)})["**batch"]
+    batch = batches(wiring, rows_of=lambda _: {"image": [0, 1]})
+    found = given_by(batch, {"ids": rows(2), "image": rows(1), "mask": rows(1)})
+    parts = found.inputs["**batch"]
     assert [len(part["image"]) for part in parts] == [0, 1]
     assert [len(part["mask"]) for part in parts] == [1, 1]
-    assert batch.report["image"] == (
-        "1 rows of 2 samples, cut with these into 2 microbatches of 0 to 1"
-    )
+    assert found.report["image"] == "1 rows, cut into 2 microbatches of 0 to 1"
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -350,10 +357,7 @@ def test_what_may_belong_to_one_sample_or_to_no_stage_is_refused(case: str) -> N
 
 def test_a_cut_model_is_given_what_its_forward_takes_and_nothing_else() -> None:
     wiring = wire({0: (("**batch",), ("x",), ()), 1: (("x", "**batch"), ("x",), ())})
-    own, any_ = (
-        Batches(wiring, range(2), accepts=accepts, has_loss=True, whole=())
-        for accepts in (("x", "scale"), None)
-    )
+    own, any_ = (batches(wiring, accepts=accepts) for accepts in (("x", "scale"), None))
     given = {"x": X, "labels": Y}
     # The call of docs/scheduler.md: labels that are the target are for nobody else.
     assert cut(own, given, target=Y)["**batch"][0].keys() == {"x"}
@@ -381,13 +385,13 @@ def test_ready_microbatches_are_given_as_they_are() -> None:
     masks = [Mask(), Mask(), None]
     given = [{"x": rows(n), "mask": mask} for n, mask in zip((1, 0, 7), masks, strict=True)]
 
-    batch = batches(TWO)
-    parts = cut(batch, microbatches=given, number=3)
+    found = given_by(batches(TWO), microbatches=given, number=3)
 
+    parts = found.inputs
     assert all(part is one["x"] for part, one in zip(parts["x"], given, strict=True))
     assert all(part is mask for part, mask in zip(parts["mask"], masks, strict=True))
-    assert set(batch.report.values()) == {"as given in each of 3 microbatches"}
-    assert batch.rows is None
+    assert set(found.report.values()) == {"as given in each of 3 microbatches"}
+    assert found.rows is None
     assert cut(batches(), microbatches=[X, Y])["x"] == [X, Y]
     parts = cut(batches(TWO), microbatches=[(X, MASK), [Y, MASK]])
     assert (parts["x"][1] is Y, parts["mask"][1] is MASK) == (True, True)
@@ -395,7 +399,7 @@ def test_ready_microbatches_are_given_as_they_are() -> None:
 
 def test_a_rank_that_needs_nothing_may_give_nothing() -> None:
     wiring = wire({0: (("x",), ("x",), ()), 1: (("x",), ("x",), ()), 2: (("x",), ("x",), ())})
-    middle = Batches(wiring, [1], has_loss=False, whole=())
+    middle = batches(wiring, stages=[1])
 
     given_ready: list[list[Any]] = [[{}, None], [{"x": X, "target": Y}] * 2, [None, None]]
     for ready in given_ready:
@@ -421,11 +425,14 @@ SAME: dict[str, tuple[Callable[[int], dict[str, Any]], str]] = {
 @pytest.mark.parametrize("name", SAME)
 def test_a_table_that_is_cut_though_all_steps_have_the_same_is_warned_of_once(name: str) -> None:
     given, words = SAME[name]
-    batch = Batches(TWO, [1] if "beside" in name else [0], has_loss=True, whole=())
+    batch = batches(TWO, stages=[1] if "beside" in name else [0])
+    check = BatchCheck(Topology((("pp", 2),), (0, 1), (0, 1), 0), every=0, timeout_seconds=60)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for step in range(18):
-            cut(batch, **{"mask": None, **given(step)})
+            found = given_by(batch, **{"mask": None, **given(step)})
+            if check.count(forward_only=False):
+                check.look_for_tables(found.passed, found.cut)
     assert [words in str(warning.message) for warning in caught] == [True] * bool(words)
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from pipegrad.errors import StepError
+from pipegrad.pipeline.batch import joined
 from pipegrad.pipeline.loss_message import LossTerms, loss_parts
-from pipegrad.pipeline.microbatch import joined
 
 LOSS, CPU = torch.tensor(2.0), torch.device("cpu")
 

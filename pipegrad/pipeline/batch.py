@@ -1,0 +1,666 @@
+"""Batch: what a step is given on this rank, by name, cut into microbatches or ready.
+
+1. `Batches.cut` finds the name of each value, and takes those that stages of this rank need.
+2. A table says how each leaf is cut: its path -> the sizes of the pieces, and the dimension. What
+   has no entry goes whole to every piece. `_split` cuts by it: along rows, and then along time.
+3. What comes from a graph of the caller's is cut off it: [Note: outer graphs].
+
+[Note: the rest] The stages of a `Cut` run the uncut model's own code, so each of them needs the
+model's arguments, and these may be others in another step. An input of such stages is a mapping of
+all that a step is given and that no stage names. Up to the end it is kept name by name, so all
+rules for inputs hold for each of them. One more holds: a tensor of one row beside tensors of more
+rows, such as position_ids, goes whole to every microbatch, as it would be broadcast in the model.
+
+[Note: rows of samples] A tensor may have other rows than samples: one for each image, or for each
+patch of one. ``rows_of`` has how many of them each sample has, in the order of samples, and so they
+are cut where samples are. Stages that run a model's own code know some of these numbers themselves
+(`BatchRules`). A microbatch without rows gets a tensor without rows.
+
+[Note: outer graphs] An input may have a graph of the caller's, such as an encoder's output. The
+pipeline runs a backward for each microbatch, and the caller's graph can be run only once. So such a
+value is cut off its graph. The gradients of all microbatches go into the graph together, when the
+step ends.
+
+[Note: chunks of time] With ``chunks`` each microbatch is cut once more, along the dimension of
+time, and each chunk counts as a microbatch: chunk c of microbatch m is number m * chunks + c. A
+tensor that has as many dimensions is cut. All of them have the same length there, or `time_dim`
+names them. What has no time, such as a number for each row, goes whole to every chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from typing import Any, NamedTuple, TypeGuard
+
+import torch
+from torch import Tensor
+
+from pipegrad.errors import StepError
+from pipegrad.pipeline.stage import BatchRules, Counts, fields_of
+from pipegrad.pipeline.trees import check_kind, flattened, is_cut, leaves_of, name_in, number_of
+from pipegrad.pipeline.wiring import REST, Wiring
+from pipegrad.plugins.registry import closest_first
+
+_OF_STEP = [
+    "target",
+    "microbatches",
+    "num_microbatches",
+    "chunks",
+    "time_dim",
+    "rows_of",
+    "loss_divisor",
+    "outputs",
+]
+_Values = dict[str, Any]  # by name
+_Table = dict[str, tuple[list[int], int]]  # path -> sizes of pieces, and the dimension
+_TimeDims = Mapping[str, int | None]  # by name or path; "" for those without one of their own
+
+
+class Batch(NamedTuple):
+    """What a step is given: the arguments of `Scheduler.step` and of `Scheduler.evaluate`.
+
+    Attributes:
+        chunks: Into how many chunks of time, or their lengths; None if the Scheduler's own number
+            is right.
+        time_dim: The dimension of time, or for each name its own, None if it has no time.
+        error: Why this rank cannot take the step; None if it can.
+    """
+
+    inputs: Sequence[object]
+    named: Mapping[str, object]
+    target: object
+    loss_divisor: float | None
+    microbatches: Sequence[object] | None
+    num_microbatches: int | None
+    keeps_outputs: bool
+    rows_of: Mapping[str, Counts] | None = None
+    chunks: int | Sequence[int] | None = None
+    time_dim: int | Mapping[str, int | None] = 1
+    error: BaseException | None = None
+
+    @property
+    def number(self) -> int | None:
+        """How many microbatches it asks for; None if the Scheduler's own number is right."""
+        if isinstance(self.microbatches, tuple | list):
+            return len(self.microbatches)
+        return self.num_microbatches
+
+
+@dataclass
+class Given:
+    """The microbatches of a step.
+
+    Attributes:
+        passed: Everything that this rank was given, by name.
+        inputs: For each external input that this rank needs its microbatches.
+        targets: The same of the target; None if there is none.
+        rows: Samples of the batch; None if it was not cut.
+        length: Its length in time, if that was cut into chunks alike for all rows; else None.
+        sizes: How much of the batch each microbatch has, if that is known; else empty.
+        cut: The tensors that are cut, by name and path.
+        report: What was done with each value, by name and path, in words.
+    """
+
+    passed: _Values = field(default_factory=dict)
+    inputs: dict[str, list[Any]] = field(default_factory=dict)
+    targets: list[Any] | None = None
+    rows: int | None = None
+    length: int | None = None
+    sizes: Sequence[float] = ()
+    cut: Collection[str] = ()
+    report: dict[str, str] = field(default_factory=dict)
+
+
+class Batches:
+    """Turns what steps are given into microbatches.
+
+    Args:
+        wiring: Which external inputs stages take.
+        stages: The stages of this rank.
+        rules: What these know of their inputs.
+        has_loss: Whether there is a loss_fn.
+        whole: Names of values that every microbatch gets whole.
+        labels: Names of the inputs that are the target, too.
+
+    Attributes:
+        outer: Those values of the last batch that have a graph of the caller's.
+    """
+
+    def __init__(
+        self,
+        wiring: Wiring,
+        stages: Collection[int],
+        *,
+        rules: BatchRules,
+        has_loss: bool,
+        whole: Collection[str],
+        labels: Sequence[str] = (),
+    ) -> None:
+        # An input takes everything that no stage names: [Note: the rest].
+        self._rest = next((name for name in wiring.external if name.startswith(REST)), None)
+        self._external = [name for name in wiring.external if name != self._rest]
+        self._labels = labels
+        self._rules = rules
+        # The names of inputs: those that may be given (None: any), in order, and for messages.
+        self._accepts = self._external if self._rest is None else rules.accepts
+        self._in_order = [*self._external, *((self._rest and rules.accepts) or ())]
+        self._taken = self._external if self._rest is None else sorted(rules.accepts or ())
+        needed = {s for i in stages for s in wiring.taken[i] if isinstance(s, str)}
+        self._needed = sorted(needed - {self._rest})
+        self._links = list(dict.fromkeys(link.name for link in wiring.links))
+        self._has_last_stage = len(wiring.taken) - 1 in stages
+        self._has_loss = has_loss
+        self._whole = whole
+        self.outer = OuterGraphs()
+
+    def cut(self, batch: Batch, number: int, chunks: int = 1, *, needs_target: bool) -> Given:
+        """Returns the microbatches of what this rank takes of a batch.
+
+        Args:
+            batch: What the step is given.
+            number: How many microbatches rows are cut into.
+            chunks: How many chunks of time each of them is cut into, and each is a microbatch.
+            needs_target: Whether the rank of the last stage must have a target.
+
+        Raises:
+            StepError: If inputs are missing, given twice, unknown, or cannot be cut.
+            BaseException: The error of the batch.
+        """
+        self.outer.forget()  # a failed step may have left something
+        if batch.error is not None:
+            raise batch.error
+        given = Given()
+        if batch.microbatches is None:
+            parts = self._in_microbatches(given, batch, number, needs_target=needs_target)
+        else:
+            parts = self._ready(given, batch, needs_target=needs_target)
+        if chunks > 1:
+            parts = self._in_chunks(given, parts, batch, chunks)
+        named = {*self._external, "target"}
+        for values in self.outer.cut_off(parts):
+            if self._rest is not None:
+                others = [name for name in values if name not in named]
+                values[self._rest] = {name: values.pop(name) for name in others}
+            for name, value in values.items():
+                given.inputs.setdefault(name, []).append(value)
+        given.targets = given.inputs.pop("target", None)
+        return given
+
+    def numbers(self, given: Given) -> dict[str, int]:
+        """Returns a number of each value; see [Note: what was passed].
+
+        Sync: the host waits for the device.
+        """
+        # Each rank may compute a value with a graph by itself, with dropout of its own.
+        numbers = {
+            name: number_of(value)
+            for name, value in given.passed.items()
+            if name in self._needed or not any(has_graph(leaf) for _, leaf in flattened(value)[0])
+        }
+        return {name: int(number) for name, number in numbers.items() if number is not None}
+
+    # Names.
+
+    def _by_name(
+        self, inputs: Sequence[object], named: Mapping[str, object], target: object
+    ) -> _Values:
+        """Returns everything that is given, by name."""
+        known, fields = {*self._external, "target"}, _Values()
+        only = inputs[0] if len(inputs) == 1 else None
+        parts = fields_of(only)
+        if parts is not None and (parts.keys() <= known or not isinstance(only, tuple)):
+            inputs, fields = (), self._of_stages(parts, target)
+        elif isinstance(only, tuple | list):
+            inputs = only
+        if len(inputs) > len(self._in_order):
+            raise StepError(
+                f"{len(inputs)} inputs, expected at most {self._in_order}; the loss gets target=, "
+                f"and a tuple or list that is an input itself is given by name"
+            )
+        unknown = [name for name in named if not self._is_taken(name)]
+        if unknown:
+            raise StepError(
+                f"no stage takes {unknown}; from outside they take {self._taken}, and step() "
+                f"itself, closest first: {closest_first(unknown[0], _OF_STEP)}"
+            )
+        values = dict(zip(self._in_order, inputs, strict=False))
+        for more in (named, fields, {} if target is None else {"target": target}):
+            twice = [name for name in more if name in values]
+            if twice:
+                raise StepError(f"inputs {twice} are given twice, by position and by name")
+            values |= more
+        return values
+
+    def _is_taken(self, name: str) -> bool:
+        """Returns whether a stage takes an input of a name."""
+        return self._accepts is None or name in self._accepts
+
+    def _of_stages(self, fields: Mapping[str, object], target: object) -> _Values:
+        """Returns the inputs that a mapping holds. What else it holds must be in the target."""
+        others = [key for key in fields if key != "target" and not self._is_taken(key)]
+        # The batches of Hugging Face's collators have the labels among the inputs.
+        in_target = {id(target), *map(id, leaves_of({"": target}).values())}
+        extra = [key for key in others if id(fields[key]) not in in_target]
+        if extra:
+            raise StepError(
+                f"no stage takes {extra}; from outside they take {self._taken}. A mapping alone "
+                f"gives inputs by name: leave out what no stage takes, or give it as target=. A "
+                f"mapping that is an input itself is given by name, as in "
+                f"step({[*self._taken, 'x'][0]}=...)"
+            )
+        return {name: value for name, value in fields.items() if name not in others}
+
+    def _taken_here(self, passed: _Values, *, needs_target: bool) -> _Values:
+        """Returns what the stages of this rank take, and the target of the last stage."""
+        missing = [name for name in self._needed if name not in passed]
+        if missing:
+            raise StepError(
+                f"inputs {missing} are missing, which stages of this rank take; what stages make "
+                f"for later ones is {self._links}"
+            )
+        values, target = {name: passed[name] for name in self._needed}, passed.get("target")
+        if self._rest is not None:
+            others = {*self._external, "target"}
+            values |= {name: value for name, value in passed.items() if name not in others}
+        if self._labels:
+            target = self._target_of(passed)
+        if self._has_last_stage and (needs_target or target is not None):
+            if target is None or not self._has_loss:
+                raise StepError(
+                    f"the last stage's rank needs {list(self._labels)}, of which the model "
+                    f"computes its loss"
+                    if self._labels
+                    else "the last stage's rank needs target=, which loss_fn compares with outputs"
+                    if self._has_loss
+                    else "the last stage's rank needs a Scheduler with loss_fn=: the model has "
+                    "no loss of its own that transformers' own code computes as one mean over "
+                    "labels or samples"
+                )
+            values["target"] = target
+        return values
+
+    def _target_of(self, passed: _Values) -> object:
+        """Returns the target of a model that computes its own loss; None in an evaluation."""
+        if passed.get("target") is not None:
+            raise StepError(
+                f"the model computes its own loss of {list(self._labels)}: give these and no "
+                f"target=, or make the Scheduler with loss_fn="
+            )
+        labels = {name: passed[name] for name in self._labels if passed.get(name) is not None}
+        return next(iter(labels.values())) if len(labels) == 1 else labels or None
+
+    # Ready microbatches.
+
+    def _ready(self, given: Given, batch: Batch, *, needs_target: bool) -> list[_Values]:
+        """Returns microbatches that are given ready, as they are."""
+        ready = batch.microbatches
+        if not isinstance(ready, tuple | list):
+            raise StepError(
+                f"microbatches is a {type(ready).__name__}, expected a list; each microbatch is "
+                f"what a step could be given, such as {{'x': x, 'target': y}}"
+            )
+        if batch.num_microbatches not in (None, len(ready)):
+            raise StepError(
+                f"{len(ready)} microbatches, and num_microbatches is {batch.num_microbatches}"
+            )
+        beside = {**batch.named, "target": batch.target, "rows_of": batch.rows_of}
+        wrong = [n for n, x in beside.items() if n not in self._whole and x is not None]
+        if batch.inputs or wrong:
+            raise StepError(
+                f"{wrong or 'inputs'} beside microbatches=: put into each microbatch what is for "
+                f"it. What is for all of them may stand beside, if whole= of the Scheduler names it"
+            )
+        parts, every = list[_Values](), list[_Values]()
+        for number, one in enumerate(ready):
+            try:
+                inputs = () if one is None else (one,)
+                every.append(self._by_name(inputs, batch.named, batch.target))
+                parts.append(self._taken_here(every[-1], needs_target=needs_target))
+                if parts[-1].keys() != parts[0].keys():
+                    raise StepError("all microbatches have the same inputs, and a target or none")
+            except StepError as error:
+                raise StepError(f"microbatch {number}: {error}{self._labels_of(one)}") from None
+        names = dict.fromkeys(name for passed in every for name in passed)
+        given.passed = {name: [passed.get(name) for passed in every] for name in names}
+        given.report = dict.fromkeys(parts[0], f"as given in each of {len(parts)} microbatches")
+        return parts
+
+    def _labels_of(self, one: object) -> str:
+        """Returns where the labels of a ready microbatch belong, if it may have them elsewhere."""
+        fields = fields_of(one) or {}
+        others = [name for name in fields if not self._is_taken(name)]
+        if not others or "target" in fields or self._labels:
+            return ""
+        return ". The labels of a ready microbatch are its 'target', whatever a loader calls them"
+
+    # Rows.
+
+    def _in_microbatches(
+        self, given: Given, batch: Batch, number: int, *, needs_target: bool
+    ) -> list[_Values]:
+        """Returns what this rank takes of a batch, cut along its rows."""
+        given.passed = self._by_name(batch.inputs, batch.named, batch.target)
+        values = self._taken_here(given.passed, needs_target=needs_target)
+        counts = self._counts(batch.rows_of, values)
+        if batch.rows_of is not None:
+            given.passed["rows_of"] = {path: torch.tensor(counts[path]) for path in batch.rows_of}
+        along = self._rules.samples_along(values)
+        whole = [name for name in values if name in self._whole or along.get(name, 0) is None]
+        leaves = leaves_of({name: x for name, x in values.items() if name not in whole})
+        for path, leaf in leaves.items():
+            check_kind(path, leaf)
+        table = self._by_rows(
+            given, {p: x for p, x in leaves.items() if is_cut(x)}, along, counts, number
+        )
+        given.report = {
+            path: f"{sum(table[path][0])} rows, cut into {number} microbatches of "
+            f"{_in_words(table[path][0])}"
+            if path in table
+            else "whole in every microbatch"
+            for path in [*leaves, *whole]
+        }
+        given.cut = table.keys()
+        return _split(values, table, number)
+
+    def _by_rows(
+        self,
+        given: Given,
+        tensors: Mapping[str, Tensor],
+        along: Mapping[str, int | None],
+        counts: Mapping[str, Sequence[int]],
+        number: int,
+    ) -> _Table:
+        """Returns how tensors are cut into microbatches.
+
+        Args:
+            given: Learns how many rows there are.
+            tensors: That may be cut, by path.
+            along: The dimension of samples, where it is not the first.
+            counts: How many rows each sample has, where these are no samples.
+            number: How many microbatches there are.
+        """
+        dims = {path: along.get(path) or 0 for path in tensors}
+        lengths = {path: x.shape[dims[path]] for path, x in tensors.items()}
+        counts = {path: numbers for path, numbers in counts.items() if path in tensors}
+        for path, numbers in counts.items():
+            if sum(numbers) != lengths[path]:
+                raise StepError(
+                    f"rows_of[{path!r}] adds up to {sum(numbers)}, and the tensor has "
+                    f"{lengths[path]} rows"
+                )
+        rows = {path: length for path, length in lengths.items() if path not in counts}
+        if self._rest is not None and max(rows.values(), default=1) > 1:
+            # Beside tensors of many rows, one of a single row belongs to no sample: a mask or
+            # positions for all.
+            rows = {path: length for path, length in rows.items() if length > 1}
+        samples = rows or {path: len(numbers) for path, numbers in counts.items()}
+        if len(set(samples.values())) > 1 or any(n < number for n in samples.values()):
+            few = len(set(samples.values())) == 1
+            last = ". A DataLoader with drop_last=True leaves a last batch of few rows out"
+            other = (
+                ". If rows of some are images or patches and not samples, rows_of= says how many "
+                "each sample has"
+            )
+            raise StepError(
+                f"tensors of {samples} rows cannot be cut into {number} microbatches that belong "
+                f"together: give all the same number of rows, at least {number}, or give another "
+                f"num_microbatches= on all ranks{last if few else other}"
+            )
+        sizes = list[int]()
+        if samples:
+            given.rows = next(iter(samples.values()))
+            given.sizes = sizes = _even(given.rows, number)
+        table: _Table = {path: (sizes, dims[path]) for path in rows}
+        for path, numbers in counts.items():
+            if len(numbers) != given.rows:
+                raise StepError(
+                    f"rows_of[{path!r}] has {len(numbers)} numbers, and the batch has {given.rows} "
+                    f"samples: give a number for each, 0 for one that has no rows"
+                )
+            left = iter(numbers)
+            table[path] = [sum(islice(left, size)) for size in sizes], 0
+        return table
+
+    def _counts(self, rows_of: object, values: _Values) -> dict[str, list[int]]:
+        """Returns how many rows each sample has of tensors whose rows are no samples.
+
+        The caller says it, or a model knows it.
+        """
+        if not isinstance(rows_of, Mapping | None):
+            raise StepError(
+                f"rows_of is a {type(rows_of).__name__}, expected a mapping from names of inputs "
+                f"to how many rows each sample has, such as {{'pixel_values': [1, 0, 2, 1]}}"
+            )
+        for path in rows_of or ():
+            name = name_in(str(path))
+            if name in self._whole or not (name == "target" or self._is_taken(name)):
+                raise StepError(
+                    f"rows_of has {path!r}, which is whole in every microbatch"
+                    if name in self._whole
+                    else f"rows_of has {path!r}, which no stage takes; from outside they take "
+                    f"{self._taken}"
+                )
+        counts = dict[str, list[int]]()
+        for path, given in {**self._rules.rows_of(values), **(rows_of or {})}.items():
+            numbers = given.tolist() if isinstance(given, Tensor) else given
+            is_list = isinstance(numbers, tuple | list)
+            if not is_list or not all(type(n) is int and n >= 0 for n in numbers):
+                raise StepError(
+                    f"rows_of[{path!r}] is {given!r:.80}, expected an integer from 0 for each "
+                    f"sample: how many rows of the tensor it has"
+                )
+            counts[path] = list(numbers)
+        return counts
+
+    # Chunks of time.
+
+    def _in_chunks(
+        self, given: Given, parts: list[_Values], batch: Batch, chunks: int
+    ) -> list[_Values]:
+        """Returns the chunks of microbatches; see [Note: chunks of time]."""
+        own = batch.time_dim if isinstance(batch.time_dim, Mapping) else {"": batch.time_dim}
+        for name, dim in own.items():
+            known = not name or name == "target" or self._is_taken(name_in(name))
+            least = 0 if name in self._whole else 1
+            if not known or not (dim is None or (type(dim) is int and dim >= least)):
+                raise StepError(
+                    f"time_dim is {batch.time_dim!r}, expected a dimension from 1, since rows are "
+                    f"the first one, or a mapping from names of inputs, out of {self._taken}, to "
+                    f"dimensions, or to None for those without time"
+                )
+        asked = list(map(int, batch.chunks)) if isinstance(batch.chunks, tuple | list) else None
+        pieces, sizes, totals = list[_Values](), list[float](), set[int]()
+        for part, rows in zip(parts, given.sizes or [1] * len(parts), strict=True):
+            values, dims = self._rules.in_time(part)
+            dims = {"": 1, **dict.fromkeys(self._whole), **dims, **own}
+            table = _by_time(values, dims, asked, chunks)
+            lengths, _ = next(iter(table.values()), (asked or [0] * chunks, 0))
+            if "target" in values and not any(name_in(path) == "target" for path in table):
+                raise StepError(
+                    "the target has no dimension of time, and each chunk has a loss of its own: "
+                    "give a target for each position, ignored where there is none, or chunks=1"
+                )
+            for path in table if not pieces else ():
+                words = given.report.get(path, given.report.get(name_in(path)))
+                given.report[path] = f"{words}, each cut into chunks of {_in_words(lengths)}"
+            totals.add(sum(lengths))
+            sizes += [rows * length / (sum(lengths) or 1) for length in lengths]
+            pieces += _split(values, table, chunks)
+        given.sizes = sizes
+        given.length = totals.pop() if len(totals) == 1 else None
+        return pieces
+
+
+def _by_time(
+    values: Mapping[str, object], dims: _TimeDims, asked: list[int] | None, chunks: int
+) -> _Table:
+    """Returns how the tensors of a microbatch are cut into chunks of time.
+
+    Args:
+        values: By name.
+        dims: Where time is.
+        asked: The lengths of chunks; None if they are even.
+        chunks: How many there are.
+
+    Raises:
+        StepError: If tensors differ, or cannot be cut like that.
+    """
+    found = dict[str, tuple[int, int]]()  # the length, and the dimension
+    for path, leaf in leaves_of(values).items():
+        dim = dims.get(path, dims.get(name_in(path), dims[""]))
+        if isinstance(leaf, Tensor) and dim is not None and leaf.dim() > dim:
+            found[path] = leaf.shape[dim], dim
+    lengths = {path: length for path, (length, _) in found.items()}
+    length = next(iter(lengths.values()), 0)
+    if len(set(lengths.values())) > 1 or (found and length < chunks):
+        raise StepError(
+            f"tensors of lengths {lengths} cannot be cut into {chunks} chunks of time that "
+            f"belong together: give all the same length, at least {chunks}; or name what has no "
+            f"time, or has it elsewhere, as in time_dim={{{next(iter(found))!r}: None}}"
+        )
+    if asked is not None and found and sum(asked) != length:
+        raise StepError(f"chunks {asked} add up to {sum(asked)}, and tensors are {length} long")
+    return {path: (asked or _even(length, chunks), dim) for path, (_, dim) in found.items()}
+
+
+def _even(length: int, number: int) -> list[int]:
+    """Returns the sizes of pieces that are as even as can be."""
+    least, more = divmod(length, number)
+    return [least + (i < more) for i in range(number)]
+
+
+def _in_words(sizes: Sequence[int]) -> str:
+    few, many = min(sizes), max(sizes)
+    return f"{few}" if few == many else f"{few} to {many}"
+
+
+def _split(values: Mapping[str, Any], table: _Table, number: int) -> list[_Values]:
+    """Returns the values of each piece: what the table has is cut, all else is in each of them."""
+    pieces: list[_Values] = [{} for _ in range(number)]
+    for name, value in values.items():
+        leaves, rebuilt = flattened(value)
+        rows: list[object] = [value] * number
+        if any(f"{name}{path}" in table for path, _ in leaves):
+            # One node of a graph for all pieces, whose backward joins their gradients.
+            columns: list[Any] = [
+                leaf.split(*table[f"{name}{path}"])
+                if f"{name}{path}" in table and isinstance(leaf, Tensor)
+                else [leaf] * number
+                for path, leaf in leaves
+            ]
+            rows = [rebuilt(list(row)) for row in zip(*columns, strict=True)]
+        for piece, row in zip(pieces, rows, strict=True):
+            piece[name] = row
+    return pieces
+
+
+# What a step returns.
+
+
+def joined(
+    outputs: Sequence[tuple[Tensor, ...]], chunks: int = 1, time_dim: int = 1
+) -> tuple[Any, ...]:
+    """Returns outputs of all microbatches, each in one tensor, or one for each microbatch.
+
+    The second is what there is of microbatches whose outputs differ beyond the first dimension.
+    Those of the chunks of a sequence are joined along the dimension of time, or a new last one.
+    """
+    columns: Any = zip(*outputs, strict=True)
+    if chunks > 1:
+        columns = [
+            [_joined(column[i : i + chunks], time_dim) for i in range(0, len(column), chunks)]
+            for column in columns
+        ]
+    return tuple(_joined(tuple(column)) for column in columns)
+
+
+def joined_tree(parts: Sequence[object]) -> object:
+    """Returns the values of all microbatches in one, tensors as `joined`.
+
+    What is not cut is that of the first one. Trees of other structures stay a tuple of them.
+    """
+    trees = [flattened(part) for part in parts]
+    if len({tuple(path for path, _ in leaves) for leaves, _ in trees}) > 1:
+        return tuple(parts)
+    columns = list[object]()
+    for values in zip(*([leaf for _, leaf in leaves] for leaves, _ in trees), strict=True):
+        is_whole = all(value is values[0] for value in values)
+        is_tensor = all(isinstance(value, Tensor) for value in values)
+        columns.append(_joined(values) if is_tensor and not is_whole else values[0])
+    return trees[0][1](columns)
+
+
+def _joined(parts: tuple[Any, ...], dim: int = 0) -> Any:  # noqa: ANN401 - a tensor, or parts
+    if any(isinstance(part, tuple) for part in parts):
+        return parts
+    if len({(x.dim(), x.shape[:dim], x.shape[dim + 1 :], x.dtype) for x in parts}) > 1:
+        return parts
+    return torch.cat(parts, dim) if parts[0].dim() > dim else torch.stack(parts, -1)
+
+
+# Graphs of the caller's.
+
+
+def has_graph(leaf: object) -> TypeGuard[Tensor]:
+    """Returns whether a leaf is a tensor that is to get a gradient."""
+    return isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled()
+
+
+class OuterGraphs:
+    """The values of a step that were cut off their graphs; see [Note: outer graphs].
+
+    Attributes:
+        leaves: What stages read instead, by name and microbatch; the same table in all steps.
+    """
+
+    def __init__(self) -> None:
+        self.leaves: dict[str, dict[int, list[Tensor]]] = {}
+        self._cut_off: dict[tuple[str, int], tuple[Tensor, Tensor]] = {}  # a piece, and its leaf
+
+    def cut_off(self, parts: list[_Values]) -> list[_Values]:
+        """Returns the values of all microbatches, with leaves in place of pieces with a graph."""
+        known = dict[tuple[str, int], object]()  # what is whole stays one object
+        values = list[_Values]()
+        for microbatch, part in enumerate(parts):
+            values.append({})
+            for name, value in part.items():
+                leaves, rebuilt = flattened(value)
+                pieces = [leaf for _, leaf in leaves if has_graph(leaf)]
+                for piece in pieces:
+                    pair = piece, piece.detach().requires_grad_()
+                    _, leaf = self._cut_off.setdefault((name, id(piece)), pair)
+                    self.leaves.setdefault(name, {}).setdefault(microbatch, []).append(leaf)
+                new = [self._cut_off.get((name, id(leaf)), (leaf, leaf))[1] for _, leaf in leaves]
+                key = name, id(value)
+                values[-1][name] = known.setdefault(key, rebuilt(new)) if pieces else value
+        return values
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no value of the step came from a graph."""
+        return not self._cut_off
+
+    def backward(self, divisor: Tensor | float) -> None:
+        """Runs one backward through the graphs that the values came from.
+
+        Args:
+            divisor: What the gradients of all microbatches are still to be divided by.
+
+        Sync: on the current stream.
+        """
+        # A divisor on the device is a float64, and would make a gradient without dimensions one.
+        reached = [
+            (x, (leaf.grad / divisor).to(leaf.grad.dtype))
+            for x, leaf in self._cut_off.values()
+            if leaf.grad is not None
+        ]
+        self.forget()
+        if reached:
+            torch.autograd.backward([x for x, _ in reached], [gradient for _, gradient in reached])
+
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self.leaves.clear()
+        self._cut_off.clear()

@@ -1,0 +1,216 @@
+"""Comparisons: whether all ranks are about to make one step.
+
+[Note: what was passed] The ranks of a pipeline train on one batch: one of them takes the inputs,
+another one the target. A loader that divides the data over all ranks, as one for DDP does, gives
+each of them another batch, and nothing else would notice. So each rank makes a number of every
+tensor that it was given, whether its stages take it or not, and all ranks exchange them.
+
+They do so before anything is computed, so a mistake costs no step. It costs a wait for the slowest
+rank, so it is done in the steps 1, 2, 4, 8 and so on, and later every `check_every` steps: a wrong
+sampler is wrong from the first step. Evaluations are counted apart.
+
+Replicas that are given the same batch waste their work, but they may want to: that is a warning. So
+is a rate of the optimizer that has changed on some ranks alone, or an optimizer that has stepped on
+some.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from torch import Tensor
+
+from pipegrad.comm.agreement import agree, same
+from pipegrad.errors import AgreementError, level_of_caller
+from pipegrad.gradients.optimizer_watch import News
+from pipegrad.pipeline.trees import leaves_of, name_in
+from pipegrad.topology import Topology
+
+_MOST_SAME = 3  # comparisons in which replicas were given the same, before a warning
+_MOST_REPEATED = 3  # after the first one: in steps 2, 4 and 8
+_Numbers = Mapping[str, int]  # by name; of what was not given there is none
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a rank shows to all others; nothing if its batch was refused.
+
+    Attributes:
+        numbers: Of the tensors that it was given: `number_of`, by name.
+        rows: Of the batch that it cut; None if it cut nothing.
+        length: The length in time, if that was cut alike for all rows.
+        divisor: Its loss_divisor; None if this rank has none to compare.
+        news: What its optimizers did since the last comparison: see `OptimizerWatch.news`.
+    """
+
+    numbers: dict[str, int] = field(default_factory=dict)
+    rows: int | None = None
+    length: int | None = None
+    divisor: float | None = None
+    news: int = 0
+
+
+class BatchCheck:
+    """Compares batches, divisors and optimizers over all ranks; see [Note: what was passed].
+
+    Args:
+        topology: Over all ranks.
+        every: Steps between two comparisons; 0: only powers of two.
+        timeout_seconds: How long ranks wait for each other.
+    """
+
+    def __init__(self, topology: Topology, *, every: int, timeout_seconds: float) -> None:
+        self._topology = topology
+        self._ranks = sorted(topology.ranks)
+        self._every = every
+        self._timeout_seconds = timeout_seconds
+        data = topology.data
+        self._sampler = (
+            f"DistributedSampler(dataset, num_replicas=topology.size({data!r}), "
+            f"rank=topology.coordinate({data!r}))"
+        )
+        self._num_steps = {False: 0, True: 0}  # by forward_only
+        self._num_same = 0  # comparisons, one after the other
+        self._warned = set[str]()
+        self._first: dict[str, tuple[weakref.ref[Tensor], int]] = {}
+        self._num_repeated: dict[str, int] = {}
+
+    def count(self, *, forward_only: bool) -> bool:
+        """Counts a step, or an evaluation; returns whether all ranks compare in it."""
+        self._num_steps[forward_only] += 1
+        number = self._num_steps[forward_only]
+        return not number & (number - 1) or (self._every > 0 and number % self._every == 0)
+
+    def compare(self, facts: Facts, *, forward_only: bool) -> None:
+        """Refuses a step, on all ranks alike, if ranks are not about to make one; warns.
+
+        Raises:
+            AgreementError: If ranks differ, or one does not come.
+        """
+        number = self._num_steps[forward_only]
+        replies = agree(
+            f"the batch of {'evaluation' if forward_only else 'step'} {number}",
+            lambda: facts,
+            ranks=self._ranks,
+            timeout_seconds=self._timeout_seconds,
+        )
+        by_rank = dict(zip(self._ranks, replies, strict=True))
+        for pipeline in self._topology.pipelines:
+            self._refuse_unlike({rank: by_rank[rank] for rank in pipeline})
+        divisors = {rank: one.divisor for rank, one in by_rank.items() if one.divisor is not None}
+        same("loss_divisor", {rank: str(divisor) for rank, divisor in divisors.items()})
+        if not forward_only:
+            if self._topology.rank == self._ranks[0]:
+                self._warn_of_news({rank: one.news for rank, one in by_rank.items() if one.news})
+            self._warn_of_replicas(by_rank)
+
+    def _refuse_unlike(self, facts: Mapping[int, Facts]) -> None:
+        """Refuses batches that differ within a pipeline."""
+        for name in dict.fromkeys(name for one in facts.values() for name in one.numbers):
+            numbers = {r: one.numbers[name] for r, one in facts.items() if name in one.numbers}
+            first = min(numbers)
+            other = next((rank for rank in numbers if numbers[rank] != numbers[first]), None)
+            if other is not None:
+                targets = [facts[rank].numbers.get("target") for rank in (first, other)]
+                raise AgreementError(self._words(name, first, other, targets))
+        rows = {rank: str(one.rows) for rank, one in facts.items() if one.rows}
+        same("how many rows their tensors have", rows)
+        lengths = {rank: str(one.length) for rank, one in facts.items() if one.length}
+        same("how long their tensors are in time", lengths)
+
+    def _words(self, name: str, first: int, other: int, targets: Sequence[int | None]) -> str:
+        data = self._topology.data
+        advice = f"A sampler must divide the data along {data!r} alone: {self._sampler}"
+        if targets[0] is not None and targets[0] == targets[1]:
+            advice = (
+                f"Their targets are equal, so the samples are the same, and their random "
+                f"augmentation is not: seed it by topology.coordinate({data!r}), not by the rank, "
+                f"as in DataLoader(..., num_workers=1, generator=torch.Generator().manual_seed("
+                f"topology.coordinate({data!r}))). In the main process dropout draws, too"
+            )
+        return (
+            f"ranks {first} and {other} were given different tensors as {name!r}, but are ranks of "
+            f"one pipeline, which trains on one batch. {advice}"
+        )
+
+    # Warnings.
+
+    def _warn_of_news(self, news: Mapping[int, int]) -> None:
+        """Warns once of what optimizers did on some ranks alone."""
+        by_rank = {rank: News(number) for rank, number in news.items()}
+        for flag, what, verb in (
+            (
+                News.CHANGED,
+                "an option of the optimizer, such as its rate, has changed",
+                "lr_schedule.step()",
+            ),
+            (News.STEPPED, "an optimizer has stepped", "optimizer.step()"),
+        ):
+            ranks = [rank for rank, did in by_rank.items() if flag in did]
+            others = [rank for rank in by_rank if rank not in ranks]
+            if ranks and others and verb not in self._warned:
+                self._warned.add(verb)
+                warnings.warn(
+                    f"since the last comparison {what} on ranks {ranks}, and not on ranks "
+                    f"{others}, whose stages go on as they were: call {verb} on all ranks, also "
+                    f"where the optimizer has no parameters",
+                    stacklevel=level_of_caller(),
+                )
+
+    def _warn_of_replicas(self, facts: Mapping[int, Facts]) -> None:
+        """Warns of two replicas that were given one batch several times."""
+        topology, batches = self._topology, dict[tuple[int, ...], _Numbers]()
+        for pipeline in topology.pipelines:
+            batches[pipeline] = {n: x for rank in pipeline for n, x in facts[rank].numbers.items()}
+        at = {ranks: topology.at(ranks[0]).coordinate(topology.data) for ranks in batches}
+        pairs = [(a, b) for a, b in pairwise(batches) if at[a] != at[b]]
+        alike = [(a, b) for a, b in pairs if batches[a] and batches[a] == batches[b]]
+        self._num_same = self._num_same + 1 if alike else 0
+        if self._num_same == _MOST_SAME:
+            a, b = alike[0]
+            warnings.warn(
+                f"ranks {list(a)} and {list(b)} are replicas, and were given the same batch in "
+                f"{_MOST_SAME} steps, so one of them does nothing new. A sampler divides the data: "
+                f"{self._sampler}",
+                stacklevel=level_of_caller(),
+            )
+
+    def look_for_tables(self, passed: Mapping[str, object], cut: Collection[str]) -> None:
+        """Warns of a tensor that is cut as if its rows were samples, and is in all batches.
+
+        A GAN has a second step with the same batch, and not an eighth one.
+
+        Args:
+            passed: What a step that compares is given, by name.
+            cut: The tensors that are cut, by name and path.
+        """
+        tensors = {path: x for path, x in leaves_of(passed).items() if isinstance(x, Tensor)}
+        repeated = set[str]()
+        for path, x in tensors.items():
+            # Torch counts changes in place. A tensor that was filled anew is a new batch.
+            version = 0 if x.is_inference() else x._version
+            first, before = self._first.setdefault(path, (weakref.ref(x), version))
+            if first() is x and version == before:
+                repeated.add(path)
+        # If all inputs are the same, then the caller repeats one batch, as benchmarks do.
+        inputs = [path for path in tensors if name_in(path) != "target"]
+        is_new = any(path not in repeated for path in inputs or tensors)
+        self._num_repeated = {p: self._num_repeated.get(p, 0) + is_new for p in repeated}
+        for path, number in self._num_repeated.items():
+            value = tensors[path]
+            if not is_new or number != _MOST_REPEATED or path not in cut:
+                continue
+            if not bool((value == value[:1]).all()):  # else it does not matter which rows are read
+                is_leaf = not path.isidentifier()  # of a tree: no name for `whole`
+                warnings.warn(
+                    f"the input {path!r} is the same tensor in all steps, while others are not, "
+                    f"and is cut into microbatches: its first dimension, {len(value)}, is taken "
+                    f"for the batch's. If its rows are not of the samples, "
+                    f"{'give it by a name of its own, and ' if is_leaf else ''}make the Scheduler "
+                    f"with whole={'' if is_leaf else (path,)}",
+                    stacklevel=level_of_caller(),
+                )
