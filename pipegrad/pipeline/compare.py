@@ -61,6 +61,9 @@ class BatchCheck:
         topology: Over all ranks.
         every: Steps between two comparisons; 0: only powers of two.
         timeout_seconds: How long ranks wait for each other.
+
+    Attributes:
+        is_due: Whether all ranks compare in the step that was counted last.
     """
 
     def __init__(self, topology: Topology, *, every: int, timeout_seconds: float) -> None:
@@ -73,17 +76,18 @@ class BatchCheck:
             f"DistributedSampler(dataset, num_replicas=topology.size({data!r}), "
             f"rank=topology.coordinate({data!r}))"
         )
+        self.is_due = False
         self._num_steps = {False: 0, True: 0}  # by forward_only
         self._num_same = 0  # comparisons, one after the other
         self._warned = set[str]()
         self._first: dict[str, tuple[weakref.ref[Tensor], int]] = {}
         self._num_repeated: dict[str, int] = {}
 
-    def count(self, *, forward_only: bool) -> bool:
-        """Counts a step, or an evaluation; returns whether all ranks compare in it."""
-        self._num_steps[forward_only] += 1
-        number = self._num_steps[forward_only]
-        return not number & (number - 1) or (self._every > 0 and number % self._every == 0)
+    def count(self, *, forward_only: bool) -> None:
+        """Counts a step, or an evaluation."""
+        number = self._num_steps[forward_only] = self._num_steps[forward_only] + 1
+        is_power = not number & (number - 1)
+        self.is_due = is_power or (self._every > 0 and number % self._every == 0)
 
     def compare(self, facts: Facts, *, forward_only: bool) -> None:
         """Refuses a step, on all ranks alike, if ranks are not about to make one; warns.

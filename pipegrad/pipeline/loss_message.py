@@ -1,5 +1,8 @@
 """Losses: collects losses, weights and metrics, and sends them to all ranks, while they go on.
 
+`loss_parts` reads what loss_fn has returned, and `LossTerms` collects it over a step. `Losses.send`
+adds the terms of all ranks. A `StepResult` is what every rank reads of that.
+
 [Note: message of a loss] Each rank sends float64 numbers to all others. Their sums are:
 
     0  the losses, divided by the number of pipelines
@@ -27,29 +30,32 @@ several steps are divided by all their weights.
 from __future__ import annotations
 
 import math
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from numbers import Real
+from typing import Any, NoReturn, SupportsIndex
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from pipegrad.comm.activity import Tape
-from pipegrad.comm.collectives import start_sum
+from pipegrad.comm.collectives import start_sum, summed
 from pipegrad.comm.ending import Ending
 from pipegrad.comm.process_groups import is_local, new_group
 from pipegrad.comm.sync_points import Started
-from pipegrad.errors import StepError
+from pipegrad.errors import StepError, following
+from pipegrad.pipeline.activation_checkpoint import DIFFERENT
 from pipegrad.pipeline.shares import Number, Shares, counted
-from pipegrad.pipeline.step_result import Message, Outputs, StepResult
 from pipegrad.topology import Topology
 
 REDUCTIONS = MEAN, TOKEN_MEAN = ("mean", "token_mean")
 # A loss, its weight if losses are sums, and metrics by name.
 LossParts = tuple[Tensor, Number | None, Mapping[str, Number]]
+Outputs = tuple[Any, ...]  # of tensors, and of tuples of tensors
+_METRICS = 4  # where metrics begin: [Note: message of a loss]
 _NO_METRICS: Mapping[str, Number] = {}
 _EXPECTED = (
     "a tensor of one element or (loss, metrics); for (sum of losses, weight) make the Scheduler "
@@ -145,11 +151,10 @@ class LossTerms:
         self._device = device
         self._is_last = is_last
         self._taken = taken
-        # One number for each microbatch.
+        # One number for each microbatch; of the losses of stages one for each stage, too.
         self._losses = list[Tensor]()
         self._weights = list[Tensor]()
-        self._metrics = dict[str, list[Tensor]]()
-        self._auxiliary = dict[str, list[Tensor]]()  # and for each stage
+        self._metrics = defaultdict[str, list[Tensor]](list)
 
     @property
     def metrics(self) -> tuple[str, ...] | None:
@@ -171,20 +176,16 @@ class LossTerms:
             StepError: If metrics have other names than before, or that of a stage's loss.
         """
         loss, weight, metrics = parts
-        # A copy: the loss may lie in memory that is written again.
-        self._losses.append(counted(loss.detach().to(torch.float64, copy=True).reshape(()), share))
-        if metrics or self._names != ():
-            self._check_names(metrics)
-            for name, value in metrics.items():
-                number = counted(self._number(value), share)
-                self._metrics.setdefault(name, []).append(number)
+        self._losses.append(counted(self._number(loss), share))
+        self._check_names(metrics)
+        for name, value in metrics.items():
+            self._metrics[name].append(counted(self._number(value), share))
         if weight is not None:
             self._weights.append(self._number(weight))
 
     def add_auxiliary(self, name: str, loss: Tensor, microbatch: int) -> None:
         """Adds a loss that a stage made for a microbatch, by its share of the rows."""
-        number = counted(self._number(loss), self.share_of_rows(microbatch))
-        self._auxiliary.setdefault(name, []).append(number)
+        self._metrics[name].append(counted(self._number(loss), self.share_of_rows(microbatch)))
 
     @property
     def weight(self) -> Tensor:
@@ -194,10 +195,8 @@ class LossTerms:
     @property
     def total(self) -> Tensor:
         """The sum of all losses on this rank, divided: a float64 scalar."""
-        terms = self._losses or self._missing
-        for losses in self._auxiliary.values():
-            terms = terms + losses
-        return self._sum(terms) / self.divisor
+        of_stages = [loss for name in self._taken for loss in self._metrics[name]]
+        return self._sum([*(self._losses or self._missing), *of_stages]) / self.divisor
 
     def metric(self, name: str) -> Tensor:
         """Returns a metric on this rank, a float64 scalar.
@@ -205,10 +204,10 @@ class LossTerms:
         It is a mean over microbatches, by their shares; with weights a sum, to be divided by all
         weights. The loss of a stage is its part of `total`.
         """
+        values = self._metrics[name]
         if name in self._taken:
-            return self._sum(self._auxiliary.get(name, [])) / self.divisor
-        values = self._metrics.get(name)
-        if values is None:
+            return self._sum(values) / self.divisor
+        if not values:
             return self._sum(self._missing)
         if not self.is_weighted:
             return torch.stack(values).mean()
@@ -236,15 +235,13 @@ class LossTerms:
         return [self._number(math.nan)] if self._is_last else []
 
     def _number(self, value: Number) -> Tensor:
-        """Returns a number that no one else writes, without a graph."""
+        """Returns a number without a graph, in memory that no one else writes."""
         if isinstance(value, Tensor):
             return value.detach().to(self._device, torch.float64, copy=True).reshape(())
         return torch.full((), float(value), dtype=torch.float64, device=self._device)
 
     def _sum(self, terms: list[Tensor]) -> Tensor:
-        if not terms:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
-        return torch.stack(terms).sum()
+        return torch.stack([self._number(0.0), *terms]).sum()
 
 
 class Losses:
@@ -456,3 +453,225 @@ def _have_ended(leaving: deque[Started]) -> bool:
     while leaving and leaving[0].is_completed():
         leaving.popleft()
     return not leaving
+
+
+class Message:
+    """Sums over all ranks that are on their way.
+
+    Args:
+        numbers: ``(number,)``, float64, or ``(ranks, number)``: see `summed`. They are there when
+            the work has ended.
+        work: What brings them; None if there is one rank.
+        tape: Where the wait for it is recorded.
+        bounded: What waits for the ranks whose numbers they are.
+    """
+
+    def __init__(
+        self,
+        numbers: Tensor,
+        work: Started | None,
+        tape: Tape,
+        bounded: AbstractContextManager[object],
+    ) -> None:
+        self._numbers = numbers
+        self._work = work
+        self._tape = tape
+        self._bounded = bounded
+        self._read: list[float] | None = None
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether `read` waits for nothing."""
+        return self._numbers.is_cpu and (self._work is None or self._work.is_completed())
+
+    def sums(self) -> Tensor:
+        """Returns the sums.
+
+        Sync: waits for them, the first time: the current stream, on CPU the host.
+        """
+        if self._work is not None:
+            began = self._tape.now()
+            with self._bounded:
+                self._work.wait()
+            self._tape.note("wait for ranks", "the loss of all ranks", began)
+            self._work, self._numbers = None, summed(self._numbers)
+        return self._numbers
+
+    def read(self) -> list[float]:
+        """Returns the sums. The host waits for them, the first time."""
+        if self._read is None:
+            sums = self.sums()
+            # On a device only this waits for it: a step that hangs there is seen here.
+            with nullcontext() if sums.is_cpu else self._bounded:
+                self._read = sums.tolist()
+        return self._read
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a rank has failed in the step. The host waits for the sums, the first time."""
+        return self.read()[1] > 0
+
+    @property
+    def wrong(self) -> str | None:
+        """What cannot be, of the numbers of a step; None if all can."""
+        weight, num_different = self.read()[2:_METRICS]
+        if not 0 <= weight < math.inf:
+            return (
+                f"the weights that loss_fn gave on a data rank sum to {weight:g}, expected a "
+                f"number from 0 on"
+            )
+        return f"{num_different:g} times in the step {DIFFERENT}" if num_different else None
+
+    def is_wrong(self) -> bool:
+        """Returns whether the gradients of the step are wrong: reading `loss` raises."""
+        return self.has_failed or self.wrong is not None
+
+    def times(self, num_metrics: int) -> list[float] | None:
+        """Returns the sums of times, which are behind the metrics; None if a rank failed."""
+        return None if self.has_failed else self.read()[_METRICS + num_metrics :]
+
+
+class _Elsewhere(tuple[Any, ...]):
+    """The outputs of a result that has none."""
+
+    __slots__ = ()
+
+    def __getitem__(self, index: SupportsIndex | slice) -> Any:  # noqa: ANN401
+        """Raises IndexError, but for a slice."""
+        if isinstance(index, slice):
+            return ()
+        raise IndexError(
+            "this result has no outputs on this rank: ranks of the last stage have them, after "
+            "evaluate() and step(outputs=True). Read them there: if result.outputs: ..."
+        )
+
+
+class StepResult:
+    """The loss of a step, its metrics, and on request the outputs of the last stage.
+
+    Attributes:
+        outputs: Of an evaluation, or of a step with ``outputs=True``, on ranks with the last stage:
+            for each of its outputs the values of all microbatches, in order and detached. They are
+            one tensor, joined along the first dimension. If they differ in another dimension, they
+            are a tuple with a tensor for each microbatch. Elsewhere it is empty, and an index
+            raises an IndexError that says where they are. If loss_fn changes them in place, they
+            are changed here, too.
+        message: The sums of all ranks, for who needs no more of the result.
+        names: Of the metrics in it.
+
+    Made by `Losses.send`. If the step failed on another rank after it had ended here,
+    ``on_failure`` drops what it left on this rank, and returns the words of that rank.
+    """
+
+    def __init__(
+        self,
+        message: Message,
+        names: Sequence[str],
+        *,
+        is_weighted: bool,
+        outputs: Outputs,
+        on_failure: Callable[[], str],
+    ) -> None:
+        self.outputs: Outputs = outputs or _Elsewhere()
+        self.message = message
+        self.names = names
+        self._is_weighted = is_weighted
+        self._on_failure = on_failure
+
+    def __repr__(self) -> str:
+        loss = "is on its way"
+        if self.message.has_arrived:
+            try:
+                loss = f"{self.loss:g}"
+            except StepError:
+                loss = "of a step that failed"
+        metrics = f", metrics {[*self.names]}" if self.names else ""
+        shapes = [
+            tuple(out.shape) if isinstance(out, Tensor) else [tuple(part.shape) for part in out]
+            for out in self.outputs
+        ]
+        return f"StepResult(loss {loss}{metrics}, outputs {shapes})"
+
+    def backward(self) -> NoReturn:
+        """Refuses: the step has run backward.
+
+        Raises:
+            StepError: Always.
+        """
+        raise StepError(
+            "backward() of a StepResult: scheduler.step() has run forward and backward, and "
+            "gradients are there. Leave it out"
+        )
+
+    @property
+    def loss(self) -> Tensor:
+        """The loss, a float32 scalar, on every rank.
+
+        It is the mean over microbatches, by their rows, and data ranks. With
+        ``loss_reduction="token_mean"`` it is the sum of all losses, divided by the sum of all
+        weights; nan if that is 0.
+
+        Inside `accumulate` it is this mean over the microbatches of this call alone: nothing is
+        summed over calls. Gradients are: with ``"mean"`` they are of the sum of the losses of all
+        calls, with ``"token_mean"`` of their mean. The mean of several results is in `weight`.
+
+        Sync: waits for it, the first time.
+
+        Raises:
+            StepError: If a rank failed in this step, after this one had ended it: gradients are
+                None then, unless another step has begun. Or if the sum of all weights is negative
+                or not finite.
+        """
+        sums = self._sums()
+        loss: Tensor = sums[0] / sums[2] if self._is_weighted else sums[0]
+        return loss.float()
+
+    @property
+    def weight(self) -> Tensor:
+        """How much `loss` counts in a mean of several steps or evaluations: a float64 scalar.
+
+        That mean is ``sum(r.loss * r.weight for r in results)``, divided by
+        ``sum(r.weight for r in results)``. The weight is a mean over data ranks, the same on every
+        rank. It is the number of rows that were cut into microbatches; of labels, or of the weights
+        of their classes, if loss_fn is torch's own; of microbatches, if the caller has cut them or
+        loss_fn takes sums. With ``loss_reduction="token_mean"`` it is the sum of all weights. With
+        ``loss_divisor`` it is that.
+
+        Sync: as `loss`.
+
+        Raises:
+            StepError: As `loss`.
+        """
+        return self._sums()[2].clone()
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The metrics by name, on every rank: those of loss_fn, and the losses of stages.
+
+        A metric of loss_fn is a mean as the loss is. With
+        ``loss_reduction="token_mean"`` each microbatch counts with its weight, and not at all if
+        the weight is 0. The loss of a stage is what it adds to `loss`. If several stages give a
+        loss of one name, it is their sum.
+
+        Sync: the host waits for them, the first time.
+
+        Raises:
+            StepError: As `loss`.
+        """
+        sums = self._sums().tolist()
+        weight = sums[2] if self._is_weighted else 1.0
+        return {
+            name: value / weight if weight else math.nan
+            for name, value in zip(self.names, sums[_METRICS:], strict=False)
+        }
+
+    def _sums(self) -> Tensor:
+        """Returns the sums of a step that has not failed, and whose numbers can be."""
+        # See [Note: message of a loss].
+        if self.message.has_failed:
+            why = self._on_failure()
+            words = f"the step failed on another rank after this one had ended it{why}"
+            raise following(StepError(words))
+        if (wrong := self.message.wrong) is not None:
+            raise StepError(f"{wrong}. The gradients are wrong")
+        return self.message.sums()

@@ -32,9 +32,9 @@ from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, Tied
 from pipegrad.pipeline.batch import Batch
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
+from pipegrad.pipeline.loss_message import StepResult
 from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Counts, Stage, StageSource
-from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.steps import Steps
 from pipegrad.pipeline.wiring import (
     BATCH_NORMS,

@@ -9,7 +9,6 @@ shares is 1.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from pipegrad.errors import level_of_caller
+from pipegrad.comm.agreement import warn_once
 from pipegrad.losses import chunked_cross_entropy
 from pipegrad.pipeline.stage import Binding
 
@@ -29,6 +28,7 @@ _FUNCTIONS = nn.functional.cross_entropy, nn.functional.nll_loss, chunked_cross_
 _NEW = getattr(nn, "LinearCrossEntropyLoss", nn.NLLLoss)
 _TORCHS = nn.CrossEntropyLoss, nn.NLLLoss, _NEW
 _FORWARDS = [kind.forward for kind in _TORCHS]
+_ASK = "make the Scheduler with loss_reduction='token_mean', and return (sum of losses, "
 
 
 def counted(value: Tensor, share: Number) -> Tensor:
@@ -62,111 +62,96 @@ class _Mean(NamedTuple):
         return (weights * counts).sum(dtype=torch.float64)
 
 
-class MeansOfMicrobatches:
-    """Finds the shares of microbatches, and warns, once, where they cannot be known.
+def shares(
+    loss_fn: object,
+    targets: Sequence[object],
+    rows: int | None,
+    sizes: Sequence[float] = (),
+    chunks: int = 1,
+) -> tuple[Shares | None, Number]:
+    """Returns how much each microbatch counts, None if all count alike; and the whole batch.
+
+    The batch counts by its rows, by what torch's loss divides by, or by its microbatches.
 
     Args:
         loss_fn: As the Scheduler was given it, or bound.
-        device: Of the stages.
-        has_replicas: Whether others compute means of other labels.
+        targets: For each microbatch.
+        rows: How many were cut into microbatches; None if the caller has cut them.
+        sizes: How much of the batch each microbatch has; empty if they count alike.
+        chunks: Of time, into which a sequence is cut: then each of them is a microbatch.
     """
-
-    def __init__(self, loss_fn: object, device: torch.device, *, has_replicas: bool) -> None:
-        self._loss_fn = loss_fn.function if isinstance(loss_fn, Binding) else loss_fn
-        self._is_cpu = device.type == "cpu"
-        self._has_replicas = has_replicas
-        self._has_looked = False  # at labels, and has nothing more to say
-
-    def shares(
-        self,
-        targets: Sequence[object],
-        rows: int | None,
-        sizes: Sequence[float] = (),
-        chunks: int = 1,
-        *,
-        warns: bool,
-    ) -> tuple[Shares | None, Number]:
-        """Returns how much each microbatch counts, None if all count alike; and the whole batch.
-
-        The batch counts by its rows, by what torch's loss divides by, or by its microbatches.
-
-        Args:
-            targets: For each microbatch.
-            rows: How many were cut into microbatches; None if the caller has cut them.
-            sizes: How much of the batch each microbatch has; empty if they count alike.
-            chunks: Of time, into which a sequence is cut: then each of them is a microbatch.
-            warns: Whether it may.
-
-        Sync: to warn on a device the host waits, in the first step alone.
-        """
-        mean, number = _mean_of(self._loss_fn), len(targets)
-        if mean.reduction == "sum":
-            # Sums are divided by the number of sequences, in how many chunks they may be.
-            return (None if chunks == 1 else [float(chunks)] * number), number // chunks
-        labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
-        if len(labels) == number:
-            if mean.is_torchs:
-                divisors = torch.stack([mean.divisor(x) for x in labels])
-                if warns and self._has_replicas and not self._has_looked:
-                    self._has_looked = _warns_of_replicas(divisors) or not self._is_cpu
-                return _by_divisors(divisors), divisors.sum()
-            if warns and mean.reduction == "mean" and not self._has_looked:
-                self._has_looked = _warns_of(labels, mean) or not self._is_cpu
-        if len(set(sizes)) < 2:
-            return None, rows or number // chunks
-        return [size * number / sum(sizes) for size in sizes], rows or number // chunks
+    mean, number = _mean_of(loss_fn), len(targets)
+    if mean.reduction == "sum":
+        # Sums are divided by the number of sequences, in how many chunks they may be.
+        return (None if chunks == 1 else [float(chunks)] * number), number // chunks
+    labels = _labels(targets)
+    if labels and mean.is_torchs:
+        divisors = torch.stack([mean.divisor(x) for x in labels])
+        total = divisors.sum()
+        # If nothing counts the loss is nan, and gradients are zero, as in one process.
+        parts = torch.where(total == 0, 1.0, divisors * number / total)
+        is_alike = parts.is_cpu and bool((parts == 1).all())
+        return None if is_alike else parts.unbind(), total
+    is_alike = len(set(sizes)) < 2
+    parts_of_rows = None if is_alike else [size * number / sum(sizes) for size in sizes]
+    return parts_of_rows, rows or number // chunks
 
 
-def _by_divisors(divisors: Tensor) -> Shares | None:
-    """Returns the shares of means, by what they divide by, ``(microbatches,)``."""
-    total = divisors.sum()
-    # If nothing counts the loss is nan, and gradients are zero, as in one process.
-    shares = torch.where(total == 0, 1.0, divisors * len(divisors) / total)
-    return None if shares.is_cpu and bool((shares == 1).all()) else shares.unbind()
+def _labels(targets: Sequence[object]) -> list[Tensor]:
+    """Returns targets if all of them are labels of classes, else nothing."""
+    labels = [x for x in targets if isinstance(x, Tensor) and x.dtype == torch.int64]
+    return labels if len(labels) == len(targets) else []
 
 
-_ASK = "make the Scheduler with loss_reduction='token_mean', and return (sum of losses, "
+def warn_of_labels(
+    loss_fn: object, targets: Sequence[object], name: str, *, has_replicas: bool
+) -> None:
+    """Warns, once, of a mean over labels that is not that of one process.
 
+    Args:
+        loss_fn: As of `shares`.
+        targets: For each microbatch.
+        name: Of the Scheduler, the same on all ranks.
+        has_replicas: Whether others compute means of other labels.
 
-def _warns_of_replicas(divisors: Tensor) -> bool:
-    """Warns of means over the labels of replicas if labels are uneven; returns whether it has."""
-    if is_uneven := len({*divisors.tolist()}) > 1:
-        warnings.warn(
-            f"microbatches have other numbers of labels that count, so replicas may have, too. The "
-            f"mean over labels is that of one replica, and replicas weigh alike, so the loss is "
-            f"not that of one process: {_ASK}number of labels)",
-            stacklevel=level_of_caller(),
+    Sync: on a device the host waits.
+    """
+    mean, labels = _mean_of(loss_fn), _labels(targets)
+    if not labels or mean.reduction != "mean":
+        return
+    counts = [int((x != mean.ignored).sum()) for x in labels]
+    if mean.is_torchs:
+        is_uneven = has_replicas and len({mean.divisor(x).item() for x in labels}) > 1
+        words = (
+            "microbatches have other numbers of labels that count, so replicas may have, too. The "
+            "mean over labels is that of one replica, and replicas weigh alike, so the loss is "
+            f"not that of one process: {_ASK}number of labels)"
         )
-    return is_uneven
-
-
-def _warns_of(labels: Sequence[Tensor], mean: _Mean) -> bool:
-    """Warns of a mean of means that is not that of one process; returns whether it is one."""
-    if mean.weight is not None:
-        warnings.warn(
+    elif mean.weight is not None:
+        is_uneven = True
+        words = (
             f"loss_fn has weights of classes, and its mean divides by the weights of the labels of "
             f"a microbatch, which differ, so the loss is not that of one process: {_ASK}sum of the "
             f"weights of their labels). nn.CrossEntropyLoss(weight=...) alone as loss_fn is right, "
-            f"too",
-            stacklevel=level_of_caller(),
+            f"too"
         )
-        return True
-    counts = [int((x != mean.ignored).sum()) for x in labels]
-    if len({count / max(x.numel(), 1) for count, x in zip(counts, labels, strict=True)}) < 2:
-        return False
-    most = f"{max(counts) / min(counts):.3g} times" if min(counts) else "infinitely"
-    warnings.warn(
-        f"targets have {mean.ignored}, which a loss ignores, and microbatches have {min(counts)} "
-        f"to {max(counts)} labels that count. If loss_fn is a mean over them, a label of one "
-        f"microbatch weighs {most} as much as one of another, and the loss is not that of one "
-        f"process: {_ASK}number of labels)",
-        stacklevel=level_of_caller(),
-    )
-    return True
+    else:
+        parts = {count / max(x.numel(), 1) for count, x in zip(counts, labels, strict=True)}
+        is_uneven = len(parts) > 1
+        most = f"{max(counts) / min(counts):.3g} times" if min(counts) else "infinitely"
+        words = (
+            f"targets have {mean.ignored}, which a loss ignores, and microbatches have "
+            f"{min(counts)} to {max(counts)} labels that count. If loss_fn is a mean over them, a "
+            f"label of one microbatch weighs {most} as much as one of another, and the loss is "
+            f"not that of one process: {_ASK}number of labels)"
+        )
+    if is_uneven:
+        warn_once(words, f"uneven labels {name}")
 
 
 def _mean_of(loss_fn: object) -> _Mean:
     """Returns what a loss, or torch's loss that its code names, says of its mean."""
+    loss_fn = loss_fn.function if isinstance(loss_fn, Binding) else loss_fn
     options: dict[str, Any] = getattr(loss_fn, "keywords", {})  # of functools.partial
     is_torchs = not getattr(loss_fn, "args", ())
     loss_fn = getattr(loss_fn, "func", loss_fn)

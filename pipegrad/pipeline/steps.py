@@ -29,11 +29,10 @@ from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
 from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.first_step import Learned, refuse_unlike, run_together
-from pipegrad.pipeline.loss_message import Losses, LossTerms
+from pipegrad.pipeline.loss_message import Losses, LossTerms, StepResult
 from pipegrad.pipeline.programs import Programs, StepTimes
-from pipegrad.pipeline.shares import MeansOfMicrobatches
+from pipegrad.pipeline.shares import shares, warn_of_labels
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.step_result import StepResult
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
 from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.weight_gradients import WeightGradients
@@ -154,8 +153,6 @@ class Steps:
             for index, stage in self._stages.items()
             if type(stage) is Stage
         }
-        has_replicas = len(topology.pipelines) > 1
-        self._means = MeansOfMicrobatches(pipeline.loss_fn, device, has_replicas=has_replicas)
         # Of what the stages hold and hand on, and of where they are.
         held = [[(e.name, e.shape) for e in stage] for stage in sync.manifest.stages]
         words = f"{held} {pipeline.wiring.links} {topology.stage_to_rank}"
@@ -416,9 +413,13 @@ class Steps:
             terms.rows = given.sizes
         is_mean = batch.loss_divisor is None and not self.pipeline.is_over_batch
         if is_mean and given.targets is not None and not losses.is_weighted:
-            terms.shares, terms.count = self._means.shares(
-                given.targets, given.rows, given.sizes, schedule.chunks, warns=training
+            loss_fn = self.pipeline.loss_fn
+            terms.shares, terms.count = shares(
+                loss_fn, given.targets, given.rows, given.sizes, schedule.chunks
             )
+            if training and self._check.is_due:
+                has_replicas = len(self._topology.pipelines) > 1
+                warn_of_labels(loss_fn, given.targets, self._name, has_replicas=has_replicas)
         self._refuse_graphs()
         if batch.time_dim != 1:
             self._unseen.clear()  # nobody knows where time is in what stages hand on
@@ -432,19 +433,19 @@ class Steps:
         See [Note: what was passed].
         """
         schedule, forward_only = kind.program.schedule, kind.program.forward_only
-        is_due = self._check.count(forward_only=forward_only)
+        self._check.count(forward_only=forward_only)
         facts, self.report = Facts(), {}
         try:
             divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
             given = self.batches.cut(
                 batch, schedule.num_sequences, schedule.chunks, needs_target=not forward_only
             )
-            if is_due:
+            if self._check.is_due:
                 facts = Facts(self.batches.numbers(given), given.rows, given.length, shared_divisor)
                 self._check.look_for_tables(given.passed, given.cut)
         finally:
             # All ranks come, also one that refuses its batch.
-            if is_due:
+            if self._check.is_due:
                 news = 0 if forward_only else self._sync.news()
                 self._check.compare(replace(facts, news=news), forward_only=forward_only)
         self.report = given.report

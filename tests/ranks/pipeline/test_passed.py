@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipegrad import Scheduler, Topology, cut
 from pipegrad.errors import AgreementError, PipegradError, StepError
-from pipegrad.pipeline.step_result import StepResult
+from pipegrad.pipeline.loss_message import StepResult
 from tests.support.gradients.cases import outcome, rank
 from tests.support.pipeline.layers import one_stage_each
 from tests.support.ranked import gathered

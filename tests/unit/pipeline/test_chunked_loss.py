@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from pipegrad.errors import PlanError, StepError
 from pipegrad.losses import chunked_cross_entropy
 from pipegrad.partition.deferred_logits import deferred
-from pipegrad.pipeline.shares import MeansOfMicrobatches
+from pipegrad.pipeline.shares import shares
 from pipegrad.pipeline.split_backward import PACKED, accumulate, backward_inputs, by_parameter
 from pipegrad.plan.check import refuse_loss_parameters
 from tests.support.pairwise import pairwise
@@ -244,13 +244,11 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> Non
 @pytest.mark.skipif(not hasattr(nn, "LinearCrossEntropyLoss"), reason="since torch 2.13")
 def test_labels_of_torchs_own_loss_with_a_head_are_counted() -> None:
     """Its ignore_index is None by default, which was compared with labels."""
-    means = MeansOfMicrobatches(
-        nn.LinearCrossEntropyLoss(WIDTH, CLASSES), torch.device("cpu"), has_replicas=False
-    )
+    loss = nn.LinearCrossEntropyLoss(WIDTH, CLASSES)
     labels = [torch.tensor([1, 2, -100]), torch.tensor([3, -100, -100])]
-    shares, total = means.shares(labels, 6, warns=True)
-    assert shares is not None
-    assert [*map(float, shares)] == [4 / 3, 2 / 3]
+    found, total = shares(loss, labels, 6)
+    assert found is not None
+    assert [*map(float, found)] == [4 / 3, 2 / 3]
     assert total == 3
 
 
