@@ -246,9 +246,9 @@ class Batches:
         if extra:
             raise StepError(
                 f"no stage takes {extra}; from outside they take {self._taken}. A mapping alone "
-                f"gives inputs by name: leave out what no stage takes, or give it as target=. A "
-                f"mapping that is an input itself is given by name, as in "
-                f"step({[*self._taken, 'x'][0]}=...)"
+                f"gives inputs by name: leave out what no stage takes, or give it as target=; in a "
+                f"ready microbatch it is 'target', whatever a loader calls it. A mapping that is "
+                f"an input itself is given by name, as in step({[*self._taken, 'x'][0]}=...)"
             )
         return {name: value for name, value in fields.items() if name not in others}
 
@@ -321,19 +321,11 @@ class Batches:
                 if parts[-1].keys() != parts[0].keys():
                     raise StepError("all microbatches have the same inputs, and a target or none")
             except StepError as error:
-                raise StepError(f"microbatch {number}: {error}{self._labels_of(one)}") from None
+                raise StepError(f"microbatch {number}: {error}") from None
         names = dict.fromkeys(name for passed in every for name in passed)
         given.passed = {name: [passed.get(name) for passed in every] for name in names}
         given.report = dict.fromkeys(parts[0], f"as given in each of {len(parts)} microbatches")
         return parts
-
-    def _labels_of(self, one: object) -> str:
-        """Returns where the labels of a ready microbatch belong, if it may have them elsewhere."""
-        fields = fields_of(one) or {}
-        others = [name for name in fields if not self._is_taken(name)]
-        if not others or "target" in fields or self._labels:
-            return ""
-        return ". The labels of a ready microbatch are its 'target', whatever a loader calls them"
 
     # Rows.
 
@@ -636,11 +628,6 @@ class OuterGraphs:
                 key = name, id(value)
                 values[-1][name] = known.setdefault(key, rebuilt(new)) if pieces else value
         return values
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether no value of the step came from a graph."""
-        return not self._cut_off
 
     def backward(self, divisor: Tensor | float) -> None:
         """Runs one backward through the graphs that the values came from.

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from pipegrad.errors import ScheduleError, StepError
@@ -105,8 +104,6 @@ class Stage:
         self.outputs = tuple(outputs)
         self.losses = tuple(losses)
         self.carry = tuple(carry)
-        self._returned = (*self.outputs, *self.losses, *self.carry)
-        self._returns_one = len(self._returned) == 1
 
     @property
     def rules(self) -> BatchRules:
@@ -139,36 +136,31 @@ class Stage:
         Raises:
             StepError: If the module returns something else.
         """
-        out = self.binding(*values)
-        if type(out) is torch.Tensor and self._returns_one:
-            return (out,)
-        return self._outputs_of(out)
+        return self._outputs_of(self.binding(*values))
 
     def _outputs_of(self, out: object) -> tuple[Any, ...]:
+        tensors = (*self.outputs, *self.losses)
+        names = (*tensors, *self.carry)
         named = fields_of(out)
-        if named is not None and (not isinstance(out, tuple) or set(self._returned) <= set(named)):
+        if named is not None and (not isinstance(out, tuple) or {*names} <= {*named}):
             kinds: object = {name: type(value).__name__ for name, value in named.items()}
-            returned, others = [named.get(name) for name in self._returned], []
+            returned, others = [named[name] for name in names if name in named], []
         else:
             values = list(out) if isinstance(out, tuple | list) else [out]
             kinds = [type(value).__name__ for value in values]
-            returned, others = values[: len(self._returned)], values[len(self._returned) :]
-        number = len(self._returned) - len(self.carry)
-        carried = tuple(returned[number:])
-        tensors = tuple(value for value in returned[:number] if isinstance(value, torch.Tensor))
+            returned, others = values[: len(names)], values[len(names) :]
         # A tensor without a name is refused in a tuple: nobody can say that the names before it
         # belong to the tensors before it.
-        is_unclear = any(isinstance(value, torch.Tensor) for value in others)
-        lacks = named is not None and not others and not set(self.carry) <= set(named)
-        is_complete = len(tensors) == number and len(carried) == len(self.carry) and not lacks
-        if not is_complete or is_unclear:
+        is_unclear = any(isinstance(value, Tensor) for value in others)
+        are_tensors = all(isinstance(value, Tensor) for value in returned[: len(tensors)])
+        if len(returned) < len(names) or not are_tensors or is_unclear:
             losses = f" and its losses {list(self.losses)}" if self.losses else ""
             behind = f", and behind them what it carries, {list(self.carry)}" if self.carry else ""
             raise StepError(
                 f"stage {self.index} returned {kinds}, expected a tensor for each of its outputs "
                 f"{list(self.outputs)}{losses}{behind}"
             )
-        return (*tensors, *carried)
+        return tuple(returned)
 
 
 class StageSource(Protocol):
@@ -225,16 +217,9 @@ class Binding:
     function: Callable[..., Any]
     positions: tuple[int, ...]
     keywords: tuple[tuple[int, str], ...]
-    is_in_order: bool = field(init=False)  # whether all go by position, as they come
-
-    def __post_init__(self) -> None:
-        in_order = not self.keywords and self.positions == tuple(range(len(self.positions)))
-        object.__setattr__(self, "is_in_order", in_order)
 
     def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns
         """Returns what the function returns for these values, which are in the order of names."""
-        if self.is_in_order:
-            return self.function(*values)
         return self.function(
             *[values[i] for i in self.positions], **{name: values[i] for i, name in self.keywords}
         )

@@ -482,7 +482,7 @@ class Steps:
         """Refuses gradients that would be divided by the weights of this step alone."""
         if not (self._losses.is_weighted and self._sync.is_accumulating):
             return
-        if not self.batches.outer.is_empty:
+        if self.batches.outer.leaves:
             raise StepError(
                 "an input comes from a graph of yours, in a step inside accumulate() with "
                 "loss_reduction='token_mean': its gradient would not be divided by the weights of "

@@ -269,7 +269,7 @@ REFUSED: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     ),
     "labels of a ready one by another name": (
         lambda: {"microbatches": [{"x": X, "labels": Y}]},
-        "step(x=...). The labels of a ready microbatch are its 'target', whatever a loader calls",
+        "in a ready microbatch it is 'target', whatever a loader calls it",
     ),
     "a ready one without a target": (
         lambda: {"microbatches": [{"x": X, "target": Y}, {"x": X}]},
