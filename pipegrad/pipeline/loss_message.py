@@ -111,6 +111,16 @@ def _is_number(value: object) -> bool:
     return isinstance(value, Real)
 
 
+def _scalar(value: Number, device: torch.device) -> Tensor:
+    """Returns a number without a graph, float64, in memory that no one else writes.
+
+    Sync: on the current stream; the host waits for nothing.
+    """
+    if isinstance(value, Tensor):
+        return value.detach().to(device, torch.float64, copy=True).reshape(())
+    return torch.full((), float(value), dtype=torch.float64, device=device)
+
+
 class LossTerms:
     """The losses and metrics of one step on this rank, of all microbatches.
 
@@ -176,16 +186,18 @@ class LossTerms:
             StepError: If metrics have other names than before, or that of a stage's loss.
         """
         loss, weight, metrics = parts
-        self._losses.append(counted(self._number(loss), share))
+        self._losses.append(counted(_scalar(loss, self._device), share))
         self._check_names(metrics)
         for name, value in metrics.items():
-            self._metrics[name].append(counted(self._number(value), share))
+            self._metrics[name].append(counted(_scalar(value, self._device), share))
         if weight is not None:
-            self._weights.append(self._number(weight))
+            self._weights.append(_scalar(weight, self._device))
 
     def add_auxiliary(self, name: str, loss: Tensor, microbatch: int) -> None:
         """Adds a loss that a stage made for a microbatch, by its share of the rows."""
-        self._metrics[name].append(counted(self._number(loss), self.share_of_rows(microbatch)))
+        self._metrics[name].append(
+            counted(_scalar(loss, self._device), self.share_of_rows(microbatch))
+        )
 
     @property
     def weight(self) -> Tensor:
@@ -232,16 +244,10 @@ class LossTerms:
     @property
     def _missing(self) -> list[Tensor]:
         """What stands for a loss, or for metrics, in an evaluation without a target."""
-        return [self._number(math.nan)] if self._is_last else []
-
-    def _number(self, value: Number) -> Tensor:
-        """Returns a number without a graph, in memory that no one else writes."""
-        if isinstance(value, Tensor):
-            return value.detach().to(self._device, torch.float64, copy=True).reshape(())
-        return torch.full((), float(value), dtype=torch.float64, device=self._device)
+        return [_scalar(math.nan, self._device)] if self._is_last else []
 
     def _sum(self, terms: list[Tensor]) -> Tensor:
-        return torch.stack([self._number(0.0), *terms]).sum()
+        return torch.stack([_scalar(0.0, self._device), *terms]).sum()
 
 
 class Losses:
@@ -427,16 +433,7 @@ class Losses:
 
     def _reduced(self, numbers: Sequence[Number]) -> Message:
         """Starts to send this rank's numbers to all ranks; returns at once."""
-        message = torch.tensor(
-            [0.0 if isinstance(x, Tensor) else float(x) for x in numbers], dtype=torch.float64
-        )
-        if self._device.type != "cpu":
-            # The host waits for nothing. `torch.tensor(..., device=...)` would make it wait: it
-            # copies from memory that is not pinned.
-            message = message.pin_memory().to(self._device, non_blocking=True)
-        for index, number in enumerate(numbers):
-            if isinstance(number, Tensor):
-                message[index] = number
+        message = torch.stack([_scalar(number, self._device) for number in numbers])
         work: Started | None = None
         if self._group is not None:
             # Not waited for: most loops read a loss some steps later or never, and the next step

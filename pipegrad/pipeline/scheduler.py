@@ -315,7 +315,9 @@ class Scheduler:
                 first one, or if a parameter was exchanged. All ranks raise, with stage and
                 microbatch.
             AgreementError: If ranks disagree on the number of microbatches; then ranks with the
-                Scheduler's own number raise a StepError.
+                Scheduler's own number raise a StepError. On all ranks, in the steps 1, 2, 4, 8 and
+                so on and every `check_every` steps, if those of one pipeline were given different
+                batches, or ranks different ``loss_divisor``.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
         options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
