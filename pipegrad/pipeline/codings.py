@@ -18,8 +18,8 @@ is not encoded for them.
 [Note: errors of a step] If a step fails, its gradients are dropped on all ranks. Then its errors
 must be dropped, too, and the errors of the step before must stay. So the errors of a step are
 pending until the next step begins. A rank may have ended a step that fails on another rank
-later. The message of the loss says that on all ranks alike, so it decides. That a rank reads it there costs little: a step cannot begin on the last
-rank before it has ended on the first.
+later. The message of the loss says that on all ranks alike, so it decides. That a rank reads it
+there costs little: a step cannot begin on the last rank before it has ended on the first.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ from torch import Tensor
 from pipegrad.comm.agreement import agree, same
 from pipegrad.errors import AgreementError, level_of_caller
 from pipegrad.gradients.optimizer_watch import News
-from pipegrad.pipeline.trees import leaves_of, name_in
+from pipegrad.pipeline.trees import leaves_of, name_in, versions_of
 from pipegrad.topology import Topology
 
 _MOST_SAME = 3  # comparisons in which replicas were given the same, before a warning
@@ -80,8 +80,9 @@ class BatchCheck:
         self._num_steps = {False: 0, True: 0}  # by forward_only
         self._num_same = 0  # comparisons, one after the other
         self._warned = set[str]()
-        self._first: dict[str, tuple[weakref.ref[Tensor], int]] = {}
-        self._num_repeated: dict[str, int] = {}
+        # Tensors that were the same in all comparisons with a new batch, and how many these were.
+        self._tables: dict[str, tuple[weakref.ref[Tensor], list[int]]] | None = None
+        self._num_new = 0
 
     def count(self, *, forward_only: bool) -> None:
         """Counts a step, or an evaluation."""
@@ -193,21 +194,21 @@ class BatchCheck:
             cut: The tensors that are cut, by name and path.
         """
         tensors = {path: x for path, x in leaves_of(passed).items() if isinstance(x, Tensor)}
-        repeated = set[str]()
-        for path, x in tensors.items():
-            # Torch counts changes in place. A tensor that was filled anew is a new batch.
-            version = 0 if x.is_inference() else x._version
-            first, before = self._first.setdefault(path, (weakref.ref(x), version))
-            if first() is x and version == before:
-                repeated.add(path)
+        # Torch counts changes in place. A tensor that was filled anew is a new batch.
+        if self._tables is None:
+            self._tables = {p: (weakref.ref(x), versions_of([x])) for p, x in tensors.items()}
+        repeated = {
+            path: (first, versions)
+            for path, (first, versions) in self._tables.items()
+            if path in tensors and first() is (x := tensors[path]) and versions == versions_of([x])
+        }
         # If all inputs are the same, then the caller repeats one batch, as benchmarks do.
         inputs = [path for path in tensors if name_in(path) != "target"]
-        is_new = any(path not in repeated for path in inputs or tensors)
-        self._num_repeated = {p: self._num_repeated.get(p, 0) + is_new for p in repeated}
-        for path, number in self._num_repeated.items():
+        if repeated.keys() >= {*(inputs or tensors)}:
+            return
+        self._tables, self._num_new = repeated, self._num_new + 1
+        for path in sorted(repeated.keys() & cut) if self._num_new == _MOST_REPEATED else ():
             value = tensors[path]
-            if not is_new or number != _MOST_REPEATED or path not in cut:
-                continue
             if not bool((value == value[:1]).all()):  # else it does not matter which rows are read
                 is_leaf = not path.isidentifier()  # of a tree: no name for `whole`
                 warnings.warn(
