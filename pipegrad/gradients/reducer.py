@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from pipegrad.comm import sync_points
 from pipegrad.comm.activity import Activity, Tape
+from pipegrad.comm.collectives import expect_reduce_chain
 from pipegrad.comm.comm_stream import CommStream, Task, Ticket
 from pipegrad.comm.failures import FailureNotice, elsewhere, told
 from pipegrad.comm.process_groups import Groups
@@ -256,7 +257,7 @@ class Reducer:
                 # comm stream, so it was read before this task.
                 inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
-                flat.expect(inbox.buffer, group)
+                flat.arriving = expect_reduce_chain(inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind the one before it. On a comm stream."""
@@ -278,7 +279,7 @@ class Reducer:
                 memory.divide()
             if memory.goes:
                 flat.use(memory.part(launch.step))
-            flat.begin()
+            flat.is_mean = flat.is_divided
             with record_function(label):
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
@@ -304,7 +305,7 @@ class Reducer:
         memory, flat = self.memories[launch.bucket], self._flat[launch]
         step = memory.bucket.route[launch.step]
         COLLECTIVE(work)
-        flat.end()
+        flat.arriving = None
         is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
         is_sum_of_mean = step.op == "mean" and not is_mean
         memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)

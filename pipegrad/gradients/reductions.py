@@ -50,7 +50,8 @@ class StepBucket:
         is_divided: Whether what is reduced was divided before, so that its sum is the mean.
 
     Attributes:
-        is_mean: Whether the last launch leaves the mean, not the sum: a hook's, or that of float16.
+        is_mean: Whether the last launch leaves the mean, not the sum.
+        is_divided: The argument.
         arriving: The posted receive of the next rank's sum, if the reduction is point-to-point.
     """
 
@@ -72,7 +73,7 @@ class StepBucket:
         self.sum_dtype = sum_dtype or buffer.dtype
         self.scattered = scattered
         self.pair_sum = pair_sum
-        self.is_mean = self._is_divided = is_divided
+        self.is_mean = self.is_divided = is_divided
         self.arriving: collectives.Arriving | None = None
         self.use(buffer)
 
@@ -82,18 +83,6 @@ class StepBucket:
         self.payload, self.flags = buffer[: -self.num_flags], buffer[-self.num_flags :]
         if self.pair_sum is not None:
             self.pair_sum.use(buffer)
-
-    def begin(self) -> None:
-        """Starts a reduction: what is launched next is a sum, unless it says otherwise."""
-        self.is_mean = self._is_divided
-
-    def expect(self, inbox: torch.Tensor, group: dist.ProcessGroup) -> None:
-        """Posts the receive of the next rank's partial sum, for this step."""
-        self.arriving = collectives.expect_reduce_chain(inbox, group)
-
-    def end(self) -> None:
-        """Ends a reduction: the partial sum was added."""
-        self.arriving = None
 
     @property
     def gradients(self) -> list[torch.Tensor]:
