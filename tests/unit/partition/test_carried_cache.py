@@ -30,7 +30,7 @@ def test_keys_of_all_chunks_are_in_one_buffer() -> None:
     stage = cut_of("Llama 3.2").stages([0])[0]
     state: Any = None
     saved, addresses = list[Tensor](), set[int]()
-    given, _ = stage.in_time({"input_ids": torch.randint(3, 50, (2, 12))})
+    given, _ = stage.rules.in_time({"input_ids": torch.randint(3, 50, (2, 12))})
 
     def keep(x: Tensor) -> Tensor:
         saved.append(x)
@@ -131,13 +131,13 @@ STEPS: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_has_no_place_in_a_chunk_is_refused(what: str) -> None:
     given, words = STEPS[what]
     with pytest.raises(StepError, match=words):
-        cut_of("GPT-2").stages([0])[0].in_time(FAMILIES["GPT-2"].batch(1) | given)
+        cut_of("GPT-2").stages([0])[0].rules.in_time(FAMILIES["GPT-2"].batch(1) | given)
 
 
 def test_a_hidden_begin_is_refused_where_hidden_tokens_see_later_ones() -> None:
     cut = cut_of("Gemma3", attn_implementation="eager")
     with pytest.raises(StepError, match="hides the begin of a row"):
-        cut.stages([0])[0].in_time(FAMILIES["Gemma3"].batch(1))
+        cut.stages([0])[0].rules.in_time(FAMILIES["Gemma3"].batch(1))
 
 
 def test_checkpoints_of_transformers_are_refused() -> None:
@@ -147,4 +147,4 @@ def test_checkpoints_of_transformers_are_refused() -> None:
         model.gradient_checkpointing_enable()
     cut = pipegrad.cut(model, 2, carry="cache")
     with pytest.raises(StepError, match="gives layers no cache"):
-        cut.stages([1])[0].in_time(FAMILIES["Qwen3"].batch(1))
+        cut.stages([1])[0].rules.in_time(FAMILIES["Qwen3"].batch(1))
