@@ -446,7 +446,7 @@ class Steps:
         finally:
             # All ranks come, also one that refuses its batch.
             if self._check.is_due:
-                news = 0 if forward_only else self._sync.news()
+                news = 0 if forward_only else int(self._sync.news())
                 self._check.compare(replace(facts, news=news), forward_only=forward_only)
         self.report = given.report
         return given, divisor
