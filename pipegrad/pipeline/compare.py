@@ -7,7 +7,8 @@ tensor that it was given, whether its stages take it or not, and all ranks excha
 
 They do so before anything is computed, so a mistake costs no step. It costs a wait for the slowest
 rank, so it is done in the steps 1, 2, 4, 8 and so on, and later every `check_every` steps: a wrong
-sampler is wrong from the first step. Evaluations are counted apart.
+sampler is wrong from the first step. It is also done in the first step of a kind, which may be the
+second try. Evaluations are counted apart.
 
 Replicas that are given the same batch waste their work, but they may want to: that is a warning. So
 is a rate of the optimizer that has changed on some ranks alone, or an optimizer that has stepped on
@@ -84,11 +85,11 @@ class BatchCheck:
         self._tables: dict[str, tuple[weakref.ref[Tensor], list[int]]] | None = None
         self._num_new = 0
 
-    def count(self, *, forward_only: bool) -> None:
-        """Counts a step, or an evaluation."""
+    def count(self, *, forward_only: bool, is_first: bool = False) -> None:
+        """Counts a step, or an evaluation; the first one of a kind is always due."""
         number = self._num_steps[forward_only] = self._num_steps[forward_only] + 1
         is_power = not number & (number - 1)
-        self.is_due = is_power or (self._every > 0 and number % self._every == 0)
+        self.is_due = is_first or is_power or (self._every > 0 and number % self._every == 0)
 
     def compare(self, facts: Facts, *, forward_only: bool) -> None:
         """Refuses a step, on all ranks alike, if ranks are not about to make one; warns.

@@ -433,7 +433,8 @@ class Steps:
         See [Note: what was passed].
         """
         schedule, forward_only = kind.program.schedule, kind.program.forward_only
-        self._check.count(forward_only=forward_only)
+        is_first = kind not in self._kinds.values()
+        self._check.count(forward_only=forward_only, is_first=is_first)
         facts, self.report = Facts(), {}
         try:
             divisor, shared_divisor = self._divisors(batch, schedule.num_microbatches)
