@@ -31,8 +31,8 @@ from pipegrad.comm.collectives import HEADERS
 from pipegrad.comm.sync_points import Done
 from pipegrad.errors import StepError
 from pipegrad.pipeline.codings import Codings
-from pipegrad.pipeline.edges import Edges, Inbox, Key, Spec, as_bytes
-from pipegrad.pipeline.transfers import RECEIVED, End, Receive, Transfers, memory_for
+from pipegrad.pipeline.edges import Edges, Key, Spec, as_bytes
+from pipegrad.pipeline.transfers import Transfers, memory_for
 from pipegrad.schedules.program.program import Channel
 
 FREED = sync_points.Record("transfer.freed", "a receive would overwrite what is still read")
@@ -55,20 +55,24 @@ class DeviceTransfers(Transfers):
         super().__init__(channels, edges, device, specs, codings)
         self._inbound = sync_points.in_use.stream(device, "pipegrad receives")
 
-    def _start_receive(self, receive: Receive, end: End) -> None:
-        receive.is_free = FREED(self._device)
+    def post(self, channel: int, microbatch: int) -> None:
+        """Makes memory for a receive, and starts that of its header."""
+        super().post(channel, microbatch)
+        if (receive := self._receiving.get((channel, microbatch))) is not None:
+            receive.is_free = FREED(self._device)
 
-    def _arrive(self, receive: Receive, inbox: Inbox) -> None:
-        """Waits for a receive, and enqueues those whose headers come before its own.
+    def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
+        """Waits for a receive; see `Transfers.wait`.
 
         Sync: the host waits for headers, of this transfer and of those posted before it on its
         edge.
         """
-        while receive.key not in self._announced:
-            self._enqueue(*self._read_header(inbox))
+        key, end = (channel, microbatch), self._ends.get(channel)
+        while key in self._receiving and key not in self._announced:
+            assert end is not None
+            self._enqueue(*self._read_header(end.inbox))
             self.is_in_doubt = False
-        assert receive.work is not None
-        RECEIVED(receive.work)
+        return super().wait(channel, microbatch, known)
 
     def _enqueue(self, key: Key, spec: Spec | None) -> None:
         """Enqueues the receive of a transfer whose header was read.
@@ -97,10 +101,18 @@ class DeviceTransfers(Transfers):
                     end.group, message, end.peer, self._tag(*key)
                 )
 
-    def _send(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None) -> None:
-        like = spec or Spec.of(tensor)
-        message = self._message(end.sizes, key, tensor, like)
-        head, row = self._head(end, key, like), as_bytes(message)
-        if row.nbytes:
-            self._start(key, end.group, row, end.peer, self._tag(*key))
+    def send(
+        self, channel: int, microbatch: int, tensor: torch.Tensor, spec: Spec | None = None
+    ) -> None:
+        """Starts to send a tensor, and then its header; see `Transfers.send`."""
+        end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
+        if end is None:
+            return
+        key, like = (channel, microbatch), spec or Spec.of(tensor)
+        if end.sizes.coding is not None:
+            tensor = self._encoded(end, key, tensor, like)
+        head, message = self._head(end, key, like), as_bytes(tensor.contiguous())
+        if message.nbytes:
+            self._start(key, end.group, message, end.peer, self._tag(*key))
         self._start(key, end.host, head, end.host_peer, HEADERS)
+        self.is_in_doubt = False

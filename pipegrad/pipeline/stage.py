@@ -104,6 +104,7 @@ class Stage:
         self.outputs = tuple(outputs)
         self.losses = tuple(losses)
         self.carry = tuple(carry)
+        self._returns_one = len(self.outputs) == 1 and not (losses or carry)
 
     @property
     def rules(self) -> BatchRules:
@@ -136,7 +137,10 @@ class Stage:
         Raises:
             StepError: If the module returns something else.
         """
-        return self._outputs_of(self.binding(*values))
+        out = self.binding(*values)
+        if type(out) is Tensor and self._returns_one:
+            return (out,)
+        return self._outputs_of(out)
 
     def _outputs_of(self, out: object) -> tuple[Any, ...]:
         tensors = (*self.outputs, *self.losses)
@@ -218,8 +222,15 @@ class Binding:
     positions: tuple[int, ...]
     keywords: tuple[tuple[int, str], ...]
 
+    @cached_property
+    def is_in_order(self) -> bool:
+        """Whether all go by position, as they come."""
+        return not self.keywords and self.positions == tuple(range(len(self.positions)))
+
     def __call__(self, *values: object) -> Any:  # noqa: ANN401 - whatever the function returns
         """Returns what the function returns for these values, which are in the order of names."""
+        if self.is_in_order:
+            return self.function(*values)
         return self.function(
             *[values[i] for i in self.positions], **{name: values[i] for i, name in self.keywords}
         )

@@ -291,15 +291,13 @@ class Transfers:
         like = end.sizes.like
         memory = torch.empty(like.shape, dtype=like.dtype, device=self._device)
         receive = Receive((channel, microbatch), memory, like)
-        self._start_receive(receive, end)
+        if self.posts_receives:
+            tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
+            receive.work = sync_points.in_use.receive(end.group, memory, end.peer, tag)
         self._receiving[channel, microbatch] = receive
         if end.is_value:
             end.sizes.unread.append(receive)
         self.is_in_doubt = False
-
-    def _start_receive(self, receive: Receive, end: End) -> None:
-        tag = self._tag(*receive.key)
-        receive.work = sync_points.in_use.receive(end.group, receive.memory, end.peer, tag)
 
     def wait(self, channel: int, microbatch: int, known: Spec | None = None) -> torch.Tensor | None:
         """Waits for a receive; returns what arrived, in memory of its own; None if nothing crosses.
@@ -321,7 +319,11 @@ class Transfers:
         receive, end = self._receiving[key], self._ends[channel]
         assert end is not None
         sizes, inbox = end.sizes, end.inbox
-        self._arrive(receive, inbox)
+        assert receive.work is not None
+        RECEIVED(receive.work)
+        # Read without a wait. The value is there, so its header is, too, if it has one.
+        while self.posts_receives and inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
+            self._read_header(inbox)
         self.is_in_doubt = True
         if end.is_value:
             # A stage may take microbatches in another order than they come.
@@ -343,14 +345,6 @@ class Transfers:
             message = self._shown(end, receive, wire)
         self.is_in_doubt = False
         return message if wire is spec else self._decoded(sizes, message, spec)
-
-    def _arrive(self, receive: Receive, inbox: Inbox) -> None:
-        """Waits for a receive, and reads the headers that have come."""
-        assert receive.work is not None
-        RECEIVED(receive.work)
-        # Read without a wait. The value is there, so its header is, too, if it has one.
-        while inbox.posted and 0 != inbox.posted[0][1][0] <= self._step:
-            self._read_header(inbox)
 
     def _read_header(self, inbox: Inbox) -> tuple[Key, Spec | None]:
         """Reads the next header of an edge. Leaves `is_in_doubt` set.
@@ -430,32 +424,32 @@ class Transfers:
         end = self._ends[channel] if channel in self._ends else self._end(channel, sends=True)
         if end is None:
             return
-        self._send(end, (channel, microbatch), tensor, spec)
-        self.is_in_doubt = False
-
-    def _send(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec | None) -> None:
-        sizes, tag = end.sizes, self._tag(*key)
-        message = self._message(sizes, key, tensor, spec)
-        if spec is not None and spec != sizes.spec:
+        key = channel, microbatch
+        if end.sizes.coding is not None:
+            tensor = self._encoded(end, key, tensor, spec or Spec.of(tensor))
+        if not tensor.is_contiguous():
+            tensor = tensor.contiguous()
+        tag = TRANSFERS + microbatch * self._num_channels + channel  # `_tag`, without a call
+        if spec is not None and spec != end.sizes.spec:
             head = self._head(end, key, spec)
             self._start(key, end.host, head, end.host_peer, HEADERS)
         # The posted receive is too small. An empty message ends it, and the receiver, which has the
         # header, posts another one behind it.
-        if message.nbytes > sizes.capacity:
+        if tensor.nbytes > end.sizes.capacity:
             self._start(key, end.group, torch.empty(0), end.peer, tag)
-        self._start(key, end.group, message, end.peer, tag)
+        self.is_in_doubt = True
+        sending = sync_points.in_use.send(end.group, tensor, end.peer, tag), SENDING(tensor)
+        if key in self._sending:
+            self._sending[key] += (sending,)
+        else:
+            self._sending[key] = [sending]
+        self.is_in_doubt = False
 
-    def _message(
-        self, sizes: Sizes, key: Key, tensor: torch.Tensor, spec: Spec | None
-    ) -> torch.Tensor:
-        """Returns what is sent of a value or a gradient: contiguous, and encoded if it has a codec.
-
-        Sync: on the current stream.
-        """
-        if sizes.coding is not None:
-            position = Position(self._channels[key[0]].link, key[1])
-            tensor = sizes.coding.encoded(tensor, spec or Spec.of(tensor), position)
-        return tensor.contiguous()
+    def _encoded(self, end: End, key: Key, tensor: torch.Tensor, spec: Spec) -> torch.Tensor:
+        """Returns the message of a value or a gradient that has a codec."""
+        assert end.sizes.coding is not None
+        position = Position(self._channels[key[0]].link, key[1])
+        return end.sizes.coding.encoded(tensor, spec, position)
 
     def _head(self, end: End, key: Key, spec: Spec) -> torch.Tensor:
         """Returns the header of a value or a gradient, and records a value.

@@ -325,8 +325,10 @@ class Values:
 
     def leaves_of(self, stage: int, microbatch: int) -> list[Tensor]:
         """Returns the inputs of a stage that may get a gradient."""
-        taken = [self._held[link, microbatch].tensor for link in self._links_taken[stage]]
-        leaves = [tensor for tensor in taken if tensor is not None]
+        leaves = list[Tensor]()
+        for link in self._links_taken[stage]:
+            if (tensor := self._held[link, microbatch].tensor) is not None:
+                leaves += (tensor,)
         if stage in self.carried.stages:
             leaves += self.carried.leaves(stage, microbatch)
         for name in self._names_taken[stage]:
