@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from pipegrad.errors import StepError
+from pipegrad.interop.private import has_forward_hooks
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.model.wrappers import is_fsdp2
 
@@ -122,7 +123,7 @@ def _weight_of(head: nn.Module, bias: Tensor | None) -> tuple[Tensor, Tensor | N
     # A wrapper of FSDP2 or a parametrization has the forward of its class, an adapter another one.
     plain = (nn.Linear.forward, nn.Embedding.forward)
     # Nobody calls the head, so none of its hooks would run: some make its weight.
-    is_hooked = bool(head._forward_pre_hooks or head._forward_hooks) and not is_fsdp2(head)
+    is_hooked = has_forward_hooks(head) and not is_fsdp2(head)
     is_own = type(head).forward not in plain or "forward" in vars(head)
     if is_own or is_hooked or not isinstance(head.weight, Tensor):
         raise StepError(

@@ -33,11 +33,11 @@ from torch.optim.optimizer import (
 )
 
 from pipegrad.audit.checks import Names
+from pipegrad.audit.clip_calls import listening_to_clipping
 from pipegrad.comm.agreement import agree
 from pipegrad.errors import PlanError, in_words
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.sync import GradientSync, open_syncs
-from pipegrad.interop.private import listening_to_clipping
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.plugins.handler import Placement
 

@@ -29,6 +29,7 @@ from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
 from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.parameter import Param
+from pipegrad.interop.private import accumulate_hooks
 from pipegrad.model.dtensor import (
     as_dtensor,
     is_dtensor,
@@ -62,8 +63,7 @@ class Hook:
 
     def __init__(self, parameter: nn.Parameter) -> None:
         handle = parameter.register_post_accumulate_grad_hook(_nothing)
-        # The handle has only a weak reference to the dictionary.
-        self.hooks: dict[int, Any] = handle.hooks_dict_ref() or {}
+        self.hooks = accumulate_hooks(parameter)  # the handle refers to them weakly
         self.number: int = handle.id
         self.rest()
 

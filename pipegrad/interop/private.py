@@ -7,13 +7,11 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.utils import clip_grad
 from torch.utils._mode_utils import no_dispatch as real_tensors  # inside of a dispatch mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
@@ -48,6 +46,9 @@ __all__ = [
     "tree_map",
     "tree_unflatten",
 ]
+CLIPS_WITH_NORM = (
+    "_clip_grads_with_norm_"  # what clip_grad_norm_ calls, in torch.nn.utils.clip_grad
+)
 
 
 @contextlib.contextmanager
@@ -87,61 +88,20 @@ def flat(
     return list(zip(paths, leaves, strict=True)), partial(tree_unflatten, treespec=spec)
 
 
-@contextlib.contextmanager
-def listening_to_clipping(
-    clipped: Callable[[list[torch.Tensor], float, torch.Tensor | None], object],
-) -> Iterator[None]:
-    """Calls ``clipped(parameters, max_norm, total_norm)`` before torch clips gradients.
+def accumulate_hooks(tensor: torch.Tensor) -> dict[int, Callable[[Any], object]]:
+    """Returns the table of hooks that autograd calls, in its order, after it has set `.grad`."""
+    hooks: Any = tensor._post_accumulate_grad_hooks
+    return {} if hooks is None else hooks
 
-    The norm is None if torch clips by value, or by another norm than the Euclidean one. Code that
-    has imported ``clip_grad_value_`` or ``clip_grads_with_norm_`` by name is not heard.
-    """
-    by_norm, by_value = clip_grad.clip_grad_norm_, clip_grad.clip_grad_value_
-    inner = clip_grad._clip_grads_with_norm_
-    is_euclidean = [True]
 
-    def listed(parameters: torch.Tensor | Iterable[torch.Tensor]) -> list[torch.Tensor]:
-        return [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+def has_gradient_hooks(tensor: torch.Tensor) -> bool:
+    """True if autograd calls hooks with each gradient before it is added to `.grad`."""
+    return bool(tensor._backward_hooks)
 
-    def heard(
-        parameters: Any,  # noqa: ANN401 - torch's signature
-        max_norm: float,
-        total_norm: torch.Tensor,
-        *more: Any,  # noqa: ANN401
-        **options: Any,  # noqa: ANN401
-    ) -> None:
-        every = listed(parameters)
-        clipped(every, max_norm, total_norm if is_euclidean[-1] else None)
-        inner(every, max_norm, total_norm, *more, **options)
 
-    def heard_by_norm(
-        parameters: Any,  # noqa: ANN401
-        max_norm: float,
-        norm_type: float = 2.0,
-        *more: Any,  # noqa: ANN401
-        **options: Any,  # noqa: ANN401
-    ) -> torch.Tensor:
-        is_euclidean.append(float(norm_type) == 2.0)
-        try:
-            return by_norm(listed(parameters), max_norm, norm_type, *more, **options)
-        finally:
-            is_euclidean.pop()
-
-    def heard_by_value(parameters: Any, clip_value: float, *more: Any, **options: Any) -> None:  # noqa: ANN401
-        every = listed(parameters)
-        clipped(every, clip_value, None)
-        by_value(every, clip_value, *more, **options)
-
-    with contextlib.ExitStack() as stack:
-        for name, function in (
-            ("clip_grad_norm_", heard_by_norm),
-            ("clip_grad_value_", heard_by_value),
-        ):
-            stack.enter_context(mock.patch.object(torch.nn.utils, name, function))
-            stack.enter_context(mock.patch.object(clip_grad, name, function))
-        stack.enter_context(mock.patch.object(torch.nn.utils, "clip_grads_with_norm_", heard))
-        stack.enter_context(mock.patch.object(clip_grad, "_clip_grads_with_norm_", heard))
-        yield
+def has_forward_hooks(module: torch.nn.Module) -> bool:
+    """True if a call of a module does more than its forward."""
+    return bool(module._forward_pre_hooks or module._forward_hooks)
 
 
 def script_arguments(function: Any) -> list[str] | None:  # noqa: ANN401 - its schema is C++'s

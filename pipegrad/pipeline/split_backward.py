@@ -33,6 +33,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.torch_version import TorchVersion
 
 from pipegrad.errors import StepError
+from pipegrad.interop.private import accumulate_hooks, has_gradient_hooks
 from pipegrad.losses import HeadLoss, by_head
 
 PACKED = "saved-tensor hooks (checkpointing, offloading)"
@@ -354,9 +355,8 @@ def accumulate(groups: Iterable[Sequence[WeightProduct]]) -> None:
                     total.addmm_(left, right)
             written.append(parameter)
         for parameter in written:
-            if hooks := parameter._post_accumulate_grad_hooks:
-                for hook in list(hooks.values()):  # one may remove itself, or add another
-                    hook(parameter)
+            for hook in list(accumulate_hooks(parameter).values()):  # one may remove itself
+                hook(parameter)
         if by_edge:
             # Microbatches may share nodes, such as casts that autocast keeps. So the graph stays.
             torch.autograd.backward(list(by_edge), list(by_edge.values()), retain_graph=True)
@@ -366,7 +366,7 @@ def may_write(products: Sequence[WeightProduct], into: Tensor | None) -> bool:
     """Whether products of a parameter may go into its gradient, or one like it, by us."""
     if into is None or into.dim() != 2 or into.layout is not torch.strided:
         return False
-    if products[0].parameter._backward_hooks:
+    if has_gradient_hooks(products[0].parameter):
         return False
     for product in products:
         operand = product.operand

@@ -23,9 +23,11 @@ from torch import Tensor, nn
 from pipegrad.interop.private import (
     FakeTensorMode,
     TorchDispatchMode,
+    accumulate_hooks,
     arguments_of,
     fake_tensors,
     forget_fakes,
+    has_gradient_hooks,
     real_tensors,
     storage_key,
     tree_flatten,
@@ -254,8 +256,7 @@ def _is_fake(tensor: Tensor) -> bool:
 
 
 def _check_leaf(tensor: Tensor) -> None:
-    hooks = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
-    if tensor.grad_fn is not None or any(hooks):
+    if tensor.grad_fn is not None or has_gradient_hooks(tensor) or accumulate_hooks(tensor):
         raise NotRecordedError("a tensor has a graph or a hook")
 
 

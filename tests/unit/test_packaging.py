@@ -18,6 +18,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from torch import nn
 
 import pipegrad
 from tests.support.distributions import declared
@@ -31,9 +32,10 @@ ACME = ROOT / "tests" / "support" / "acme_handlers"
 TORCH_PRIVATE = {PACKAGE / "interop" / "private.py", PACKAGE / "comm" / "ending.py"}
 
 # What runs in a step. A folder may import from itself and from those above it in this list.
+# `private` is interop/private.py: it knows no gradient, and gradients need names of it.
 CORE = [
     *("_torch_version", "printable", "errors", "limits", "run_files", "comm", "topology"),
-    *("plugins", "model", "plan", "gradients", "interop", "losses", "pipeline"),
+    *("plugins", "model", "private", "plan", "gradients", "interop", "losses", "pipeline"),
 ]
 # What stands beside a step: each may import the core too, and what is above it here.
 TOOLS = [
@@ -106,6 +108,8 @@ def imported_modules(path: Path) -> set[str]:
 
 def part_of(dotted: str) -> str:
     """Returns the part of pipegrad that has this name; what the package exports is `__init__`'s."""
+    if f"{dotted}.".startswith("pipegrad.interop.private."):
+        return "private"
     part = dotted.split(".")[1] if "." in dotted else "__init__"
     exists = (PACKAGE / part).is_dir() or (PACKAGE / f"{part}.py").exists()
     return part if exists else "__init__"
@@ -160,7 +164,7 @@ def test_imports_run_one_way() -> None:
         for path in sources(PACKAGE)
         for name, _ in imports(path)
         if name.split(".")[0] == "pipegrad"
-        if part_of(name) not in table[path.relative_to(PACKAGE).parts[0].removesuffix(".py")]
+        if part_of(name) not in table[part_of(module_name(path))]
     ]
     assert wrong == []
 
@@ -220,6 +224,18 @@ def test_built_in_plug_ins_use_public_names_only(folder: Path, contract: str) ->
 def test_private_names_of_torch_are_where_they_are_known_to_be() -> None:
     used = {path: private_torch_names(path) for path in sources(PACKAGE, HANDLERS, CODECS)}
     assert {path for path, names in used.items() if names} == TORCH_PRIVATE
+
+
+def test_tables_of_hooks_are_read_where_private_names_are_and_where_modules_are_copied() -> None:
+    tables = {name for name in vars(nn.Module()) if "hook" in name}
+    tables |= {"_post_accumulate_grad_hooks", "hooks_dict_ref"}  # those of a tensor
+    found = {
+        "partition" if "partition" in path.parts else str(path.relative_to(PACKAGE))
+        for path in sources(PACKAGE)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr in tables
+    }
+    assert found == {"interop/private.py", "partition"}
 
 
 def test_streams_and_events_are_touched_by_sites_alone() -> None:
