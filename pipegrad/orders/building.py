@@ -144,6 +144,9 @@ class Building:
         self.cell_of: list[array[int]] = []
         self.defects: list[Defect] = []
         self.reduced = {s.stage for of_rank in steps for s in of_rank if s.done == "REDUCE_GRAD"}
+        self.ends_reductions = any(
+            s.done == "WAIT_REDUCE_GRAD" for of_rank in steps for s in of_rank
+        )
         self._links = chain(len(schedule.stage_to_rank))
         self._channels = [
             channel
@@ -212,19 +215,26 @@ class _RankItems:
         self._open: dict[int, Op] = {}  # transfers that are under way -> the wait for each
         self._whole = set[int]()  # stages that are unsharded
         self._is_sharded = any(step.done == "UNSHARD" for step in steps)
+        self._reducing = -1  # the stage whose reduction has not ended, in orders of torch 2.15
         do: dict[str, Callable[[int, Step], None]] = {
             **dict.fromkeys(KINDS_OF, self._compute),
             **dict.fromkeys(TRANSFERS, self._transfer),
             **dict.fromkeys((f"WAIT_{transfer}" for transfer in TRANSFERS), self._wait),
             "REDUCE_GRAD": self._reduce,
+            "WAIT_REDUCE_GRAD": self._end_reduction,
             "UNSHARD": self._unshard,
             "RESHARD": self._reshard,
         }
         for number, step in enumerate(steps):
             do[step.done](number, step)
         for transfer, op in self._open.items():
-            if op is Op.RELEASE:  # torch waits for sends at the end of the step
+            if op is Op.RELEASE:  # torch before 2.15 waits for sends at the end of the step
                 self._add(END, transfer << OP_BITS | op)
+        if self._reducing >= 0:
+            text = (
+                f"the reduction of stage {self._reducing} never ends: WAIT_REDUCE_GRAD is missing"
+            )
+            building.defects.append(Defect(rank, END, text))
 
     def _add(self, cell: int, item: int) -> None:
         self.items.append(item)
@@ -245,11 +255,14 @@ class _RankItems:
         self._open[transfer] = Op.RELEASE if is_send else Op.WAIT_RECEIVE
 
     def _wait(self, _number: int, step: Step) -> None:
-        channel = self._building.channel(step._replace(done=step.done.removeprefix("WAIT_")))
+        name = step.done.removeprefix("WAIT_")
+        channel = self._building.channel(step._replace(done=name))
         transfer = -1 if isinstance(channel, str) else channel << MICROBATCH_BITS | step.microbatch
         if transfer in self._open:
             self._waited.add(transfer)
             self._add(step.cell, transfer << OP_BITS | self._open.pop(transfer))
+        elif (self._rank, step.cell) not in {d[:2] for d in self._building.defects}:
+            self._refuse(step, f"there is no {name} to wait for")
 
     def _compute(self, number: int, step: Step) -> None:
         cell, done, stage, microbatch = step
@@ -273,10 +286,18 @@ class _RankItems:
             self._add(cell, encode(Op.FINAL, stage))
 
     def _reduce(self, _number: int, step: Step) -> None:
+        if self._reducing >= 0:
+            self._refuse(step, f"the reduction of stage {self._reducing} has not ended")
+        self._reducing = step.stage if self._building.ends_reductions else -1
         if step.stage in self._last:
             self._add(step.cell, encode(Op.FINAL, step.stage))
         else:
             self._refuse(step, f"rank {self._rank} has no backward of stage {step.stage}")
+
+    def _end_reduction(self, _number: int, step: Step) -> None:
+        if self._reducing != step.stage:
+            self._refuse(step, f"no reduction of stage {step.stage} is under way")
+        self._reducing = -1
 
     def _unshard(self, _number: int, step: Step) -> None:
         if step.stage in self._whole:

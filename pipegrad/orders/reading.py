@@ -3,7 +3,8 @@
 Nothing of a file is run. A cell is one of these:
 
 - torch's notation: ``2F0``, ``1SEND_B3``, ``0REDUCE_GRAD``, ``(0F1;1B0)OVERLAP_F_B``. A receive
-  ends before the compute that reads it, a send before the end of the step.
+  ends before the compute that reads it, a send at its ``1WAIT_SEND_B3`` or, as in torch before
+  2.15, before the end of the step.
 - An instruction of DeepSpeed, as its ``repr`` prints it: ``RecvActivation(buffer_id=1)``. A
   transfer ends before the next instruction. A stage is a rank.
 - A function of Megatron's schedules, by its name: ``send_forward_recv_backward``. The transfers of

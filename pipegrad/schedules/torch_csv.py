@@ -12,8 +12,9 @@ from pipegrad.printable import shortened
 from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 _COMPUTE: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
-_SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD")
+_SKIPPED = ("UNSHARD", "RESHARD", "REDUCE_GRAD", "WAIT_REDUCE_GRAD")
 TRANSFERS = ("SEND_F", "RECV_F", "SEND_B", "RECV_B")
+_OF_TRANSFERS = (*TRANSFERS, "WAIT_SEND_F", "WAIT_SEND_B")  # torch 2.15 waits for each send
 # At most nine digits, so that a huge number in a file cannot fill the memory.
 _CELL = re.compile(r"(\d{1,9})([A-Z_]+)(\d{0,9})", re.ASCII)
 _OVERLAP = re.compile(r"\(([^()]*)\)OVERLAP_F_B")
@@ -26,7 +27,7 @@ def read_csv(
 
     Each line is a rank, in order. Its cells are its actions: ``2F0``, ``1B3``, or, for a split
     backward, ``2I0`` and ``2W0``. ``(0F1;1B0)OVERLAP_F_B`` is 0F1, then 1B0. An empty cell is idle.
-    UNSHARD, RESHARD and REDUCE_GRAD are skipped, because pipegrad decides these itself.
+    UNSHARD, RESHARD, REDUCE_GRAD and its wait are skipped, because pipegrad decides these itself.
 
     Args:
         text: The content of the file.
@@ -113,7 +114,7 @@ def _actions(cell: str, where: str) -> Iterator[Action]:
     for stage, done, microbatch in parts(cell, where):
         # Transfers of a file are refused, not skipped. Their order was made for torch's runtime,
         # and pipegrad proves only the order that it has made itself.
-        if done in TRANSFERS:
+        if done in _OF_TRANSFERS:
             raise ScheduleError(
                 f"{where}: {cell} is a transfer; give the compute-only file, pipegrad lowers "
                 f"transfers by itself"
@@ -135,7 +136,7 @@ def parts(cell: str, where: str) -> Iterator[tuple[int, str, int]]:
             yield from parts(part.strip(), where)
         return
     stage, done, microbatch = match.groups() if (match := _CELL.fullmatch(cell)) else ("", "", "")
-    if done not in _SKIPPED and not (microbatch and (done in _COMPUTE or done in TRANSFERS)):
+    if done not in _SKIPPED and not (microbatch and (done in _COMPUTE or done in _OF_TRANSFERS)):
         raise ScheduleError(
             f"{where}: {shortened(cell)!r} is not understood; expected stage, kind (F, B, I or "
             f"W) and microbatch, such as 2F0"

@@ -95,6 +95,54 @@ def test_torchs_deferred_receives_take_gradients_for_activations() -> None:
     )
 
 
+@pytest.mark.skipif(
+    not hasattr(torch_schedules, "analyze_pipeline_activation_liveness"), reason="since torch 2.15"
+)
+@pytest.mark.parametrize("name", MULTI)
+def test_torch_counts_the_same_live_activations(name: str) -> None:
+    schedule = multi(name, 4, 8)
+    of_rank = [
+        [s for s, r in schedule.stage_index_to_group_rank.items() if r == n] for n in range(4)
+    ]
+    slots = tuple(
+        torch_schedules.analyze_pipeline_activation_liveness(
+            schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch"
+        ).num_slots
+        for rank, stages in enumerate(of_rank)
+    )
+    needs = pipegrad.verify(schedule).needs
+    assert needs is not None
+    assert needs.live_activations == slots
+
+
+# Waits of torch 2.15.
+
+WAITED = (
+    "0F0,0SEND_F0,0RECV_B0,0B0,0WAIT_SEND_F0,0REDUCE_GRAD,0WAIT_REDUCE_GRAD\n"
+    "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1REDUCE_GRAD,1WAIT_REDUCE_GRAD\n"
+)
+
+
+def test_waits_for_sends_and_reductions_are_read(tmp_path: Path) -> None:
+    verdict = verified(WAITED, tmp_path)
+    assert verdict.is_right
+    first = [item & OP_MASK for item in verdict.orders.program.items[0]]
+    assert first.index(Op.RELEASE) < first.index(Op.FINAL)  # not at the end of the step
+
+
+def test_a_wait_for_a_send_that_is_too_early_is_named(tmp_path: Path) -> None:
+    """torch 2.15 looks for this circle only where it was given max_outstanding_sends."""
+    text = (
+        "0F0,0SEND_F0,0F1,0SEND_F1,0WAIT_SEND_F1,0RECV_B0,0B0,0RECV_B1,0B1\n"
+        "1RECV_F0,1F0,1B0,1SEND_B0,1WAIT_SEND_B0,1RECV_F1,1F1,1B1,1SEND_B1\n"
+    )
+    verdict = verified(text, tmp_path, communicators="edge")
+    assert verdict.sentences == (
+        "rank 0: 0SEND_F1 waits for 1RECV_F1 of rank 1, which comes only after 1WAIT_SEND_B0",
+        "rank 1: 1SEND_B0 waits for 0RECV_B0 of rank 0, which comes only after 0WAIT_SEND_F1",
+    )
+
+
 # Hangs that were reported.
 
 INTERLEAVED = (
@@ -286,11 +334,31 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
+# The same of orders with waits.
+WRONG_WAITS = {
+    "waited twice": (
+        *("0WAIT_SEND_F0", "0WAIT_SEND_F0,0WAIT_SEND_F0"),
+        "rank 0, cell 6: 0WAIT_SEND_F0: there is no SEND_F to wait for",
+    ),
+    "of no stage": ("0WAIT_SEND_F0", "5WAIT_SEND_F0", "5WAIT_SEND_F0: there is no SEND_F to wait"),
+    "not reduced": ("0REDUCE_GRAD,", "", "0WAIT_REDUCE_GRAD: no reduction of stage 0 is under way"),
+    "never ends": (
+        *(",0WAIT_REDUCE_GRAD", ""),
+        "rank 0: the reduction of stage 0 never ends: WAIT_REDUCE_GRAD is missing",
+    ),
+    "two at a time": (
+        *("0REDUCE_GRAD", "0REDUCE_GRAD,0REDUCE_GRAD"),
+        "rank 0, cell 7: 0REDUCE_GRAD: the reduction of stage 0 has not ended",
+    ),
+}
+
+
+@pytest.mark.parametrize("wrong", [*WRONG, *WRONG_WAITS])
 def test_wrong_cells_are_named(wrong: str, tmp_path: Path) -> None:
-    old, new, says = WRONG[wrong]
-    text = GOOD.replace(old, new)
-    assert text != GOOD
+    good = GOOD if wrong in WRONG else WAITED
+    old, new, says = {**WRONG, **WRONG_WAITS}[wrong]
+    text = good.replace(old, new)
+    assert text != good
     verdict = verified(text, tmp_path)
     assert not verdict.is_right
     assert says in str(verdict)

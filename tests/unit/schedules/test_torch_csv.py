@@ -96,7 +96,8 @@ def test_line_endings_do_not_matter(ending: str) -> None:
     made = read_csv(f"0F0,,,0B0{between},1F0,1B0{ending}")
     assert made.actions[1] == (Action(1, "F", 0), Action(1, "B", 0))
     # Overlapped actions are read in order, and an executor's own are skipped.
-    made = read_csv("0UNSHARD,0F0,0F1, (0B0; 0F2)OVERLAP_F_B ,,0B1,0B2,0RESHARD,0REDUCE_GRAD\n\n")
+    ends = "0RESHARD,0REDUCE_GRAD,0WAIT_REDUCE_GRAD"
+    made = read_csv(f"0UNSHARD,0F0,0F1, (0B0; 0F2)OVERLAP_F_B ,,0B1,0B2,{ends}\n\n")
     assert [str(action) for action in made.actions[0]] == ["0F0", "0F1", "0B0", "0F2", "0B1", "0B2"]
 
 
@@ -108,6 +109,7 @@ def test_line_endings_do_not_matter(ending: str) -> None:
         ("0F0,(0B0;0X0)OVERLAP_F_B", "line 1, cell 2: '0X0' is not understood"),
         ("0F9999999999,0B0", "line 1, cell 1: '0F9999999999' is not understood"),
         ("0F0,0SEND_F0", "cell 2: 0SEND_F0 is a transfer; give the compute-only file, pipegrad"),
+        ("0F0,0WAIT_SEND_F0", "cell 2: 0WAIT_SEND_F0 is a transfer; give the compute-only file"),
         ("0F0,,0B0\n,0F1", "line 2, cell 2: 0F1 is of stage 0, which line 1 has already"),
         ("0F0,0B0\n2F0,2B0", "file has a stage 2 but no stage 1; expected all from 0 on"),
         ("0F1,0B1", "file has a microbatch 1 but no microbatch 0"),
