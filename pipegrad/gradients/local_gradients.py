@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.errors import StepError
@@ -258,7 +258,7 @@ class LooseLeaves:
         self,
         stage: int,
         microbatches: Iterable[int],
-        roots: Sequence[Tensor],
+        roots: Sequence[object],
         passed: Iterable[object],
     ) -> None:
         """Looks for loose leaves between the results of a stage, or its loss, and their arguments.
@@ -266,7 +266,7 @@ class LooseLeaves:
         Args:
             stage: The stage.
             microbatches: Those whose backward begins here.
-            roots: The results.
+            roots: The results, or their gradient edges.
             passed: The arguments; a search ends at each.
         """
         if stage in self._unseen:
@@ -307,10 +307,11 @@ class LooseLeaves:
         return id(leaf) in self._parameter_ids
 
 
-def _leaves(roots: Sequence[Tensor], ends: Sequence[Tensor]) -> list[Tensor]:
+def _leaves(roots: Sequence[object], ends: Sequence[Tensor]) -> list[Tensor]:
     """Returns the leaves of a graph that get a gradient; does not look beyond some tensors."""
     seen: set[Any] = {get_gradient_edge(end).node for end in ends if end.requires_grad}
-    nodes = [get_gradient_edge(root).node for root in roots if root.requires_grad]
+    nodes = [root.node for root in roots if isinstance(root, GradientEdge)]
+    nodes += [get_gradient_edge(x).node for x in roots if isinstance(x, Tensor) and x.requires_grad]
     stack: list[Any] = [node for node in nodes if node not in seen]
     seen, leaves = seen.union(stack), list[Tensor]()
     while stack:

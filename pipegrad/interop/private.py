@@ -144,19 +144,26 @@ def end_backward(part: FSDPModule) -> None:
 
 def forget_backwards(parts: Iterable[FSDPModule]) -> None:
     """Drops the state that FSDP2 keeps of a failed step, and its accumulated gradients."""
-    # FSDP2 keeps accumulated gradients in one of two attributes. Both are cleared, or the next
-    # step would add to them.
+    # FSDP2 before torch 2.15 keeps accumulated gradients in one of two attributes. Both are
+    # cleared, or the next step would add to them.
     for part in parts:
         state = part._get_fsdp_state()
         # torch 2.11 has one group, or none.
         one = getattr(state, "_fsdp_param_group", None)
         for group in getattr(state, "_fsdp_param_groups", [] if one is None else [one]):
             for parameter in group.fsdp_params:
-                parameter.unsharded_accumulated_grad = None
+                if "unsharded_accumulated_grad" in vars(parameter):
+                    parameter.unsharded_accumulated_grad = None
                 if hasattr(parameter, "_unsharded_param"):
                     parameter._unsharded_param.grad = None
-        if state._is_root:
-            state._reset_iter_state()
+        if state._is_root and hasattr(part, "reset_iter_state"):
+            part.reset_iter_state()
+        elif state._is_root:  # torch 2.11: a backward without gradients ends there
+            context = state._state_ctx
+            context.iter_forward_root, context.is_last_backward = None, True
+            for each in context.all_states:
+                each._modules_to_run_forward.clear()
+            state._root_post_backward_final_callback()
 
 
 def unflattened(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:

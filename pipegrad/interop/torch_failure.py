@@ -4,6 +4,9 @@
 ranks would wait until the timeout. So the parts of a step are guarded: after one has raised, later
 ones make zeros and compute nothing. All transfers of the step are made in their order, on any
 backend, and no rank waits for this one. At the end all ranks look at the failure notice.
+
+In the first step, and the first one behind an evaluation, stages exchange the shapes of their
+values. What fails before or in that exchange ends the job on all ranks, as a lost rank does.
 """
 
 from __future__ import annotations
@@ -17,14 +20,21 @@ from typing import Any
 import torch
 
 from pipegrad.comm.failures import FailureNotice
+from pipegrad.comm.watch import watch
 from pipegrad.errors import ReduceError, root_of
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import forget_backwards
-from pipegrad.interop.torch_schedule import TorchSchedule, output_metas, replace, stages_of
+from pipegrad.interop.torch_schedule import (
+    TorchSchedule,
+    drop_received,
+    forwards_of,
+    output_metas,
+    replace,
+    set_forward,
+    stages_of,
+)
 from pipegrad.model.wrappers import fsdp_modules
 
-_FAILED = "pipegrad: this stage has failed"  # sent instead of the metadata of its outputs
-_INITIALIZE = ("_initialize_pp_stages", "_initialize_stage", "_initialize_stages")  # by version
 _instances = itertools.count()
 
 
@@ -49,13 +59,12 @@ class TorchFailure:
         self.error: BaseException | None = None
         self.is_begun = False
         self.reduced = set[int]()
-        self._has_entered = False  # torch has come to the first transfer of a value
-        self._is_learning = False  # stages exchange the metadata of their values
-        self._has_received = False  # this stage has received its neighbour's metadata
-        name = next(name for name in _INITIALIZE if hasattr(schedule, name))
+        self._has_entered = False  # torch has begun with microbatches: what follows is guarded
         parts = {"_maybe_compute_loss": self._add_zero_loss, "_maybe_get_loss": _nothing}
         methods = {n: self.guard(getattr(schedule, n), instead) for n, instead in parts.items()}
-        replace(schedule, {name: partial(self._initialized, getattr(schedule, name)), **methods})
+        # Each version of torch looks at a batch there, right before stages exchange metadata.
+        check = partial(self._entered, schedule._check_inputs)
+        replace(schedule, {"_check_inputs": check, **methods})
 
     def begin(self) -> None:
         """Begins a step or an evaluation."""
@@ -89,9 +98,9 @@ class TorchFailure:
         self.notice.fail(root_of(error), where)  # torch wraps it
         if self._schedule._has_backward:
             self._sync.abort(error, begun=self.is_begun)
-            stages = {stage.stage_index: stage.submod for stage in stages_of(self._schedule)}
-            for parts in fsdp_modules(stages).values():
-                forget_backwards(parts)
+            for stage in stages_of(self._schedule):
+                vars(stage).update(_gradient_reduction_handle=None)  # torch 2.15 would wait for it
+                forget_backwards(fsdp_modules({0: stage.submod})[0])
 
     def finish_transfers(self) -> None:
         """Runs the microbatches with zeros, if the step failed before torch came to them."""
@@ -125,51 +134,35 @@ class TorchFailure:
             ("backward_one_chunk", partial(_backward_zeros, stage), "B"),
             ("backward_weight_one_chunk", partial(_forget_weights, stage), "W"),
             ("perform_reduce_grad", _nothing, ""),
+            ("start_gradient_reduction", _nothing, ""),  # since torch 2.15, of FSDP2 alone
+            ("wait_for_gradient_reduction", _nothing, ""),
             ("scale_grads", _nothing, ""),
         )
         methods = {
             name: self.guard(getattr(stage, name), instead, kind and f"{stage.stage_index}{kind}")
             for name, instead, kind in parts
+            if hasattr(stage, name)
         }
-        if hasattr(stage, "_recv_meta"):
-            methods["_recv_meta"] = partial(self._received, stage._recv_meta)
-            for name, sign in (("_prepare_forward_infra", 1), ("_prepare_backward_infra", -1)):
-                guarded = self.guard(getattr(stage, name), partial(self._pass_on, stage, sign))
-                methods[name] = partial(self._learned, guarded)
+        for name in ("_prepare_forward_infra", "_prepare_backward_infra"):
+            methods[name] = partial(self._exchanged, getattr(stage, name))
         replace(stage, methods)
 
-    # The first step, in which stages exchange the metadata of their values.
-
-    def _initialized(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        self._is_learning = False
-        result = initialize(*args, **kwargs)
+    def _entered(self, check: Callable[..., Any], *batch: Any) -> Any:  # noqa: ANN401
+        checked = check(*batch)
         self._has_entered = True
-        # The metadata of this rank was never learned. Without an error here torch would mark the
-        # stages as ready, and later steps would use wrong shapes.
-        if self.error is not None and self._is_learning:
-            raise self.error
-        return result
+        return checked
 
-    def _learned(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
-        self._has_received, self._is_learning = False, True
-        return prepare(*args, **kwargs)
-
-    def _received(self, receive: Callable[..., Any], *args: Any) -> Any:  # noqa: ANN401
-        self._has_received = True
-        return receive(*args)
-
-    def _pass_on(self, stage: Any, sign: int, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
-        """Sends a mark of failure to the neighbour, which waits for a stage's metadata."""
-        # In torch's dynamic mode each stage receives metadata from one neighbour and sends its own
-        # to the other. Both messages must be made here, once, or the neighbours go on waiting.
-        if stage._inference_mode is None or stage._inference_mode.name != "DYNAMIC":
-            return
-        previous, following = stage.stage_index - sign, stage.stage_index + sign
-        stages = range(stage.num_stages)
-        if previous in stages and not stage._is_same_rank(previous) and not self._has_received:
-            stage._recv_meta(previous)
-        if following in stages and not stage._is_same_rank(following):
-            stage._send_meta(_FAILED, following)
+    def _exchanged(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
+        # Stages tell each other their shapes, and wait in torch. An error before or in it is final.
+        try:
+            if self.error is not None:
+                raise self.error
+            return prepare(*args, **kwargs)
+        except BaseException as error:
+            self.fail(error)
+            if (watched := watch()) is not None:
+                watched.fail(root_of(error))
+            raise
 
     def _add_zero_loss(self, stage: Any, *_args: object, **_kwargs: object) -> None:  # noqa: ANN401
         if stage.is_last and self._schedule._loss_fn is not None:
@@ -193,7 +186,7 @@ def _forward_zeros(
     """Stands in for a forward of a failed step: its outputs are zeros."""
     metas = output_metas(stage) or ()
     zeros = tuple(torch.zeros(m.shape, dtype=m.dtype, device=stage.device) for m in metas)
-    stage.fwd_cache[chunk] = zeros, []
+    set_forward(stage, chunk, zeros)
     if stage.is_last and save_forward_output:
         stage.output_chunks.append(zeros)
     return zeros
@@ -210,7 +203,8 @@ def _backward_zeros(
         return
     # torch sends the contents of `bwd_cache` back. Newer versions replace None by zeros. Older
     # versions need real zeros, with the shapes of the received values.
-    stage.fwd_cache.pop(chunk, None)
+    forwards_of(stage).pop(chunk, None)
+    drop_received(stage.grad_recv_info.get(chunk, ()))
     infos = stage.args_recv_info[chunk]
     if hasattr(stage, "_get_grad_send_meta"):
         stage.bwd_cache[chunk] = (None,) * len(infos)

@@ -5,7 +5,8 @@
 - ``schedule.step``: a step.
 - ``stage.forward_one_chunk``: a forward of a stage.
 - ``stage.backward_one_chunk``: a backward, and whether it is the last.
-- ``stage.perform_reduce_grad``, in the oldest runtime ``stage.scale_grads``: gradients are final.
+- ``stage.perform_reduce_grad``, ``stage.scale_grads`` and, of FSDP2 since torch 2.15,
+  ``stage.wait_for_gradient_reduction``: gradients are final.
 
 If a step raises on a rank, see [Note: failed torch step] in `torch_failure`.
 """
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
-from pipegrad.errors import PlanError
+from pipegrad.errors import PlanError, StepError
 from pipegrad.gradients.local_gradients import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import tree_map
@@ -31,6 +32,7 @@ from pipegrad.interop.torch_schedule import (
     check_split_backward,
     check_stages,
     divisor,
+    forward_of,
     leave,
     num_microbatches,
     refuse_other_shapes,
@@ -74,6 +76,10 @@ def attach(
     raise. An interrupt inside a receive of torch cannot be passed on. An error among the
     collectives of FSDP2 cannot be passed on either.
 
+    An error in the first step, or in the first one behind an evaluation, may be final: until
+    torch's stages have told each other the shapes of their values, no rank can go on without all
+    others. Then all ranks raise a StallError, in later steps too.
+
     FSDP2 reduces over the data ranks. For stages that FSDP2 shards, give ``["pipeline-shared"]`` as
     handlers. Ties are then summed after FSDP2's own reduction.
 
@@ -90,16 +96,16 @@ def attach(
         The `GradientSync` of the schedule, for clipping, statistics and its plan.
 
     Raises:
-        PlanError: If the schedule is attached already. If torch is 2.15 or later. If it splits
-            backward on torch before 2.13, whose split gradients are wrong (pytorch#180952). If it
-            splits backward and FSDP2 reshards after forward, because torch then loses gradients. If
-            its loss has parameters that no stage holds. On all ranks alike.
+        PlanError: If the schedule is attached already. If it splits backward on torch before 2.13,
+            whose split gradients are wrong (pytorch#180952). If it splits backward and FSDP2
+            reshards after forward, because torch then loses gradients. If its loss has parameters
+            that no stage holds. On all ranks alike.
         PipegradError: As `GradientSync` does.
     """
     stages = stages_of(schedule)
 
     def check() -> None:
-        if any(not _sync_of(stage).is_closed for stage in stages if hasattr(stage, "_pipegrad")):
+        if any(not s._pipegrad.is_closed for s in stages if hasattr(s, "_pipegrad")):
             raise PlanError(
                 "this schedule is attached already; attach once, before training, or close() the "
                 "GradientSync that attach returned, and attach again"
@@ -154,6 +160,7 @@ def _follow_step(
                     given = args, {k: x for k, x in kwargs.items() if k != "losses"}  # a result
                     args, copied = tree_map(partial(_divided, by=divisor(schedule)), given)
                     kwargs |= copied
+                    kwargs |= _finalizing(schedule, sync, **kwargs)
                 failure.is_begun = schedule._has_backward
                 result = step(*args, **kwargs)
                 if failure.error is None:
@@ -173,6 +180,23 @@ def _divided(value: object, *, by: float) -> object:
         value = value.view_as(value)
         value.register_hook(lambda gradient: gradient / by)
     return value
+
+
+def _finalizing(
+    schedule: TorchSchedule, sync: GradientSync, *, finalize_gradients: bool = True, **_: object
+) -> dict[str, bool]:
+    """Returns the argument by which torch 2.15 learns that steps accumulate; older torch has none.
+
+    Raises:
+        StepError: If it was given, and the steps do not accumulate.
+    """
+    if not finalize_gradients and not sync.is_accumulating:
+        raise StepError(
+            "finalize_gradients=False is torch's way to accumulate with FSDP2 alone, and this step "
+            "would reduce: run it under `with sync.accumulate():` instead"
+        )
+    is_known = hasattr(schedule, "_finalize_gradients")
+    return {"finalize_gradients": not sync.is_accumulating} if is_known else {}
 
 
 def _begin_step(schedule: TorchSchedule, sync: GradientSync) -> None:
@@ -221,8 +245,8 @@ def _follow_stage(
         _look(loose, stage, bwd_chunk_id, loss)
         backward(bwd_chunk_id, loss, full_backward, last_backward)
 
-    versions = dict[int, list[int]]()
-    forward, reduce = stage.forward_one_chunk, getattr(stage, "perform_reduce_grad", None)
+    versions = dict[tuple[int, int], int]()
+    forward = stage.forward_one_chunk
 
     @functools.wraps(forward)
     def awaited_forward(fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
@@ -234,23 +258,42 @@ def _follow_stage(
         refuse_written_outputs(stage, versions)
         return output
 
-    def final(grad_scale_factor: float) -> None:  # noqa: ARG001 - scaling is prepare's divisor
-        # GPipe and 1F1B call this in eval() too, and would divide existing gradients once more.
-        if stage.has_backward:
-            failure.reduced.add(index)
-            if reduce and is_fsdp2(stage.submod) and not sync.is_accumulating:
-                reduce(1)  # only FSDP2's own reduction; scaling is done elsewhere
-            sync.stage_final(index)
-
     methods: dict[str, Callable[..., object]] = {
         "forward_one_chunk": awaited_forward,
         "backward_one_chunk": watched_backward,
-        "perform_reduce_grad": final,
-        "scale_grads": final,
     }
-    replace(stage, methods)
+    replace(stage, methods | _reductions(stage, sync, failure))
     failure.follow(stage)
     stage._pipegrad = sync  # type: ignore[attr-defined]
+
+
+def _reductions(
+    stage: PipelineStageBase, sync: GradientSync, failure: TorchFailure
+) -> dict[str, Callable[..., object]]:
+    """Returns the methods behind which gradients are final. They do not scale: `prepare` does."""
+    index, reduce = stage.stage_index, stage.perform_reduce_grad
+    wait = getattr(stage, "wait_for_gradient_reduction", None)
+
+    def end() -> None:
+        if index not in failure.reduced:
+            failure.reduced.add(index)
+            sync.stage_final(index)
+
+    def final(grad_scale_factor: float) -> None:  # noqa: ARG001
+        # GPipe and 1F1B call this in eval() too, and would divide existing gradients once more.
+        if stage.has_backward:
+            if is_fsdp2(stage.submod) and not sync.is_accumulating:
+                reduce(1)  # only FSDP2's own reduction
+            end()
+
+    def waited(grad_scale_factor: float) -> None:  # noqa: ARG001
+        assert wait is not None
+        wait(1)
+        end()
+
+    methods: dict[str, Callable[..., object]] = {"perform_reduce_grad": final, "scale_grads": final}
+    # Since torch 2.15 FSDP2 reduces in two actions of an order. The second one is this wait.
+    return methods | ({"wait_for_gradient_reduction": waited} if wait else {})
 
 
 def _look(
@@ -258,12 +301,8 @@ def _look(
 ) -> None:
     if not stage.has_backward:
         return
-    outputs, given = stage.fwd_cache[microbatch]
+    outputs, given = forward_of(stage, microbatch)
     if loss is not None:
         loose.look(stage.stage_index, [microbatch], [loss], outputs)
     if loose.is_looking:
         loose.look(stage.stage_index, [microbatch], outputs, given)
-
-
-def _sync_of(stage: PipelineStageBase) -> GradientSync:
-    return stage._pipegrad  # type: ignore[attr-defined,no-any-return]

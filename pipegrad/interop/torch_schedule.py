@@ -93,7 +93,7 @@ def with_stages_of(topology: Topology, stage: PipelineStageBase) -> Topology:
 
 
 def check_stages(stages: Sequence[PipelineStageBase]) -> None:
-    """Refuses stages of torch 2.15, and those in a DistributedDataParallel that is wrong here."""
+    """Refuses stages of an unknown torch, and a DistributedDataParallel that is wrong here."""
     for stage in stages:
         for part in stage.submod.modules():
             # With one forward of all microbatches before a backward, DDP's other ways to know what
@@ -107,11 +107,49 @@ def check_stages(stages: Sequence[PipelineStageBase]) -> None:
                     f"handler 'data-parallel' reduces its gradients; or wrap the whole stage, with "
                     f"find_unused_parameters=True and without static_graph"
                 )
-    if any(not hasattr(stage, "fwd_cache") for stage in stages):
+    if any(forwards_of(stage) is None for stage in stages):
         raise PlanError(
-            f"attach does not know the pipeline stages of torch {torch.__version__}, which are "
-            f"other ones since 2.15: use torch 2.14, or run your stages by pipegrad.Scheduler"
+            f"attach does not know the pipeline stages of torch {torch.__version__}: use torch "
+            f"2.11 to 2.15, or run your stages by pipegrad.Scheduler"
         )
+
+
+# What a stage has of a microbatch between its forward and its backward.
+
+
+def forwards_of(stage: Any) -> dict[int, Any]:  # noqa: ANN401 - torch's, with private names
+    """Returns what a stage has of each forward whose backward has not run, in their order."""
+    # Since torch 2.15 it has another name, and instances of a class in the place of tuples.
+    kept: dict[int, Any] = getattr(
+        stage, "_forward_chunk_states", getattr(stage, "fwd_cache", None)
+    )
+    return kept
+
+
+def forward_of(stage: PipelineStageBase, microbatch: int) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Returns the outputs of a forward, as roots of its backward, and its inputs.
+
+    torch 2.15 drops an output when it has been sent. Its gradient edge, or None, stands there then.
+    """
+    kept = forwards_of(stage)[microbatch]
+    roots, inputs = (
+        kept if isinstance(kept, tuple) else (kept.stage_output_for_backward(), kept.input_values)
+    )
+    return roots, inputs
+
+
+def set_forward(stage: Any, microbatch: int, outputs: tuple[torch.Tensor, ...]) -> None:  # noqa: ANN401
+    """Gives a stage outputs without a graph, for a forward that has not run or has failed."""
+    drop_received(stage.args_recv_info[microbatch])
+    make = getattr(stage, "_make_forward_chunk_state", lambda *kept: kept)
+    forwards_of(stage)[microbatch] = make(outputs, [])
+
+
+def drop_received(infos: Iterable[Any]) -> None:
+    """Drops what was received and not read: torch 2.15 receives nothing else before."""
+    for info in infos:
+        if hasattr(info, "take_buffer"):  # older ones receive into the same memory in each step
+            info.buffer = None
 
 
 def renew_inputs(stage: PipelineStageBase, microbatch: int) -> None:
@@ -141,8 +179,8 @@ def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with pri
     metas = output_metas(stage)
     if stage.is_last or metas is None:
         return
-    chunk = next(reversed(stage.fwd_cache))
-    for output, meta in zip(stage.fwd_cache[chunk][0], metas, strict=False):
+    chunk = next(reversed(forwards_of(stage)))
+    for output, meta in zip(forward_of(stage, chunk)[0], metas, strict=False):
         if is_dtensor(output) or not isinstance(output, torch.Tensor):
             continue
         if (output.shape, output.dtype) != (meta.shape, meta.dtype):
@@ -153,22 +191,26 @@ def refuse_other_shapes(stage: Any) -> None:  # noqa: ANN401 - torch's, with pri
             )
 
 
-def refuse_written_outputs(stage: Any, versions: dict[int, list[int]]) -> None:  # noqa: ANN401
+def refuse_written_outputs(stage: PipelineStageBase, versions: dict[tuple[int, int], int]) -> None:
     """Refuses a forward that wrote into outputs of an earlier one, which torch may still send.
 
     Args:
         stage: torch's stage, right after a forward.
-        versions: By microbatch, of the outputs whose backward has not run; changed.
+        versions: By microbatch and number, of the outputs whose backward has not run; changed.
 
     Raises:
         StepError: Names the stage and both microbatches.
     """
     now = {
-        chunk: [o._version for o in cached[0] if isinstance(o, torch.Tensor)]
-        for chunk, cached in stage.fwd_cache.items()
+        (chunk, number): output._version
+        for chunk in forwards_of(stage)
+        for number, output in enumerate(forward_of(stage, chunk)[0])
+        if isinstance(output, torch.Tensor)
     }
-    last = next(reversed(now))
-    written = next((c for c, v in now.items() if c != last and versions.get(c, v) != v), None)
+    last = next(reversed(forwards_of(stage)))
+    written = next(
+        (c for (c, n), v in now.items() if c != last and versions.get((c, n), v) != v), None
+    )
     versions.clear()
     versions.update(now)
     if written is not None:

@@ -24,6 +24,7 @@ from pipegrad.errors import PipegradError, PlanError, root_of
 from tests.support.gradients.cases import rank
 from tests.support.pipeline.pipelines import CPU
 from tests.support.pipeline.scales import fails_in_backward, fails_in_forward
+from tests.support.versions import SPLIT_BY_TORCH, needs_2_13
 
 pytestmark = pytest.mark.ranks(2)
 MICROBATCHES, WIDTH = 4, 3
@@ -128,24 +129,22 @@ def same(found: list[Tensor], right: list[Tensor]) -> bool:
     return len(found) == len(right) and all(map(torch.equal, found, right))
 
 
-@pytest.mark.parametrize("name", PLACES)
-@pytest.mark.parametrize("when", ["first", "later"])
-def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> None:
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=(needs_2_13,) if n in SPLIT_BY_TORCH else ()) for n in PLACES],
+)
+def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str) -> None:
     """Issue 16, point 3: the others waited in torch's receive until their time-out.
 
     They raise what the first rank says, and the next step has the bits of one that never failed,
     also without zero_grad.
     """
-    right = Attached(name)
-    gradients = right.gradients()
-    right.sync.close()
-    run, is_first, last = Attached(name), when == "first", len(PLACES[name]) - 1
-    if not is_first:
-        run.gradients()
+    run, last = Attached(name), len(PLACES[name]) - 1
+    gradients = run.gradients()
     for kind, stage, left, words in (
-        ("forward", 0, 0 if is_first else 2, "no space left"),
+        ("forward", 0, 2, "no space left"),
         ("forward", last, 0, "no space left"),
-        ("backward", 1, 0 if is_first else 1, "no space left"),
+        ("backward", 1, 1, "no space left"),
         ("loss", last, 0, "no space left"),
         ("interrupt", 1, 0, "KeyboardInterrupt"),
         ("exit", 0, 1, "SystemExit: 0"),
@@ -158,9 +157,6 @@ def test_what_a_stage_raises_all_ranks_raise_and_go_on(name: str, when: str) -> 
         else:
             assert ELSEWHERE not in said, (kind, stage)
         assert same(run.gradients(), gradients), (kind, stage)
-        if is_first:
-            run.sync.close()
-            run = Attached(name)
     run.sync.close()
 
 
@@ -179,7 +175,8 @@ def test_what_fails_elsewhere_in_a_step_is_told_too() -> None:
     for x, words in (
         (run.x[:, :2], "must be multiplied|cannot be multiplied|shape"),
         (run.x[:3], "Expecting 4 arg_mbs but got 3"),
-        (run.x[:4], r"an output is torch.float32 \[1, 3\], and was torch.float32 \[2, 3\] "),
+        # torch 2.11 looks itself.
+        (run.x[:4], r"an output is torch.float32 \[1, 3\], and was .* \[2, 3\] |shape mismatch"),
     ):
         fails(0, words, x=x)
         assert same(run.gradients(), gradients), words

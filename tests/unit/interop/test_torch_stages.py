@@ -27,6 +27,7 @@ def stage(**more: Any) -> Any:
         fwd_cache={0: "zeros", 1: "other"},
         bwd_cache={},
         args_recv_info={0: (received, root)},
+        grad_recv_info={},
         **more,
     )
 
@@ -61,46 +62,33 @@ def failing(schedule: Any, stage: Any) -> TorchFailure:
 
 
 class Schedule:
-    """A schedule whose stages learn in the first step what they receive, as torch's do."""
+    """A schedule whose stages exchange shapes in the first step, as torch's do."""
 
     def __init__(self) -> None:
         parts = (
             *("forward_one_chunk", "backward_one_chunk", "backward_weight_one_chunk"),
-            *("perform_reduce_grad", "scale_grads", "_recv_meta"),
+            *("perform_reduce_grad", "scale_grads"),
             *("_prepare_forward_infra", "_prepare_backward_infra"),
         )
-        self.stage = SimpleNamespace(**{part: lambda *_: None for part in parts})
-        self.stage._inference_mode, self.stage.stage_index = None, 0
-        self._has_backward, self._is_ready = False, False
+        self.stage = SimpleNamespace(**{part: lambda *_: "done" for part in parts})
+        self.stage.stage_index, self._has_backward = 0, False
+
+    def _check_inputs(self) -> None: ...
 
     def _maybe_compute_loss(self) -> None: ...
 
     def _maybe_get_loss(self) -> None: ...
 
-    def _initialize_stages(self) -> str:
-        if not self._is_ready:
-            self.stage._prepare_forward_infra()
-        self._is_ready = True
-        return "ready"
 
-
-def test_a_step_that_failed_before_its_transfers_makes_them_where_stages_have_learned() -> None:
-    """Otherwise the other ranks wait for them."""
+def test_a_step_that_failed_earlier_exchanges_no_shapes() -> None:
+    """torch would mark its stages as ready, and later steps would use wrong shapes."""
     schedule = Schedule()
     failure = failing(schedule, schedule.stage)
-    assert schedule._initialize_stages() == "ready"
-    failure.begin()
-    failure.error = StepError("a batch of another size")
-    assert schedule._initialize_stages() == "ready"
-
-
-def test_a_step_that_failed_before_stages_have_learned_leaves_them_as_they_were() -> None:
-    schedule = Schedule()
-    failure = failing(schedule, schedule.stage)
+    assert schedule.stage._prepare_forward_infra() == "done"
     failure.begin()
     failure.error = StepError("a batch of another size")
     with pytest.raises(StepError, match="another size"):
-        schedule._initialize_stages()
+        schedule.stage._prepare_forward_infra()
 
 
 def test_stages_come_in_the_order_of_the_model() -> None:
