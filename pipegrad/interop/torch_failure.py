@@ -60,11 +60,11 @@ class TorchFailure:
         self.is_begun = False
         self.reduced = set[int]()
         self._has_entered = False  # torch has begun with microbatches: what follows is guarded
+        is_single = hasattr(schedule, "_initialize_stage")
+        begin = "_initialize_stage" if is_single else "_initialize_stages"  # in each step
         parts = {"_maybe_compute_loss": self._add_zero_loss, "_maybe_get_loss": _nothing}
         methods = {n: self.guard(getattr(schedule, n), instead) for n, instead in parts.items()}
-        # Each version of torch looks at a batch there, right before stages exchange metadata.
-        check = partial(self._entered, schedule._check_inputs)
-        replace(schedule, {"_check_inputs": check, **methods})
+        replace(schedule, {begin: partial(self._entered, getattr(schedule, begin)), **methods})
 
     def begin(self) -> None:
         """Begins a step or an evaluation."""
@@ -147,10 +147,9 @@ class TorchFailure:
             methods[name] = partial(self._exchanged, getattr(stage, name))
         replace(stage, methods)
 
-    def _entered(self, check: Callable[..., Any], *batch: Any) -> Any:  # noqa: ANN401
-        checked = check(*batch)
+    def _entered(self, initialize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         self._has_entered = True
-        return checked
+        return initialize(*args, **kwargs)
 
     def _exchanged(self, prepare: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
         # Stages tell each other their shapes, and wait in torch. An error before or in it is final.
