@@ -20,7 +20,7 @@ from torch import nn
 
 import pipegrad
 from pipegrad.schedules import Schedule
-from pipegrad.schedules.measured import Choice
+from pipegrad.simulation.choice import Choice
 from pipegrad.simulation.choose import choose
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.explain.inferred import costs_of

@@ -47,7 +47,7 @@ from pipegrad.plan.options import CHECK_EVERY, GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.plugins.registry import closest_first
 from pipegrad.schedules import Program, Proof, Schedule
-from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
+from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import DEPTH
 from pipegrad.topology import Topology
 
@@ -427,7 +427,7 @@ class Scheduler:
         return self._steps.codings.choice
 
     @property
-    def choice(self) -> Choice | None:
+    def choice(self) -> object:
         """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
         generator = self._programs.spec
         if not isinstance(generator, MeasuredGenerator):

@@ -11,8 +11,9 @@ from typing import Any
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import OneForwardOneBackward
-from pipegrad.schedules.measured import Choice, MeasuredGenerator, Times
+from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.schedule import Schedule
+from pipegrad.simulation.choice import Choice
 from pipegrad.simulation.choose import Spec, check_limit, choose
 from pipegrad.simulation.costs import Costs, LinkCosts, Network, StageCosts
 

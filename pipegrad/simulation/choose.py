@@ -23,10 +23,11 @@ from pipegrad.plugins.registry import ResolvedPlugin
 from pipegrad.schedules import generate, lower, registry, verify
 from pipegrad.schedules.builtin.hop_aware import HopAware
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
-from pipegrad.schedules.measured import EQUAL, Candidate, Choice, Times
+from pipegrad.schedules.measured import Times
 from pipegrad.schedules.program.program import Link
 from pipegrad.schedules.schedule import Schedule, ScheduleGenerator
 from pipegrad.simulation.balance import balanced_seconds
+from pipegrad.simulation.choice import EQUAL, Candidate, Choice
 from pipegrad.simulation.costs import Costs, StageCosts
 from pipegrad.simulation.fastest_cut import fastest_cut
 from pipegrad.simulation.simulator import simulate

@@ -16,7 +16,6 @@ from math import comb
 
 import numpy as np
 
-from pipegrad.schedules.measured import EQUAL
 from pipegrad.schedules.program.program import (
     KINDS,
     MICROBATCH_BITS,
@@ -25,6 +24,7 @@ from pipegrad.schedules.program.program import (
     Op,
     Program,
 )
+from pipegrad.simulation.choice import EQUAL
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.simulator import simulate
 

@@ -33,8 +33,8 @@ from pipegrad.plugins.handler import GradientHandler, handlers
 from pipegrad.plugins.registry import Registry, ResolvedPlugin, complaints_of
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate
 from pipegrad.schedules import registry as schedules
-from pipegrad.schedules.measured import Choice as ScheduleChoice
 from pipegrad.schedules.measured import MeasuredGenerator
+from pipegrad.simulation.choice import Choice as ScheduleChoice
 from pipegrad.topology import Topology
 from pipegrad.train.config import Config, sizes_of
 from pipegrad.train.dataset import dataset_of
@@ -366,7 +366,8 @@ class Job:
         if not isinstance(plugin, MeasuredGenerator):
             return None
         number = self.config.parallel.microbatches
-        return plugin.choice(num_ranks=self.pipeline, num_microbatches=number)
+        choice = plugin.choice(num_ranks=self.pipeline, num_microbatches=number)
+        return choice if isinstance(choice, ScheduleChoice) else None
 
     def _codecs(self) -> CodecChoice:
         choice = choice_of(self.config.parallel.codecs)

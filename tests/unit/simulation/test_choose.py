@@ -11,7 +11,7 @@ from pipegrad import schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Schedule, ScheduleGenerator
 from pipegrad.schedules.builtin.eager import EagerOneForwardOneBackward
-from pipegrad.schedules.measured import Candidate, Choice
+from pipegrad.simulation.choice import Candidate, Choice
 from pipegrad.simulation.choose import choose, merged_stages
 from pipegrad.simulation.costs import Costs, Network, StageCosts
 
