@@ -5,10 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from itertools import starmap
 
 from pipegrad.errors import ScheduleError
+from pipegrad.schedules.builtin.hop_aware import hiding, warm_ups
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
-from pipegrad.schedules.measured import MeasuredGenerator, Times, check_live_activations
+from pipegrad.schedules.measured import (
+    MeasuredGenerator,
+    Times,
+    check_live_activations,
+    check_threshold,
+)
 from pipegrad.schedules.schedule import Schedule
 
 # Activations are given back only if the warm-up also suits hops that are slower by this factor.
@@ -45,8 +53,7 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
 
     def __init__(self, *, max_live_activations: int | None = None, threshold: float = 0.05) -> None:
         check_live_activations(max_live_activations)
-        if not 0 <= threshold < 1:
-            raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
+        check_threshold(threshold)
         self.max_live_activations = max_live_activations
         self.threshold = threshold
         # For each hop the forwards that ranks before it add to the warm-up of 1f1b.
@@ -75,8 +82,7 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
                 f"{num_ranks}: expected at least {least}"
             )
         # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
-        num_warmups = [sum(extras[rank:]) + num_ranks - 1 - rank for rank in range(num_ranks)]
-        return in_turns("adaptive-1f1b", num_warmups, num_microbatches)
+        return in_turns("adaptive-1f1b", warm_ups(extras), num_microbatches)
 
     def planned(self, times: Times) -> AdaptiveOneForwardOneBackward:
         """Returns what makes the schedules from the next step on; itself if nothing changes."""
@@ -100,27 +106,21 @@ class AdaptiveOneForwardOneBackward(MeasuredGenerator):
 
     def _fitting(self, times: Times) -> tuple[int, ...]:
         """Returns for each hop the forwards that it needs, within the limit."""
-        compute = times.compute_seconds
-        extras = [0] * (len(compute) - 1)
-        enough = (1 + self.threshold) * max(compute)
-        for _ in range(self._limit(len(compute)) - len(compute)):
-            slowest = _slowest(times, extras)
-            if slowest is None or _hop_period(times, extras, slowest) <= enough:
-                break
-            extras[slowest] += 1
+        num_ranks, enough = len(times.compute_seconds), 1 + self.threshold
+        extras = hiding(
+            partial(_hop_period, times),
+            range(num_ranks - 1),
+            allowed=enough * max(times.compute_seconds),
+            most=self._limit(num_ranks) - num_ranks,
+        )
         return tuple(extras)
 
 
 def _period(times: Times, extras: Sequence[int]) -> float:
     """Returns what one more microbatch takes."""
-    slowest, compute = _slowest(times, extras), max(times.compute_seconds)
-    return compute if slowest is None else max(compute, _hop_period(times, extras, slowest))
+    periods = starmap(partial(_hop_period, times), enumerate(extras))
+    return max([*times.compute_seconds, *periods])
 
 
-def _slowest(times: Times, extras: Sequence[int]) -> int | None:
-    """Returns the hop that takes longest for a microbatch; None if there is no hop."""
-    return max(range(len(extras)), key=lambda hop: _hop_period(times, extras, hop), default=None)
-
-
-def _hop_period(times: Times, extras: Sequence[int], hop: int) -> float:
-    return (times.compute_seconds[hop] + 2 * times.hop_seconds[hop]) / (1 + extras[hop])
+def _hop_period(times: Times, hop: int, extra: int) -> float:
+    return (times.compute_seconds[hop] + 2 * times.hop_seconds[hop]) / (1 + extra)

@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.builtin.one_f_one_b import in_turns
-from pipegrad.schedules.measured import MeasuredGenerator, Times
+from pipegrad.schedules.measured import MeasuredGenerator, Times, check_threshold
 from pipegrad.schedules.schedule import Schedule
+
+
+def warm_ups(extras: Sequence[int]) -> list[int]:
+    """Returns how many forwards each rank is ahead of the last one, in its warm-up.
+
+    Args:
+        extras: For each hop the forwards that the ranks before it add to the warm-up of 1f1b.
+    """
+    num_hops = len(extras)
+    return [sum(extras[rank:]) + num_hops - rank for rank in range(num_hops + 1)]
+
+
+def hiding(
+    cost: Callable[[int, int], float], hops: Sequence[int], *, allowed: float, most: float
+) -> list[int]:
+    """Returns for each hop the forwards that hide it.
+
+    They are added one by one, each at the hop that costs most.
+
+    Args:
+        cost: Returns what a hop costs with a number of forwards.
+        hops: All hops; of equal ones the first gets the next forward.
+        allowed: What each hop may cost.
+        most: How many forwards all hops may have together.
+    """
+    extras = [0] * len(hops)
+    costs = [(-cost(hop, 0), place, hop) for place, hop in enumerate(hops)]
+    heapq.heapify(costs)
+    while most > 0 and costs and -costs[0][0] > allowed:
+        _, place, hop = costs[0]
+        most -= 1
+        extras[hop] += 1
+        heapq.heapreplace(costs, (-cost(hop, extras[hop]), place, hop))
+    return extras
 
 
 class HopAware(MeasuredGenerator):
@@ -52,8 +87,7 @@ class HopAware(MeasuredGenerator):
             raise ScheduleError(
                 f"compute_seconds is {compute_seconds}, expected a finite number above 0"
             )
-        if not 0 <= threshold < 1:
-            raise ScheduleError(f"threshold is {threshold}, expected at least 0 and below 1")
+        check_threshold(threshold)
         self.compute_seconds = compute_seconds
         self.threshold = threshold
 
@@ -139,12 +173,10 @@ class HopAwareOneForwardOneBackward(HopAware):
         Raises:
             ScheduleError: If the number of `hop_seconds` is not the number of hops.
         """
+        hops = self._hops("hop-aware-1f1b", num_ranks)
+        extras = [self._extra(seconds, num_microbatches) for seconds in hops]
         # The last rank has 0, not 1: `in_turns` adds one forward before the first backward.
-        num_warmups = [0]
-        for seconds in reversed(self._hops("hop-aware-1f1b", num_ranks)):
-            extra = self._extra(seconds, num_microbatches)
-            num_warmups.append(num_warmups[-1] + 1 + extra)
-        return in_turns("hop-aware-1f1b", num_warmups[::-1], num_microbatches)
+        return in_turns("hop-aware-1f1b", warm_ups(extras), num_microbatches)
 
     def _extra(self, seconds: float, num_microbatches: int) -> int:
         """Returns how many forwards the ranks before this hop add to the warm-up of 1f1b."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Sequence
 
 from pipegrad.errors import ScheduleError
-from pipegrad.schedules.builtin.hop_aware import HopAware
+from pipegrad.schedules.builtin.hop_aware import HopAware, hiding, warm_ups
 from pipegrad.schedules.builtin.zb_h1 import split_in_turns
 from pipegrad.schedules.measured import Times, check_live_activations
 from pipegrad.schedules.schedule import Schedule
@@ -117,33 +116,17 @@ class HopAwareZeroBubbleH1(HopAware):
                 f"max_live_activations is {limit}, and zb-h1 itself holds {least} on each of "
                 f"{num_ranks} ranks: expected at least {least}"
             )
-        num_warmups = [1]
-        for extra in reversed(self._extras(hop_seconds, num_microbatches)):
-            num_warmups.append(num_warmups[-1] + 1 + extra)
-        return split_in_turns(
-            name, num_warmups[::-1], num_microbatches, head_w_first=self.head_w_first
-        )
-
-    def _extras(self, hop_seconds: Sequence[float], num_microbatches: int) -> list[int]:
-        """Returns for each hop the forwards that ranks before it add to the warm-up of zb-h1."""
-        extras = [0] * len(hop_seconds)
-        # The hop that costs most is the first of the heap, and gets the next forward. Of equal hops
-        # that is the last one: more ranks then have more forwards.
-        costs = [(-self._cost(c, 0, num_microbatches), -hop) for hop, c in enumerate(hop_seconds)]
-        heapq.heapify(costs)
+        num_hops = num_ranks - 1
         # A rounding error must not add a forward.
-        allowed = self.threshold * num_microbatches / max(1, len(extras)) + 1e-9
-        left = self._most_extras(len(extras) + 1, num_microbatches)
-        while left > 0 and costs and -costs[0][0] > allowed * self._compute_seconds:
-            hop, left = -costs[0][1], left - 1
-            extras[hop] += 1
-            cost = self._cost(hop_seconds[hop], extras[hop], num_microbatches)
-            heapq.heapreplace(costs, (-cost, -hop))
-        return extras
-
-    def _most_extras(self, num_ranks: int, num_microbatches: int) -> float:
-        limit = self.max_live_activations
-        return math.inf if limit is None or limit >= num_microbatches else limit - num_ranks
+        share = self.threshold * num_microbatches / max(1, num_hops) + 1e-9
+        extras = hiding(
+            lambda hop, extra: self._cost(hop_seconds[hop], extra, num_microbatches),
+            range(num_hops)[::-1],  # the last ones first: more ranks then have more forwards
+            allowed=share * self._compute_seconds,
+            most=math.inf if limit is None or limit >= num_microbatches else limit - num_ranks,
+        )
+        num_warmups = [1 + ahead for ahead in warm_ups(extras)]
+        return split_in_turns(name, num_warmups, num_microbatches, head_w_first=self.head_w_first)
 
     @property
     def _compute_seconds(self) -> float:

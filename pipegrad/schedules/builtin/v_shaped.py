@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.builtin.zb_h1 import SplitBackward
+from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 # When each rank begins with microbatch 0, in units: F down the V, F up, I up, I down. Microbatch m
 # is 6 m units later, as each takes six actions of a rank.
@@ -112,7 +113,7 @@ def _actions(
     return num_ticks, tuple(map(tuple, rows))
 
 
-class VMin(ScheduleGenerator):
+class VMin(SplitBackward):
     """Two stages a rank, in a V, and a third of the activations of 1f1b.
 
     For 2 ranks and 3 microbatches::
@@ -136,9 +137,6 @@ class VMin(ScheduleGenerator):
     section 3: the block of V-Min, with its pause if 3 divides P.
     """
 
-    def __init__(self, *, head_w_first: bool = False) -> None:
-        self.head_w_first = head_w_first
-
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""
         # Without the wait, two actions of a rank would fall on one unit.
@@ -156,7 +154,7 @@ class VMin(ScheduleGenerator):
         return repeated("v-min", blocks, num_live, num_microbatches, head_w_first=self.head_w_first)
 
 
-class VHalf(ScheduleGenerator):
+class VHalf(SplitBackward):
     """Two stages a rank, in a V, and half of the activations of 1f1b.
 
     For 2 ranks and 3 microbatches::
@@ -173,9 +171,6 @@ class VHalf(ScheduleGenerator):
 
     Source: as of `v-min`: the block of V-Half, with its pause if P is even.
     """
-
-    def __init__(self, *, head_w_first: bool = False) -> None:
-        self.head_w_first = head_w_first
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""

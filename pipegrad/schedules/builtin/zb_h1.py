@@ -47,7 +47,14 @@ def _actions_of(
     return actions
 
 
-class ZeroBubbleH1(ScheduleGenerator):
+class SplitBackward(ScheduleGenerator):
+    """A schedule that splits backwards, and may first compute what other ranks wait for."""
+
+    def __init__(self, *, head_w_first: bool = False) -> None:
+        self.head_w_first = head_w_first
+
+
+class ZeroBubbleH1(SplitBackward):
     """1f1b whose idle time W fills, for as many live activations on every rank as on its first.
 
     For 3 ranks and 4 microbatches::
@@ -70,9 +77,6 @@ class ZeroBubbleH1(ScheduleGenerator):
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv 2401.10241, section 2.
     """
-
-    def __init__(self, *, head_w_first: bool = False) -> None:
-        self.head_w_first = head_w_first
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from pipegrad.schedules.schedule import Action, Kind, Schedule, ScheduleGenerator
+from pipegrad.schedules.builtin.zb_h1 import SplitBackward
+from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 
-class ZeroBubbleV(ScheduleGenerator):
+class ZeroBubbleV(SplitBackward):
     """Two stages a rank, in a V: the first and the last are on rank 0, where a tie costs nothing.
 
     For 2 ranks and 3 microbatches::
@@ -26,9 +27,6 @@ class ZeroBubbleV(ScheduleGenerator):
 
     Source: Qi et al., "Zero Bubble Pipeline Parallelism", 2023, arXiv 2401.10241, section 6.
     """
-
-    def __init__(self, *, head_w_first: bool = False) -> None:
-        self.head_w_first = head_w_first
 
     def generate(self, *, num_ranks: int, num_microbatches: int) -> Schedule:
         """Returns the schedule, for any number of ranks and microbatches."""
