@@ -16,7 +16,6 @@ from unittest import mock
 from pipegrad.schedules import build, lower
 from pipegrad.schedules.program.program import (
     MICROBATCH_BITS,
-    Collective,
     Link,
     Op,
     Program,
@@ -182,12 +181,13 @@ def exchanges() -> Iterator[tuple[str, list[float]]]:
                 "eager-1f1b", 4, [{"x": mib}] * 4, chain(4), Network(nic_bytes_per_second=RATE)
             )[1]
             schedule = build("eager-1f1b", num_ranks=4, num_microbatches=MICROBATCHES)
-            program = lower(schedule, collectives=[Collective("tied", (0, 3), (0, 3), 0, (0, 3))])
+            program = lower(schedule)
             nbytes = round(share * 3 * 0.020 * RATE)
             alone = nbytes / RATE
+            tied = {"stages": (0, 3), "readers": (0, 3)}
             ways = (
-                CollectiveCosts(nbytes, 2, "send", nbytes),
-                CollectiveCosts(0, 2, "send", 0, seconds=alone, sync_seconds=alone),
+                CollectiveCosts(nbytes, 2, "send", nbytes, **tied),
+                CollectiveCosts(0, 2, "send", 0, seconds=alone, sync_seconds=alone, **tied),
             )
             taken = [seconds(program, replace(costs, collectives={"tied": way})) for way in ways]
             yield f"x {mib:g} MiB, the exchange {share:g} of the drain", taken

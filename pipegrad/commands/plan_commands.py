@@ -255,10 +255,11 @@ def simulate(
         own = replace(costs, stages=costs.stages[: len(made.stage_to_rank)])
         program = lower(made, links=chain_of(own))
         progress.at("simulates it")
-        simulation = simulated(program, costs, num_steps=steps)
+        own = replace(costs, collectives={})
+        simulation = simulated(program, own, num_steps=steps)
         assert simulation.timeline is not None
         progress.at("looks for what would make it shorter")
-        explanation = explain(simulation.timeline, program=program, costs=costs)
+        explanation = explain(simulation.timeline, program=program, costs=own)
         basis = printable(str(costs_file)) if costs_file else _assumed(weight_ms, **amounts)
         basis = "; ".join((basis, *_codecs_in_words(costs)))
         timeline = replace(simulation.timeline, notes={"costs": basis})

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise, product
+from operator import itemgetter
 from typing import Literal
 
 import torch
@@ -36,6 +38,7 @@ from pipegrad.pipeline.loss_message import loss_parts
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Counts
 from pipegrad.pipeline.trees import flattened
+from pipegrad.plan.plan import Plan
 from pipegrad.plugins.codec import CARRIED, Carried
 from pipegrad.plugins.handler import ReductionStep
 from pipegrad.schedules import Program
@@ -48,6 +51,7 @@ from pipegrad.simulation.costs import (
     StageCosts,
 )
 from pipegrad.simulation.timeline import COMPUTE, Timeline
+from pipegrad.topology import Topology
 
 
 def measure_costs(
@@ -126,7 +130,7 @@ def measure_costs(
     return Costs(
         tuple(stages),
         network,
-        collective_costs(scheduler.sync),
+        reductions_of(scheduler.sync),
         host,
         codecs[0],
         meeting_seconds=round_trip,
@@ -252,24 +256,41 @@ def _detached(value: object) -> object:
 # What no microbatch has.
 
 
-def collective_costs(sync: GradientSync) -> dict[str, CollectiveCosts]:
-    """Returns what the reductions of this rank's pipeline send, by the names of the Program."""
-    pipeline = sync.topology.ranks_along(sync.topology.pipeline)
-    costs = dict[str, CollectiveCosts]()
-    for plan in sync.agreed.plans(pipeline).values():
+def reductions_of(sync: GradientSync) -> dict[str, CollectiveCosts]:
+    """Returns what the reductions of this rank's pipeline send, by their names."""
+    topology = sync.topology
+    plans = sync.agreed.plans(topology.ranks_along(topology.pipeline))
+    return reductions_in(plans.values(), topology)
+
+
+def reductions_in(plans: Collection[Plan], topology: Topology) -> dict[str, CollectiveCosts]:
+    """Returns the reductions of the ranks of one pipeline, in the order of their launches."""
+    costs = dict[tuple[int, int, int, tuple[int, ...], str], CollectiveCosts]()
+    readers = defaultdict[str, set[int]](set)
+    for plan in plans:
         buckets = {bucket.index: bucket for bucket in plan.buckets}
+        for publish in plan.publishes:
+            readers[buckets[publish.bucket].name_of(publish.step)].update(publish.readers)
         for launch in plan.launches:
             bucket, number = buckets[launch.bucket], launch.step
             step = bucket.route[number]
-            costs[bucket.name_of(number)] = CollectiveCosts(
+            # A reduction along another dimension may have one rank of the pipeline alone.
+            ranks = {topology.at(rank).coordinate(topology.pipeline) for rank in step.ranks}
+            syncs = step.syncs_parameters
+            # Sorted by these keys, they are in the order in which every rank launches them.
+            key = launch.ready, number, launch.bucket, step.ranks, bucket.name_of(number)
+            costs[key] = CollectiveCosts(
                 num_bytes=bucket.nbytes(number, plan.rank),
                 num_ranks=len(step.ranks),
                 kind=_kind(step),
-                sync_bytes=bucket.parameter_nbytes(number, plan.rank)
-                if step.syncs_parameters
-                else 0,
+                sync_bytes=bucket.parameter_nbytes(number, plan.rank) if syncs else 0,
+                stages=tuple(s for s in bucket.holders if topology.stage_to_rank[s] in ranks),
+                comm_stream=launch.comm_stream,
             )
-    return costs
+    return {
+        key[-1]: replace(own, readers=tuple(sorted(readers[key[-1]])))
+        for key, own in sorted(costs.items(), key=itemgetter(0))
+    }
 
 
 def _kind(step: ReductionStep) -> Literal["all-reduce", "reduce-scatter", "send"]:

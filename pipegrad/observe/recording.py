@@ -33,12 +33,14 @@ from pipegrad.comm.agreement import agree
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import num_cores
 from pipegrad.observe.links import machine_name
+from pipegrad.observe.measured_costs import reductions_of
 from pipegrad.observe.step_recorder import Recorded, StepRecorder, stamps_of
 from pipegrad.pipeline.edges import Edges
 from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.schedules.program.program import Program
+from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.explain.explanation import Explanation, explain
-from pipegrad.simulation.timeline import ON_RANK, Span, Timeline
+from pipegrad.simulation.timeline import ON_RANK, Collective, Span, Timeline
 
 _PINGS = 32
 ANSWERED = sync_points.WaitWork("clocks.answered", "a time is read that is still arriving")
@@ -201,13 +203,17 @@ class Recording:
         self._busy = 0.0  # cores that this process has used, when the recording has ended
         steps_kept = min(agree("recording", checked, ranks=self._ranks))
         self._before = self._read_clocks()
-        plan = scheduler.sync.plan
-        buckets = {bucket.index: bucket for bucket in plan.buckets}
+        sync = scheduler.sync
+        plan, buckets = sync.plan, {bucket.index: bucket for bucket in sync.plan.buckets}
+        stage_to_rank = scheduler.program.schedule.stage_to_rank
+        unmeasured = Costs((), collectives=reductions_of(sync))
+        self._collectives = unmeasured.reductions(stage_to_rank)
         self._recorder = tape.recorder = StepRecorder(
             self._rank,
-            stamps_of(scheduler.sync.device),
+            stamps_of(sync.device),
             steps=steps_kept,
             names={(x.bucket, x.step): buckets[x.bucket].name_of(x.step) for x in plan.launches},
+            collectives=self._collectives,
         )
 
     def stop(self) -> None:
@@ -231,7 +237,8 @@ class Recording:
         replies = agree("the recorded steps", self._read, ranks=self._ranks)
         owns, layers, busy = zip(*replies, strict=True)
         after = self._read_clocks()
-        made = assembled(owns, clocks_of(self._before, after), self._program)
+        clocks = clocks_of(self._before, after)
+        made = assembled(owns, clocks, self._program, self._collectives)
         names = {stage: own for of_rank in layers for stage, own in of_rank.items()}
         known = all(names.values()) and len(names) == len(made.stage_to_rank)
         notes = {**made.notes, **self._notes(busy)}
@@ -284,7 +291,7 @@ class Recording:
         """
         own = self._recorder.read()
         clock = Clock(Reading(0.0), Reading(own.end))
-        return assembled([own], [clock], self._program)
+        return assembled([own], [clock], self._program, self._collectives)
 
     @property
     def _program(self) -> Program:
@@ -301,13 +308,19 @@ class Recording:
         return agree("clocks", read, ranks=self._ranks)
 
 
-def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Program) -> Timeline:
+def assembled(
+    owns: Sequence[Recorded],
+    clocks: Sequence[Clock],
+    program: Program,
+    collectives: tuple[Collective, ...] = (),
+) -> Timeline:
     """Returns one timeline of what ranks have recorded.
 
     Args:
         owns: Of each rank.
         clocks: The clock of each of these ranks.
         program: Of a step.
+        collectives: The reductions of the pipeline.
 
     Raises:
         ScheduleError: If there is no step that all of them have recorded.
@@ -341,7 +354,7 @@ def assembled(owns: Sequence[Recorded], clocks: Sequence[Clock], program: Progra
         tuple(step_ends),
         notes={"clock_error_seconds": max(clock.after.error for clock in clocks)},
         links=program.links,
-        collectives=program.collectives,
+        collectives=collectives,
     )
 
 

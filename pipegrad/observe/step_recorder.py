@@ -27,7 +27,7 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.activity import Key, Noted
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules.program.program import Item, Op, Program
-from pipegrad.simulation.timeline import Span, SpanKind
+from pipegrad.simulation.timeline import Collective, Span, SpanKind
 
 
 class Stamps(Protocol):
@@ -171,16 +171,16 @@ class _Timed(NamedTuple):
     @classmethod
     def of(cls, program: Program, rank: int) -> _Timed:
         """Returns those of a rank: a time is taken where something recorded begins or ends."""
-        called = list(program.called(rank))
-        is_recorded = [item.op in _RECORDED for item in called]
+        items = list(program.decoded(rank))
+        is_recorded = [item.op in _RECORDED for item in items]
         flags = [a or b for a, b in zip(is_recorded, [*is_recorded[1:], False], strict=True)]
         ends = accumulate(map(int, flags))
-        items = [
+        recorded = [
             (item, end_at)
-            for item, end_at, recorded in zip(called, ends, is_recorded, strict=True)
-            if recorded
+            for item, end_at, is_kept in zip(items, ends, is_recorded, strict=True)
+            if is_kept
         ]
-        return cls(program, flags, items)
+        return cls(program, flags, recorded)
 
 
 class Recorded(NamedTuple):
@@ -214,14 +214,22 @@ class StepRecorder:
         stamps: Takes points in time.
         steps: How many of the last steps are kept.
         names: The name of a reduction, by bucket and step of its route.
+        collectives: The reductions of the pipeline.
     """
 
     def __init__(
-        self, rank: int, stamps: Stamps, *, steps: int, names: dict[tuple[int, int], str]
+        self,
+        rank: int,
+        stamps: Stamps,
+        *,
+        steps: int,
+        names: dict[tuple[int, int], str],
+        collectives: Sequence[Collective] = (),
     ) -> None:
         self._rank = rank
         self._stamps = stamps
         self._names = names
+        self._collectives = collectives
         self._steps: deque[_Step] = deque(maxlen=steps)
         self._timed: dict[int, _Timed] = {}  # by the id of a Program, which it holds
         self._ended: Any = None
@@ -339,7 +347,7 @@ class StepRecorder:
             stage, kind, microbatch = program.action(item)
             return Span(rank, kind, begin, end, number, stage, microbatch)
         if item.op is Op.FIRST_USE:
-            which = _only([i for i, c in enumerate(program.collectives) if item.which in c.readers])
+            which = _only([i for i, c in enumerate(self._collectives) if item.which in c.readers])
             label = f"parameters of stage {item.which}"
             waits = _KINDS[item.op]
             return Span(rank, waits, begin, end, number, item.which, which=which, label=label)
@@ -360,7 +368,7 @@ class StepRecorder:
     def _read_notes(self, step: _Step, begins: Sequence[float]) -> list[Span]:
         """Returns what parts of the rank have noted in a step, and what began before it."""
         spans = list[Span]()
-        number_of = {c.name: i for i, c in enumerate(step.timed.program.collectives)}
+        number_of = {c.name: i for i, c in enumerate(self._collectives)}
         # A copy, in one call: a comm stream may note something meanwhile.
         for kind, key, *both in list(step.notes):
             begin, end = self._stamps.seconds(both)

@@ -178,7 +178,6 @@ class Building:
             self.schedule,
             self._links,
             tuple(self._channels),
-            (),
             tuple(items),
             forward_only=computed == {"F"},
         )

@@ -91,7 +91,7 @@ def _findings(verdict: Verdict) -> Iterator[str]:
 def _columns(verdict: Verdict, rank: int) -> tuple[list[list[int]], list[int]]:
     """Returns for each tick the cells of a rank, and the cells that it never ends."""
     orders = verdict.orders
-    ticks = verdict.waits.ticks[rank] if verdict.waits else range(len(orders.cells[rank]))
+    ticks = verdict.run.ticks[rank] if verdict.run else range(len(orders.cells[rank]))
     # The tick of a cell is that of its last item: a compute is done then.
     tick_of = dict(zip(orders.cell_of[rank], ticks, strict=False))
     stuck = verdict.stuck.get(rank, len(orders.cells[rank]))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -12,7 +12,7 @@ from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.orders.building import END, Defect
 from pipegrad.orders.reading import Orders, read_orders
-from pipegrad.schedules.program import verify as proof
+from pipegrad.orders.transport import Transport, TransportRun, Wait, wrong_transfers
 from pipegrad.schedules.program.program import (
     MICROBATCH_BITS,
     MICROBATCH_MASK,
@@ -20,8 +20,7 @@ from pipegrad.schedules.program.program import (
     OP_MASK,
     Op,
 )
-from pipegrad.schedules.program.simulate import ItemError, SimulatedRank
-from pipegrad.schedules.program.waits import Transport, Wait, Waits
+from pipegrad.schedules.program.verify import Proof
 
 Sends = Literal["rendezvous", "eager"]
 Communicators = Literal["one", "pair", "edge"]
@@ -50,7 +49,7 @@ class Verdict:
             Empty if all ranks end.
         stuck: Rank -> the cell that it never ends, if ranks wait for each other.
         needs: What each rank needs while it runs; None if something is wrong.
-        waits: The run; None if computes are missing, doubled or on two ranks.
+        run: The run; None if computes are missing, doubled or on two ranks.
     """
 
     orders: Orders
@@ -58,8 +57,8 @@ class Verdict:
     defects: tuple[Defect, ...]
     circle: tuple[Wait, ...]
     stuck: Mapping[int, int]
-    needs: proof.Proof | None
-    waits: Waits | None
+    needs: Proof | None
+    run: TransportRun | None
 
     @property
     def is_right(self) -> bool:
@@ -261,22 +260,20 @@ def verify(
     program = orders.program
     defects = list(orders.defects)
     defects += _wrong_transfers(orders)
-    waits: Waits | None = None
-    ranks: list[SimulatedRank] = []
+    run: TransportRun | None = None
     try:
-        proof.check_actions(program)
+        program.schedule.check_complete(forward_only=program.forward_only)
     except ScheduleError as error:
         text = str(error).split("\n")[0].removeprefix(f"schedule {program.schedule.name!r} ")
         defects.insert(0, Defect(-1, END, text.removeprefix("is not complete: ")))
     else:
-        waits = Waits(program, real)
-        ranks = [SimulatedRank(program, rank) for rank in range(len(program.items))]
+        run = TransportRun(program, real)
         known = {(defect.rank, defect.cell) for defect in defects}
-        defects += [d for d in _wrong_items(orders, ranks, waits) if d[:2] not in known]
-    circle = waits.circle() if waits else ()
-    needs = proof.needs(ranks) if not defects and not circle else None
-    stuck = {r: orders.cell_of[r][at] for r, at in waits.stuck.items()} if waits else {}
-    return Verdict(orders, transport, tuple(defects), circle, stuck, needs, waits)
+        defects += [d for d in _wrong_items(orders, run) if d[:2] not in known]
+    circle = run.circle() if run else ()
+    needs = Proof.of(run.ranks) if run and not defects and not circle else None
+    stuck = {r: orders.cell_of[r][at] for r, at in run.stuck.items()} if run else {}
+    return Verdict(orders, transport, tuple(defects), circle, stuck, needs, run)
 
 
 def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
@@ -286,7 +283,7 @@ def _check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 
 def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
     program = orders.program
-    for rank, position, why, other in proof.wrong_transfers(program):
+    for rank, position, why, other in wrong_transfers(program):
         name = transfer_name(orders, rank, program.items[rank][position])
         if other:
             taken = transfer_name(orders, other[0], program.items[other[0]][other[1]])
@@ -296,15 +293,12 @@ def _wrong_transfers(orders: Orders) -> Iterator[Defect]:
         yield Defect(rank, orders.cell_of[rank][position], f"{name}: {text}")
 
 
-def _wrong_items(orders: Orders, ranks: Iterable[SimulatedRank], waits: Waits) -> Iterator[Defect]:
+def _wrong_items(orders: Orders, run: TransportRun) -> Iterator[Defect]:
     """Yields the first wrong item of each rank."""
-    for rank in ranks:
-        try:
-            rank.run(waits.stuck.get(rank.rank))
-        except ItemError as error:
-            cell = orders.cell_of[rank.rank][error.position]
-            text = orders.cells[rank.rank][cell] if cell != END else "the end of the step"
-            yield Defect(rank.rank, cell, f"{text}: {error.why}")
+    for rank, error in sorted(run.wrong.items()):
+        cell = orders.cell_of[rank][error.position]
+        text = orders.cells[rank][cell] if cell != END else "the end of the step"
+        yield Defect(rank, cell, f"{text}: {error.why}")
 
 
 def transfer_name(orders: Orders, rank: int, code: int) -> str:
@@ -320,7 +314,7 @@ def transfer_name(orders: Orders, rank: int, code: int) -> str:
     return f"{stage}{'SEND' if is_send else 'RECV'}_{kind}{microbatch}"
 
 
-def _table(needs: proof.Proof) -> Iterator[str]:
+def _table(needs: Proof) -> Iterator[str]:
     """Yields what each rank needs; ranks in a row that need the same are one line."""
     yield "most at a time: live activations, receive buffers, receives under way"
     rows = list(zip(needs.live_activations, needs.receive_buffers, needs.in_flight, strict=True))

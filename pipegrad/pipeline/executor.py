@@ -85,7 +85,7 @@ class Executor:
             Op.SHARED_WEIGHTS: weights.compute_shared,
         }
         self._calls = list[_Call]()  # of all items, so that a step looks nothing up
-        items = list(program.called(self._rank))
+        items = list(program.decoded(self._rank))
         last = max((i for i, item in enumerate(items) if item.op is Op.COMPUTE), default=0)
         for index, item in enumerate(items):
             op, which, microbatch = item
@@ -246,7 +246,7 @@ class Executor:
 
     def _items(self) -> Iterator[Item]:
         """Yields what the calls were made of."""
-        return self._program.called(self._rank)
+        return self._program.decoded(self._rank)
 
     def _words(self, item: Item) -> str:
         """Returns an item as text, with global ranks; a Program has ranks of a pipeline."""
@@ -299,6 +299,6 @@ def drawn(program: Program, topology: Topology, pipeline: int, marks: Mapping[in
     schedule, words = program.schedule, {mark for mark in marks.values() if mark}
     actions = [a for actions in schedule.actions for a in actions if str(a) in words]
     ranks = topology.pipelines[pipeline]
-    rows = enumerate(schedule.around(actions, _COLUMNS).splitlines())
+    rows = enumerate(schedule.marked(actions, _COLUMNS).splitlines())
     grid = "\n".join(row.replace(f"rank {i} ", f"rank {ranks[i]} ", 1) for i, row in rows)
     return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"

@@ -46,7 +46,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from numbers import Integral
 from typing import Any
@@ -61,7 +61,7 @@ from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, schedule_of
 from pipegrad.schedules import Schedule, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import lower
-from pipegrad.schedules.program.program import Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.program import Item, Link, Op, Program
 from pipegrad.schedules.program.verify import Proof, verify
 from pipegrad.schedules.schedule import Kind
 from pipegrad.topology import Topology
@@ -79,7 +79,7 @@ class Programs:
     Args:
         pipeline: What all ranks agreed on, with the first schedule.
         spec: What that was made of.
-        collectives: The reductions of this rank's pipeline.
+        synced: Stages with parameters that other ranks update.
         depth: How many receives of an edge are posted ahead.
         name: Of the agreements; no other Scheduler has it.
         timeout_seconds: How long an agreement waits for the slowest rank.
@@ -99,13 +99,13 @@ class Programs:
         pipeline: WiredPipeline,
         spec: ScheduleSpec,
         *,
-        collectives: Sequence[Collective],
+        synced: Collection[int],
         depth: int,
         name: str,
         timeout_seconds: float,
     ) -> None:
         self._pipeline = pipeline
-        self._collectives = collectives
+        self._synced = synced
         self._depth = depth
         self._name = name
         self._timeout_seconds = timeout_seconds
@@ -149,7 +149,7 @@ class Programs:
             schedule,
             links=links,
             depth=depth,
-            collectives=self._collectives,
+            synced=self._synced,
             forward_only=forward_only,
         )
         return program, verify(program)

@@ -41,7 +41,7 @@ from pipegrad.pipeline.wiring import (
     Loss,
     ScheduleSpec,
     agree_on_wiring,
-    collectives_of,
+    synced_stages,
 )
 from pipegrad.plan.options import CHECK_EVERY, GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
@@ -174,12 +174,13 @@ class Scheduler:
         )
         self._stages = {stage.index: stage for stage in pipeline.stages}
         name = f"{next(_instances)}"
+        plans = self.sync.agreed.plans(self.topology.ranks_along(self.topology.pipeline))
         try:
             self._refuse_unsendable()
             self._programs = Programs(
                 pipeline,
                 schedule,
-                collectives=collectives_of(self.sync),
+                synced=synced_stages(plans.values()),
                 depth=depth,
                 name=f"scheduler {name}",
                 timeout_seconds=agree_seconds,

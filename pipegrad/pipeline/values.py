@@ -110,11 +110,8 @@ class Values:
         self._outputs = {index: stage.outputs for index, stage in stages.items()}
         self.carried = Carried(stages, program.schedule.chunks)
         self._specs = specs
-        ranks, last = program.schedule.stage_to_rank, len(wiring.made) - 1
-        # How many stages of this rank take each link.
-        self._num_consumers = [
-            sum(ranks[stage] == rank for stage in link.consumers) for link in program.links
-        ]
+        last = len(wiring.made) - 1
+        self._links = program.rank_links[rank]
         # Stage -> its inputs in order: a link, or the name of an external input.
         self._inputs: dict[int, list[tuple[int | None, str]]] = {
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
@@ -189,7 +186,8 @@ class Values:
         # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
         if self._specs[link].differentiable and not self._program.forward_only:
             tensor.requires_grad_()
-        self._held[link, microbatch] = Held(None, tensor, self._num_consumers[link])
+        num = len(self._links.consumers[link])
+        self._held[link, microbatch] = Held(None, tensor, num)
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
         """Returns the inputs of a stage, in order, and behind them what it carries."""
@@ -268,7 +266,7 @@ class Values:
             self._leaving[link] = value
             # A stage of this rank takes a leaf, too, and not the output with its graph. So each
             # stage has a graph of its own, and a schedule may run their backwards apart.
-            num, leaf = self._num_consumers[link], None
+            num, leaf = len(self._links.consumers[link]), None
             if num:
                 leaf = value.requires_grad_() if output.requires_grad else value
             self._held[link, microbatch] = Held(self._newest[link], leaf, num)

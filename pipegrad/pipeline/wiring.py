@@ -6,8 +6,7 @@ on every rank alike.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -18,7 +17,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.errors import ScheduleError, TopologyError
-from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.dtensor import is_dtensor
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec, Hop, choice_of
 from pipegrad.pipeline.loss_message import MEAN, REDUCTIONS, TOKEN_MEAN
@@ -27,7 +25,7 @@ from pipegrad.plan.check import refuse_loss_parameters
 from pipegrad.plan.plan import Plan
 from pipegrad.schedules import Schedule, ScheduleGenerator, generate, registry
 from pipegrad.schedules.measured import MeasuredGenerator
-from pipegrad.schedules.program.program import Collective, Link
+from pipegrad.schedules.program.program import Link
 from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
@@ -512,40 +510,6 @@ def fitted(
     return schedule
 
 
-def collectives_of(sync: GradientSync) -> tuple[Collective, ...]:
-    """Returns the reductions of this rank's pipeline, as the Program sees them."""
-    topology = sync.topology
-    plans = sync.agreed.plans(topology.ranks_along(topology.pipeline))
-    return collectives_in(plans.values(), topology)
-
-
-def collectives_in(plans: Collection[Plan], topology: Topology) -> tuple[Collective, ...]:
-    """Returns the reductions of the ranks of one pipeline, as the Program sees them."""
-    collectives: dict[tuple[int, int, int, tuple[int, ...]], Collective] = {}
-    readers = defaultdict[tuple[int, int, tuple[int, ...]], set[int]](set)
-    for plan in plans:
-        routes = {bucket.index: bucket.route for bucket in plan.buckets}
-        for publish in plan.publishes:
-            members = routes[publish.bucket][publish.step].ranks
-            readers[publish.bucket, publish.step, members].update(publish.readers)
-    for plan in plans:
-        buckets = {bucket.index: bucket for bucket in plan.buckets}
-        for launch in plan.launches:
-            bucket = buckets[launch.bucket]
-            reduction_step = bucket.route[launch.step]
-            # Pipeline ranks: a reduction along another dimension may have one alone.
-            ranks = sorted(
-                {topology.at(r).coordinate(topology.pipeline) for r in reduction_step.ranks}
-            )
-            stages = tuple(s for s in bucket.holders if topology.stage_to_rank[s] in ranks)
-            # Sorted by these keys, collectives are in the order in which every rank launches them.
-            collectives[launch.ready, launch.step, launch.bucket, reduction_step.ranks] = (
-                Collective(
-                    bucket.name_of(launch.step),
-                    tuple(ranks),
-                    stages,
-                    launch.comm_stream,
-                    tuple(sorted(readers[launch.bucket, launch.step, reduction_step.ranks])),
-                )
-            )
-    return tuple(collectives[key] for key in sorted(collectives))
+def synced_stages(plans: Iterable[Plan]) -> set[int]:
+    """Returns the stages with parameters that other ranks update, from the plans of a pipeline."""
+    return {stage for plan in plans for publish in plan.publishes for stage in publish.readers}

@@ -181,13 +181,17 @@ class Schedule:
         except ScheduleError:  # without ticks there is no grid: show the actions in order
             return _as_text(self.actions)
 
-    def marked(self, actions: Iterable[Action]) -> str:
-        """Returns the actions of every rank, in order, with ``>1B0<`` around some of them."""
-        return _as_text(self.actions, frozenset(actions))
+    def marked(self, actions: Iterable[Action], columns: int | None = None) -> str:
+        """Returns the actions of every rank, in order, with ``>1B0<`` around some of them.
 
-    def around(self, actions: Iterable[Action], columns: int) -> str:
-        """Returns as `marked`, but only so many columns, from shortly before the first mark."""
+        Args:
+            actions: Which ones.
+            columns: If given, returns only so many columns of the grid, from shortly before the
+                first mark.
+        """
         marked = frozenset(actions)
+        if columns is None:
+            return _as_text(self.actions, marked)
         grid: Sequence[Sequence[Action | None]]
         try:
             grid = self.grid
@@ -195,11 +199,12 @@ class Schedule:
             grid = self.actions
         ticks = [t for cells in grid for t, action in enumerate(cells) if action in marked]
         begin = max(0, min(min(ticks, default=0) - 2, max(map(len, grid)) - columns))
-        part = tuple(cells[begin : begin + columns] for cells in grid)
-        return _as_text(part, marked)
+        return _as_text([cells[begin : begin + columns] for cells in grid], marked)
 
-    def check_complete(self) -> None:
+    def check_complete(self, *, forward_only: bool = False) -> None:
         """Checks that each stage and microbatch has F and B, or F, I and W, once, on its rank.
+
+        With `forward_only`, it has F alone.
 
         Raises:
             ScheduleError: If an action is missing, doubled or on the wrong rank. The message shows
@@ -212,18 +217,20 @@ class Schedule:
         rank_of = dict(enumerate(self.stage_to_rank))
         for rank, actions in enumerate(self.actions):
             wrong |= {a: f"{a} on rank {rank}" for a in actions if rank_of.get(a.stage) != rank}
+        expected = ({"F"},) if forward_only else ({"F", "B"}, {"F", "I", "W"})
         for stage in range(len(self.stage_to_rank)):
             for microbatch in range(self.num_microbatches):
                 kinds = {k for k in _KINDS if (stage, k, microbatch) in counts}
-                if kinds not in ({"F", "B"}, {"F", "I", "W"}):
+                if kinds not in expected:
                     complaint = f"stage {stage} microbatch {microbatch} has {sorted(kinds)}"
                     present = [Action(stage, k, microbatch) for k in _KINDS if k in kinds]
                     wrong |= dict.fromkeys(present or [Action(stage, "F", microbatch)], complaint)
         extra = [a for a in counts if not 0 <= a.microbatch < self.num_microbatches]
         wrong |= {a: f"{a} of {self.num_microbatches} microbatches" for a in extra}
         if wrong:
+            what = "F" if forward_only else "F and B (or F, I and W)"
             raise ScheduleError(
-                f"schedule {self.name!r} is not complete: expected F and B (or F, I and W) of each "
+                f"schedule {self.name!r} is not complete: expected {what} of each "
                 f"stage and microbatch once, on the stage's rank; found "
                 f"{', '.join(list(dict.fromkeys(wrong.values()))[:5])}\n{self.marked(wrong)}"
             )

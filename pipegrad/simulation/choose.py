@@ -85,6 +85,7 @@ def choose(
         )
     check_limit("memory_limit_bytes", memory_limit_bytes)
     check_limit("max_live_activations", max_live_activations)
+    costs = replace(costs, collectives={})
     tried = dict[tuple[object, ...], None]()
     candidates = list[Candidate]()
     for name, made in _candidates(

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cache, cached_property
 from pathlib import Path
@@ -26,9 +26,10 @@ from pydantic import ConfigDict, TypeAdapter
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import LEAST_RATE, MOST_NUMBER
-from pipegrad.schedules.program.program import Channel, Collective, Link
+from pipegrad.schedules.program.program import Channel, Link
 from pipegrad.schedules.schedule import Kind
 from pipegrad.simulation.plain_data import loaded, validated
+from pipegrad.simulation.timeline import Collective
 
 _LONG_SECONDS, _LONG_LATENCY = 5.0, 1.0
 # Bytes a second that no NIC has, as NICs of 1 and of 10 Gbit/s are in use; and the rate of a modem.
@@ -228,6 +229,10 @@ class CollectiveCosts(_Numbers):
         sync_bytes: Bytes of the parameter sync that belongs to it; 0 if there is none.
         seconds: If above 0, the time of the reduction; then it is not computed from bytes.
         sync_seconds: Likewise, of the parameter sync.
+        stages: The stages whose gradients it reduces. A rank launches it when its own stages among
+            these are final. Without any, it is not simulated.
+        comm_stream: Number of its comm stream, which runs its reductions one by one.
+        readers: The stages whose next forward waits for its parameter sync.
     """
 
     num_bytes: int = 0
@@ -236,6 +241,9 @@ class CollectiveCosts(_Numbers):
     sync_bytes: int = 0
     seconds: float = 0.0
     sync_seconds: float = 0.0
+    stages: tuple[int, ...] = ()
+    comm_stream: int = 0
+    readers: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -307,8 +315,7 @@ class Costs(_Numbers):
     Attributes:
         stages: For each stage.
         network: How pipeline ranks are connected.
-        collectives: For each reduction of the Program, by its name. One that is missing takes no
-            time.
+        collectives: The reductions by name, in the order in which every rank launches its own.
         host: What hosts take on top.
         codecs: Of those hops that have one.
         ranks_meet: True if no rank begins a step before all have ended the one before. Clipping by
@@ -377,9 +384,19 @@ class Costs(_Numbers):
         num_bytes = sum(each.num_bytes for each in crossings)
         return coding + self.network.seconds(source, target, num_bytes)
 
-    def collective(self, collective: Collective) -> CollectiveCosts:
-        """Returns the costs of a reduction; without any if nothing is known."""
-        return self.collectives.get(collective.name, CollectiveCosts())
+    def reductions(self, stage_to_rank: Sequence[int]) -> tuple[Collective, ...]:
+        """Returns the reductions of a pipeline that are simulated, in the order of launching."""
+        return tuple(
+            Collective(
+                name,
+                tuple(sorted({stage_to_rank[stage] for stage in own.stages})),
+                own.stages,
+                own.comm_stream,
+                own.readers,
+            )
+            for name, own in self.collectives.items()
+            if own.stages
+        )
 
     def __str__(self) -> str:
         """A line for each stage, each link whose costs differ from the rest, and each doubt."""

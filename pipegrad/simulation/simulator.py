@@ -24,9 +24,9 @@ from pipegrad.simulation.timeline import Span, Timeline
 
 # Plain integers: comparing with members of an enum takes far longer.
 _POST, _SEND, _COMPUTE = int(Op.POST_RECEIVE), int(Op.SEND), int(Op.COMPUTE)
-_RECEIVE, _RELEASE, _FIRST_USE = int(Op.WAIT_RECEIVE), int(Op.RELEASE), int(Op.FIRST_USE)
-_PUBLISH = int(Op.PUBLISH)
-_TRANSFERS, _WAITS = (_POST, _SEND), (_RECEIVE, _RELEASE, _FIRST_USE, _PUBLISH)
+_RECEIVE, _RELEASE = int(Op.WAIT_RECEIVE), int(Op.RELEASE)
+# A compute waits for the parameters of its stage.
+_TRANSFERS, _WAITS = (_POST, _SEND), (_RECEIVE, _RELEASE, _COMPUTE)
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,8 @@ def simulate(
     The items that are simulated are those that the executor runs. A message begins when it is sent,
     its receive is posted, and the message before it has left. A rank waits where its items wait. A
     bucket leaves inside of the last backward of its stage, after a share of that backward: that of
-    the bytes up to this bucket. Parameters come back during the forwards of the next step.
+    the bytes up to this bucket. Parameters come back during the forwards of the next step. Which
+    buckets there are is in the costs, since a program has no reductions.
 
     Args:
         program: What every rank does; `verify` has proven it.
@@ -99,6 +100,12 @@ def _check(program: object, costs: object, num_steps: int) -> None:
             f"the costs have a link or a codec between the ranks {list(far)}, and schedule "
             f"{schedule.name!r} has the ranks 0 to {schedule.num_ranks - 1} of a pipeline"
         )
+    of_stages = (s for own in costs.collectives.values() for s in (*own.stages, *own.readers))
+    if unknown := next((stage for stage in of_stages if stage >= len(costs.stages)), None):
+        raise ScheduleError(
+            f"the costs have a reduction of stage {unknown}, and schedule {schedule.name!r} has "
+            f"the stages 0 to {len(costs.stages) - 1}"
+        )
     if num_steps < 1:
         raise ScheduleError(f"num_steps is {num_steps}, expected at least 1")
 
@@ -109,16 +116,14 @@ class _Rank:
     Attributes:
         position: Of its next item.
         sleeps_since: When it began to wait; below 0 if it does not wait.
-        has_finished: Whether its reductions of the step have ended.
     """
 
-    __slots__ = ("has_finished", "number", "position", "sleeps_since", "step")
+    __slots__ = ("number", "position", "sleeps_since", "step")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.position = self.step = 0
         self.sleeps_since = -1.0
-        self.has_finished = False
 
 
 class _Run:
@@ -133,7 +138,9 @@ class _Run:
         self._num_steps = num_steps
         self._ranks = [_Rank(number) for number in range(len(program.items))]
         self._events = events = Events()
-        self._recording = recording = Recording(program, records=records)
+        self._reductions = costs.reductions(program.schedule.stage_to_rank)
+        names = [collective.name for collective in self._reductions]
+        self._recording = recording = Recording(program, names, records=records)
         network = FairNetwork(costs.network, events)
         self._messages = Messages(
             program, costs, events=events, network=network, recording=recording
@@ -177,14 +184,14 @@ class _Run:
                 step_ends=tuple(self._step_ends),
                 memory=tuple(map(tuple, self._memory.points)),
                 links=self._program.links,
-                collectives=self._program.collectives,
+                collectives=self._reductions,
             )
         return Simulation(tuple(seconds), tuple(self._memory.peak), timeline)
 
     # A step of a rank.
 
     def _begin_step(self, now: float, rank: _Rank) -> None:
-        rank.position, rank.has_finished = 0, False
+        rank.position = 0
         self._after(now, rank, self._costs.host.step_seconds)
 
     def _after(self, now: float, rank: _Rank, host_seconds: float) -> None:
@@ -202,7 +209,7 @@ class _Run:
         while rank.position < len(items):
             code = items[rank.position]
             op, which = code & OP_MASK, code >> OP_BITS
-            if op == _COMPUTE:
+            if op == _COMPUTE and self._unsynced(rank, which) is None:
                 self._compute(now, clock, rank, which)
                 return
             if op in _TRANSFERS:
@@ -219,8 +226,6 @@ class _Run:
         self._recording.add(rank.number, "host", now, clock, rank.step)
         if clock > now:
             self._events.at(clock, self._go_on, rank)
-        elif rank.has_finished:
-            self._end_step(now, rank)
         else:
             self._finish(now, rank)
 
@@ -261,11 +266,9 @@ class _Run:
 
     def _has_happened(self, now: float, rank: _Rank, op: int, which: int) -> bool:
         """Returns whether a rank can pass a wait; if not, the rank sleeps until it can."""
-        if op == _FIRST_USE:
-            job = self._collectives.unsynced(rank.step, which >> MICROBATCH_BITS)
+        if op == _COMPUTE:
+            job = self._unsynced(rank, which)
             return job is None or self._sleep(now, rank, job.event)
-        if op == _PUBLISH:
-            return self._publish(now, rank, which >> MICROBATCH_BITS)
         key, messages = (rank.step, which), self._messages
         channel, microbatch = which >> MICROBATCH_BITS, which & MICROBATCH_MASK
         arrived = messages.arrived if op == _RECEIVE else messages.delivered
@@ -285,13 +288,9 @@ class _Run:
         )
         return True
 
-    def _publish(self, now: float, rank: _Rank, number: int) -> bool:
-        """Begins a parameter sync if the optimizer has ended, else finishes the step first."""
-        if not rank.has_finished:
-            self._finish(now, rank)
-            return False
-        self._collectives.come(now, Job(rank.step, number, is_sync=True), rank.number)
-        return True
+    def _unsynced(self, rank: _Rank, which: int) -> Job | None:
+        stage = which >> MICROBATCH_BITS + KIND_BITS
+        return self._collectives.unsynced(rank.step, stage)
 
     def _sleep(self, now: float, rank: _Rank, event: Event) -> bool:
         """Lets a rank sleep until an event; returns that it cannot go on."""
@@ -327,7 +326,6 @@ class _Run:
         if job is not None:
             self._sleep(now, rank, job.event)
             return
-        rank.has_finished = True
         rank.sleeps_since = now
         if not self._costs.ranks_meet or self._program.forward_only:
             self._step_parameters(now, rank)
@@ -339,15 +337,17 @@ class _Run:
                 self._events.at(now + self._costs.meeting_seconds, self._step_parameters, other)
 
     def _step_parameters(self, now: float, rank: _Rank) -> None:
-        """Runs the optimizer; then the rank publishes, which are its last items."""
+        """Runs the optimizer; then the rank publishes its parameters."""
         since = self._slept_since(now, rank)
         self._recording.add(rank.number, "wait for ranks", since, now, rank.step)
         seconds = self._optimizer_seconds[rank.number]
         self._recording.add(rank.number, "optimizer", now, now + seconds, rank.step)
-        self._events.at(now + seconds, self._go_on, rank)
+        self._events.at(now + seconds, self._end_step, rank)
 
     def _end_step(self, now: float, rank: _Rank) -> None:
         step = rank.step
+        for number in self._collectives.published[rank.number]:
+            self._collectives.come(now, Job(step, number, is_sync=True), rank.number)
         self._num_ended[step] += 1
         self._step_ends[step] = max(self._step_ends[step], now)
         rank.step += 1

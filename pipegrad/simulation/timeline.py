@@ -16,7 +16,7 @@ from pydantic import ConfigDict, TypeAdapter
 from pipegrad import run_files
 from pipegrad.errors import ScheduleError
 from pipegrad.limits import LARGEST, MOST_NUMBER, check_size
-from pipegrad.schedules.program.program import Collective, Link
+from pipegrad.schedules.program.program import Link
 from pipegrad.simulation.plain_data import loaded, validated
 
 SpanKind = Literal[
@@ -100,6 +100,24 @@ class MemoryPoint(NamedTuple):
 
     seconds: float
     num_bytes: int
+
+
+class Collective(NamedTuple):
+    """A reduction as a pipeline sees it.
+
+    Attributes:
+        name: Its name in messages.
+        ranks: Pipeline ranks that take part.
+        stages: Its stages. A rank can launch it when its own stages among these are final.
+        comm_stream: Number of its comm stream. Collectives of one comm stream run one by one.
+        readers: Stages whose parameter sync belongs to it. The sync runs during the next forwards.
+    """
+
+    name: str
+    ranks: tuple[int, ...]
+    stages: tuple[int, ...]
+    comm_stream: int
+    readers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

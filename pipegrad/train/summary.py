@@ -12,16 +12,16 @@ from typing import Any
 
 from pipegrad.errors import PlanError
 from pipegrad.model.manifest import Manifest
-from pipegrad.observe.measured_costs import with_codecs
+from pipegrad.observe.measured_costs import reductions_in, with_codecs
 from pipegrad.partition.cut_model import Cut
-from pipegrad.pipeline.wiring import collectives_in
+from pipegrad.pipeline.wiring import synced_stages
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Plan
 from pipegrad.plugins.registry import ResolvedPlugin, redacted
 from pipegrad.schedules import Kind, Program, Proof, Schedule, lower, verify
 from pipegrad.schedules.program.program import Item, Op
 from pipegrad.simulation.choose import cut_at
-from pipegrad.simulation.costs import Costs, StageCosts
+from pipegrad.simulation.costs import CollectiveCosts, Costs, StageCosts
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import Timeline
 from pipegrad.topology import Topology
@@ -50,8 +50,9 @@ def make_summary(
     """
     topology = job.topology()
     plans = job.plans(manifest, ranks=topology.one_replica)
-    program = _program(job, plans)
-    costs = None if costs is None else with_codecs(_of_stages(program, costs), job.codecs, program)
+    program = lower(job.schedule)
+    if costs is not None:
+        costs = with_codecs(_of_job(job, plans, program, costs), job.codecs, program)
     proof, times = verify(program), _times(program, costs)
     views = _views(job, topology)
     stages = [_stage(views, cut, manifest, stage) for stage in sorted(cut.modules)]
@@ -107,11 +108,8 @@ def _of_rank(job: Job, manifest: Manifest, rank: int) -> tuple[Plan, Program, in
         raise PlanError(f"--rank {rank}: the job has ranks 0 to {job.num_ranks - 1}")
     view = job.topology(rank)
     plans = job.plans(manifest, ranks=view.ranks_along(view.pipeline))
-    return plans[rank], _program(job, plans), view.coordinate(view.pipeline)
-
-
-def _program(job: Job, plans: Mapping[int, Plan]) -> Program:
-    return lower(job.schedule, collectives=collectives_in(plans.values(), job.topology()))
+    program = lower(job.schedule, synced=synced_stages(plans.values()))
+    return plans[rank], program, view.coordinate(view.pipeline)
 
 
 def _item(program: Program, item: Item) -> dict[str, Any]:
@@ -123,8 +121,7 @@ def _item(program: Program, item: Item) -> dict[str, Any]:
         link = program.links[channel.link]
         ends = {"source": channel.source, "target": channel.target}
         return data | {"value": link.name, "producer": link.producer, "of": channel.kind} | ends
-    names = {Op.JOIN: "link", Op.LAUNCH: "collective", Op.PUBLISH: "collective"}
-    return data | {names.get(item.op, "stage"): item.which}
+    return data | {"link" if item.op is Op.JOIN else "stage": item.which}
 
 
 def plan_data(plan: Plan) -> dict[str, Any]:
@@ -181,8 +178,8 @@ def predicted(job: Job, manifest: Manifest, costs: Costs | None = None) -> Timel
     Raises:
         ScheduleError: If the costs are not those of the job's stages.
     """
-    program = _program(job, job.plans(manifest, ranks=job.topology().one_replica))
-    own = with_codecs(_of_stages(program, costs), job.codecs, program)
+    program, plans = lower(job.schedule), job.plans(manifest, ranks=job.topology().one_replica)
+    own = with_codecs(_of_job(job, plans, program, costs), job.codecs, program)
     timeline = simulate(program, own).timeline
     assert timeline is not None
     if costs is not None:
@@ -197,6 +194,24 @@ def _of_stages(program: Program, costs: Costs | None) -> Costs:
     size, rest = divmod(len(costs.stages), number)
     own = costs if rest or not size else cut_at(costs, range(size, number * size, size))
     return own.of_chunks(program.schedule.chunks)
+
+
+def _of_job(job: Job, plans: Mapping[int, Plan], program: Program, costs: Costs | None) -> Costs:
+    """Returns the costs of a job's stages, and of the reductions that its plans have.
+
+    A reduction that the costs do not have takes no time.
+    """
+    own = _of_stages(program, costs)
+    reductions = {
+        name: replace(
+            own.collectives.get(name, CollectiveCosts()),
+            stages=planned.stages,
+            comm_stream=planned.comm_stream,
+            readers=planned.readers,
+        )
+        for name, planned in reductions_in(plans.values(), job.topology()).items()
+    }
+    return replace(own, collectives=reductions)
 
 
 def _times(program: Program, costs: Costs | None) -> dict[str, Any]:

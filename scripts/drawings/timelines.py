@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pipegrad
 from drawings.svg import BAR, COLOURS, Box, drawn, label, svg
-from pipegrad.schedules.program.program import Collective, Program
+from pipegrad.schedules.program.program import Program
 from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
 from pipegrad.simulation.timeline import Span, Timeline
 
@@ -61,14 +61,21 @@ def tied_step() -> Timeline:
     The tied weight has the placement OWNER: stage 3 sends its gradient to stage 0, which steps.
     """
     last = NUM_STAGES - 1
-    means = [Collective(f"mean {s}", (s,), (s,), 0) for s in reversed(range(NUM_STAGES))]
-    tie = Collective("tie", (0, last), (0, last), 1, (last,))
     schedule = pipegrad.schedules.build(
         "1f1b", num_ranks=NUM_STAGES, num_microbatches=NUM_MICROBATCHES
     )
-    program = pipegrad.schedules.lower(schedule, collectives=[*means, tie])
-    times = {mean.name: CollectiveCosts(seconds=2.5) for mean in means}
-    times["tie"] = CollectiveCosts(kind="send", seconds=3.0, sync_bytes=1, sync_seconds=3.0)
+    program = pipegrad.schedules.lower(schedule)
+    stages = reversed(range(NUM_STAGES))
+    times = {f"mean {s}": CollectiveCosts(seconds=2.5, stages=(s,)) for s in stages}
+    times["tie"] = CollectiveCosts(
+        kind="send",
+        seconds=3.0,
+        sync_bytes=1,
+        sync_seconds=3.0,
+        stages=(0, last),
+        comm_stream=1,
+        readers=(last,),
+    )
     simulated = pipegrad.simulate(program, costs(program, 0.15, **times), num_steps=2)
     assert simulated.timeline is not None
     timeline = simulated.timeline.of_step(1)  # the value of the step before comes back in it

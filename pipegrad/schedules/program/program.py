@@ -14,7 +14,7 @@ from pipegrad.schedules.schedule import Action, Kind, Schedule
 
 KINDS: tuple[Kind, ...] = ("F", "B", "I", "W")
 # An item is one integer, because a Program of many microbatches has millions of items. Its lowest
-# bits are an Op. Then comes a microbatch, then the number of a channel, link, collective or stage.
+# bits are an Op. Then comes a microbatch, then the number of a channel, link or stage.
 # For COMPUTE that number holds a stage and an index into KINDS.
 OP_BITS, MICROBATCH_BITS, KIND_BITS = 4, 28, 2
 OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2**KIND_BITS - 1
@@ -23,8 +23,8 @@ OP_MASK, MICROBATCH_MASK, KIND_MASK = 2**OP_BITS - 1, 2**MICROBATCH_BITS - 1, 2*
 class Op(IntEnum):
     """What an item does.
 
-    The number in an item is a channel for transfers, a link for JOIN, a collective for LAUNCH and
-    PUBLISH, a stage and a kind for COMPUTE, and a stage for all others.
+    The number in an item is a channel for transfers, a link for JOIN, a stage and a kind for
+    COMPUTE, and a stage for all others.
     """
 
     FIRST_USE = 0  # wait for the parameter sync of a stage
@@ -36,10 +36,8 @@ class Op(IntEnum):
     SEND = 6  # start a transfer; does not wait
     RELEASE = 7  # the transfer has arrived: free the sent tensor
     FINAL = 8  # the gradients of a stage are complete
-    LAUNCH = 9  # the latest time to start a collective on its comm stream; does not wait
-    PUBLISH = 10  # send updated parameters
-    INPUTS_FINAL = 11  # all input gradients of a stage are computed, but not all weight gradients
-    SHARED_WEIGHTS = 12  # compute the weight gradients that other ranks wait for
+    INPUTS_FINAL = 9  # all input gradients of a stage are computed, but not all weight gradients
+    SHARED_WEIGHTS = 10  # compute the weight gradients that other ranks wait for
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", "-")
@@ -98,43 +96,33 @@ class Channel(NamedTuple):
     target: int
 
 
-class Collective(NamedTuple):
-    """A reduction as the pipeline sees it.
-
-    Attributes:
-        name: Its name in messages.
-        ranks: Pipeline ranks that take part.
-        stages: Its stages. A rank can launch it when its own stages among these are final.
-        comm_stream: Number of its comm stream. Collectives of one comm stream run one by one.
-        readers: Stages whose parameter sync belongs to it. The sync runs during the next forwards.
-    """
-
-    name: str
-    ranks: tuple[int, ...]
-    stages: tuple[int, ...]
-    comm_stream: int
-    readers: tuple[int, ...] = ()
-
-
 @dataclass(frozen=True)
 class Program:
-    """A schedule with its transfers, sums and reductions. `lower` makes it.
+    """A schedule with its transfers and sums. `lower` makes it.
+
+    Reductions are not in it: they leave with the last gradient of their bucket, in the order of
+    the plan (`print(sync.plan)`).
 
     Attributes:
         schedule: The schedule; in a forward-only program it has only forwards.
         links: The values that stages hand on.
         channels: The values and gradients that cross between ranks.
-        collectives: Reductions, in the order in which every rank launches its own.
         items: For each pipeline rank its items, as integers; see `decode`.
         forward_only: True if only forwards are computed.
+        synced: Stages with parameters that other ranks update; a FIRST_USE waits for them.
     """
 
     schedule: Schedule
     links: tuple[Link, ...]
     channels: tuple[Channel, ...]
-    collectives: tuple[Collective, ...]
     items: tuple[array[int], ...]
     forward_only: bool = False
+    synced: frozenset[int] = frozenset()
+
+    @cached_property
+    def rank_links(self) -> tuple[RankLinks, ...]:
+        """For each pipeline rank the links as it sees them."""
+        return tuple(RankLinks(self, rank) for rank in range(self.schedule.num_ranks))
 
     @property
     def num_items(self) -> int:
@@ -157,23 +145,13 @@ class Program:
 
     def _is_skip(self, channel: Channel) -> bool:
         """Returns whether no stage of the taking rank comes right behind the one that makes it."""
-        link = self.links[channel.link]
         rank = channel.target if channel.kind == "F" else channel.source
-        return min(c for c in link.consumers if self.schedule.stage_to_rank[c] == rank) > (
-            link.producer + 1
-        )
+        first = self.rank_links[rank].consumers[channel.link][0]
+        return first > self.links[channel.link].producer + 1
 
     def decoded(self, rank: int) -> Iterator[Item]:
         """Yields the items of a pipeline rank."""
         return map(decode, self.items[rank])
-
-    def called(self, rank: int) -> Iterator[Item]:
-        """Yields the items of a pipeline rank that its executor calls.
-
-        A LAUNCH leaves by itself with the last gradient of its bucket, and a PUBLISH after the
-        optimizer's step.
-        """
-        return (item for item in self.decoded(rank) if item.op not in (Op.LAUNCH, Op.PUBLISH))
 
     def listing(self, rank: int) -> str:
         """Returns the items of a pipeline rank as text, one line for each."""
@@ -193,8 +171,6 @@ class Program:
         elif op is Op.JOIN:
             link = self.links[which]
             text = f"gradients of {link.name} of {link.producer}F{microbatch}"
-        elif op in (Op.LAUNCH, Op.PUBLISH):
-            text = self.collectives[which].name
         else:
             text = f"stage {which}"
         return f"{op!s:<15}{text}"
@@ -221,48 +197,43 @@ _TRANSFERS: Mapping[Op, str] = {
 }
 
 
-@dataclass(frozen=True)
 class RankLinks:
-    """The links of one rank, by stage.
+    """The links of a Program as one rank sees them.
 
     Attributes:
-        taken: Stage -> for each link that it takes: the link, whether it comes from another rank,
-            and its producer.
-        produced: Stage -> for each differentiable link that it makes: the link, the channels of
-            the gradients that come back, its consumers on this rank, and whether gradients are
-            summed.
-        num_readers: Link -> how many stages of this rank take it.
-        incoming: Link -> the channel that brings it to this rank.
+        taken: Stage -> the links that it takes; of all ranks, as `made`.
+        made: Stage -> the links that it makes.
+        consumers: Link -> the stages of this rank that take it.
+        values: Link -> the channel that brings its value to this rank.
+        sent: Link -> the channels that bring its value to other ranks.
+        gradients: Link -> the channels of the gradients that come back, by the rank that sends.
+        returned: Link -> the channel of the gradient that this rank sends back.
     """
 
-    taken: dict[int, list[tuple[int, bool, int]]]
-    produced: dict[int, list[tuple[int, list[int], list[int], bool]]]
-    num_readers: dict[int, int]
-    incoming: dict[int, int]
+    def __init__(self, program: Program, rank: int) -> None:
+        self.taken = defaultdict[int, list[int]](list)
+        self.made = defaultdict[int, list[int]](list)
+        self.consumers = list[list[int]]()
+        for number, link in enumerate(program.links):
+            self.made[link.producer].append(number)
+            for consumer in link.consumers:
+                self.taken[consumer].append(number)
+            stage_to_rank = program.schedule.stage_to_rank
+            self.consumers.append([s for s in link.consumers if stage_to_rank[s] == rank])
+        self.values: dict[int, int] = {}
+        self.sent = defaultdict[int, list[int]](list)
+        self.gradients = defaultdict[int, dict[int, int]](dict)
+        self.returned: dict[int, int] = {}
+        for number, (of_link, kind, source, target) in enumerate(program.channels):
+            if kind == "F" and target == rank:
+                self.values[of_link] = number
+            elif kind == "F" and source == rank:
+                self.sent[of_link].append(number)
+            elif target == rank:
+                self.gradients[of_link][source] = number
+            elif source == rank:
+                self.returned[of_link] = number
 
-    @classmethod
-    def of(cls, program: Program, rank: int) -> RankLinks:
-        """Returns the links of a pipeline rank."""
-        rank_of = program.schedule.stage_to_rank
-        taken = defaultdict[int, list[tuple[int, bool, int]]](list)
-        produced = defaultdict[int, list[tuple[int, list[int], list[int], bool]]](list)
-        num_readers: dict[int, int] = {}
-        incoming: dict[int, int] = {}
-        back = defaultdict[int, list[int]](list)
-        # A link has one channel to this rank for its value, and one from each other rank for the
-        # gradient that comes back.
-        for number, (link, kind, _, target) in enumerate(program.channels):
-            if target == rank and kind == "F":
-                incoming[link] = number
-            if target == rank and kind == "B":
-                back[link].append(number)
-        for number, link_ in enumerate(program.links):
-            local = [c for c in link_.consumers if rank_of[c] == rank]
-            num_readers[number] = len(local)
-            remote = rank_of[link_.producer] != rank
-            for consumer in local:
-                taken[consumer].append((number, remote, link_.producer))
-            if not remote and link_.differentiable:
-                joined = len({rank_of[c] for c in link_.consumers}) > 1
-                produced[link_.producer].append((number, back[number], local, joined))
-        return cls(taken, produced, num_readers, incoming)
+    def is_joined(self, link: int) -> bool:
+        """Returns whether gradients of a value come from several ranks, and are summed."""
+        return len(self.gradients[link]) + bool(self.consumers[link]) > 1

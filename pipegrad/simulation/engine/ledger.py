@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Sequence
 
-from pipegrad.schedules.program.program import Program, RankLinks
+from pipegrad.schedules.program.program import Program
 from pipegrad.simulation.costs import Costs
 from pipegrad.simulation.timeline import MemoryPoint, Span, SpanKind
 
@@ -16,8 +17,9 @@ class Recording:
         spans: What was recorded; None if nothing is.
     """
 
-    def __init__(self, program: Program, *, records: bool) -> None:
+    def __init__(self, program: Program, names: Sequence[str], *, records: bool) -> None:
         self._program = program
+        self._names = names
         self.spans: list[Span] | None = [] if records else None
 
     def add(self, rank: int, kind: SpanKind, begin: float, end: float, step: int) -> None:
@@ -56,7 +58,7 @@ class Recording:
     ) -> None:
         """Records a reduction, a parameter sync, or the wait for one."""
         if self.spans is not None and end > begin:
-            label = self._program.collectives[number].name
+            label = self._names[number]
             self.spans.append(Span(rank, kind, begin, end, step, which=number, label=label))
 
 
@@ -90,7 +92,7 @@ class Memory:
             [MemoryPoint(0.0, held)] if records else [] for held in self._held
         ]
         self._records = records
-        self._links = [RankLinks.of(program, rank) for rank in ranks]
+        self._links = program.rank_links
         # By rank, step, link and microbatch: how many actions still read the value.
         self._readers = defaultdict[tuple[int, int, int, int], int](int)
 
@@ -129,8 +131,9 @@ class Memory:
         elif kind == _WEIGHTS:
             freed = costs.factor_bytes
         if kind in (_BACKWARD, _WEIGHTS):
-            produced = self._links[rank].produced.get(stage, ())
-            freed += sum(self._num_bytes[c] for _, channels, _, _ in produced for c in channels)
+            links = self._links[rank]
+            channels = (c for link in links.made[stage] for c in links.gradients[link].values())
+            freed += sum(self._num_bytes[channel] for channel in channels)
         if kind in (_BACKWARD, _WEIGHTS) or forward_only:
             freed += self._read(rank, stage, step, microbatch)
         self._add(now, rank, -freed)
@@ -138,11 +141,11 @@ class Memory:
     def _read(self, rank: int, stage: int, step: int, microbatch: int) -> int:
         """Returns the bytes of received values that the stage was the last to read."""
         freed, links = 0, self._links[rank]
-        for link, remote, _ in links.taken.get(stage, ()):
-            if remote:
+        for link in links.taken[stage]:
+            if link in links.values:
                 key = rank, step, link, microbatch
                 self._readers[key] += 1
-                if self._readers[key] == links.num_readers[link]:
+                if self._readers[key] == len(links.consumers[link]):
                     del self._readers[key]
-                    freed += self._num_bytes[links.incoming[link]]
+                    freed += self._num_bytes[links.values[link]]
         return freed

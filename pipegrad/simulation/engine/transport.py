@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from pipegrad.schedules.program.program import MICROBATCH_BITS, MICROBATCH_MASK, Op, Program
-from pipegrad.simulation.costs import Costs
+from pipegrad.simulation.costs import CollectiveCosts, Costs
 from pipegrad.simulation.engine.flows import Event, Events, FairNetwork
 from pipegrad.simulation.engine.ledger import Recording
 from pipegrad.simulation.timeline import SpanKind
@@ -132,6 +132,10 @@ class Job(NamedTuple):
 class Collectives:
     """Comm streams: each runs its jobs one by one, and a job needs all its ranks.
 
+    Attributes:
+        launches: For each rank what leaves inside of an action; see `_launches`.
+        published: For each rank the reductions whose parameter sync it begins after a step.
+
     A reduction over the replicas of one pipeline rank leaves and enters that rank's NIC. The other
     replicas do the same at the same time, so one pipeline stands for all.
     """
@@ -145,8 +149,9 @@ class Collectives:
         network: FairNetwork,
         recording: Recording,
     ) -> None:
-        self._program = program
+        self._forward_only = program.forward_only
         self._costs = costs
+        self._reductions = costs.reductions(program.schedule.stage_to_rank)
         self._events = events
         self._network = network
         self._recording = recording
@@ -156,16 +161,20 @@ class Collectives:
         self._flows = dict[Job, int]()  # of the present round, still on their way
         self._done = set[Job]()
         ranks = range(len(program.items))
-        self.launches = [_launches(program, rank, costs) for rank in ranks]
+        self.launches = [self._launches(program, rank) for rank in ranks]
         self._own = [[n for own in table.values() for n, _ in own] for table in self.launches]
         self._readers = defaultdict[int, list[int]](list)  # stage -> syncs that write to it
-        for number, collective in enumerate(program.collectives):
+        self.published: list[list[int]] = [[] for _ in ranks]
+        for number, collective in enumerate(self._reductions):
             for stage in collective.readers:
                 self._readers[stage].append(number)
+            if collective.readers and not program.forward_only:
+                for rank in collective.ranks:
+                    self.published[rank].append(number)
 
     def come(self, now: float, job: Job, rank: int) -> None:
         """A rank comes to a job: its gradients are complete, or its optimizer has ended."""
-        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        queue = self._queues[rank, self._reductions[job.number].comm_stream]
         queue.append(job)
         # A comm stream runs one job at a time. Behind another job, `_leave` reaches it later.
         if len(queue) == 1:
@@ -178,7 +187,7 @@ class Collectives:
 
     def unsynced(self, step: int, stage: int) -> Job | None:
         """Returns a parameter sync that a stage still waits for, in its first use of a step."""
-        if self._program.forward_only:  # no step before it has an optimizer
+        if self._forward_only:  # no step before it has an optimizer
             return None
         jobs = (Job(step - 1, number, is_sync=True) for number in self._readers.get(stage, ()))
         return next((job for job in jobs if step > 0 and job not in self._done), None)
@@ -195,21 +204,21 @@ class Collectives:
 
     def _needed(self, job: Job) -> tuple[int, ...]:
         """Returns the ranks without which a job cannot begin."""
-        collective = self._program.collectives[job.number]
+        collective = self._reductions[job.number]
         # The owner posts its receive when a step begins, before its own gradient is complete.
-        is_sent = self._costs.collective(collective).kind == "send" and not job.is_sync
+        is_sent = self._costs_of(job).kind == "send" and not job.is_sync
         return (collective.ranks[1:] if is_sent else ()) or collective.ranks
 
     def _leave(self, now: float, job: Job, rank: int) -> None:
         """Ends a job on the comm stream of a rank, which goes on with the next one."""
-        queue = self._queues[rank, self._program.collectives[job.number].comm_stream]
+        queue = self._queues[rank, self._reductions[job.number].comm_stream]
         if queue and queue[0] == job:
             queue.popleft()
             if queue:
                 self._reach(now, queue[0], rank)
 
     def _begin(self, now: float, job: Job) -> None:
-        costs = self._costs.collective(self._program.collectives[job.number])
+        costs = self._costs_of(job)
         fixed = costs.sync_seconds if job.is_sync else costs.seconds
         rounds = deque[list[Flow]]() if fixed > 0 else self._rounds_of(job)
         if not rounds:
@@ -237,7 +246,7 @@ class Collectives:
             self._events.at(there, self._begin_round, job, begin)
 
     def _end(self, now: float, job: Job, begin: float) -> None:
-        collective = self._program.collectives[job.number]
+        collective = self._reductions[job.number]
         self._done.add(job)
         kind: SpanKind = "parameter sync" if job.is_sync else "reduction"
         for rank in collective.ranks:
@@ -252,8 +261,7 @@ class Collectives:
         What is sent to an owner goes from rank to rank, from the last one to the first, and its
         parameters go back the same way. All else goes round in a ring.
         """
-        collective = self._program.collectives[job.number]
-        costs, ranks = self._costs.collective(collective), collective.ranks
+        costs, ranks = self._costs_of(job), self._reductions[job.number].ranks
         num_bytes = float(costs.sync_bytes if job.is_sync else costs.num_bytes)
         if costs.kind == "send" and len(ranks) > 1:
             chain = ranks if job.is_sync else ranks[::-1]
@@ -266,7 +274,7 @@ class Collectives:
 
     def _latency(self, job: Job, flows: list[Flow]) -> float:
         """Returns the latency of a round: that of its slowest link, for each message in a row."""
-        costs = self._costs.collective(self._program.collectives[job.number])
+        costs = self._costs_of(job)
         network = self._costs.network
         slowest = max(
             network.latency_seconds if a == b else network.link(a, b).latency_seconds
@@ -276,22 +284,35 @@ class Collectives:
             return slowest
         return slowest * max(1, _RINGS[costs.kind] * (costs.num_ranks - 1))
 
+    def _costs_of(self, job: Job) -> CollectiveCosts:
+        return self._costs.collectives[self._reductions[job.number].name]
 
-def _launches(program: Program, rank: int, costs: Costs) -> dict[int, list[tuple[int, float]]]:
-    """Returns what leaves inside of an action: by its position the collectives, and when.
+    def _launches(self, program: Program, rank: int) -> dict[int, list[tuple[int, float]]]:
+        """Returns what leaves inside of an action: by its position the reductions, and when.
 
-    When: the share of the action that has passed. It is that of the bytes up to and with a bucket.
-    """
-    table, position = dict[int, list[int]](), 0
-    for index, item in enumerate(program.decoded(rank)):
-        if item.op is Op.COMPUTE:
-            position = index
-        elif item.op is Op.LAUNCH:
-            table.setdefault(position, []).append(item.which)
-    result = dict[int, list[tuple[int, float]]]()
-    for position, numbers in table.items():
-        sizes = [costs.collective(program.collectives[number]).num_bytes for number in numbers]
-        total = sum(sizes)
-        shares = (done / total if total else 1.0 for done in accumulate(sizes))
-        result[position] = list(zip(numbers, shares, strict=True))
-    return result
+        When: the share of the action that has passed. It is that of the bytes up to and with a
+        bucket.
+        """
+        queues = defaultdict[int, deque[int]](deque)  # by comm stream
+        for number, collective in enumerate(self._reductions):
+            if rank in collective.ranks:
+                queues[collective.comm_stream].append(number)
+        left = {s for s, holder in enumerate(program.schedule.stage_to_rank) if holder == rank}
+        table, position = defaultdict[int, list[int]](list), 0
+        for index, item in enumerate(program.decoded(rank)):
+            if item.op is Op.COMPUTE:
+                position = index
+            elif item.op is Op.FINAL:
+                left.remove(item.which)
+                # What is ready waits behind what is not, so all ranks have one order.
+                for queue in queues.values():
+                    while queue and left.isdisjoint(self._reductions[queue[0]].stages):
+                        table[position].append(queue.popleft())
+        result = dict[int, list[tuple[int, float]]]()
+        for position, numbers in table.items():
+            names = (self._reductions[number].name for number in numbers)
+            sizes = [self._costs.collectives[name].num_bytes for name in names]
+            total = sum(sizes)
+            shares = (done / total if total else 1.0 for done in accumulate(sizes))
+            result[position] = list(zip(numbers, shares, strict=True))
+        return result

@@ -110,7 +110,7 @@ def explain(
         costs = costs or costs_of(lookup)
         advice.extend(advise(program, costs, step_seconds=breakdown.seconds, of=timeline))
         if advice and timeline.source == "measured":
-            steps = simulate(program, costs, num_steps=_num_steps(program, costs), records=False)
+            steps = simulate(program, costs, num_steps=_num_steps(costs), records=False)
             expected = steps.step_seconds[-1]
             # Waiting for data is measured, and is no error of the simulation.
             without = breakdown.seconds - path.seconds_of("host", BATCH)
@@ -190,7 +190,7 @@ def advise(
     Raises:
         ScheduleError: If the costs are not those of the program's stages.
     """
-    num_steps = _num_steps(program, costs)
+    num_steps = _num_steps(costs)
     base = simulate(program, costs, num_steps=num_steps, records=False).step_seconds[-1]
     if base <= 0:
         return ()
@@ -214,9 +214,9 @@ def advise(
     return tuple(sorted(result, key=lambda advice: (advice.is_bound, -advice.gain, advice.change)))
 
 
-def _num_steps(program: Program, costs: Costs) -> int:
+def _num_steps(costs: Costs) -> int:
     # Parameters that return under the next step's forwards need two steps to be seen.
-    return 2 if not costs.ranks_meet or any(c.readers for c in program.collectives) else 1
+    return 2 if not costs.ranks_meet or any(c.readers for c in costs.collectives.values()) else 1
 
 
 def _most_tried(program: Program) -> int:
@@ -317,7 +317,7 @@ def _recut(
         lambda cut: replace(costs, stages=_cut_at(costs, each, cut)),
         len(each),
         [begins, balanced],
-        num_steps=_num_steps(program, costs),
+        num_steps=_num_steps(costs),
     )
     if better != begins:
         ranks = program.schedule.stage_to_rank
@@ -482,8 +482,4 @@ def _live(actions: Sequence[Action]) -> int:
 
 def _lowered(program: Program, schedule: Schedule) -> Program:
     """Returns the Program of another schedule for the same stages."""
-    return lower(
-        replace(schedule, feeds=program.schedule.feeds),
-        links=program.links,
-        collectives=program.collectives,
-    )
+    return lower(replace(schedule, feeds=program.schedule.feeds), links=program.links)

@@ -67,7 +67,7 @@ def program_of(lookup: Lookup, step: int) -> Program:
         feeds=tuple(feeds),
     )
     _ = schedule.ticks  # raises if an action is missing
-    return lower(schedule, links=links, collectives=timeline.collectives)
+    return lower(schedule, links=links)
 
 
 def costs_of(lookup: Lookup) -> Costs:
@@ -82,13 +82,17 @@ def costs_of(lookup: Lookup) -> Costs:
     for (value, _, _), time in ways.items():
         sizes.setdefault(value, max(1, round(time * _NOMINAL_RATE)))
     stages = tuple(_stages(lookup, sizes))
+    seconds = _collective_seconds(lookup)
     collectives = {
-        name: CollectiveCosts(
-            num_bytes=round(seconds.get("reduction", 0.0) * _NOMINAL_RATE),
-            seconds=seconds.get("reduction", 0.0),
-            sync_seconds=seconds.get("parameter sync", 0.0),
+        own.name: CollectiveCosts(
+            num_bytes=round(seconds[own.name, "reduction"] * _NOMINAL_RATE),
+            seconds=seconds[own.name, "reduction"],
+            sync_seconds=seconds[own.name, "parameter sync"],
+            stages=own.stages,
+            comm_stream=own.comm_stream,
+            readers=own.readers,
         )
-        for name, seconds in _collective_seconds(lookup).items()
+        for own in lookup.timeline.collectives
     }
     links = tuple(_edges(ways, sizes))
     rate = max((link.bytes_per_second for link in links), default=math.inf)
@@ -179,16 +183,16 @@ def _median(seconds: Collection[float]) -> float:
     return median(seconds) if seconds else 0.0
 
 
-def _collective_seconds(lookup: Lookup) -> dict[str, dict[str, float]]:
-    """Returns for each reduction its seconds, and those of its parameter sync."""
-    result = defaultdict[str, dict[str, list[float]]](dict)
+def _collective_seconds(lookup: Lookup) -> Mapping[tuple[str, str], float]:
+    """Returns the seconds of each reduction, and of each parameter sync, by name and kind."""
+    result = defaultdict[tuple[str, str], list[float]](list)
     for kind in ("reduction", "parameter sync"):
         for step in range(len(lookup.timeline.step_ends)):
             for group in lookup.collectives(kind, step):
                 end = max(span.end for span in group)
                 begin = min(max(span.begin for span in group), end)
-                result[name_of(group[0])].setdefault(kind, []).append(end - begin)
-    return {n: {kind: median(own) for kind, own in s.items()} for n, s in result.items()}
+                result[name_of(group[0]), kind].append(end - begin)
+    return defaultdict(float, {key: median(own) for key, own in result.items()})
 
 
 def _host(lookup: Lookup) -> HostCosts:

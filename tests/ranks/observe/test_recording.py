@@ -137,15 +137,14 @@ def test_waits_reductions_and_parameter_syncs_are_recorded_alike() -> None:
     assert slow.seconds >= SLOW_SECONDS
     assert (first.peer, first.begin < slow.end <= first.end) == (0, True)
     # Reductions the optimizer and waits for all ranks are recorded.
-    timeline, program = of("1f1b")
     reductions = [s for s in timeline.spans if s.kind == "reduction"]
     assert sorted((s.rank, s.step, s.which) for s in reductions) == sorted(
         (r, number, i)
         for number in range(NUM_STEPS)
-        for i, c in enumerate(program.collectives)
+        for i, c in enumerate(timeline.collectives)
         for r in c.ranks
     )
-    assert all(s.label == program.collectives[s.which].name for s in reductions)
+    assert all(s.label == timeline.collectives[s.which].name for s in reductions)
     for number in range(NUM_STEPS):
         for own in range(2):
             spans = [s for s in timeline.on_rank(own) if s.step == number]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import closing
+from itertools import takewhile
 from typing import Any
 from unittest import mock
 
@@ -117,29 +118,23 @@ def test_no_access_is_left_to_luck(schedule: str, kind: str, streams: bool) -> N
         for schedule, kind, num_ranks in pairwise((*SCHEDULES, *SPLIT, *HEAD_FIRST), TIED, RANKS)
     ],
 )
-def test_collectives_leave_as_the_program_says(schedule: str, kind: str) -> None:
-    """In its order, on each comm stream, and at the latest when a stage is final."""
+def test_collectives_leave_as_the_plan_says(schedule: str, kind: str) -> None:
+    """In its order, on each comm stream, and at the latest when their stages are final."""
     options = {**tied(kind, schedule), "comm_streams": 2}
     scheduler = make(2, schedule, stages(kind, schedule), **options)
     optimizer = torch.optim.SGD(scheduler.sync.optimizer_parameters(), lr=2**-9)
-    reducer, program = scheduler.sync._reducer, scheduler.program
+    reducer, plan = scheduler.sync._reducer, scheduler.sync.plan
     left: dict[int, list[str]] = {0: [], 1: []}
     late = list[str]()
-    here = scheduler.topology.coordinate("pp")
-    items = list(program.decoded(here))
-    proven: dict[int, list[str]] = {0: [], 1: []}
-    last, due = (
-        0,
-        dict[int, dict[int, list[str]]](),
-    )  # behind the last item of a stage: all until then
-    for item in items:
-        if item.op is Op.FINAL:
-            last = item.which
-        elif item.op is Op.LAUNCH:
-            collective = program.collectives[item.which]
-            proven[collective.comm_stream].append(collective.name)
-            due[last] = {stream: [*names] for stream, names in proven.items()}
-    names = {b.index: b for b in scheduler.sync.plan.buckets}
+    names = {b.index: b for b in plan.buckets}
+    # Of each comm stream: names, and the stages of this rank that each of them waits for.
+    planned: dict[int, list[str]] = {0: [], 1: []}
+    waits: dict[int, list[set[int]]] = {0: [], 1: []}
+    unfinished = set(scheduler.topology.local_stages)
+    for launch in plan.launches:
+        bucket = names[launch.bucket]
+        planned[launch.comm_stream].append(bucket.name_of(launch.step))
+        waits[launch.comm_stream].append(unfinished.intersection(bucket.holders))
     submit, stage_final = reducer.submit, scheduler.sync.stage_final
 
     def submitted(comm_stream: int, task: Any, after: Any) -> Any:
@@ -150,8 +145,10 @@ def test_collectives_leave_as_the_program_says(schedule: str, kind: str) -> None
 
     def final(stage: int) -> None:
         stage_final(stage)
-        for stream, expected in due.get(stage, {}).items():
-            late.extend(expected[len(left[stream]) :])
+        unfinished.remove(stage)
+        for stream, stages_of in waits.items():
+            ready = list(takewhile(unfinished.isdisjoint, stages_of))
+            late.extend(planned[stream][len(left[stream]) : len(ready)])
 
     with (
         closing(scheduler),
@@ -161,10 +158,11 @@ def test_collectives_leave_as_the_program_says(schedule: str, kind: str) -> None
         for _ in range(2):  # a first step, and another
             step(scheduler)
             optimizer.zero_grad()
-            assert left == proven
+            assert left == planned
             assert late == []
             assert sum(map(len, left.values())) > 0
             left.update({0: [], 1: []})
+            unfinished.update(scheduler.topology.local_stages)
 
 
 class Noted(sync_points.Backend):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import replace
 
 from pipegrad.schedules import build, lower
-from pipegrad.schedules.program.program import Collective
 from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
 from pipegrad.simulation.simulator import simulate
 from pipegrad.simulation.timeline import MemoryPoint, Span, Timeline
@@ -45,20 +44,17 @@ def simulated(
     """
     schedule = build(name, num_ranks=ranks, num_microbatches=microbatches)
     holders = schedule.stage_to_rank
-    means = [
-        Collective(f"mean {stage}", (rank,), (stage,), 0) for stage, rank in enumerate(holders)
-    ]
+    means = {
+        f"mean {s}": CollectiveCosts(num_bytes=2**21, num_ranks=2, stages=(s,))
+        for s in range(len(holders))
+    }
     share = slow * ranks / len(holders)
     stage = StageCosts(
         0.010 * share, 0.020 * share, 0.010 * share, optimizer_seconds=0.003, parameter_bytes=2**28,
         activation_bytes=2**27, outputs={"x": 400_000},
     )  # fmt: skip
-    costs = Costs(
-        (stage,) * len(holders),
-        Network(125e6, 1e-4),
-        {mean.name: CollectiveCosts(num_bytes=2**21, num_ranks=2) for mean in means},
-    )
-    timeline = simulate(lower(schedule, collectives=means), costs, num_steps=steps).timeline
+    costs = Costs((stage,) * len(holders), Network(125e6, 1e-4), means)
+    timeline = simulate(lower(schedule), costs, num_steps=steps).timeline
     assert timeline is not None
     return timeline
 

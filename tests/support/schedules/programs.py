@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from pipegrad.schedules import Action, Kind, Schedule
 from pipegrad.schedules.program.lower import lower
-from pipegrad.schedules.program.program import Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.program import Item, Link, Op, Program
 
 KINDS: dict[str, Kind] = {"F": "F", "B": "B", "I": "I", "W": "W"}
 Key = tuple[int, int]  # a channel, link or stage, and a microbatch
@@ -36,7 +36,7 @@ def places_of(program: Program, rank: int, *ops: Op) -> list[tuple[int, Item]]:
 
 
 def random_program(num_ranks: int, num_microbatches: int, depth: int, seed: int) -> Program:
-    """Returns a Program that can be run: any placement, links, order and collectives."""
+    """Returns a Program that can be run: any placement, links, order and parameter syncs."""
     chance = random.Random(seed)
     places = [rank for rank in range(num_ranks) for _ in range(chance.randint(1, 3))]
     chance.shuffle(places)
@@ -45,8 +45,8 @@ def random_program(num_ranks: int, num_microbatches: int, depth: int, seed: int)
     by_rank = tuple(tuple(a for a in actions if places[a.stage] == r) for r in range(num_ranks))
     first = chance.random() < 0.5
     schedule = Schedule("random", num_microbatches, tuple(places), by_rank, head_w_first=first)
-    collectives = [_random_collective(chance, places, n) for n in range(chance.randint(0, 5))]
-    return lower(schedule, links=links, depth=depth, collectives=collectives)
+    synced = [stage for stage in range(len(places)) if chance.random() < 0.3]
+    return lower(schedule, links=links, depth=depth, synced=synced)
 
 
 def programs(min_ranks: int = 1) -> st.SearchStrategy[Program]:
@@ -111,14 +111,6 @@ def random_order(
         yield chosen
 
 
-def _random_collective(chance: random.Random, places: Sequence[int], number: int) -> Collective:
-    ranks = sorted(chance.sample(range(max(places) + 1), chance.randint(1, max(places) + 1)))
-    there = [stage for stage, rank in enumerate(places) if rank in ranks]
-    stages = sorted(chance.sample(there, chance.randint(1, len(there))))
-    readers = tuple(stages[chance.randrange(2) :]) if chance.random() < 0.3 else ()
-    return Collective(f"sum{number}", tuple(ranks), tuple(stages), chance.randrange(2), readers)
-
-
 def with_items(program: Program, rank: int, items: Sequence[int]) -> Program:
     """Returns the Program with other items of one rank."""
     row = program.items[rank][:0]
@@ -146,8 +138,7 @@ class Run:
     """Plays a Program with numbers for values; what happens next is drawn of all that can.
 
     A transfer arrives some time after it is sent and its receive is posted, behind those before it
-    of its edge; a collective ends when all its ranks have it at the head of its comm stream. Some
-    ranks, edges and collectives are a thousand times slower than others.
+    of its edge. Some ranks and edges are a thousand times slower than others.
 
     Attributes:
         values: What each forward made, by stage and microbatch.
@@ -158,7 +149,6 @@ class Run:
         in_flight: For each rank the most receives that were posted, and not waited for.
         held_up: The actions that came later because a release in front of them had to wait.
         arrived: What transfers carried, by channel and microbatch.
-        comm_streams: The collectives that were launched and have not ended, by rank and number.
     """
 
     def __init__(self, program: Program, seed: int) -> None:
@@ -166,7 +156,6 @@ class Run:
         self.gradients: dict[Key, int] = {}
         self.held_up = list[Action]()
         self.arrived: dict[Key, int] = {}
-        self.comm_streams = defaultdict[tuple[int, int], list[int]](list)
         self._program = program
         self._edges = defaultdict[tuple[int, int], _Edge](_Edge)
         self._workers = [_Worker(self, program, rank) for rank in range(len(program.items))]
@@ -175,7 +164,7 @@ class Run:
         while events := dict(self._possible()):
             (chosen,) = chance.choices(list(events), [haste[event] for event in events])
             events[chosen]()
-        if any(w.place < len(w.items) for w in self._workers) or any(self.comm_streams.values()):
+        if any(w.place < len(w.items) for w in self._workers):
             raise DeadlockError(str([w.place for w in self._workers]))
         mosts = [worker.most for worker in self._workers]
         self.live = [most["live"] for most in mosts]
@@ -196,20 +185,12 @@ class Run:
         for ends, edge in self._edges.items():
             if edge.num_arrived < min(len(edge.sent), len(edge.posted)):
                 yield ends, partial(self._arrive, edge)
-        for number, collective in enumerate(self._program.collectives):
-            keys = [(rank, collective.comm_stream) for rank in collective.ranks]
-            if all(self.comm_streams[key][:1] == [number] for key in keys):
-                yield f"collective {number}", partial(self._end, keys)
 
     def _arrive(self, edge: _Edge) -> None:
         key, payload = edge.sent[edge.num_arrived]
         assert key == edge.posted[edge.num_arrived], "a buffer got what was meant for another"
         edge.num_arrived += 1
         self.arrived[key] = payload
-
-    def _end(self, keys: Sequence[tuple[int, int]]) -> None:
-        for key in keys:
-            del self.comm_streams[key][0]
 
 
 class _Worker:
@@ -229,7 +210,6 @@ class _Worker:
         self._readers: dict[Key, int] = {}  # how many backwards still read a received value
         self._went_back = defaultdict[int, int](int)
         self._ended = defaultdict[int, int](int)
-        self._final = set[int]()
 
     def can_go(self) -> bool:
         """Whether its next item waits for nothing."""
@@ -266,15 +246,9 @@ class _Worker:
             self._sums[which, microbatch] = self._sum(which, microbatch)
         elif op is Op.FINAL:
             assert self._ended[which] == self._program.schedule.num_microbatches
-            self._final.add(which)
         elif op in (Op.INPUTS_FINAL, Op.SHARED_WEIGHTS):
             number = self._program.schedule.num_microbatches
             assert self._went_back[which] == number > self._ended[which]
-        elif op is Op.LAUNCH:
-            stages = self._program.collectives[which].stages
-            assert self._final.issuperset(self._here.intersection(stages))
-            stream = self._program.collectives[which].comm_stream
-            self._run.comm_streams[self._rank, stream].append(which)
 
     def _count(self, name: str, by: int) -> None:
         self._now[name] += by

@@ -13,8 +13,8 @@ import torch
 from pipegrad.errors import ScheduleError
 from pipegrad.observe.step_recorder import DeviceStamps, Recorded, Stamps, StepRecorder
 from pipegrad.schedules import Link, Program, build, lower
-from pipegrad.schedules.program.program import Collective, Op
-from pipegrad.simulation.timeline import COMPUTE, Span
+from pipegrad.schedules.program.program import Op
+from pipegrad.simulation.timeline import COMPUTE, Collective, Span
 
 
 @dataclass
@@ -82,7 +82,7 @@ COLLECTIVE = Collective(NAME, (0, 1), (0, 1), 0, (0,))
 
 def program() -> Program:
     schedule = build("1f1b", num_ranks=2, num_microbatches=2)
-    return lower(schedule, links=[Link("x", 0, (1,))], collectives=[COLLECTIVE])
+    return lower(schedule, links=[Link("x", 0, (1,))], synced=(0,))
 
 
 class Ticks:
@@ -109,7 +109,8 @@ RECORDERS: list[StepRecorder] = []
 
 
 def made(stamps: Stamps, steps: int = 2) -> StepRecorder:
-    RECORDERS.append(StepRecorder(0, stamps, steps=steps, names={(0, 0): NAME}))
+    names = {(0, 0): NAME}
+    RECORDERS.append(StepRecorder(0, stamps, steps=steps, names=names, collectives=[COLLECTIVE]))
     return RECORDERS[-1]
 
 
@@ -127,7 +128,7 @@ def run(recorder: StepRecorder, number: int, stop_at: int | None = None) -> list
     def call(which: int, microbatch: int) -> None:
         called.append((which, microbatch))
 
-    items = list(made_program.called(0))
+    items = list(made_program.decoded(0))
     recorder.begin_step(number, made_program)
     kept, keep = recorder.items()
     assert len(kept) == len(items)
@@ -148,7 +149,7 @@ def computes(own: Recorded) -> list[Span]:
 def test_every_item_is_called_once_in_order_and_every_action_is_recorded() -> None:
     recorder = made(Ticks())
     called = run(recorder, 7)
-    items = list(program().called(0))
+    items = list(program().decoded(0))
     assert called == [(item.which, item.microbatch) for item in items]
     own = recorder.read()
     actions = [str(program().action(item)) for item in items if item.op is Op.COMPUTE]

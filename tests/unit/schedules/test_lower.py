@@ -14,7 +14,7 @@ from pipegrad import schedules
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Action, Schedule
 from pipegrad.schedules.program.lower import lower
-from pipegrad.schedules.program.program import Channel, Collective, Item, Link, Op, Program
+from pipegrad.schedules.program.program import Channel, Item, Link, Op, Program
 from pipegrad.schedules.program.verify import verify
 from pipegrad.simulation.costs import Costs, Network, StageCosts
 from tests.support.schedules.makespan import recorded
@@ -100,7 +100,7 @@ def test_a_value_goes_to_each_rank_once_and_its_gradient_comes_back_once(program
         )
         assert found == expected
     # The same comes of the same.
-    given: dict[str, Any] = {"links": program.links, "collectives": program.collectives}
+    given: dict[str, Any] = {"links": program.links, "synced": program.synced}
     again = [lower(program.schedule, depth=2, **given) for _ in range(2)]
     assert again[0] == again[1]
     assert (again[0].items, again[0].channels) == (again[1].items, again[1].channels)
@@ -194,13 +194,8 @@ def test_links_go_on_to_later_stages_that_there_are(
 def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
     schedule = build(name, 4, 8)
     stages = tuple(s for s, place in enumerate(schedule.stage_to_rank) if place in (0, 3))
-    tied = [
-        Collective("tied", (0, 3), stages, comm_stream=0, readers=stages[-1:]),
-        Collective("mean", (0, 3), stages, comm_stream=0),
-    ]
-    program = lower(schedule, depth=0, collectives=tied, forward_only=True)
+    program = lower(schedule, depth=0, synced=stages[-1:], forward_only=True)
     assert program.forward_only
-    assert program.collectives == (tied[0],)
     assert {channel.kind for channel in program.channels} == {"F"}
     for rank in ranks_of(program):
         forwards = tuple(a for a in schedule.actions[rank] if a.kind == "F")
@@ -212,90 +207,38 @@ def test_forwards_alone_have_no_gradients_and_reduce_nothing(name: str) -> None:
     assert verify(program).receive_buffers == most
 
 
-# Reductions.
+# Gradients and parameters of other ranks.
 
 
 @quick
 @given(program=programs())
-def test_collectives_leave_with_the_last_stage_that_they_wait_for_in_order_of_their_comm_streams(
-    program: Program,
-) -> None:
-    """Behind a final come the launches it lets go; none is left for a later one."""
-    comm_streams = [collective.comm_stream for collective in program.collectives]
+def test_a_stage_is_final_behind_its_last_backward_and_what_that_sends(program: Program) -> None:
     for rank in ranks_of(program):
         items = list(program.decoded(rank))
         finals = {item.which: at for at, item in places_of(program, rank, Op.FINAL)}
         last = {action.stage: at for at, action in computes(program, rank) if action.kind in "BW"}
         assert finals.keys() == last.keys()
-        launched = places_of(program, rank, Op.LAUNCH)
         for stage, place in finals.items():
             assert {item.op for item in items[last[stage] + 1 : place]} <= {Op.SEND}
-        for place, item in launched:
-            stages = program.collectives[item.which].stages
-            assert all(finals[stage] < place for stage in stages if stage in last)
-        for stream in set(comm_streams):
-            due = [n for n, c in enumerate(program.collectives) if rank in c.ranks]
-            due = [number for number in due if comm_streams[number] == stream]
-            assert [i.which for _, i in launched if comm_streams[i.which] == stream] == due
-        final, ready = set[int](), set[int]()
-        for op, which, _ in items:
-            if op is Op.FINAL:
-                assert ready == set(), "a launch could have come before"
-                final.add(which)
-                ready = leaving(program, rank, final) - leaving(program, rank, final - {which})
-                if len(final) == 1:
-                    ready = leaving(program, rank, final)
-            ready -= {which} if op is Op.LAUNCH else set()
-        assert ready == set()
-
-
-def leaving(program: Program, rank: int, final: set[int]) -> set[int]:
-    """Returns which collectives can have left a rank when some of its stages are final."""
-    places = program.schedule.stage_to_rank
-    found, closed = set[int](), set[int]()
-    for number, collective in enumerate(program.collectives):
-        if rank in collective.ranks:
-            if {stage for stage in collective.stages if places[stage] == rank} - final:
-                closed.add(collective.comm_stream)
-            if collective.comm_stream not in closed:
-                found.add(number)
-    return found
 
 
 @quick
 @given(program=programs())
-def test_mirrored_parameters_are_awaited_before_use_and_sent_at_the_end(program: Program) -> None:
-    awaited = [(n, c) for n, c in enumerate(program.collectives) if c.readers]
+def test_parameters_of_other_ranks_are_awaited_before_their_first_use(program: Program) -> None:
     for rank in ranks_of(program):
-        items = list(program.decoded(rank))
-        stages = {s for _, c in awaited for s in c.readers}
         for stage in {action.stage for _, action in computes(program, rank)}:
             (first, *_) = [at for at, a in computes(program, rank) if a.stage == stage]
             uses = [at for at, i in places_of(program, rank, Op.FIRST_USE) if i.which == stage]
-            assert uses == ([first - 1] if stage in stages else [])
-        due = [Item(Op.PUBLISH, n, 0) for n, c in awaited if rank in c.ranks]
-        assert items[len(items) - len(due) :] == due
-        assert len(places_of(program, rank, Op.PUBLISH)) == len(due)
+            assert uses == ([first - 1] if stage in program.synced else [])
 
 
 @pytest.mark.parametrize("num_ranks", range(2, 9))
 @pytest.mark.parametrize("name", FULL)  # else weights' gradients fill the end, on all ranks
 def test_all_but_stage_0_reduce_before_the_step_ends(name: str, num_ranks: int) -> None:
-    """Data parallel: only the launches of stage 0 come when nothing is left to hide them."""
+    """Data parallel: only the reductions of stage 0 come when nothing is left to hide them."""
     for num_microbatches in (num_ranks, 2 * num_ranks, 4 * num_ranks):
-        schedule = build(name, num_ranks, num_microbatches)
-        ticks, ends, places = schedule.ticks, schedule.stage_ticks, schedule.stage_to_rank
-        by_end = sorted(range(len(places)), key=lambda stage: (ends[stage], stage))
-        collectives = [Collective(f"data{s}", (places[s],), (s,), comm_stream=0) for s in by_end]
-        program = lower(schedule, collectives=collectives)
-        verify(program)
-        launched = dict[int, int]()  # stage -> tick after which its launch comes
-        for rank in ranks_of(program):
-            for place, item in places_of(program, rank, Op.LAUNCH):
-                before = [action for at, action in computes(program, rank) if at < place]
-                launched[by_end[item.which]] = ticks[before[-1]]
-        assert launched == dict(enumerate(ends))
-        assert all(launched[stage] < ends[0] for stage in range(1, len(places)))
+        first, *others = build(name, num_ranks, num_microbatches).stage_ticks
+        assert max(others) < first
 
 
 # Skips have a connection of their own where they would hold up what the next stage takes.
@@ -375,9 +318,8 @@ def test_in_a_simulation_both_share_the_nic() -> None:
 def test_a_skip_and_a_value_with_two_consumers_in_full() -> None:
     """h goes to ranks 1 and 2, and its gradients are summed; skip goes to rank 2 alone."""
     links = [Link("h", 0, (1, 2)), Link("skip", 0, (2,)), Link("x", 1, (2,))]
-    tied = Collective("tied", (0, 2), (0, 2), comm_stream=0, readers=(0, 2))
     schedule = rows("0F0 0B0", "1F0 1I0 1W0", "2F0 2B0", stages=(0, 1, 2))
-    program = lower(schedule, links=links, depth=0, collectives=[tied])
+    program = lower(schedule, links=links, depth=0, synced=(0, 2))
     listings = [program.listing(rank) for rank in range(3)]
     assert str(program) == "\n".join(listings)
     assert (
@@ -402,8 +344,6 @@ rank 0
   last-backward  stage 0
   compute        0B0
   final          stage 0
-  launch         tied
-  publish        tied
 rank 1
   post-receive   h of 0F0 from rank 0
   wait-receive   h of 0F0 from rank 0

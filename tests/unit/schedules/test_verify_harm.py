@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from hypothesis import assume, given, settings
 
-from pipegrad.schedules.program.program import Op, Program, decode
+from pipegrad.schedules.program.program import Op, Program
 from pipegrad.schedules.program.verify import verify
 from tests.support.schedules.harm import assert_marked, move, quick, refused, seeds, swap, times
 from tests.support.schedules.programs import DeadlockError, Run, places_of, programs
@@ -59,23 +59,12 @@ def wait_behind_reader(program: Program, chance: random.Random) -> Program | Non
     return move(program, rank, place, reader + 1)
 
 
-def launch_ahead_of_final(program: Program, chance: random.Random) -> Program | None:
-    places = list[tuple[int, int, int]]()
-    for rank in range(len(program.items)):
-        finals = {item.which: at for at, item in places_of(program, rank, Op.FINAL)}
-        for place, item in places_of(program, rank, Op.LAUNCH):
-            stages = finals.keys() & set(program.collectives[item.which].stages)
-            places += [(rank, place, finals[stage]) for stage in sorted(stages)]
-    return move(program, *chance.choice(places)) if places else None
-
-
 WORK = (Op.POST_RECEIVE, Op.WAIT_RECEIVE, Op.COMPUTE, Op.SEND, Op.RELEASE, Op.FINAL)
 HARMS: dict[str, Harm] = {
-    **{f"missing {op}": some(op, 0) for op in (*WORK, Op.JOIN)},  # LAUNCH: below
-    **{f"doubled {op}": some(op, 2) for op in (*WORK, Op.LAUNCH)},
+    **{f"missing {op}": some(op, 0) for op in (*WORK, Op.JOIN)},
+    **{f"doubled {op}": some(op, 2) for op in WORK},
     "swapped sends of an edge": swap_sends,
     "wait behind its reader": wait_behind_reader,
-    "launch ahead of its final": launch_ahead_of_final,
 }
 
 
@@ -87,19 +76,6 @@ def test_harm_is_refused_and_marked_in_the_grid(harm: str, program: Program, see
     assume(harmed is not None)
     assert harmed is not None
     assert_marked(refused(harmed), harmed)
-
-
-@quick
-@given(program=programs(min_ranks=2), seed=seeds)
-def test_a_missing_launch_is_refused_with_its_rank(program: Program, seed: int) -> None:
-    at = one_of(program, random.Random(seed), Op.LAUNCH)
-    assume(at is not None)
-    assert at is not None
-    rank, place = at
-    collective = program.collectives[decode(program.items[rank][place]).which]
-    assume(not collective.readers)  # what is published and not reduced is marked in the grid
-    del program.items[rank][place]
-    assert refused(program) == f"rank {rank} never launches {collective.name}"
 
 
 @settings(quick, max_examples=200)

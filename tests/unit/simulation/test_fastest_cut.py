@@ -9,11 +9,11 @@ from itertools import combinations
 import pytest
 
 from pipegrad.schedules import build, lower
-from pipegrad.schedules.program.program import Collective, Program
+from pipegrad.schedules.program.program import Program
 from pipegrad.simulation import fastest_cut as searched
 from pipegrad.simulation.balance import balanced_seconds
-from pipegrad.simulation.choose import chain_of, cut_at
 from pipegrad.simulation.choice import EQUAL
+from pipegrad.simulation.choose import chain_of, cut_at
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
 from pipegrad.simulation.fastest_cut import Begins, fastest_cut
 from pipegrad.simulation.simulator import simulate
@@ -129,10 +129,11 @@ def test_a_memory_limit_moves_layers_to_where_fewer_microbatches_are_held() -> N
 
 def test_a_tie_that_is_reduced_at_the_end_counts() -> None:
     """The reduction starts with the last backward of the first stage, however it is cut."""
-    costs = Costs(layers(*[1.0] * 8), FAST, {"tied": CollectiveCosts(1, seconds=0.1)})
+    costs = Costs(
+        layers(*[1.0] * 8), FAST, {"tied": CollectiveCosts(1, seconds=0.1, stages=(0, 3))}
+    )
     schedule = build("zb-h1", num_ranks=4, num_microbatches=8)
-    tied = [Collective("tied", (0, 3), (0, 3), 0)]
-    program = lower(schedule, links=chain_of(cut_at(costs, (2, 4, 6))), collectives=tied)
+    program = lower(schedule, links=chain_of(cut_at(costs, (2, 4, 6))))
     cut = fastest_cut(program, partial(cut_at, costs), 8, [(2, 4, 6)])
     every = all_seconds(program, costs)
     assert every[cut] <= min(every.values()) * (1 + EQUAL)

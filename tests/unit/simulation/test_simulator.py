@@ -11,7 +11,7 @@ import pytest
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Program, build, lower, verify
-from pipegrad.schedules.program.program import Collective, Link, Op
+from pipegrad.schedules.program.program import Link, Op
 from pipegrad.simulation.costs import (
     CollectiveCosts,
     Costs,
@@ -33,11 +33,11 @@ def program(
     name: str,
     num_ranks: int,
     num_microbatches: int,
-    *collectives: Collective,
+    *,
     forward_only: bool = False,
 ) -> Program:
     schedule = build(name, num_ranks=num_ranks, num_microbatches=num_microbatches)
-    return lower(schedule, collectives=collectives, forward_only=forward_only)
+    return lower(schedule, forward_only=forward_only)
 
 
 def unit_costs(made: Program, network: Network = IDEAL, **held: int) -> Costs:
@@ -159,14 +159,10 @@ def test_hosts_take_their_time() -> None:
 # Reductions.
 
 
-def reduced(num_ranks: int, *collectives: Collective) -> Program:
-    return program("1f1b", num_ranks, 4, *collectives)
-
-
 def test_a_bucket_leaves_inside_of_the_last_backward() -> None:
     """Two buckets of 30 and 10 bytes: the first leaves after 3/4 of the last backward."""
-    made = reduced(1, Collective("a", (0,), (0,), 0), Collective("b", (0,), (0,), 0))
-    sizes = {"a": CollectiveCosts(30, 2), "b": CollectiveCosts(10, 2)}
+    made = program("1f1b", 1, 4)
+    sizes = {name: CollectiveCosts(n, 2, stages=(0,)) for name, n in (("a", 30), ("b", 10))}
     costs = Costs((StageCosts(1, 2, optimizer_seconds=0.5),), Network(10.0), sizes)
     result = simulate(made, costs)
     assert result.timeline is not None
@@ -180,10 +176,9 @@ def test_a_bucket_leaves_inside_of_the_last_backward() -> None:
 
 
 def test_a_reduction_waits_for_all_its_ranks() -> None:
-    made = reduced(2, Collective("tie", (0, 1), (0, 1), 0))
-    costs = Costs(
-        (StageCosts(1, 2), StageCosts(1, 2)), Network(10.0), {"tie": CollectiveCosts(40, 2)}
-    )
+    made = program("1f1b", 2, 4)
+    tie = {"tie": CollectiveCosts(40, 2, stages=(0, 1))}
+    costs = Costs((StageCosts(1, 2), StageCosts(1, 2)), Network(10.0), tie)
     timeline = recorded(made, costs)
     spans = [s for s in timeline.spans if s.kind == "reduction"]
     assert {(s.rank, s.begin, s.end) for s in spans} == {(0, 15.0, 19.0), (1, 15.0, 19.0)}
@@ -191,8 +186,11 @@ def test_a_reduction_waits_for_all_its_ranks() -> None:
 
 def test_the_owner_of_a_tied_weight_receives_before_its_own_gradient_is_complete() -> None:
     """Stage 1 is final at 13: its part of 40 bytes leaves then, in the drain, and not at 15."""
-    made = reduced(2, Collective("tie", (0, 1), (0, 1), 0), Collective("mean", (0,), (0,), 0))
-    costs = {"tie": CollectiveCosts(40, 2, "send"), "mean": CollectiveCosts(10, 2)}
+    made = program("1f1b", 2, 4)
+    costs = {
+        "tie": CollectiveCosts(40, 2, "send", stages=(0, 1)),
+        "mean": CollectiveCosts(10, 2, stages=(0,)),
+    }
     timeline = recorded(made, Costs((StageCosts(1, 2),) * 2, Network(10.0), costs))
     spans = {(s.label, s.rank): (s.begin, s.end) for s in timeline.spans if s.kind == "reduction"}
     assert spans["tie", 1] == (13.0, 17.0)
@@ -202,9 +200,9 @@ def test_the_owner_of_a_tied_weight_receives_before_its_own_gradient_is_complete
 
 def test_parameters_return_under_the_next_forwards() -> None:
     """Rank 1 needs the tied weight when its first forward begins; rank 0 has stepped it."""
-    made = reduced(2, Collective("tie", (0, 1), (0, 1), 0, readers=(1,)))
+    made = program("1f1b", 2, 4)
     stages = (StageCosts(1, 2, outputs={"x": 1}), StageCosts(1, 2))
-    tie = {"tie": CollectiveCosts(40, 2, "send", sync_bytes=20)}
+    tie = {"tie": CollectiveCosts(40, 2, "send", sync_bytes=20, stages=(0, 1), readers=(1,))}
     result = simulate(made, Costs(stages, Network(10.0), tie), num_steps=3)
     assert result.timeline is not None
     syncs = [s for s in result.timeline.spans if s.kind == "parameter sync" and s.rank == 0]
@@ -270,20 +268,20 @@ def test_a_timeline_survives_json_and_is_cut_into_steps() -> None:
 
 
 def test_one_rank_has_steps_that_end_with_its_reductions_and_syncs() -> None:
-    alone = Collective("b", (0,), (0,), 0)
-    costs = {"b": CollectiveCosts(num_bytes=8, kind="send")}
-    made = program("1f1b", 1, 1, alone)
+    costs = {"b": CollectiveCosts(num_bytes=8, kind="send", stages=(0,), readers=(0,))}
+    made = program("1f1b", 1, 1)
     assert seconds(made, Costs((StageCosts(1, 2),), Network(), costs)) == 3.0
-    made = program("1f1b", 1, 1, alone._replace(readers=(0,)), forward_only=True)
+    made = program("1f1b", 1, 1, forward_only=True)
     assert simulate(made, Costs((StageCosts(1),)), num_steps=2).step_seconds == (1.0, 1.0)
 
 
 def test_what_an_owner_gets_goes_from_rank_to_rank() -> None:
     """Over three ranks two messages follow each other, with the latency of each link."""
-    made = program("gpipe", 3, 1, Collective("b", (0, 1, 2), (0, 1, 2), 0))
+    made = program("gpipe", 3, 1)
     stages = (StageCosts(1, 1),) * 3
     network = Network(100.0, links=(LinkCosts(2, 1, 0.5), LinkCosts(1, 0, 0.25)))
-    reduced = Costs(stages, network, {"b": CollectiveCosts(200, num_ranks=3, kind="send")})
+    summed = CollectiveCosts(200, num_ranks=3, kind="send", stages=(0, 1, 2))
+    reduced = Costs(stages, network, {"b": summed})
     # It begins when rank 1 has its gradients: 1.25 s before rank 0 has its own, and a step ends.
     extra = seconds(made, reduced) - seconds(made, Costs(stages, network))
     assert extra == pytest.approx(2.0 + 0.5 + 2.0 + 0.25 - 1.25)

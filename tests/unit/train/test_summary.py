@@ -158,7 +158,7 @@ def test_a_rank_is_told_in_full() -> None:
     assert (told["rank"], told["pipeline_rank"]) == (3, 1)
     computed = [(i["stage"], i["kind"], i["microbatch"]) for i in told["program"] if "kind" in i]
     assert computed == [tuple(action) for action in made.schedule.actions[1]]
-    assert {i["op"] for i in told["program"]} >= {"send", "wait-receive", "launch"}
+    assert {i["op"] for i in told["program"]} >= {"send", "wait-receive", "release"}
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,6 @@ import pytest
 
 from pipegrad.errors import ScheduleError
 from pipegrad.schedules import Link, Program, build, generate, lower, registry
-from pipegrad.schedules.program.program import Collective
 from pipegrad.schedules.schedule import Action, Schedule
 from pipegrad.simulation.choose import knowing, times_of
 from pipegrad.simulation.costs import (
@@ -150,21 +149,20 @@ def test_nothing_helps_what_takes_no_time_and_one_rank_has_no_link() -> None:
 
 def test_reductions_that_ranks_wait_for_and_half_of_their_bytes() -> None:
     program, costs = program_and_costs()
-    last = lower(program.schedule, collectives=[Collective("bucket 0", (3,), (3,), 0)])
-    slow = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.2)})
-    bound = by_change(advise(last, slow), "reductions that take no time")
+    slow = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.2, stages=(3,))})
+    bound = by_change(advise(program, slow), "reductions that take no time")
     assert bound.is_bound
     assert bound.step_seconds == pytest.approx(11 * 0.03)
     # A measured step may be longer than the simulated one. As many seconds are saved of it.
-    measured = by_change(advise(last, slow, step_seconds=10.0), "reductions")
-    now = simulate(last, slow).step_seconds[0]
+    measured = by_change(advise(program, slow, step_seconds=10.0), "reductions")
+    now = simulate(program, slow).step_seconds[0]
     assert measured.step_seconds == pytest.approx(10 - (now - 11 * 0.03))
-    half = by_change(advise(last, slow), 'gradients.reduce_dtype = "bfloat16"')
-    halved = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.1)})
-    assert half.step_seconds == pytest.approx(simulate(last, halved).step_seconds[0])
+    half = by_change(advise(program, slow), 'gradients.reduce_dtype = "bfloat16"')
+    halved = replace(costs, collectives={"bucket 0": CollectiveCosts(seconds=0.1, stages=(3,))})
+    assert half.step_seconds == pytest.approx(simulate(program, halved).step_seconds[0])
     assert half.step_seconds < now
-    known = replace(recorded(last, slow), notes={"reduce_dtype": "bfloat16"})
-    changes = [each.change for each in advise(last, slow, of=known)]
+    known = replace(recorded(program, slow), notes={"reduce_dtype": "bfloat16"})
+    changes = [each.change for each in advise(program, slow, of=known)]
     assert not any("reduce_dtype" in change for change in changes)
 
 
@@ -206,17 +204,16 @@ def test_the_way_back_tells_the_time_of_a_way_on_which_nobody_waits() -> None:
 def test_several_stages_on_a_rank() -> None:
     """Each bucket has the stage that was final when it left; stages share a rank's optimizer."""
     schedule = build("interleaved-1f1b", num_ranks=2, num_microbatches=4)
-    collectives = [Collective(f"stage {s}", (s % 2,), (s,), s) for s in (3, 2, 1, 0)]
-    times = {c.name: CollectiveCosts(num_bytes=1, seconds=0.1) for c in collectives}
-    costs = Costs((StageCosts(0.01, 0.02, optimizer_seconds=0.004),) * 4, collectives=times)
-    lookup = Lookup(recorded(lower(schedule, collectives=collectives), costs, 2))
-    found = program_of(lookup, 0).collectives
-    assert {c.name: c.stages[:1] for c in found if c.stages[0] > 1} == {
-        "stage 3": (3,),
-        "stage 2": (2,),
+    times = {
+        f"stage {s}": CollectiveCosts(num_bytes=1, seconds=0.1, stages=(s,), comm_stream=s)
+        for s in (3, 2, 1, 0)
     }
-    # They overlap on their ranks, so they cannot have shared a comm stream.
-    assert len({c.comm_stream for c in found}) == 4
+    costs = Costs((StageCosts(0.01, 0.02, optimizer_seconds=0.004),) * 4, collectives=times)
+    lookup = Lookup(recorded(lower(schedule), costs, 2))
+    found = costs_of(lookup).collectives
+    assert {name: (own.stages, own.comm_stream) for name, own in found.items()} == {
+        f"stage {s}": ((s,), s) for s in range(4)
+    }
     assert [s.optimizer_seconds for s in costs_of(lookup).stages] == pytest.approx([0.004] * 4)
 
 
@@ -262,9 +259,8 @@ def test_messages_of_all_ranks_at_the_end_of_a_step_are_known_and_named() -> Non
 
 def test_a_parameter_sync_shows_in_the_next_step() -> None:
     program, costs = program_and_costs()
-    collectives = [Collective("bucket 0", (0,), (0,), 0, readers=(0,))]
-    program = lower(program.schedule, collectives=collectives)
-    times = {"bucket 0": CollectiveCosts(sync_seconds=0.2, sync_bytes=1)}
+    sync = CollectiveCosts(sync_seconds=0.2, sync_bytes=1, stages=(0,), readers=(0,))
+    times = {"bucket 0": sync}
     bound = by_change(advise(program, replace(costs, collectives=times)), "reductions that take no")
     assert bound.step_seconds == pytest.approx(11 * 0.03)
     assert bound.gain == pytest.approx(0.2 / (11 * 0.03 + 0.2))
@@ -336,15 +332,11 @@ def test_skips_over_stages_are_found() -> None:
 
 
 def test_reductions_of_a_timeline() -> None:
-    collectives = [
-        Collective("tied", (0, 3), (0, 3), 0, readers=(0, 3)),
-        Collective("bucket 0", (1,), (1,), 0),
-    ]
     program, costs = program_and_costs()
-    program = lower(program.schedule, collectives=collectives)
+    tied = {"sync_bytes": 1, "sync_seconds": 0.03, "stages": (0, 3), "readers": (0, 3)}
     times = {
-        "tied": CollectiveCosts(num_bytes=1, seconds=0.05, sync_bytes=1, sync_seconds=0.03),
-        "bucket 0": CollectiveCosts(num_bytes=1, seconds=0.02),
+        "tied": CollectiveCosts(num_bytes=1, seconds=0.05, **tied),
+        "bucket 0": CollectiveCosts(num_bytes=1, seconds=0.02, stages=(1,)),
     }
     lookup = Lookup(recorded(program, replace(costs, collectives=times), num_steps=3))
     inferred = costs_of(lookup).collectives
@@ -352,8 +344,8 @@ def test_reductions_of_a_timeline() -> None:
         "tied": pytest.approx((0.05, 0.03)),
         "bucket 0": pytest.approx((0.02, 0.0)),
     }
-    found = {c.name: (c.ranks, c.stages, c.readers) for c in program_of(lookup, 1).collectives}
-    assert found == {"tied": ((0, 3), (0, 3), (0, 3)), "bucket 0": ((1,), (1,), ())}
+    found = {name: (own.stages, own.readers) for name, own in inferred.items()}
+    assert found == {"tied": ((0, 3), (0, 3)), "bucket 0": ((1,), ())}
 
 
 def test_a_step_recorded_in_part_has_no_advice() -> None:

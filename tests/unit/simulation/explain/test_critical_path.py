@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from pipegrad.schedules import Program, build, lower
-from pipegrad.schedules.program.program import Collective
 from pipegrad.simulation.costs import CollectiveCosts, Costs, LinkCosts, Network, StageCosts
 from pipegrad.simulation.explain.breakdown import break_down
 from pipegrad.simulation.explain.critical_path import CriticalPath, critical_path
@@ -260,12 +259,12 @@ def test_a_broken_timeline_has_a_path(seed: int) -> None:
     """Missing spans, clocks that are off and senseless numbers: the path is whole, and ends."""
     chance = random.Random(seed)
     schedule = build(chance.choice(["1f1b", "zbv"]), num_ranks=3, num_microbatches=4)
-    collectives = [Collective("tied", (0, 2), (0, 2), 0, readers=(0, 2))]
-    costs = replace(
-        uneven(schedule.stage_to_rank, seed),
-        collectives={"tied": CollectiveCosts(seconds=0.1, sync_seconds=0.05, sync_bytes=1)},
+    holders = tuple(s for s, rank in enumerate(schedule.stage_to_rank) if rank != 1)[:3:2]
+    tied = CollectiveCosts(
+        seconds=0.1, sync_seconds=0.05, sync_bytes=1, stages=holders, readers=holders
     )
-    timeline = recorded(lower(schedule, collectives=collectives), costs, num_steps=2)
+    costs = replace(uneven(schedule.stage_to_rank, seed), collectives={"tied": tied})
+    timeline = recorded(lower(schedule), costs, num_steps=2)
     clocks = [chance.uniform(-0.02, 0.02) for _ in range(3)]
     spans = []
     for span in timeline.spans:

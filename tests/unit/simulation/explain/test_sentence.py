@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from pipegrad.schedules import build, lower
-from pipegrad.schedules.program.program import Collective
 from pipegrad.simulation.costs import CollectiveCosts, Costs, Network, StageCosts
 from pipegrad.simulation.explain.explanation import explain
 from pipegrad.simulation.explain.sentence import sentence
@@ -26,11 +25,9 @@ def run(*factors: float, megabytes: int = 0, optimizer: float = 0.0, tied: float
         )
         for f in factors or (1.0,) * 4
     )
-    collectives = [Collective("tied", (0, 3), (0, 3), 0)] if tied else []
-    costs = Costs(
-        stages, Network(nic_bytes_per_second=125e6), {"tied": CollectiveCosts(1, seconds=tied)}
-    )
-    timeline = recorded(lower(SCHEDULE, collectives=collectives), costs, num_steps=3)
+    collectives = {"tied": CollectiveCosts(1, seconds=tied, stages=(0, 3))} if tied else {}
+    costs = Costs(stages, Network(nic_bytes_per_second=125e6), collectives)
+    timeline = recorded(lower(SCHEDULE), costs, num_steps=3)
     return replace(timeline, source="measured")
 
 
