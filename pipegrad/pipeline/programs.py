@@ -43,22 +43,23 @@ for the device at the end of a step.
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from numbers import Integral
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
 from pipegrad.comm import sync_points
-from pipegrad.comm.agreement import agree, agree_keeping, same
+from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.errors import StepError
 from pipegrad.pipeline.compute import Method
 from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, schedule_of
-from pipegrad.schedules import Schedule, generate, registry
+from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times
 from pipegrad.schedules.program.lower import lower
 from pipegrad.schedules.program.program import Item, Link, Op, Program
@@ -68,6 +69,7 @@ from pipegrad.topology import Topology
 
 _SAMPLES = 3  # microbatches that measure hops
 _Stamp = float | torch.Event
+_Span = tuple[_Stamp, _Stamp]
 _FORWARD, _BACKWARD, _WEIGHTS = _ROWS = 0, 1, 2  # of a rank's computes; W is a part of a backward
 
 
@@ -110,13 +112,10 @@ class Programs:
         self._name = name
         self._timeout_seconds = timeout_seconds
         self._ranks = sorted(pipeline.topology.ranks)
-        self._generator: MeasuredGenerator | None = None
         self.times: Times | None = None
-        self.spec, self.schedule = spec, pipeline.schedule
-        if not isinstance(spec, Schedule):
-            resolved = registry.resolve(spec)
-            if isinstance(resolved.plugin, MeasuredGenerator):
-                self.spec = self._generator = resolved.plugin
+        plugin = None if isinstance(spec, Schedule) else registry.resolve(spec).plugin
+        self.spec = plugin if isinstance(plugin, MeasuredGenerator) else spec
+        self.schedule = pipeline.schedule
         # By number and chunks; the same ones on all ranks.
         self._others: dict[tuple[int, int], Schedule] = {}
         self.first = self._lowered(self.schedule, pipeline.wiring.links, depth)
@@ -159,7 +158,7 @@ class Programs:
     @property
     def wants_times(self) -> bool:
         """Whether steps are to be measured."""
-        return self._generator is not None and self._generator.wants_times
+        return isinstance(self.spec, MeasuredGenerator) and self.spec.wants_times
 
     def adapted(self, times: Times, step: int) -> Schedule | None:
         """Returns another schedule for the next training step; None if it stays as it is.
@@ -173,14 +172,19 @@ class Programs:
                 take part. Then nothing has changed.
         """
         self.times = times
-        assert self._generator is not None  # nothing else has steps measured
-        generator = self._generator.planned(times)
-        if generator is self._generator:
+        assert isinstance(self.spec, MeasuredGenerator)  # nothing else has steps measured
+        generator = self.spec.planned(times)
+        if generator is self.spec:
             return None
+
+        def make() -> tuple[Schedule, tuple[str, str]]:
+            schedule = self._generated(generator, self.schedule.num_microbatches)
+            return schedule, ("", f"stages on ranks {schedule.stage_to_rank}\n{schedule}")
+
         # Nothing of this rank changes before all ranks have agreed: a rank whose agreement fails
         # goes on with the schedule that the others have, too.
-        schedule = self._agreed(generator, step)
-        self.spec = self._generator = generator
+        schedule = self._agreed("another schedule", make, f"schedule/{step}")
+        self.spec = generator
         return schedule
 
     def take(self, schedule: Schedule) -> None:
@@ -189,29 +193,6 @@ class Programs:
         # They were made for the schedule before. All ranks forget them at once: in `of_number` a
         # rank says nothing of a schedule that all have compared.
         self._others.clear()
-
-    def _agreed(self, generator: MeasuredGenerator, step: int) -> Schedule:
-        pipeline = self._pipeline
-        num_ranks = pipeline.topology.size(pipeline.topology.pipeline)
-
-        def make() -> tuple[Schedule, str]:
-            schedule = generate(
-                registry.resolve(generator),
-                num_ranks=num_ranks,
-                num_microbatches=self.schedule.num_microbatches,
-            )
-            fitted = pipeline.fitted(schedule)
-            return fitted, f"stages on ranks {fitted.stage_to_rank}\n{fitted}"
-
-        schedule, replies = agree_keeping(
-            "another schedule",
-            make,
-            ranks=self._ranks,
-            timeout_seconds=self._timeout_seconds,
-            name=f"{self._name}/schedule/{step}",
-        )
-        same("the schedule", dict(zip(self._ranks, replies, strict=True)))
-        return schedule
 
     # Other numbers of microbatches.
 
@@ -228,32 +209,45 @@ class Programs:
                 number, or does not come; then on all ranks that take part.
         """
         number = self.schedule.num_sequences if number is None else number
-        if isinstance(number, bool) or not isinstance(number, Integral):
+        if not _is_whole(number):
             raise StepError(f"num_microbatches is {number!r}, expected a whole number")
         key = int(number), _num_chunks(chunks, self.schedule.chunks)  # also numpy's
-        schedule = self._others.get(key) or self._generated(*key)
-        numbers = "num_microbatches and chunks" if chunks else "num_microbatches"
-        what = f"{numbers} of a step, which every rank is given alike, with or without inputs"
-        words = f"{key[0]} microbatches, chunks {chunks}" if chunks else f"{key[0]}"
-        replies = agree(
+        schedule = self._others.get(key) or self._generated(self.spec, *key)
+        what, words = "num_microbatches", f"{key[0]}"
+        if chunks:
+            what, words = f"{what} and chunks", f"{words} microbatches, chunks {chunks}"
+        # After the agreement: if it fails on any rank, all of them compare the schedule again the
+        # next time.
+        self._others[key] = self._agreed(
+            f"{what} of a step, which every rank is given alike, with or without inputs",
+            lambda: (schedule, (words, "" if key in self._others else str(schedule))),
+            # Ranks that stay away from this agreement come to later ones.
+            f"{step}",
+        )
+        return schedule
+
+    def _generated(self, spec: ScheduleSpec, number: int, chunks: int | None = None) -> Schedule:
+        return self._pipeline.fitted(schedule_of(spec, self._pipeline.topology, number, chunks))
+
+    def _agreed(
+        self, what: str, make: Callable[[], tuple[Schedule, tuple[str, str]]], name: str
+    ) -> Schedule:
+        """Returns what `make` does, if its words and grids are the same on all ranks."""
+        schedule, replies = agree_keeping(
             what,
-            lambda: (words, "" if key in self._others else str(schedule)),
+            make,
             ranks=self._ranks,
             timeout_seconds=self._timeout_seconds,
-            # Ranks that stay away from this agreement come to later ones.
-            name=f"{self._name}/{step}",
+            name=f"{self._name}/{name}",
         )
         by_rank = dict(zip(self._ranks, replies, strict=True))
         same(what, {rank: words for rank, (words, _) in by_rank.items()})
         same("the schedule", {rank: grid for rank, (_, grid) in by_rank.items()})
-        # Behind the agreement: if it fails on any rank, all of them compare the schedule again the
-        # next time.
-        self._others[key] = schedule
         return schedule
 
-    def _generated(self, number: int, chunks: int) -> Schedule:
-        topology = self._pipeline.topology
-        return self._pipeline.fitted(schedule_of(self.spec, topology, number, chunks))
+
+def _is_whole(number: object) -> TypeGuard[int]:
+    return isinstance(number, Integral) and not isinstance(number, bool)
 
 
 def _num_chunks(chunks: object, own: int) -> int:
@@ -264,20 +258,20 @@ def _num_chunks(chunks: object, own: int) -> int:
     """
     if chunks is None:
         return own
-    numbers: list[Any] = list(chunks) if isinstance(chunks, tuple | list) else [chunks]
-    if not numbers or any(isinstance(n, bool) or not isinstance(n, Integral) for n in numbers):
-        numbers = [0]
-    if min(map(int, numbers)) < 1:
+    is_list = isinstance(chunks, tuple | list)
+    numbers: list[Any] = list(chunks) if is_list else [chunks]
+    if not numbers or not all(_is_whole(n) and n >= 1 for n in numbers):
         raise StepError(
             f"chunks is {chunks!r}, expected how many there are, or a list of their lengths"
         )
-    return len(numbers) if isinstance(chunks, tuple | list) else int(numbers[0])
+    return len(numbers) if is_list else int(numbers[0])
 
 
 class StepTimes:
     """How long the computes of a rank take, and the transfers between neighbours.
 
-    Each rank has entries for its numbers among those that all ranks sum.
+    All ranks sum a table with a column for each rank of each pipeline. Rows are forwards,
+    backwards, W, and for each of the first microbatches the hop from this rank to the next.
 
     Args:
         program: What all ranks do.
@@ -285,7 +279,7 @@ class StepTimes:
         device: Where the rank computes.
 
     Attributes:
-        num_samples: Microbatches that measure hops.
+        shape: Pipelines, rows, ranks of a pipeline.
         size: How many numbers there are of all ranks.
     """
 
@@ -293,48 +287,39 @@ class StepTimes:
         self._program = program
         self._device = device
         self._rank = topology.coordinate(topology.pipeline)
-        self._num_ranks = topology.size(topology.pipeline)
-        self.num_samples = min(_SAMPLES, program.schedule.num_microbatches)
-        self._of_pipeline = len(_ROWS) * self._num_ranks + self.num_samples * (self._num_ranks - 1)
-        pipelines = topology.pipelines
-        self.size = len(pipelines) * self._of_pipeline
-        ranks = topology.ranks_along(topology.pipeline)
-        self._first = pipelines.index(ranks) * self._of_pipeline  # index of this pipeline's numbers
-        self.begin()
+        pipelines, ranks = topology.pipelines, topology.ranks_along(topology.pipeline)
+        self._pipeline = pipelines.index(ranks)
+        self._num_samples = min(_SAMPLES, program.schedule.num_microbatches)
+        self.shape = len(pipelines), len(_ROWS) + self._num_samples, len(ranks)
+        self.size = math.prod(self.shape)
+        self._computes = defaultdict[tuple[int, Kind], list[_Span]](list)
+        # By hop, microbatch, and the direction of the transfer.
+        self._transfers = defaultdict[tuple[int, int, str], list[_Span]](list)
 
     def begin(self) -> None:
         """Forgets what was seen; called when a step begins."""
-        self._computes = defaultdict[tuple[int, Kind], list[tuple[_Stamp, _Stamp]]](list)
-        # By the direction in which a transfer goes, whether this rank sends it, and microbatch.
-        self._transfers: dict[tuple[str, bool, int], _Stamp] = {}
+        self._computes.clear()
+        self._transfers.clear()
 
     def watched(self, item: Item, method: Method) -> Method:
         """Returns the method of an item, watched if it says something of time."""
         if item.op is Op.COMPUTE:
             stage, kind, _ = self._program.action(item)
-            return partial(self._compute, method, (stage, kind))
-        if item.microbatch < self.num_samples and item.op in (Op.SEND, Op.WAIT_RECEIVE):
+            return partial(self._timed, method, self._computes, (stage, kind))
+        if item.microbatch < self._num_samples and item.op in (Op.SEND, Op.WAIT_RECEIVE):
             channel = self._program.channels[item.which]
             if channel.target - channel.source == (1 if channel.kind == "F" else -1):
-                watch = self._send if item.op is Op.SEND else self._receive
-                return partial(watch, method, channel.kind)
+                hop = min(channel.source, channel.target)
+                key = hop, item.microbatch, channel.kind
+                return partial(self._timed, method, self._transfers, key)
         return method
 
-    def _compute(
-        self, method: Method, action: tuple[int, Kind], which: int, microbatch: int
+    def _timed(
+        self, method: Method, spans: dict[Any, list[_Span]], key: object, *arguments: int
     ) -> None:
         begin = self._now()
-        method(which, microbatch)
-        self._computes[action].append((begin, self._now()))
-
-    def _send(self, method: Method, kind: str, which: int, microbatch: int) -> None:
-        # Several values may go to the neighbour. They take from the first send to the last arrival.
-        self._transfers.setdefault((kind, True, microbatch), self._now())
-        method(which, microbatch)
-
-    def _receive(self, method: Method, kind: str, which: int, microbatch: int) -> None:
-        method(which, microbatch)
-        self._transfers[kind, False, microbatch] = self._now()
+        method(*arguments)
+        spans[key].append((begin, self._now()))
 
     def _now(self) -> _Stamp:
         if self._device.type == "cpu":
@@ -349,54 +334,36 @@ class StepTimes:
         Sync: the host waits for the device.
         """
         sync_points.finish_device(self._device)
-        numbers = [0.0] * self.size
-        for (_, kind), stamps in self._computes.items():
-            row = _FORWARD if kind == "F" else _BACKWARD
-            median = statistics.median(_seconds(begin, end) for begin, end in stamps)
-            numbers[self.index_of_compute(row)] += median
+        table = torch.zeros(self.shape, dtype=torch.float64)
+        rows = table[self._pipeline]
+        for (_, kind), spans in self._computes.items():
+            median = statistics.median(_seconds(*span) for span in spans)
+            rows[_FORWARD if kind == "F" else _BACKWARD, self._rank] += median
             if kind == "W":
-                numbers[self.index_of_compute(_WEIGHTS)] += median
-        marks = self._transfers
-        for microbatch in range(self.num_samples):
-            out, back = ("F", True, microbatch), ("B", False, microbatch)
-            if out in marks and back in marks:  # t1 and t4
-                seconds = _seconds(marks[out], marks[back])
-                numbers[self.index_of_hop(microbatch, self._rank)] = seconds
-            out, back = ("F", False, microbatch), ("B", True, microbatch)
-            if out in marks and back in marks:  # t2 and t3
-                seconds = _seconds(marks[out], marks[back])
-                numbers[self.index_of_hop(microbatch, self._rank - 1)] = -seconds
+                rows[_WEIGHTS, self._rank] += median
+        for (hop, microbatch, kind), there in self._transfers.items():
+            back = self._transfers.get((hop, microbatch, "B"))
+            if kind == "B" or not back:
+                continue
+            # Several values may cross. They take from the first send to the last arrival.
+            if hop == self._rank:  # t1 and t4
+                seconds = _seconds(there[0][0], back[-1][1])
+            else:  # t2 and t3
+                seconds = -_seconds(there[-1][1], back[0][0])
+            rows[len(_ROWS) + microbatch, hop] = seconds
+        numbers: list[float] = table.flatten().tolist()
         return numbers
-
-    def index_of_compute(self, row: int) -> int:
-        """Returns where this rank has its forwards, backwards or W."""
-        return self._first + row * self._num_ranks + self._rank
-
-    def index_of_hop(self, microbatch: int, hop: int) -> int:
-        """Returns where a hop of this pipeline has a microbatch."""
-        hops = self._first + len(_ROWS) * self._num_ranks
-        return hops + microbatch * (self._num_ranks - 1) + hop
 
     def times(self, numbers: Sequence[float]) -> Times:
         """Returns what the sums of all ranks say, the same on every rank."""
-        size, hops = self._num_ranks, self._num_ranks - 1
-        pipelines = list[list[Sequence[float]]]()
-        for begin in range(0, self.size, self._of_pipeline):
-            of_pipeline = numbers[begin : begin + self._of_pipeline]
-            computes = [of_pipeline[row * size : (row + 1) * size] for row in _ROWS]
-            both_ways = of_pipeline[len(_ROWS) * size :]
-            # A clock that is read twice at once may go backwards by a rounding error.
-            hop_seconds = [max(0.0, min(both_ways[hop::hops]) / 2) for hop in range(hops)]
-            pipelines.append([*computes, hop_seconds])
-        forwards, backwards, weights, slowest_hops = (
-            tuple(map(max, zip(*column, strict=True))) for column in zip(*pipelines, strict=True)
-        )
-        return Times(forwards, backwards, slowest_hops, weights)
+        table = torch.tensor(numbers, dtype=torch.float64).view(self.shape)
+        computes, both_ways = table.split([len(_ROWS), self._num_samples], dim=1)
+        # A clock that is read twice at once may go backwards by a rounding error.
+        hops = both_ways[:, :, :-1].amin(1).clamp(min=0) / 2
+        # Of all pipelines the slowest counts.
+        forwards, backwards, weights = map(tuple, computes.amax(0).tolist())
+        return Times(forwards, backwards, tuple(hops.amax(0).tolist()), weights)
 
 
-def _seconds(begin: _Stamp, end: _Stamp) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        assert isinstance(begin, float)
-        assert isinstance(end, float)
-        return end - begin
-    return float(begin.elapsed_time(end)) / 1e3
+def _seconds(begin: Any, end: Any) -> float:  # noqa: ANN401 - two numbers, or two events
+    return float(end - begin if isinstance(begin, float) else begin.elapsed_time(end) / 1e3)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pipegrad.comm.agreement import agree
+from pipegrad.comm.agreement import agree_keeping
 from pipegrad.pipeline import wiring
 from pipegrad.schedules import build, lower
 from tests.support.gradients.cases import outcome, rank
@@ -61,7 +61,7 @@ def test_any_number_of_rows_and_microbatches_is_taken() -> None:
     with (
         patch("pipegrad.pipeline.programs.schedule_of", wraps=wiring.schedule_of) as generated,
         patch("pipegrad.pipeline.programs.lower", wraps=lower) as lowered,
-        patch("pipegrad.pipeline.programs.agree", wraps=agree) as met,
+        patch("pipegrad.pipeline.programs.agree_keeping", wraps=agree_keeping) as met,
         closing(Pipeline(schedule="zb-h1")) as pipeline,
     ):
         step, evaluate = pipeline.step, pipeline.evaluate

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from unittest import mock
 
 import pytest
@@ -103,39 +101,40 @@ def test_the_weights_part_of_a_backward_has_a_time_of_its_own() -> None:
     assert times.times(times.numbers()) == Times((3, 0), (4 + 6, 0), (0,), (6, 0))
 
 
-def test_every_number_has_a_index_of_its_own_and_the_slowest_pipeline_counts() -> None:
+def test_ranks_write_numbers_of_their_own_and_the_slowest_pipeline_counts() -> None:
     made = program(num_ranks=3, num_microbatches=8)
     layouts = [StepTimes(made, topology(rank, 3, 2), CPU) for rank in range(6)]
-    own = [topology(rank, 3, 2).coordinate("pp") for rank in range(6)]
-
-    def places() -> Iterator[int]:
-        for layout, rank in zip(layouts, own, strict=True):
-            yield from map(layout.index_of_compute, (0, 1, 2))
-            if rank < 2:
-                yield from (
-                    layout.index_of_hop(sample, rank) for sample in range(layout.num_samples)
-                )
-
-    assert sorted(places()) == list(range(layouts[0].size))
-    numbers = [float(n) for n in itertools.islice(places(), layouts[0].size)]
-    assert {layout.times(numbers) for layout in layouts} == {layouts[0].times(numbers)}
-    first, second = numbers[: layouts[0].size // 2], numbers[layouts[0].size // 2 :]
-    zeros = [0.0] * len(first)
-    alone = [layouts[0].times(first + zeros), layouts[0].times(zeros + second)]
-    both = layouts[0].times(numbers)
-    for name in ("weight_seconds", "forward_seconds", "hop_seconds"):
-        of_each = zip(*(getattr(times, name) for times in alone), strict=True)
-        assert getattr(both, name) == tuple(map(max, of_each))
-    assert all(both.hop_seconds)
+    found = list[list[float]]()
+    for global_rank, times in enumerate(layouts):
+        rank, pipeline = divmod(global_rank, 2)
+        forward, backward, hop = 2.0 + rank - pipeline, 4.0 - rank + 2 * pipeline, 5.0 + pipeline
+        script = dict[str, tuple[float, float]]()
+        for m in range(8):
+            script[f"{rank}F{m}"], script[f"{rank}B{m}"] = (0, forward), (0, backward)
+            there, back = f"x of {rank}F{m}", f"gradient of x of {rank}F{m}"
+            script[f"send {there} to rank {rank + 1}"] = (0, 0)
+            script[f"wait-receive {back} from rank {rank + 1}"] = (1, 2 * hop + 7)
+            there, back = f"x of {rank - 1}F{m}", f"gradient of x of {rank - 1}F{m}"
+            script[f"wait-receive {there} from rank {rank - 1}"] = (100, 101)
+            script[f"send {back} to rank {rank - 1}"] = (108, 108)
+        run(times, made, rank, script)
+        found.append(times.numbers())
+    written = [sum(bool(rank[i]) for rank in found) for i in range(layouts[0].size)]
+    # A forward and a backward of six ranks, no W. Two ranks write the hops of three microbatches.
+    assert [written.count(n) for n in (1, 2)] == [12, 2 * 3 * 2]
+    sums = [sum(column) for column in zip(*found, strict=True)]
+    slowest = Times((2, 3, 4), (6, 5, 4), (6, 6), (0, 0, 0))
+    assert {layout.times(sums) for layout in layouts} == {slowest}
 
 
 @pytest.mark.parametrize(("num_microbatches", "expected"), [(1, 1), (2, 2), (64, 3)])
 def test_few_microbatches_measure_hops(num_microbatches: int, expected: int) -> None:
     layout = StepTimes(program(num_microbatches=num_microbatches), topology(0), CPU)
-    assert (layout.num_samples, layout.size) == (expected, 6 + expected)
+    assert layout.shape == (1, 3 + expected, 2)
     one = program(num_ranks=1, num_microbatches=num_microbatches)
     alone = StepTimes(one, topology(0, pipeline=1), CPU)  # one rank has no hops
-    assert alone.times([1.0, 2.0, 0.5]) == Times((1.0,), (2.0,), (), (0.5,))
+    numbers = [1.0, 2.0, 0.5] + [0.0] * expected
+    assert alone.times(numbers) == Times((1.0,), (2.0,), (), (0.5,))
 
 
 def test_other_items_are_left_as_they_are() -> None:
