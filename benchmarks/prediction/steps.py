@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import pipegrad
-from pipegrad.pipeline.measure import measure_hops
+from pipegrad.observe.links import measure_hops
 from pipegrad.schedules import Schedule
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "network"))

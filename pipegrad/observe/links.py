@@ -24,11 +24,14 @@ from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import StepError
 from pipegrad.pipeline.edges import Edges
+from pipegrad.schedules.program.program import Channel
 from pipegrad.simulation.costs import LinkCosts, Network
+from pipegrad.topology import Topology
 
 ARRIVED = sync_points.WaitWork("links.arrived", "the next message is measured by itself")
 
 _REPEATS = 7
+_HOP_SECONDS = 600.0  # how long all ranks wait for one hop
 _FIRST_BYTES, _GROWTH, _MOST_BYTES = 2**16, 8, 2**25
 _LONG_SECONDS = 0.03  # a message that takes so long shows the rate
 _SHARED = 0.7  # links that together reach less than this part of their rates share a NIC
@@ -145,6 +148,58 @@ def measure_links(
     return tuple(
         Measured(alone[pair], busy.get(pair, 1.0), both_ways.get(pair, 1.0)) for pair in pairs
     )
+
+
+def measure_hops(
+    topology: Topology, *, num_bytes: int, repeats: int = 11, device: torch.device | str = "cpu"
+) -> tuple[float, ...]:
+    """Returns how long a message takes from each rank of the pipeline to the next, in seconds.
+
+    The schedule ``hop-aware-1f1b`` takes it as ``hop_seconds``. Hops are measured one after the
+    other. A hop takes half of the time of a message there and back: the median of `repeats`, and
+    the slowest of all pipelines. Every rank of the topology must call it. All get the same numbers.
+
+    Args:
+        topology: Ranks.
+        num_bytes: Size of the value that a stage hands on for a microbatch.
+        repeats: How often each hop is measured.
+        device: Where the messages are.
+    """
+    device = torch.device(device)
+    hops = range(topology.size(topology.pipeline) - 1)
+    ways = [Channel(0, "F", a, b) for hop in hops for a, b in ((hop, hop + 1), (hop + 1, hop))]
+    edges = Edges(ways, topology, device)
+    wires = Wires(edges, topology.coordinate(topology.pipeline), device)
+    seconds = list[float]()
+    for hop in hops:
+        # All ranks agree on each hop, so hops are measured one after the other.
+        replies = agree(
+            f"hop {hop}",
+            partial(_there_and_back, wires, hop, num_bytes, repeats),
+            ranks=topology.ranks,
+            timeout_seconds=_HOP_SECONDS,
+        )
+        seconds.append(max(replies))
+    edges.close()
+    return tuple(seconds)
+
+
+def _there_and_back(wires: Wires, hop: int, num_bytes: int, repeats: int) -> float:
+    """Sends messages there and back; returns the median of half the time, on the rank before."""
+    if wires.rank not in (hop, hop + 1):
+        return 0.0
+    message = {2 * hop + 1 - wires.rank: num_bytes}
+    times = []
+    for _ in range(repeats + 1):  # the first one connects
+        began = time.perf_counter()
+        if wires.rank == hop:
+            wires.exchange(message, {})
+            wires.exchange({}, message)
+        else:
+            wires.exchange({}, message)
+            wires.exchange(message, {})
+        times.append((time.perf_counter() - began) / 2)
+    return statistics.median(times[1:]) if wires.rank == hop else 0.0
 
 
 def _leaving(pairs: Iterable[Pair], hosts: Sequence[str]) -> dict[int, list[Pair]]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from pipegrad import Topology, Work
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree_keeping, store
-from pipegrad.pipeline.measure import measure_hops
+from pipegrad.observe.links import measure_hops
 from pipegrad.pipeline.programs import StepTimes
 from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times

@@ -26,11 +26,10 @@ from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import sites
 from pipegrad.gradients.bucket_memory import WRITTEN, FlatBuffer
 from pipegrad.observe import links
-from pipegrad.observe.links import measure_links
+from pipegrad.observe.links import measure_hops, measure_links
 from pipegrad.observe.recording import read_clock
 from pipegrad.pipeline import edges
 from pipegrad.pipeline.edges import Edges
-from pipegrad.pipeline.measure import measure_hops
 from pipegrad.schedules.program.program import Channel
 from pipegrad.testing import OrderChecker
 from pipegrad.train.checkpoint.saving import Staging
