@@ -45,6 +45,7 @@ _RECORDS = {
     "pipeline.compare": ("Facts",),
     "pipeline.edges": ("Spec",),
     "pipeline.first_step": ("Learned",),
+    "pipeline.wiring": ("Described",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),
 }

@@ -13,36 +13,29 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, Never, Unpack
 
 import torch
 
-from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds, warn_once
+from pipegrad.comm.agreement import AGREE_SECONDS, slow_seconds
 from pipegrad.comm.collectives import can_send
 from pipegrad.comm.comm_stream import outside_of_graphs
-from pipegrad.errors import PlanError, ScheduleError, level_of_caller
+from pipegrad.errors import PlanError, ScheduleError
 from pipegrad.gradients.main_params import NamedGroupOf
 from pipegrad.gradients.named_optimizer import Optimizer
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.model.main_grad import MainGrad
-from pipegrad.model.suspects import begin_of
 from pipegrad.model.ties import AllTies, Tied
 from pipegrad.pipeline.batch import Batch
+from pipegrad.pipeline.checks import checks_of
 from pipegrad.pipeline.codings import CodecChoice, CodecsSpec
 from pipegrad.pipeline.loss_message import StepResult
 from pipegrad.pipeline.programs import Programs
 from pipegrad.pipeline.stage import Counts, Stage, StageSource
 from pipegrad.pipeline.steps import Steps
-from pipegrad.pipeline.wiring import (
-    BATCH_NORMS,
-    Loss,
-    ScheduleSpec,
-    agree_on_wiring,
-    synced_stages,
-)
+from pipegrad.pipeline.wiring import Loss, ScheduleSpec, agree_on_wiring, synced_stages
 from pipegrad.plan.options import CHECK_EVERY, GradientKeywords
 from pipegrad.plugins.handler import DEFAULT_HANDLERS, HandlerSpec
 from pipegrad.plugins.registry import closest_first
@@ -155,6 +148,7 @@ class Scheduler:
         )
         self.topology = pipeline.topology
         modules = {stage.index: stage.module for stage in pipeline.stages}
+        self._modules = list(modules.values())
         if not isinstance(stages, Sequence):
             if isinstance(tied, Sequence):  # GradientSync refuses others, on all ranks alike
                 tied = AllTies([*stages.tied, *tied])
@@ -172,7 +166,6 @@ class Scheduler:
             agree_seconds=agree_seconds,
             **options,
         )
-        self._stages = {stage.index: stage for stage in pipeline.stages}
         name = f"{next(_instances)}"
         plans = self.sync.agreed.plans(self.topology.ranks_along(self.topology.pipeline))
         try:
@@ -197,11 +190,8 @@ class Scheduler:
             wait_seconds=slow_seconds(self.sync.device, agree_seconds),
             check_every=options.get("check_every", CHECK_EVERY),
         )
-        self._knows_modes = False  # whether it has looked for dropout in evaluation mode
-        # A checkpoint may be loaded until the first step.
-        self._has_norm = topology.rank == pipeline.first_norm  # and has not warned of it
-        self._mixed = pipeline.mixed or ()
-        self._begins = self._begins_now() if topology.rank in self._mixed[:1] else None
+        # For each of the first training steps.
+        self._checks = checks_of(pipeline, self.sync.name)
 
     def _refuse_unsendable(self) -> None:
         device = self.sync.device
@@ -210,28 +200,6 @@ class Scheduler:
                 f"stages are on {device}, and gloo sends from the CPU alone: begin with "
                 f'torch.distributed.init_process_group("cpu:gloo,{device.type}:BACKEND"), where '
                 f"BACKEND is nccl on CUDA"
-            )
-
-    def _begins_now(self) -> list[str]:
-        return [begin_of(stage.module) for stage in self._stages.values()]
-
-    def _look_once(self) -> None:
-        """Looks for what makes training another one than that of one process, without an error."""
-        if not (self._knows_modes or any(s.module.training for s in self._stages.values())):
-            self._knows_modes = True
-            modules = [stage.module for stage in self._stages.values()]
-            _warn_of_evaluation_mode(modules, self.sync.name)
-        if self._has_norm:
-            self._has_norm = False
-            _warn_of_batch_norm(self._stages, self.schedule.num_microbatches, self.topology)
-        begins, self._begins = self._begins, None
-        if begins is not None and begins == self._begins_now():
-            warnings.warn(
-                f"ranks {' and '.join(map(str, self._mixed))} have cut models with different first "
-                f"values, as after another torch.manual_seed on each rank, and their stages start "
-                f"with them: they are a mix of several models. Set one seed on all ranks before "
-                f"the model is made, or load one checkpoint into all stages",
-                stacklevel=level_of_caller(),
             )
 
     # What users call.
@@ -323,7 +291,8 @@ class Scheduler:
         """
         options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
         batch = Batch(inputs, named, target, *options)
-        self._look_once()
+        for check in next(self._checks, ()):
+            check()
         return self._steps.run(batch, forward_only=False)
 
     @outside_of_graphs
@@ -346,8 +315,7 @@ class Scheduler:
         """
         options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
         batch = Batch(inputs, named, target, *options)
-        modules = [stage.module for stage in self._stages.values()]
-        with evaluating(modules), torch.no_grad():
+        with evaluating(self._modules), torch.no_grad():
             return self._steps.run(batch, forward_only=True)
 
     def optimizer(
@@ -455,52 +423,6 @@ def _complaint_of(options: Collection[str]) -> str:
     known = (fields | inspect.signature(Scheduler).parameters.keys()) - {"stages", "topology"}
     closest = closest_first(unknown[0], known - {"options"})
     return f"Scheduler has no option {unknown[0]!r}; allowed, closest first: {closest}"
-
-
-def _warn_of_evaluation_mode(modules: Sequence[torch.nn.Module], name: str) -> None:
-    """Warns of dropout in a training step whose modules are all in evaluation mode."""
-    parts = [named for module in modules for named in module.named_modules()]
-    drops = next((name for name, part in parts if _has_dropout(part)), None)
-    if drops is not None and not any(part.training for _, part in parts):
-        warn_once(
-            f"a training step, and all modules of a rank are in evaluation mode, so {drops!r} "
-            f"drops nothing out. from_pretrained() of transformers returns such models. Call "
-            f"train() of the model before the cut, or of each stage's module",
-            f"evaluation mode {name}",
-        )
-
-
-def _warn_of_batch_norm(
-    stages: Mapping[int, Stage], num_microbatches: int, topology: Topology
-) -> None:
-    """Warns of BatchNorm in training mode, if it does not see the whole batch."""
-    name, stage = next(
-        (
-            (name, index)
-            for index, stage in stages.items()
-            for name, part in stage.module.named_modules()
-            if isinstance(part, BATCH_NORMS) and part.training
-        ),
-        ("", -1),
-    )
-    number = len(topology.ranks_along(topology.data_axes))
-    replicas = f" of one of {number} replicas, which evaluate by statistics of their own" * (
-        number > 1
-    )
-    if stage >= 0 and (num_microbatches > 1 or replicas):
-        warnings.warn(
-            f"{name!r} of stage {stage} is a BatchNorm: it normalizes by the rows of a "
-            f"microbatch{replicas}, and one process by those of the batch. GroupNorm and LayerNorm "
-            f"look at one row alone. If it stays: few microbatches, momentum divided by their "
-            f"number, and the mean of its buffers over replicas before an evaluation",
-            stacklevel=level_of_caller(),
-        )
-
-
-def _has_dropout(module: torch.nn.Module) -> bool:
-    is_dropout = "Dropout" in type(module).__name__
-    rates = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
-    return any(isinstance(p, float) and p > 0 for p in rates)
 
 
 @contextlib.contextmanager

@@ -93,13 +93,46 @@ class WiredPipeline:
         """Returns another schedule for this wiring.
 
         Raises:
-            ScheduleError: If it cannot be run on it, or with this loss.
+            ScheduleError: If it cannot be run on it, or with this loss; or if it has stages on
+                other ranks.
         """
-        refuse_moved(schedule, self.schedule)
+        present = self.schedule
+        if schedule.stage_to_rank != present.stage_to_rank:
+            raise ScheduleError(
+                f"schedule {schedule.name!r} has the stages of {schedule.num_microbatches} "
+                f"microbatches on ranks {schedule.stage_to_rank}, and those of "
+                f"{present.num_microbatches} on ranks {present.stage_to_rank}: a step cannot move "
+                f"them"
+            )
         return fitted(schedule, self.wiring, is_over_batch=self.is_over_batch, carries=self.carries)
 
 
-_Described = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
+@dataclass(frozen=True)
+class Described:
+    """What a rank says of its part of a pipeline.
+
+    Attributes:
+        arguments: What all ranks are given alike, a line each.
+        schedule: Its name.
+        grid: The schedule itself.
+        codecs: Their identity.
+        has_norm: Whether its stages have BatchNorm.
+        carries: Whether a stage of it carries something from chunk to chunk.
+        begins: Digests of the values of the stages of a cut model.
+        ends: The names of its stages' inputs, outputs and losses.
+    """
+
+    arguments: str
+    schedule: str
+    grid: str
+    codecs: str
+    has_norm: bool
+    carries: bool
+    begins: Begins
+    ends: Ends
+
+
+_Local = tuple[Schedule, Topology, Sequence[Stage], Loss | None, CodecChoice]
 
 
 def agree_on_wiring(
@@ -130,11 +163,8 @@ def agree_on_wiring(
     if source is not None and loss_fn is None:
         loss_fn, labels = source.loss_fn, tuple(source.labels)
     reduction = loss_reduction or (TOKEN_MEAN if labels else MEAN)
-    is_over_batch = loss_over == BATCH
 
-    def describe() -> tuple[
-        _Described, tuple[str, tuple[str, str], str, tuple[bool, bool], Begins, Ends]
-    ]:
+    def describe() -> tuple[_Local, Described]:
         # Whatever can fail on this rank alone is inside, so its error is raised on all ranks.
         if complaint:
             raise ScheduleError(complaint)
@@ -144,63 +174,56 @@ def agree_on_wiring(
         staged = topology.with_stages(generated.stage_to_rank)
         local_stages = stages_of_rank(stages, generated, staged, own_loss=bool(labels))
         check_stages(generated, local_stages, staged)
-        described = (
-            generated,
-            staged,
-            local_stages,
-            bound_loss(loss_fn, local_stages, staged),
-            choice,
+        bound = bound_loss(loss_fn, local_stages, staged)
+        arguments = (
+            f"depth {depth}",
+            f"whole {whole!r}",
+            f"loss_reduction {reduction!r}",
+            f"loss_over {loss_over!r}",
+            f"{generated.num_microbatches} microbatches{later_words(schedule)}",
+            "" if source is None else f"{source!r}",
         )
-        if staged.num_stages - 1 in staged.local_stages:  # others may not have what it is given
-            refuse_loss_parameters(loss_fn, [stage.module for stage in local_stages])
-        ends = {s.index: (s.inputs, s.outputs, s.losses) for s in local_stages}
-        words = f"depth {depth}\nwhole {whole!r}\nloss_reduction {reduction!r}"
-        words += f"\nloss_over {loss_over!r}"
-        words += f"\n{generated.num_microbatches} microbatches{later_words(schedule)}"
-        if source is not None:
-            words += f"\n{source!r}"
-        begins = {} if source is None else dict(source.begins(staged.local_stages))
-        named = generated.name, str(generated)
         modules = [part for stage in local_stages for part in stage.module.modules()]
-        norms = any(isinstance(part, BATCH_NORMS) for part in modules)
-        has = norms, any(stage.carry for stage in local_stages)
-        return described, (words, named, choice.identity, has, begins, ends)
+        return (generated, staged, local_stages, bound, choice), Described(
+            "\n".join(arguments),
+            generated.name,
+            str(generated),
+            choice.identity,
+            has_norm=any(isinstance(part, BATCH_NORMS) for part in modules),
+            carries=any(stage.carry for stage in local_stages),
+            begins={} if source is None else dict(source.begins(staged.local_stages)),
+            ends={s.index: (s.inputs, s.outputs, s.losses) for s in local_stages},
+        )
 
     ranks = sorted(topology.ranks)
-    described, replies = agree_keeping(
+    local, replies = agree_keeping(
         "Scheduler", describe, ranks=ranks, timeout_seconds=timeout_seconds
     )
-    by_rank = dict(zip(ranks, replies, strict=True))
-    same("the schedule", {rank: words for rank, (words, *_) in by_rank.items()})
-    schedules = {rank: named for rank, (_, named, *_) in by_rank.items()}
-    if len({grid for _, grid in schedules.values()}) > 1:
-        # Names say more than a row of a grid. Equal grids may have two names.
-        same("the schedule", {rank: "\n".join(named) for rank, named in schedules.items()})
-    same("codecs", {rank: codecs for rank, (_, _, codecs, *_) in by_rank.items()})
+    generated, staged, local_stages, bound, choice = local
     # All ranks have the same replies, so an error below is raised on all of them.
-    wiring = wired({rank: ends for rank, (*_, ends) in by_rank.items()})
+    by_rank = dict(zip(ranks, replies, strict=True))
+    same("the schedule", {rank: one.arguments for rank, one in by_rank.items()})
+    if len({one.grid for one in replies}) > 1:
+        # Names say more than a row of a grid. Equal grids may have two names.
+        same("the schedule", {r: f"{one.schedule}\n{one.grid}" for r, one in by_rank.items()})
+    same("codecs", {rank: one.codecs for rank, one in by_rank.items()})
+    wiring = wired({rank: one.ends for rank, one in by_rank.items()})
     check_whole(whole, wiring)
-    generated, staged, local_stages, bound, choice = described
     choice.check(hops_of(wiring, generated.stage_to_rank))
-    carries = any(carries for (_, _, _, (_, carries), *_) in by_rank.values())
-    # Raises on all ranks alike.
-    first = fitted(generated, wiring, is_over_batch=is_over_batch, carries=carries)
-    is_weighted = reduction == TOKEN_MEAN
-    mixed = mixed_in(staged, {rank: begins for rank, (*_, begins, _) in by_rank.items()})
-    first_norm = next((rank for rank, (_, _, _, (norms, _), *_) in by_rank.items() if norms), None)
+    is_over_batch, carries = loss_over == BATCH, any(one.carries for one in replies)
     return WiredPipeline(
-        first,
+        fitted(generated, wiring, is_over_batch=is_over_batch, carries=carries),
         staged,
         wiring,
         local_stages,
         bound,
-        is_weighted,
-        labels,
-        choice,
+        is_weighted=reduction == TOKEN_MEAN,
+        labels=labels,
+        codecs=choice,
         is_over_batch=is_over_batch,
         carries=carries,
-        mixed=mixed,
-        first_norm=first_norm,
+        mixed=mixed_in(staged, {rank: one.begins for rank, one in by_rank.items()}),
+        first_norm=next((rank for rank, one in by_rank.items() if one.has_norm), None),
     )
 
 
@@ -251,8 +274,7 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]])
             a value that no later stage takes.
     """
     num_stages = len(ends)
-    consumers: dict[tuple[int, str], list[int]] = {}
-    sources: list[list[tuple[int, str] | str]] = []
+    sources = list[list[tuple[int, str] | str]]()
     newest: dict[str, int] = {}  # name -> the nearest earlier stage that makes it
     for stage in range(num_stages):
         inputs, outputs, losses = ends[stage]
@@ -267,12 +289,15 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]])
                     f"stage {stage} has the {what} {list(names)}: expected one or more, each once"
                 )
         sources.append([(newest[n], n) if n in newest else n for n in inputs])
-        for source in sources[-1]:
-            if not isinstance(source, str):
-                consumers.setdefault(source, []).append(stage)
         newest |= dict.fromkeys(outputs, stage)
+    # In the order of producers, and of their outputs: the same on every rank.
+    consumers = {
+        (stage, name): tuple(c for c, taken in enumerate(sources) if (stage, name) in taken)
+        for stage in range(num_stages)
+        for name in ends[stage][1]
+    }
     for stage in range(num_stages - 1):
-        wasted = [n for n in ends[stage][1] if (stage, n) not in consumers]
+        wasted = [name for name in ends[stage][1] if not consumers[stage, name]]
         if wasted:
             raise ScheduleError(
                 f"stage {stage} makes {wasted}, which no later stage takes: name them among the "
@@ -285,15 +310,14 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]])
         raise ScheduleError(
             f"stages take {reserved} from outside, which are arguments of step() itself: rename"
         )
-    # Links are numbered by producer, then as its outputs are: the same on every rank.
-    order = sorted(consumers, key=lambda link: (link[0], list(ends[link[0]][1]).index(link[1])))
-    number = {link: i for i, link in enumerate(order)}
+    links = tuple(Link(name, stage, users) for (stage, name), users in consumers.items() if users)
+    number = {(link.producer, link.name): i for i, link in enumerate(links)}
     return Wiring(
-        tuple(Link(name, stage, tuple(consumers[stage, name])) for stage, name in order),
+        links,
         external,
         tuple(tuple(s if isinstance(s, str) else number[s] for s in taken) for taken in sources),
         tuple(
-            tuple(number[stage, name] for name in ends[stage][1] if (stage, name) in number)
+            tuple(i for i, link in enumerate(links) if link.producer == stage)
             for stage in range(num_stages)
         ),
         tuple(dict.fromkeys(name for stage in range(num_stages) for name in ends[stage][2])),
@@ -349,16 +373,6 @@ def later_words(spec: ScheduleSpec) -> str:
     resolved = registry.resolve(spec)
     is_measured = isinstance(resolved.plugin, MeasuredGenerator) and resolved.plugin.wants_times
     return f", {resolved} with {dict(resolved.options)}" if is_measured else ""
-
-
-def refuse_moved(schedule: Schedule, present: Schedule) -> None:
-    """Refuses a schedule of a later step that has stages on other ranks."""
-    if schedule.stage_to_rank != present.stage_to_rank:
-        raise ScheduleError(
-            f"schedule {schedule.name!r} has the stages of {schedule.num_microbatches} "
-            f"microbatches on ranks {schedule.stage_to_rank}, and those of "
-            f"{present.num_microbatches} on ranks {present.stage_to_rank}: a step cannot move them"
-        )
 
 
 def stages_of_rank(
@@ -431,11 +445,13 @@ def bound_loss(loss_fn: Loss | None, stages: Sequence[Stage], topology: Topology
     """Returns how to call the loss with the outputs of the last stage, and a target.
 
     Raises:
-        ScheduleError: If the names of its parameters look swapped.
+        PipegradError: If the names of its parameters look swapped; or if it has parameters that
+            no stage holds, and others may not have what it is given.
     """
     last = [stage for stage in stages if stage.index == topology.num_stages - 1]
     if loss_fn is None or not last:
         return loss_fn
+    refuse_loss_parameters(loss_fn, [stage.module for stage in stages])
     return bind(loss_fn, (*last[0].outputs, "target"), "the last stage, with loss_fn's target,")
 
 
@@ -449,27 +465,13 @@ def wired(by_rank: Mapping[int, Ends]) -> Wiring:
         AgreementError: If replicas of a stage have other ones.
         ScheduleError: As `wire`.
     """
-    views: dict[int, dict[int, str]] = {}
     merged: Ends = {}
-    for rank, ends in by_rank.items():
-        for stage, names in ends.items():
-            views.setdefault(stage, {})[rank] = str(names)
-            merged[stage] = names
-    for stage in sorted(views):
-        same(f"inputs, outputs and losses of stage {stage}", views[stage])
+    for ends in by_rank.values():
+        merged |= ends
+    for stage in sorted(merged):
+        views = {rank: str(ends[stage]) for rank, ends in by_rank.items() if stage in ends}
+        same(f"inputs, outputs and losses of stage {stage}", views)
     return wire(merged)
-
-
-def fed(schedule: Schedule, wiring: Wiring) -> Schedule:
-    """Returns `schedule` for this wiring; the same one if the stages are a chain."""
-    sources = [set[int]() for _ in schedule.stage_to_rank]
-    for link in wiring.links:
-        for consumer in link.consumers:
-            sources[consumer].add(link.producer)
-    # A schedule without feeds is one of a chain, which the generators are made for.
-    feeds = tuple(tuple(sorted(producers)) for producers in sources)
-    is_chain = all(feed == ((s - 1,) if s else ()) for s, feed in enumerate(feeds))
-    return replace(schedule, feeds=None if is_chain else feeds)
 
 
 def fitted(
@@ -494,7 +496,13 @@ def fitted(
                 "for transformers"
             )
         )
-    schedule = fed(schedule, wiring)
+    feeds = tuple(
+        tuple(sorted({link.producer for link in wiring.links if stage in link.consumers}))
+        for stage in range(len(schedule.stage_to_rank))
+    )
+    # A schedule without feeds is one of a chain, which the generators are made for.
+    is_chain = all(feed == ((s - 1,) if s else ()) for s, feed in enumerate(feeds))
+    schedule = replace(schedule, feeds=None if is_chain else feeds)
     _ = schedule.ticks  # raises if it cannot be run on this wiring
     last = len(schedule.stage_to_rank) - 1
     actions = [a for a in schedule.actions[schedule.stage_to_rank[last]] if a.stage == last]

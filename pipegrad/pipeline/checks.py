@@ -1,0 +1,99 @@
+"""Checks: what makes training another one than that of one process, without an error.
+
+They look before the first training steps, and warn. Later steps look for nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import chain, repeat
+
+from torch import nn
+
+from pipegrad.comm.agreement import warn_once
+from pipegrad.errors import level_of_caller
+from pipegrad.model.suspects import begin_of
+from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.wiring import BATCH_NORMS, WiredPipeline
+
+Check = Callable[[], None]
+_NUM_STEPS = 8  # a model may come into evaluation mode between two of them
+
+
+def checks_of(pipeline: WiredPipeline, name: str) -> Iterator[Sequence[Check]]:
+    """Returns the checks of this rank, step by step.
+
+    Args:
+        pipeline: Its stages have their first values: a checkpoint may still be loaded.
+        name: The same on all ranks, and of no other Scheduler.
+    """
+    stages, rank = pipeline.stages, pipeline.topology.rank
+    always: Check = partial(_warn_of_evaluation_mode, stages, name)
+    first = [always]
+    if rank == pipeline.first_norm:
+        first.append(partial(_warn_of_batch_norm, pipeline))
+    if pipeline.mixed is not None and rank == pipeline.mixed[0]:
+        first.append(partial(_warn_of_mixed_models, stages, pipeline.mixed, _begins(stages)))
+    return chain([first], repeat([always], _NUM_STEPS - 1))
+
+
+def _warn_of_evaluation_mode(stages: Sequence[Stage], name: str) -> None:
+    """Warns of dropout in a training step whose modules are all in evaluation mode."""
+    parts = [named for stage in stages for named in stage.module.named_modules()]
+    drops = next((name for name, part in parts if _has_dropout(part)), None)
+    if drops is not None and not any(part.training for _, part in parts):
+        warn_once(
+            f"a training step, and all modules of a rank are in evaluation mode, so {drops!r} "
+            f"drops nothing out. from_pretrained() of transformers returns such models. Call "
+            f"train() of the model before the cut, or of each stage's module",
+            f"evaluation mode {name}",
+        )
+
+
+def _has_dropout(module: nn.Module) -> bool:
+    is_dropout = "Dropout" in type(module).__name__
+    rates = [p for n, p in vars(module).items() if "dropout" in n or (is_dropout and n == "p")]
+    return any(isinstance(p, float) and p > 0 for p in rates)
+
+
+def _warn_of_batch_norm(pipeline: WiredPipeline) -> None:
+    """Warns of BatchNorm in training mode, if it does not see the whole batch."""
+    parts = (
+        (name, stage.index)
+        for stage in pipeline.stages
+        for name, part in stage.module.named_modules()
+        if isinstance(part, BATCH_NORMS) and part.training
+    )
+    name, stage = next(parts, ("", -1))
+    number = len(pipeline.topology.ranks_along(pipeline.topology.data_axes))
+    replicas = f" of one of {number} replicas, which evaluate by statistics of their own" * (
+        number > 1
+    )
+    if stage >= 0 and (pipeline.schedule.num_microbatches > 1 or replicas):
+        warnings.warn(
+            f"{name!r} of stage {stage} is a BatchNorm: it normalizes by the rows of a "
+            f"microbatch{replicas}, and one process by those of the batch. GroupNorm and LayerNorm "
+            f"look at one row alone. If it stays: few microbatches, momentum divided by their "
+            f"number, and the mean of its buffers over replicas before an evaluation",
+            stacklevel=level_of_caller(),
+        )
+
+
+def _warn_of_mixed_models(
+    stages: Sequence[Stage], ranks: tuple[int, int], begins: list[str]
+) -> None:
+    """Warns of stages that train on from the first values of different models."""
+    if begins == _begins(stages):
+        warnings.warn(
+            f"ranks {ranks[0]} and {ranks[1]} have cut models with different first "
+            f"values, as after another torch.manual_seed on each rank, and their stages start "
+            f"with them: they are a mix of several models. Set one seed on all ranks before "
+            f"the model is made, or load one checkpoint into all stages",
+            stacklevel=level_of_caller(),
+        )
+
+
+def _begins(stages: Sequence[Stage]) -> list[str]:
+    return [begin_of(stage.module) for stage in stages]
