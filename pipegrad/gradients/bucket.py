@@ -17,9 +17,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from enum import Enum
 from operator import add, attrgetter, is_, ne
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,63 +27,16 @@ from pipegrad.comm import sync_points
 from pipegrad.errors import StepError
 from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.parameter import Param
-from pipegrad.interop.private import accumulate_hooks
-from pipegrad.model.dtensor import (
-    as_dtensor,
-    is_dtensor,
-    local,
-    redistribute_gradient,
-)
-from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
+from pipegrad.gradients.stored_gradients import BucketState, StoredGradients, weak
+from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
+from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient
 from pipegrad.plugins.handler import Placement
 
-NOTHING = {type(None)}
 _VERSION = attrgetter("_version")
 _NAMED = 1 << 30  # the count of a gradient that is final by its name: more than any other
 
 
-class BucketState(Enum):
-    """The states of a bucket."""
-
-    RESTS = "between two steps, or its gradients were dropped"
-    OPEN = "gradients accumulate"
-    FINAL = "all gradients are in their slots, and it may be on its way"
-
-
-class Hook:
-    """A hook of ours on one parameter. It rests until `run`, without any cost.
-
-    torch has the hooks of a parameter in a dictionary, and calls what is in it, in its order.
-    """
-
-    # The garbage collector does not see that a parameter holds its hooks. So what is called may
-    # hold neither the parameter nor its bucket.
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        handle = parameter.register_post_accumulate_grad_hook(_nothing)
-        self.hooks = accumulate_hooks(parameter)  # the handle refers to them weakly
-        self.number: int = handle.id
-        self.rest()
-
-    def run(self, call: Callable[[nn.Parameter], None]) -> None:
-        """Makes autograd call this behind all hooks that the parameter has now."""
-        self.hooks.pop(self.number, None)
-        self.hooks[self.number] = call
-
-    def rest(self) -> None:
-        """Calls nothing until `run`."""
-        self.hooks.pop(self.number, None)
-
-    def __del__(self) -> None:
-        if hasattr(self, "number"):  # it is missing if torch has refused the hook
-            self.rest()
-
-
-def _nothing(_: nn.Parameter) -> None:
-    """Is never called."""
-
-
-class GradientBucket:
+class GradientBucket(StoredGradients):
     """The gradients of one bucket on this rank, during a step.
 
     Args:
@@ -108,17 +59,14 @@ class GradientBucket:
         may_leave_early: bool,
         main_grad: MainGrad | None = None,
     ) -> None:
-        self.parameters = parameters
+        super().__init__(parameters, main_grad)
         self.memory = memory
         self.stages = frozenset(parameters[0].homes)
         self.waiting: set[int] = set()
         self.num_early = 0
-        self.state = BucketState.RESTS
         self._fixed_divisor = memory.bucket.divisor
         self._may_leave_early = may_leave_early
-        self._main_grad = main_grad
         self._divisor = 1.0
-        self._main_shards = [p.apart for p in parameters]
         self._is_sharded = any(leg.placement is Placement.SHARD for leg in memory.bucket.route)
         self._has_result = any(p.main for p in parameters)
         # Whether slots are the results, so that nothing is put in place.
@@ -134,80 +82,47 @@ class GradientBucket:
         self._counts, self._expected = [0] * number, [0] * number
         self._left = [number]  # how many are not final; hooks share these three lists
         self._named: set[int] = set()  # final by `parameters_final`
-        # What `.grad` is in a step: the slots. A DTensor holds its slot.
-        self._gradients: list[torch.Tensor] = []
-        self._present: list[torch.Tensor | None] = []  # read last
         self._own: set[int] = set()  # that a user had set when the step began
-        self._touched: set[int] = set()  # whose hook has run, with `main_grad`
         self._begun: list[int] = []  # versions of the slots when the step began
         self._final: list[int] = []  # and when they were final
         self._absent: list[int] = []
         self._cleared: set[int] = set()  # results that were zeroed in place
-        self._shown: dict[int, TensorWeakRef] = {}  # results that are in `main_grad`, too
-        self._results: Sequence[torch.Tensor | TensorWeakRef | None] = ()
         self._result_versions: list[int] = []
-        self._takes: list[Callable[[nn.Parameter], None]] = []
-        if main_grad is not None:
-            self._takes = [taking(i, weakref.ref(self)) for i in range(number)]
-        self.follow()
 
-    def connect(
-        self,
-        ready: dict[GradientBucket, None],
-        leave: Callable[[], None],
-        late: Callable[[StepError], None],
-    ) -> None:
+    def connect(self, ready: dict[GradientBucket, None], leave: Callable[[], None]) -> None:
         """Sets what hooks use, perhaps in a thread of autograd. It does not keep an object alive.
 
         Args:
             ready: Gets the bucket when its last gradient is final in a backward.
             leave: A bound method; called at the next hook.
-            late: A bound method; it makes the step fail in `finish`.
         """
         # The step holds its buckets. Strong references back would be a circle, and hooks and memory
         # of a GradientSync that nobody holds any more would stay until Python's collector runs.
-        self._ready, self._on_late = ready, weakref.WeakMethod(late)
-        self._calls = self._counting(weakref.ref(self), weakref.WeakMethod(leave))
-
-    def _counting(
-        self,
-        called: weakref.ref[GradientBucket],
-        on_leave: weakref.WeakMethod[Callable[[], None]],
-    ) -> list[Callable[[nn.Parameter], None]]:
-        """Returns the hooks of the last backward."""
-        # They count in plain lists, without the bucket: each runs for its parameter in each step.
-        counts, expected, left, ready = self._counts, self._expected, self._left, self._ready
+        called, on_leave = weakref.ref(self), weakref.WeakMethod(leave)
+        # Hooks count in plain lists, without the bucket: each runs for its parameter in each step.
+        counts, expected, left = self._counts, self._expected, self._left
 
         def counting(number: int) -> Callable[[nn.Parameter], None]:
             def count(_: nn.Parameter) -> None:
                 # Those that became complete at an earlier hook: hooks of users have run by now.
                 if ready and (leave := on_leave()) is not None:
                     leave()
-                counts[number] = now = counts[number] + 1
-                if now == expected[number]:
+                counts[number] += 1
+                if counts[number] == expected[number]:
                     left[0] -= 1
-                    if not left[0] and (bucket := called()) is not None:
-                        bucket.counted()
-                elif now > expected[number] and (bucket := called()) is not None:
-                    bucket.counted_again(number)
+                    bucket = None if left[0] else called()
+                    if bucket is not None and bucket.state is BucketState.OPEN:
+                        ready[bucket] = None
 
             return count
 
-        return list(map(counting, range(len(counts))))
+        self._calls = list(map(counting, range(len(counts))))
 
     def follow(self) -> None:
-        """Takes the present tensors of the parameters. Hooks of the tensors before are removed."""
-        self._live = [p.tensor for p in self.parameters]
-        self._has_dtensors = any(map(is_dtensor, self._live))
-        # They are made when they first run: from then on autograd looks for hooks of the parameter
-        # in each backward.
-        self._hooks: list[Hook] = []
-        self._taking: list[Hook] = []  # with `main_grad`
-        self._gradients = []
-
-    def unfollow(self) -> None:
-        """Removes all hooks."""
-        self._hooks, self._taking = [], []
+        """Takes the present tensors of the parameters."""
+        super().follow()
+        # What `.grad` is in a step: the slots. A DTensor holds its slot.
+        self._gradients: list[torch.Tensor] = []
 
     # The verbs of a step, in order.
 
@@ -221,18 +136,14 @@ class GradientBucket:
             StepError: Names the parameter.
         """
         self._present = present = self._read_all()
-        has_any = set(map(type, present)) != NOTHING
+        has_any = {*map(type, present)} != {type(None)}
         if continuing:
             return
         self._cleared = set()
         if not self._results or not (has_any or any(self._main_shards)):
             return
-        left: dict[int, torch.Tensor] = {}
-        for number in reversed(range(len(present))):  # the order of the model
-            gradient, main_shard = present[number], self._main_shards[number]
-            result = gradient if main_shard is None else main_shard.tensor.grad
-            if result is not None and result is self._last_result(number):
-                left[number] = result
+        numbers = reversed(range(len(present)))  # the order of the model
+        left = {i: result for i in numbers if (result := self._last_result(i)) is not None}
         for number in self._not_zeroed(left):
             raise StepError(
                 f"the gradient of {self._key(number)!r} is already reduced, and another "
@@ -243,26 +154,11 @@ class GradientBucket:
             )
         self._cleared = {*left}
 
-    def refuse_values(self) -> None:
-        """Refuses gradients that this step would add to, and then divide once more.
-
-        Raises:
-            StepError: If there is a gradient that is not zero.
-
-        Sync: blocks the host if a gradient was zeroed, and not set to None.
-        """
-        for number, gradient in self._set_by_user():
-            refuse_value(self._key(number), gradient)
-
     def _set_by_user(self) -> list[tuple[int, torch.Tensor]]:
         """Returns the gradients that are neither what this bucket has left, nor its slots."""
         held: Sequence[object] = self._gradients or [None] * len(self._present)
-        return [
-            (number, gradient)
-            for number, (gradient, slot) in enumerate(zip(self._present, held, strict=True))
-            if gradient is not None and gradient is not slot and number not in self._cleared
-            if number not in self._shown or gradient is not self._shown[number]()
-        ]
+        own = super()._set_by_user()
+        return [(i, g) for i, g in own if g is not held[i] and i not in self._cleared]
 
     def begin(self, divisor: float, *, continuing: bool) -> None:
         """Starts a step, or continues it: each gradient is its slot.
@@ -300,8 +196,7 @@ class GradientBucket:
             for main_shard in filter(None, self._main_shards):  # it would keep memory that is gone
                 main_shard.set_grad(None)
             self._begun = self._versions()
-        if self._main_grad is not None:
-            self._run(self._taking, self._takes)
+        self._start_taking()
 
     def _restart(self, *, continuing: bool) -> None:
         """Makes all gradients open."""
@@ -318,20 +213,12 @@ class GradientBucket:
         self._counts[:] = [0] * number
         self._left[0] = number
         self._named = set()
-        self._touched = set()
         self._absent = []
 
     @property
     def has_final(self) -> bool:
         """Whether a gradient is final: the step cannot be continued."""
         return self._left[0] < len(self.parameters)
-
-    def _run(self, hooks: list[Hook], calls: Sequence[Callable[[nn.Parameter], None]]) -> None:
-        """Makes autograd call these, behind all hooks that the parameters have now."""
-        if not hooks:
-            hooks += map(Hook, self._live)
-        for hook, call in zip(hooks, calls, strict=True):
-            hook.run(call)
 
     def announce(self, stage: int) -> None:
         """Lets gradients become final one by one in the next backward of a stage."""
@@ -347,16 +234,6 @@ class GradientBucket:
                 calls = [_on_streams(call, self.memory) for call in calls]
             self._run(self._hooks, calls)
         self._is_last = is_last
-
-    def counted(self) -> None:
-        """Called by the hook of the last gradient that becomes final."""
-        if self.state is BucketState.OPEN:
-            self._ready[self] = None
-
-    def counted_again(self, number: int) -> None:
-        """Called by a hook that runs more often than in earlier steps."""
-        if self.state is BucketState.FINAL and (late := self._on_late()) is not None:
-            late(too_late(repr(self._key(number))))
 
     def parameters_final(self, stage: int, numbers: Sequence[int]) -> bool:
         """Marks some gradients as final, if no other stage of this rank adds to them.
@@ -403,9 +280,7 @@ class GradientBucket:
 
         Sync: on the current stream, behind all streams that wrote.
         """
-        for number, tensor in enumerate(self._live) if self._main_grad is not None else ():
-            if tensor.grad is not None:  # torch's split backwards call no hooks
-                self.take(number)
+        self._take_rest()
         absent, unsure, elsewhere = self._sorted()
         with self.memory.gathering():
             for number in absent:
@@ -428,8 +303,14 @@ class GradientBucket:
             return absent, unsure, elsewhere
         for number, gradient in enumerate(present):
             is_written = versions[number] != self._begun[number]
+            if gradient is None and is_written:
+                raise StepError(
+                    f"the gradient of {self._key(number)!r} is gone: autograd added to it in this "
+                    f"step, and it was set to None since, so nothing is left to reduce. Call "
+                    f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
+                    f"step, zero it"
+                )
             if gradient is None:
-                self._refuse_gone(number, is_written=is_written)
                 absent.append(number)
             elif gradient is not self._gradients[number]:
                 elsewhere.append(number)
@@ -438,19 +319,10 @@ class GradientBucket:
                 (absent if self._main_grad is None else unsure).append(number)
         return absent, unsure, elsewhere
 
-    def _refuse_gone(self, number: int, *, is_written: bool) -> None:
-        if is_written:
-            raise StepError(
-                f"the gradient of {self._key(number)!r} is gone: autograd added to it in this "
-                f"step, and it was set to None since, so nothing is left to reduce. Call "
-                f"optimizer.step() after finish(), not in a hook; to drop a gradient inside a "
-                f"step, zero it"
-            )
-
     def _placed(self, number: int) -> torch.Tensor:
         """Returns a gradient that is elsewhere; of a DTensor, this rank's part of it."""
         redistribute_gradient(self._live[number])  # as autograd does before it adds
-        gradient = self._read(number)
+        (gradient,) = gradients_of([self._live[number]], self._main_grad)
         assert gradient is not None
         return local(gradient)
 
@@ -492,7 +364,11 @@ class GradientBucket:
         self._present = []
         if self.memory.goes:
             self._gradients = []
-        self.note_results()
+        gradients = [p.result for p in self.parameters]
+        self._results = gradients if self._is_plain else weak(gradients)  # slots stay
+        self._result_versions = [
+            -1 if g is None else self._writes(i, g) for i, g in enumerate(gradients)
+        ]
         has_copies = self.memory.is_apart and not self.memory.goes and self._has_result
         return len(self._live) - len(nobody) if has_copies else 0
 
@@ -528,70 +404,22 @@ class GradientBucket:
                 self._shown[number] = TensorWeakRef(result)
         self._set(number, None if result is None else self._hold(number, result))
 
-    def note_results(self) -> None:
-        """Takes the gradients as they are now for those of the step."""
-        gradients = [self.result(number) for number in range(len(self._live))]
-        # Weak references: a gradient that the user drops must be freed before the next step. Slots
-        # stay.
-        self._results = gradients
-        if not self._is_plain:
-            self._results = [None if g is None else TensorWeakRef(g) for g in gradients]
-        self._result_versions = [
-            -1 if g is None else self._writes(i, g) for i, g in enumerate(gradients)
-        ]
-
-    def result(self, number: int) -> torch.Tensor | None:
-        """Returns what this rank's optimizer steps with."""
-        main_shard = self._main_shards[number]
-        return self._read(number) if main_shard is None else main_shard.tensor.grad
-
-    def _last_result(self, number: int) -> torch.Tensor | None:
-        last = self._results[number] if self._results else None
-        return last() if isinstance(last, TensorWeakRef) else last
-
     def _writes(self, number: int, gradient: torch.Tensor) -> int:
         """Returns the number of writes to a gradient."""
         held = self._gradients[number] if self._gradients else None
         part = self.memory.slots[number] if gradient is held else local(gradient)
         return gradient._version + (part._version if part is not gradient else 0)
 
-    def _is_unwritten(self, number: int, result: torch.Tensor) -> bool:
-        return self._writes(number, result) == self._result_versions[number]
-
     def _not_zeroed(self, results: Mapping[int, torch.Tensor]) -> Sequence[int]:
         """Returns which results were not zeroed in place. Reads values only after writes."""
         # To read values blocks the host on a device, once for all. A result that nobody has written
         # since the step cannot have been zeroed.
-        unwritten = [i for i, result in results.items() if self._is_unwritten(i, result)]
+        noted = self._result_versions
+        unwritten = [i for i, result in results.items() if self._writes(i, result) == noted[i]]
         if unwritten or not results:
             return unwritten
         sizes = torch.stack(torch._foreach_norm([*map(local, results.values())], 1)).tolist()
         return [number for number, size in zip(results, sizes, strict=True) if size != 0]
-
-    def drop(self) -> None:
-        """Sets all gradients to None, after a failed step: they may not be complete."""
-        self.state, self._results, self._shown = BucketState.RESTS, (), {}
-        self._rest()
-        for number, main_shard in enumerate(self._main_shards):
-            self._set(number, None)
-            self._live[number].grad = None  # `main_grad` may not have it yet
-            if main_shard is not None:
-                main_shard.set_grad(None)
-
-    # How gradients are read and set.
-
-    def _key(self, number: int) -> str:
-        return self.parameters[number].record.key
-
-    def _read(self, number: int) -> torch.Tensor | None:
-        tensor: Any = self._live[number]
-        return tensor.grad if self._main_grad is None else getattr(tensor, "main_grad", None)
-
-    def _read_all(self) -> list[torch.Tensor | None]:
-        return gradients_of(self._live, self._main_grad)
-
-    def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        set_gradient(self._live[number], gradient, self._main_grad)
 
     def _hold(self, number: int, slot: torch.Tensor) -> torch.Tensor:
         """Returns what `.grad` must be, so that a gradient is this slot."""
@@ -606,17 +434,6 @@ class GradientBucket:
             versions = list(map(add, versions, map(_VERSION, self._gradients)))
         return versions
 
-    def _rest(self) -> None:
-        for hook in self._hooks:
-            hook.rest()
-
-    def take(self, number: int) -> None:
-        """Adds a gradient to ``main_grad``, perhaps in a thread of autograd."""
-        if self.state is BucketState.OPEN:
-            self._touched.add(number)
-            assert self._main_grad is not None
-            take_gradient(self._live[number], self._main_grad.dtype)
-
 
 def _on_streams(
     count: Callable[[nn.Parameter], None], memory: BucketMemory
@@ -626,31 +443,6 @@ def _on_streams(
         count(parameter)
 
     return count_on_stream
-
-
-def taking(number: int, called: weakref.ref[Any]) -> Callable[[nn.Parameter], None]:
-    """Returns a hook that calls `take` of an object, as long as somebody holds it."""
-
-    def take(_: nn.Parameter) -> None:
-        if (bucket := called()) is not None:
-            bucket.take(number)
-
-    return take
-
-
-def refuse_value(key: str, gradient: torch.Tensor) -> None:
-    """Refuses a gradient that is not zero, where the divisor of a step is known only at its end.
-
-    Raises:
-        StepError: If it is not zero.
-    """
-    if gradient.is_sparse or bool(local(gradient).any()):
-        raise StepError(
-            f"the parameter {key!r} has a gradient already, and the divisor of "
-            f"this step is known only at its end, so it would be divided too: call "
-            f"optimizer.zero_grad() before the step; or accumulate with "
-            f"'with sync.accumulate():' around all steps but the last"
-        )
 
 
 def too_late(what: str) -> StepError:

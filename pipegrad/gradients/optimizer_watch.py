@@ -159,14 +159,14 @@ class OptimizerWatch:
 
     def note_results(self) -> None:
         """Remembers the gradients as they are now, in a step that looks for changes of them."""
-        gradients = ((p, _result(p)) for p in self._parameters if self._looks)
+        gradients = ((p, p.result) for p in self._parameters if self._looks)
         self._results = [(p, TensorWeakRef(g), g._version) for p, g in gradients if g is not None]
 
     def _warn_of_changes(self) -> None:
         """Warns once if gradients have changed since the step, as torch's own tools change them."""
         self._looks = False  # an optimizer that steps may write gradients itself
         for parameter, before, version in self._results:
-            gradient = _result(parameter)
+            gradient = parameter.result
             if gradient is not None and (gradient is not before() or gradient._version != version):
                 warn_once(
                     f"the gradient of {parameter.record.key!r} was changed between finish() and "
@@ -307,11 +307,6 @@ def _look(optimizer: torch.optim.Optimizer, *_: object) -> None:
 def _look_back(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for watch in list(_watches.values()):
         watch.after_step(optimizer)
-
-
-def _result(parameter: Param) -> torch.Tensor | None:
-    """Returns the gradient that an optimizer gets."""
-    return (parameter.tensor if parameter.apart is None else parameter.apart.tensor).grad
 
 
 def _rates_of(optimizer: torch.optim.Optimizer) -> object:

@@ -84,6 +84,11 @@ class Param:
         return None if self.main is None or self.main.tensor is self.tensor else self.main
 
     @property
+    def result(self) -> torch.Tensor | None:
+        """The gradient that an optimizer gets, between two steps."""
+        return (self.tensor if self.main is None else self.main.tensor).grad
+
+    @property
     def is_written_by_sync(self) -> bool:
         """Whether its values come from a parameter sync, or from a main parameter that is apart."""
         return self.buffer is not None or self.apart is not None

@@ -13,12 +13,13 @@ from torch import nn
 from pipegrad.comm.comm_stream import outside_of_graphs
 from pipegrad.comm.watch import Bounded
 from pipegrad.errors import PipegradError, StepError
-from pipegrad.gradients.bucket import BucketState, GradientBucket
+from pipegrad.gradients.bucket import GradientBucket
 from pipegrad.gradients.local_gradients import LocalGradients
 from pipegrad.gradients.norm import divide_
 from pipegrad.gradients.optimizer_watch import Gradients, News, OptimizerWatch, steps_alike
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.set_up import Agreed, Parts
+from pipegrad.gradients.stored_gradients import BucketState
 from pipegrad.model.wrappers import reshard
 from pipegrad.plan.routes import has_result
 from pipegrad.plugins.handler import GradientHandler
@@ -158,7 +159,7 @@ class Step:
         self._keeps_equal = all(handler.keeps_equal for handler in handlers)
         self._ready: dict[GradientBucket, None] = {}  # complete, and not on their way yet
         for bucket in parts.buckets.values():
-            bucket.connect(self._ready, self._leave_ready, self._late)
+            bucket.connect(self._ready, self._leave_ready)
         # Backward completes the last parameter of a stage first. Buckets leave in that order.
         self._by_stage = {
             stage: [bucket for bucket in parts.buckets.values() if stage in bucket.stages]
@@ -664,10 +665,6 @@ class Step:
                     f"of different steps"
                 )
             )
-
-    def _late(self, error: StepError) -> None:
-        """Makes `finish` fail."""
-        self._open.error = self._open.error or error
 
     def _refuse_reduced(self) -> None:
         """Refuses a step of another sync with the same parameters, which would add to gradients."""

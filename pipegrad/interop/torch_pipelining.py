@@ -22,7 +22,7 @@ import torch
 
 from pipegrad.comm.agreement import AGREE_SECONDS, agree
 from pipegrad.errors import PlanError, StepError
-from pipegrad.gradients.local_gradients import LooseLeaves
+from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.private import tree_map
 from pipegrad.interop.torch_failure import TorchFailure

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipegrad.comm.agreement import warn_once
 from pipegrad.errors import StepError
-from pipegrad.gradients.local_gradients import LooseLeaves
+from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import Recompute

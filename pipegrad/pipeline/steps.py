@@ -17,7 +17,7 @@ from torch import Tensor
 from pipegrad.comm.activity import Activity, has_lost_connection
 from pipegrad.comm.failures import FailureNotice, elsewhere
 from pipegrad.errors import PipegradError, StallError, StepError
-from pipegrad.gradients.local_gradients import LooseLeaves
+from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.autocast import Autocast
