@@ -140,9 +140,8 @@ class ParameterSync:
         after = [] if event is None else [event]
         for publish in self._plan.publishes:
             buffer = self._buffers[publish.bucket]
-            ticket = self._reducer.submit(
-                publish.comm_stream, partial(self._sync, buffer, publish), after
-            )
+            comm_stream = self._reducer.comm_streams[publish.comm_stream]
+            ticket = comm_stream.submit(partial(self._sync, buffer, publish), after)
             for stage in publish.readers:
                 self.coming.setdefault(stage, []).append(ticket)
 

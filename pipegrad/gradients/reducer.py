@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -16,14 +18,15 @@ from torch.profiler import record_function
 from pipegrad.comm import sync_points
 from pipegrad.comm.activity import Activity, Tape
 from pipegrad.comm.collectives import expect_reduce_chain
-from pipegrad.comm.comm_stream import CommStream, Task, Ticket
+from pipegrad.comm.comm_stream import CommStream, Ticket
 from pipegrad.comm.failures import FailureNotice, elsewhere, told
 from pipegrad.comm.process_groups import Groups
 from pipegrad.comm.sync_points import LateWork, Work
 from pipegrad.comm.waits import look
 from pipegrad.errors import ReduceError, ends_in_words, following
 from pipegrad.gradients.bucket_memory import BucketMemory, FlatBuffer
-from pipegrad.gradients.reductions import PairSum, StepBucket, rows_of
+from pipegrad.gradients.reductions import StepBucket
+from pipegrad.gradients.tie_exchange import PairSum, rows_of
 from pipegrad.plan.buckets import Bucket
 from pipegrad.plan.plan import Launch, Plan, second_communicator
 from pipegrad.plugins.handler import GradientHandler, ReductionStep
@@ -38,6 +41,26 @@ INBOX_FREE = sync_points.Wait(
 COLLECTIVE = sync_points.WaitWork(
     "reduce.collective", "the mean and the next reduction read what it writes"
 )
+
+
+@dataclass
+class _Step:
+    """What lives in one step.
+
+    Attributes:
+        queues: For each comm stream, what is not launched.
+        complete: Buckets.
+        ending: Buckets with a reduction whose wait was put off.
+        has_given_up: Whether the step has failed on this rank.
+        refusal: The message of another rank, seen first at `refused_since`.
+    """
+
+    queues: list[deque[Launch]]
+    complete: set[int] = field(default_factory=set)
+    ending: set[int] = field(default_factory=set)
+    has_given_up: bool = False
+    refusal: str | None = None
+    refused_since: float = 0.0
 
 
 class Reducer:
@@ -76,10 +99,6 @@ class Reducer:
             b.index: BucketMemory(b, device, rank=plan.rank, mean=self._mean_of(b))
             for b in plan.buckets
         }
-        self._queues = [
-            [x for x in plan.launches if x.comm_stream == comm_stream]
-            for comm_stream in range(comm_streams)
-        ]
         threaded = groups.block_host(device)
         self.comm_streams = [
             CommStream(f"pipegrad comm stream {comm_stream}", device, threaded=threaded)
@@ -92,18 +111,18 @@ class Reducer:
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
         self._words = {launch: self._words_of(launch) for launch in plan.launches}
-        # For each sum that another rank will send, memory is made now, and `expect` posts the
-        # receive at the beginning of each step.
-        self._expecting = [x for x in plan.launches if self._receives_sum(x)]
-        self._inboxes = {launch: self._inbox(launch) for launch in self._expecting}
-        self._complete: set[int] = set()
-        self._ending: set[int] = set()  # buckets with a reduction whose wait was put off
-        self._next = [0] * comm_streams
-        self.num_launched = 0
+        self._step = _Step(self._queued())
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
-        self._has_given_up = False  # whether the step has failed on this rank
-        self._refusal: str | None = None  # the message of another rank
-        self._refused_since = 0.0
+
+    def _queued(self) -> list[deque[Launch]]:
+        """Returns the launches of a step, for each comm stream."""
+        streams = range(len(self.comm_streams))
+        return [deque(x for x in self._flat if x.comm_stream == stream) for stream in streams]
+
+    @property
+    def num_launched(self) -> int:
+        """How many collectives were launched in this step."""
+        return len(self._flat) - sum(map(len, self._step.queues))
 
     def begin(self) -> None:
         """Starts a step.
@@ -111,12 +130,7 @@ class Reducer:
         Raises:
             ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
-        self._ending.clear()
-        self._complete.clear()
-        self._next = [0] * len(self.comm_streams)
-        self.num_launched = 0
-        self._has_given_up = False
-        self._refusal = None
+        self._step = _Step(self._queued())
         for comm_stream in self.comm_streams:
             if comm_stream.error is not None:
                 raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
@@ -134,7 +148,7 @@ class Reducer:
 
         No rank reads the results. See [Note: failed steps].
         """
-        self._has_given_up = True
+        self._step.has_given_up = True
 
     def run_late(self) -> None:
         """Submits what was put off."""
@@ -151,9 +165,9 @@ class Reducer:
         waits there for all that runs: a forward behind such a receive would wait for a gradient
         that waits for this forward.
         """
-        for launch in self._expecting:
+        for launch in self._flat:
             comm_stream = self.comm_streams[launch.comm_stream]
-            if comm_stream.is_threaded:
+            if self._flat[launch].inbox is not None and comm_stream.is_threaded:
                 comm_stream.submit(partial(self._expect, launch), ())
 
     def leave(self, bucket: int, fill: Callable[[], None]) -> None:
@@ -170,36 +184,30 @@ class Reducer:
         # could overtake an earlier one, and two ranks would wait for each other in different
         # collectives.
         with self._lock:
-            if bucket in self._complete:
+            if bucket in self._step.complete:
                 return
             self._is_in_doubt = True
             try:
                 fill()
-                self._complete.add(bucket)
-                for comm_stream in range(len(self.comm_streams)):
-                    self._launch_due(comm_stream)
+                self._step.complete.add(bucket)
+                for queue in self._step.queues:
+                    self._launch_due(queue)
             except Exception:
                 self._is_in_doubt = False
                 raise
             # After Ctrl-C the flag stays: it may have come between `fill` and the launch.
             self._is_in_doubt = False
 
-    def _launch_due(self, comm_stream: int) -> None:
+    def _launch_due(self, queue: deque[Launch]) -> None:
         """Submits the next collectives of a comm stream, in order, while buckets are complete."""
         # A bucket that is complete before its turn waits here: all ranks must launch in the order
         # of the plan. See [Note: order of collectives].
-        queue = self._queues[comm_stream]
-        while (
-            self._next[comm_stream] < len(queue)
-            and queue[self._next[comm_stream]].bucket in self._complete
-        ):
-            launch = queue[self._next[comm_stream]]
+        while queue and queue[0].bucket in self._step.complete:
+            launch = queue.popleft()
             memory = self.memories[launch.bucket]
-            self._next[comm_stream] += 1
-            self.num_launched += 1
             # The comm stream waits for the writes, and not the host: backward goes on.
             after = [] if memory.event is None else [memory.event]
-            self.submit(comm_stream, partial(self._reduce, launch), after)
+            self.comm_streams[launch.comm_stream].submit(partial(self._reduce, launch), after)
 
     def _mean_of(self, bucket: Bucket) -> int:
         """Returns by what gradients are divided before all reductions, for their means."""
@@ -216,26 +224,20 @@ class Reducer:
         launch = getattr(self._handlers[step.handler].launch, "__func__", None)
         return is_plain and launch is GradientHandler.launch
 
-    def _inbox(self, launch: Launch) -> FlatBuffer:
-        """Returns memory for a sum that another rank will send."""
-        bucket = self.memories[launch.bucket].bucket
-        numel = len(bucket.region(self._rank, launch.step)) + len(bucket.slots)
-        return FlatBuffer(torch.empty(numel, dtype=bucket.wire_dtype, device=self._device))
-
-    def _receives_sum(self, launch: Launch) -> bool:
-        """Whether the next rank sends its partial sum to this rank."""
-        step = self.memories[launch.bucket].bucket.route[launch.step]
-        return step.is_point_to_point and self._rank != step.ranks[-1]
-
     def _step_bucket(self, launch: Launch) -> StepBucket:
         memory = self.memories[launch.bucket]
         bucket = memory.bucket
         part = memory.nothing() if memory.goes else memory.part(launch.step)
-        step, pair_sum = bucket.route[launch.step], None
+        step, region = bucket.route[launch.step], bucket.region(self._rank, launch.step)
+        pair_sum = inbox = None
         if step.is_pair:
-            region = bucket.region(self._rank, launch.step)
             back = self._groups.of(step.ranks, second_communicator(launch.comm_stream))
             pair_sum = PairSum(rows_of(bucket, region), back=back)
+        # Memory for the next rank's sum is made now, and `expect` posts the receive in each step.
+        if step.is_point_to_point and self._rank != step.ranks[-1]:
+            numel = len(region) + len(bucket.slots)
+            new = torch.empty(numel, dtype=bucket.wire_dtype, device=self._device)
+            inbox = FlatBuffer(new)
         return StepBucket(
             part,
             len(bucket.slots),
@@ -245,26 +247,27 @@ class Reducer:
             scattered=bucket.scattered(launch.step, self._rank),
             pair_sum=pair_sum,
             is_divided=self._divides_first(bucket, step),
+            inbox=inbox,
         )
 
     def _expect(self, launch: Launch) -> None:
         """Posts the receive of a partial sum, unless it is posted already. On a comm stream."""
         bucket, flat = self.memories[launch.bucket].bucket, self._flat[launch]
-        if flat.arriving is None:
-            step, inbox = bucket.route[launch.step], self._inboxes[launch]
+        if flat.inbox is not None and flat.arriving is None:
+            step = bucket.route[launch.step]
             with self.reporting(f"bucket {bucket.index}: expecting its {step}", ()):
                 # One memory serves all steps. The sum of the last step was added by a task of this
                 # comm stream, so it was read before this task.
-                inbox.acquire(INBOX_FREE)
+                flat.inbox.acquire(INBOX_FREE)
                 group = self._groups.of(step.ranks, launch.comm_stream)
-                flat.arriving = expect_reduce_chain(inbox.buffer, group)
+                flat.arriving = expect_reduce_chain(flat.inbox.buffer, group)
 
     def _reduce(self, launch: Launch) -> None:
         """Runs one collective, or puts it off behind the one before it. On a comm stream."""
         comm_stream = self.comm_streams[launch.comm_stream]
         # The reduction before it on the route is not complete: this one would send what is not
         # summed yet. It waits behind it, and other buckets go on.
-        if launch.bucket in self._ending:
+        if launch.bucket in self._step.ending:
             comm_stream.put_off(partial(self._reduce, launch))
             return
         began = self.tape.now()
@@ -272,8 +275,7 @@ class Reducer:
         step, (description, label) = memory.bucket.route[launch.step], self._words[launch]
         with self.reporting(description, step.ranks):
             group = self._groups.of(step.ranks, launch.comm_stream)
-            if launch in self._inboxes:
-                self._expect(launch)
+            self._expect(launch)
             # Here and not in `fill`: the comm stream divides beside the backward that goes on.
             if launch.step == 0:
                 memory.divide()
@@ -284,33 +286,26 @@ class Reducer:
                 work = self._handlers[step.handler].launch(flat, step, group)
             if not callable(getattr(work, "wait", None)):
                 raise TypeError(f"launch() returned {work!r}, expected a Work, with a wait()")
-            is_late = isinstance(work, LateWork) and (
-                work.in_threads or not comm_stream.is_threaded
-            )
-            if not is_late:
-                self._end(launch, work, began)
-        if is_late:
-            self._ending.add(launch.bucket)
-            comm_stream.put_off(partial(self._end_late, launch, work, began))
-
-    def _end_late(self, launch: Launch, work: Work, began: object) -> None:
-        """Waits for a collective whose wait was put off. On a comm stream."""
-        step = self.memories[launch.bucket].bucket.route[launch.step]
-        with self.reporting(self._words[launch][0], step.ranks):
-            self._ending.discard(launch.bucket)
-            self._end(launch, work, began)
+        end = partial(self._end, launch, work, began)
+        if isinstance(work, LateWork) and (work.in_threads or not comm_stream.is_threaded):
+            self._step.ending.add(launch.bucket)
+            comm_stream.put_off(end)
+        else:
+            end()
 
     def _end(self, launch: Launch, work: Work, began: object) -> None:
         """Waits for a collective. On a comm stream."""
         memory, flat = self.memories[launch.bucket], self._flat[launch]
         step = memory.bucket.route[launch.step]
-        COLLECTIVE(work)
-        flat.arriving = None
-        is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
-        is_sum_of_mean = step.op == "mean" and not is_mean
-        memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
-        if memory.goes:
-            flat.use(memory.nothing())
+        with self.reporting(self._words[launch][0], step.ranks):
+            self._step.ending.discard(launch.bucket)
+            COLLECTIVE(work)
+            flat.arriving = None
+            is_mean = flat.is_mean or self._handlers[step.handler].leaves == "mean"
+            is_sum_of_mean = step.op == "mean" and not is_mean
+            memory.end_reduction(launch.step, len(step.ranks) if is_sum_of_mean else 1)
+            if memory.goes:
+                flat.use(memory.nothing())
         self.tape.note("reduction", (launch.bucket, launch.step), began)
 
     def _words_of(self, launch: Launch) -> tuple[str, str]:
@@ -344,11 +339,6 @@ class Reducer:
                 raise elsewhere(ReduceError, cause) from error
             raise ReduceError(message) from error
 
-    def close(self) -> None:
-        """Ends the comm streams' threads."""
-        for comm_stream in self.comm_streams:
-            comm_stream.close()
-
     def wait(self) -> float:
         """Waits for all collectives; returns the seconds for which the host was blocked.
 
@@ -360,7 +350,7 @@ class Reducer:
         start, began = time.perf_counter(), self.tape.now()
         self._wait_for_comm_streams()
         # What was put off waits for a rank that answers at the end of its own step: see [Note: pair
-        # exchange] in `reductions`. So it comes last, and no other collective waits behind it.
+        # exchange]. So it comes last, and no other collective waits behind it.
         late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
         for comm_stream in late:
             comm_stream.submit(comm_stream.run_late, ())
@@ -377,31 +367,13 @@ class Reducer:
                 while not comm_stream.wait(_POLL_SECONDS):
                     self._raise_peer_failure()
 
-    def release(self) -> None:
-        """Called when gradients have the results. Sync: as `BucketMemory.release`."""
-        for memory in self.memories.values():
-            memory.release()
-
     def submit_send_waits(self) -> list[Ticket]:
         """Submits the waits for pair exchanges' sends, which may end after the sum is complete."""
         return [
-            self.submit(launch.comm_stream, flat.pair_sum.wait_sent, ())
+            self.comm_streams[launch.comm_stream].submit(flat.pair_sum.wait_sent, ())
             for launch, flat in self._flat.items()
             if flat.pair_sum is not None
         ]
-
-    def wait_sent(self) -> None:
-        """Waits until all messages of pair exchanges were sent.
-
-        Raises:
-            ReduceError: As `wait` does.
-        """
-        for ticket in self.submit_send_waits():
-            self.wait_for(ticket)
-
-    def submit(self, comm_stream: int, task: Task, after: Sequence[torch.Event]) -> Ticket:
-        """Submits a task to a comm stream; see `CommStream.submit`."""
-        return self.comm_streams[comm_stream].submit(task, after)
 
     def wait_for(self, ticket: Ticket) -> None:
         """Waits for one submitted task.
@@ -435,7 +407,7 @@ class Reducer:
             with self.reporting(what, ranks):
                 dist.all_reduce(torch.zeros(1, device=self._device), group=self._groups.world)
 
-        return partial(self.wait_for, self.submit(0, on_comm_stream, ()))
+        return partial(self.wait_for, self.comm_streams[0].submit(on_comm_stream, ()))
 
     def _wait_on_host(self, work: dist.Work, what: str, ranks: Sequence[int]) -> None:
         began = time.monotonic()
@@ -453,9 +425,9 @@ class Reducer:
         # for some seconds before it ends the wait; a failure ends it at once.
         message = self.notice.read_refusal()
         now = time.monotonic()
-        if message is None or message != self._refusal:
-            self._refusal, self._refused_since = message, now
-        elif now - self._refused_since > _REFUSED_SECONDS:
+        if message is None or message != self._step.refusal:
+            self._step.refusal, self._step.refused_since = message, now
+        elif now - self._step.refused_since > _REFUSED_SECONDS:
             words = f"this rank waits for one that does not go on: {message}"
             raise following(ReduceError(words))
 
@@ -463,8 +435,8 @@ class Reducer:
         look()
         # After a failure, all ranks launch everything that is left, so waits end. Only a final
         # failure is a reason to stop waiting then.
-        message = self.notice.read_final() if self._has_given_up else self.notice.read()
-        if message is None and not self._has_given_up:
+        message = self.notice.read_final() if self._step.has_given_up else self.notice.read()
+        if message is None and not self._step.has_given_up:
             self._raise_refusal()
         if message is not None:
             raise elsewhere(ReduceError, message)

@@ -453,7 +453,8 @@ class Step:
         copies = sum(bucket.finish() for bucket in self._buckets.values())
         if self._local is not None:
             self._local.finish(divisor)
-        self._reducer.release()
+        for memory in self._reducer.memories.values():
+            memory.release()
         self._go("finish")
         self._parts.ending.set_in_vain(False)
         if self._parameter_sync.is_needed:

@@ -651,7 +651,8 @@ class GradientSync(Step):
             # Inside a step, or after a failed one, other ranks may never run what is in flight
             # here. Then nothing is waited for.
             if not self.is_in_step and not parts.failures.are_in_doubt:
-                parts.reducer.wait_sent()
+                for ticket in parts.reducer.submit_send_waits():
+                    parts.reducer.wait_for(ticket)
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
         except BaseException:
@@ -662,7 +663,8 @@ class GradientSync(Step):
             self._watch.remove()
             for gradients in self._everything:
                 gradients.unfollow()
-            parts.reducer.close()
+            for comm_stream in parts.reducer.comm_streams:
+                comm_stream.close()
             parts.ending.end()
             parts.groups.forget()
 

@@ -33,7 +33,7 @@ from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import PlanError
 from pipegrad.gradients import reductions
-from pipegrad.gradients.reductions import Rows, rows_of
+from pipegrad.gradients.tie_exchange import Rows, rows_of
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.plan import Plan

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import closing
+from contextlib import ExitStack, closing
+from functools import partial
 from itertools import takewhile
 from typing import Any
 from unittest import mock
@@ -135,13 +136,13 @@ def test_collectives_leave_as_the_plan_says(schedule: str, kind: str) -> None:
         bucket = names[launch.bucket]
         planned[launch.comm_stream].append(bucket.name_of(launch.step))
         waits[launch.comm_stream].append(unfinished.intersection(bucket.holders))
-    submit, stage_final = reducer.submit, scheduler.sync.stage_final
+    stage_final = scheduler.sync.stage_final
 
-    def submitted(comm_stream: int, task: Any, after: Any) -> Any:
+    def submitted(comm_stream: int, submit: Callable[..., Any], task: Any, after: Any) -> Any:
         if getattr(task, "func", None) == reducer._reduce:
             (launch,) = task.args
             left[comm_stream].append(names[launch.bucket].name_of(launch.step))
-        return submit(comm_stream, task, after)
+        return submit(task, after)
 
     def final(stage: int) -> None:
         stage_final(stage)
@@ -152,9 +153,12 @@ def test_collectives_leave_as_the_plan_says(schedule: str, kind: str) -> None:
 
     with (
         closing(scheduler),
-        mock.patch.object(reducer, "submit", submitted),
         mock.patch.object(scheduler.sync, "stage_final", final),
+        ExitStack() as patches,
     ):
+        for number, stream in enumerate(reducer.comm_streams):
+            submit = partial(submitted, number, stream.submit)
+            patches.enter_context(mock.patch.object(stream, "submit", submit))
         for _ in range(2):  # a first step, and another
             step(scheduler)
             optimizer.zero_grad()

@@ -10,8 +10,8 @@ import torch
 
 from pipegrad.comm.sync_points import Done
 from pipegrad.errors import ReduceError, StepError
-from pipegrad.gradients import reductions
-from pipegrad.gradients.reductions import PairSum, Rows
+from pipegrad.gradients import tie_exchange
+from pipegrad.gradients.tie_exchange import PairSum, Rows
 from pipegrad.observe.links import Wires
 
 
@@ -30,10 +30,9 @@ def test_more_rows_than_a_buffer_has_are_refused_before_memory_is_made(
     monkeypatch: pytest.MonkeyPatch, counts: tuple[int, ...]
 ) -> None:
     pair = PairSum([Rows(0, 4, 2), Rows(8, 1, 1)], back=mock.Mock())
-    pair.use(torch.zeros(9))
-    monkeypatch.setattr(reductions, "receive", sending(*counts))
+    monkeypatch.setattr(tie_exchange, "receive", sending(*counts))
     with pytest.raises(ReduceError, match="more than there are"):
-        pair._add_rows()
+        pair._add_rows(torch.zeros(9))
 
 
 @pytest.mark.parametrize("number", [-1, 2**40])
