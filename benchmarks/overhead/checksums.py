@@ -85,9 +85,9 @@ def measured(model: str, steps: int, comparisons: int) -> dict[str, float]:
 
     def compare() -> None:
         # What `finish` does in a step that compares: a barrier, and then they compare.
-        reducer = sync._parts.reducer
+        reducer = sync._reducer
         reducer.barrier()()
-        sync._parts.drift.look()
+        sync._drift.look()
 
     def sums() -> None:
         for parameter in module.parameters():

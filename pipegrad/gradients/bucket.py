@@ -76,7 +76,6 @@ class GradientBucket(StoredGradients):
         )
         number = len(parameters)
         self._announced: set[int] = set()  # stages whose next backward is the last
-        self._is_last = False  # whether this holds for all that are waiting
         # Additions to each in the last backward, and the most in the steps before. A parameter that
         # was not used so far is expected to be final only when its stage is.
         self._counts, self._expected = [0] * number, [0] * number
@@ -208,7 +207,6 @@ class GradientBucket(StoredGradients):
         self.state = BucketState.OPEN
         self.waiting = set(self.stages)
         self._announced.clear()
-        self._is_last = False
         number = len(self.parameters)
         self._counts[:] = [0] * number
         self._left[0] = number
@@ -226,14 +224,13 @@ class GradientBucket(StoredGradients):
         self._update_last()
 
     def _update_last(self) -> None:
-        is_open = self.state is BucketState.OPEN and bool(self.waiting)
-        is_last = is_open and self.waiting <= self._announced
-        if is_last and not self._is_last and self._may_leave_early:
+        """Makes hooks count if no stage adds to these gradients behind the next backward."""
+        is_last = bool(self.waiting) and self.waiting <= self._announced
+        if is_last and self._may_leave_early and self.state is BucketState.OPEN:
             calls = self._calls
             if sync_points.in_use.current(self.memory.device) is not None:
                 calls = [_on_streams(call, self.memory) for call in calls]
             self._run(self._hooks, calls)
-        self._is_last = is_last
 
     def parameters_final(self, stage: int, numbers: Sequence[int]) -> bool:
         """Marks some gradients as final, if no other stage of this rank adds to them.
@@ -346,7 +343,12 @@ class GradientBucket(StoredGradients):
             is_moved = gradient is not None and gradient is not self._gradients[number]
             is_added = self._main_grad is not None and self._live[number].grad is not None
             if is_moved or is_added or versions[number] != self._final[number]:
-                return too_late(repr(self._key(number)))
+                return StepError(
+                    f"autograd added to the gradient of {self._key(number)!r} after it was final; "
+                    f"a module that runs backward inside backward must do so in every step, and "
+                    f"where a stage has several backwards (an auxiliary loss, say) "
+                    f"stage_last_backward() is called before the very last one, or not at all"
+                )
         return None
 
     def finish(self) -> int:
@@ -443,13 +445,3 @@ def _on_streams(
         count(parameter)
 
     return count_on_stream
-
-
-def too_late(what: str) -> StepError:
-    """Returns the error of a gradient that was added to after it was final."""
-    return StepError(
-        f"autograd added to the gradient of {what} after it was final; "
-        f"a module that runs backward inside backward must do so in every step, and where "
-        f"a stage has several backwards (an auxiliary loss, say) stage_last_backward() is "
-        f"called before the very last one, or not at all"
-    )

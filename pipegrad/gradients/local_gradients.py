@@ -8,7 +8,7 @@ import torch
 from torch.utils.weak import TensorWeakRef
 
 from pipegrad.gradients.main_params import MainParameter
-from pipegrad.gradients.norm import divide_
+from pipegrad.gradients.norm import divide_, values_of
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.stored_gradients import BucketState, StoredGradients, weak
 from pipegrad.model.dtensor import is_dtensor, local, redistribute_gradient
@@ -89,9 +89,10 @@ class LocalGradients(StoredGradients):
             if divisor is not None:
                 divide_([part for part in parts if part is not None], divisor)
             for fixed, factor in by.items():
-                some = zip(parts, self._fixed_divisors, strict=True)
-                if factor != 1:
-                    _divide([g for g, o in some if g is not None and o == fixed], factor)
+                of_all = zip(parts, self._fixed_divisors, strict=True)
+                some = [part for part, own in of_all if part is not None and own == fixed]
+                if some and factor != 1:
+                    torch._foreach_div_(values_of(some), factor)
         for number, main_shard in enumerate(self._main_shards):
             if main_shard is not None:
                 self._give(number, main_shard, gradients[number])
@@ -123,13 +124,3 @@ class LocalGradients(StoredGradients):
                 copied = gradients[number] = gradient.clone()
                 self._set(number, copied)
             taken.add(address)
-
-
-def _divide(gradients: Sequence[torch.Tensor], by: float) -> None:
-    dense = [gradient for gradient in gradients if gradient.layout == torch.strided]
-    with torch.no_grad():
-        if dense:
-            torch._foreach_div_(dense, by)
-        for gradient in gradients:
-            if gradient.layout != torch.strided:
-                gradient.div_(by)

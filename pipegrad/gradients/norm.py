@@ -59,7 +59,7 @@ def clip_(gradients: Sequence[torch.Tensor], norm: torch.Tensor, max_norm: float
     # nobody could see which of them was the first. An infinite norm makes the finite ones zero.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     factor = factor.where(factor.isfinite(), torch.ones_like(factor))
-    for some in _by_dtype(_written(gradients)):
+    for some in _by_dtype(values_of(gradients)):
         torch._foreach_mul_(some, factor.to(some[0].dtype))
 
 
@@ -68,14 +68,14 @@ def divide_(gradients: Sequence[torch.Tensor], divisor: torch.Tensor) -> None:
 
     Sync: on the current stream. On a device the host waits for nothing.
     """
-    for values in _written(gradients):
+    for values in values_of(gradients):
         # The divisor may be none of the numbers of 16 bits. A tensor of one dimension, unlike a
         # scalar, takes part in torch's choice of the dtype in which it computes.
         by = divisor.to(torch.promote_types(values.dtype, torch.float32))
         values.div_(by.reshape(1) if values.dim() else by.reshape(()))
 
 
-def _written(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def values_of(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Returns tensors that share the memory of gradients, without autograd's graph."""
     detached = [gradient.detach() for gradient in gradients]
     return [each._values() if each.is_sparse else each for each in detached]

@@ -419,24 +419,22 @@ class Reducer:
         with self.reporting(what, ranks):
             work.wait()  # raises its error
 
-    def _raise_refusal(self) -> None:
-        """Raises an error if a verb was refused on another rank, and was not called again."""
-        # A rank that refused a verb may call it again in the next moment. So a refusal must stay
-        # for some seconds before it ends the wait; a failure ends it at once.
-        message = self.notice.read_refusal()
-        now = time.monotonic()
-        if message is None or message != self._step.refusal:
-            self._step.refusal, self._step.refused_since = message, now
-        elif now - self._step.refused_since > _REFUSED_SECONDS:
-            words = f"this rank waits for one that does not go on: {message}"
-            raise following(ReduceError(words))
-
     def _raise_peer_failure(self) -> None:
+        """Raises an error if another rank has failed, or was refused a verb and calls no more."""
         look()
+        step = self._step
         # After a failure, all ranks launch everything that is left, so waits end. Only a final
         # failure is a reason to stop waiting then.
-        message = self.notice.read_final() if self._step.has_given_up else self.notice.read()
-        if message is None and not self._step.has_given_up:
-            self._raise_refusal()
+        message = self.notice.read_final() if step.has_given_up else self.notice.read()
         if message is not None:
             raise elsewhere(ReduceError, message)
+        if step.has_given_up:
+            return
+        # A rank that refused a verb may call it again in the next moment. So a refusal must stay
+        # for some seconds before it ends the wait; a failure ends it at once.
+        refusal, now = self.notice.read_refusal(), time.monotonic()
+        if refusal is None or refusal != step.refusal:
+            step.refusal, step.refused_since = refusal, now
+        elif now - step.refused_since > _REFUSED_SECONDS:
+            words = f"this rank waits for one that does not go on: {refusal}"
+            raise following(ReduceError(words))

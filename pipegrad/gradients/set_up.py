@@ -316,30 +316,29 @@ class Parts:
     """What a GradientSync is made of. Every rank must make it, since it makes process groups.
 
     Args:
-        owner: The GradientSync; a weak reference. Threads and groups end when it is garbage.
         agreed: The agreed model and plan.
         modules: This rank's stages.
         agree_seconds: How long the ranks wait for each other.
 
     Attributes:
-        wrapped: The modules of this rank's stages that FSDP2 has wrapped.
-        groups: The communicators.
-        reducer: Launches collectives, and waits for them.
-        failures: Of all steps.
-        ending: Ends threads and groups.
-        parameters: Of this rank.
-        buckets: The gradients of each bucket, by its number.
-        local: The gradients that nobody reduces; None if there are none.
-        parameter_sync: Sends parameters after the optimizer's step.
-        drift: Compares copies.
-        norm: Of the gradients of all ranks.
+        _wrapped: The modules of this rank's stages that FSDP2 has wrapped.
+        _groups: The communicators.
+        _reducer: Launches collectives, and waits for them.
+        _failures: Of all steps.
+        _ending: Ends threads and groups.
+        _parameters: Of this rank, by key.
+        _tensors: Looks whether modules still hold them.
+        _buckets: The gradients of each bucket, by its number.
+        _local: The gradients that nobody reduces; None if there are none.
+        _parameter_sync: Sends parameters after the optimizer's step.
+        _drift: Compares copies.
+        _norm: Of the gradients of all ranks.
     """
 
-    # No part may hold the owner: with a strong reference it would never be garbage, and its threads
-    # would run until the process ends.
+    # No part may hold this object: with a strong reference it would never be garbage, and its
+    # threads would run until the process ends.
     def __init__(
         self,
-        owner: object,
         agreed: Agreed,
         modules: Mapping[int, nn.Module],
         *,
@@ -348,37 +347,37 @@ class Parts:
         plan, topology, device = agreed.plan, agreed.topology, agreed.device
         options, ranks = agreed.options, sorted(topology.ranks)
         notice = FailureNotice(agreed.name)
-        self.wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
-        self.groups = Groups(
+        self._wrapped = [part for parts in fsdp_modules(modules).values() for part in parts]
+        self._groups = Groups(
             plan.groups, ranks=ranks, rank=topology.rank, device=device, chains=plan.chains
         )
-        self.reducer = Reducer(
+        self._reducer = Reducer(
             plan,
             comm_streams=options.comm_streams,
-            groups=self.groups,
+            groups=self._groups,
             handlers=agreed.plugins,
             notice=notice,
             device=device,
         )
-        self.ending = Ending(
-            owner,
-            threads=self.reducer.comm_streams,
-            groups=self.groups.joined,
+        self._ending = Ending(
+            self,
+            threads=self._reducer.comm_streams,
+            groups=self._groups.joined,
             is_local=is_local(device),
         )
         # A pair exchange may still be sending. If its group were destroyed first, another rank
         # would never receive the message.
-        self.ending.call(self.reducer.submit_send_waits)
-        self.failures = FailedSteps(notice, self.reducer.wait)
+        self._ending.call(self._reducer.submit_send_waits)
+        self._failures = FailedSteps(notice, self._reducer.wait)
         # Gradients and parameters have separate memory: the next step's gradients are written while
         # the parameters of this step may still be on the wire.
         buffers = {b.index: ParameterBuffer(b, device) for b in plan.buckets if b.syncs_parameters}
         by_key = _parameters(agreed, modules, buffers)
-        self.parameters = Parameters(by_key)
-        self.buckets = {
+        self._parameters, self._tensors = by_key, Parameters(by_key)
+        self._buckets = {
             bucket.index: GradientBucket(
                 [by_key[slot.key] for slot in bucket.slots],
-                self.reducer.memories[bucket.index],
+                self._reducer.memories[bucket.index],
                 # DistributedDataParallel reduces gradients until the end of the whole backward.
                 # Before that they are not final.
                 may_leave_early=agreed.manifest.reduced_by_ddp.isdisjoint(
@@ -391,17 +390,17 @@ class Parts:
         reduced = {slot.key for bucket in plan.buckets for slot in bucket.slots}
         alone = [p for k, p in by_key.items() if k not in reduced and p.record.requires_grad]
         fixed = [dict(plan.divisors).get(p.record.key, 1.0) for p in alone]
-        self.local = LocalGradients(alone, agreed.main_grad, fixed) if alone else None
-        self.parameter_sync = ParameterSync(
+        self._local = LocalGradients(alone, agreed.main_grad, fixed) if alone else None
+        self._parameter_sync = ParameterSync(
             plan,
             by_key,
             buffers=buffers,
-            reducer=self.reducer,
-            groups=self.groups,
+            reducer=self._reducer,
+            groups=self._groups,
             is_needed=agreed.needs_parameter_sync,
             device=device,
         )
-        self.drift = DriftCheck(
+        self._drift = DriftCheck(
             plan.packs,
             by_key,
             frozenset(  # the same on all ranks
@@ -410,17 +409,17 @@ class Parts:
                 if record.requires_grad
                 and master_dtype_of(record, options.master_dtype) != record.dtype
             ),
-            groups=self.groups,
+            groups=self._groups,
             ranks=ranks,
             agree_seconds=agree_seconds,
             every=options.check_every,
         )
-        self.norm = GlobalNorm(
+        self._norm = GlobalNorm(
             agreed.manifest,
             plan,
             topology,
             master_dtype=options.master_dtype,
-            tape=self.reducer.tape,
+            tape=self._reducer.tape,
         )
 
 

@@ -124,31 +124,28 @@ def refusal(verb: str, state: State) -> StepError:
     return StepError(f"{verb}() inside a step: call finish() first")
 
 
-class Step:
+class Step(Parts):
     """The verbs of a step, and its state. `GradientSync` has the verbs before and after a step.
 
     Args:
         agreed: The agreed model and plan.
-        parts: What it is made of.
+        modules: This rank's stages.
+        agree_seconds: How long the ranks wait for each other.
     """
 
-    def __init__(self, agreed: Agreed, parts: Parts) -> None:
+    def __init__(
+        self, agreed: Agreed, modules: Mapping[int, nn.Module], *, agree_seconds: float
+    ) -> None:
+        super().__init__(agreed, modules, agree_seconds=agree_seconds)
         self.plan = agreed.plan
         self.name = agreed.name
         self.agreed = agreed
-        self._parts = parts
         self._state = State.BETWEEN
         self._statistics = Statistics()
         self._is_accumulating = False
-        self._reducer = parts.reducer
-        self._parameter_sync = parts.parameter_sync
-        self._failures = parts.failures
-        self._parameters = parts.parameters.by_key
-        self._buckets = parts.buckets
-        self._local = parts.local
-        self._everything: list[GradientBucket | LocalGradients] = [*parts.buckets.values()]
-        if parts.local is not None:
-            self._everything.append(parts.local)
+        self._everything: list[GradientBucket | LocalGradients] = [*self._buckets.values()]
+        if self._local is not None:
+            self._everything.append(self._local)
         handlers = agreed.plugins.values()
         # After a failed step, a state may differ between ranks. A hook of a user may keep one where
         # nobody sees it.
@@ -158,11 +155,11 @@ class Step:
         )
         self._keeps_equal = all(handler.keeps_equal for handler in handlers)
         self._ready: dict[GradientBucket, None] = {}  # complete, and not on their way yet
-        for bucket in parts.buckets.values():
+        for bucket in self._buckets.values():
             bucket.connect(self._ready, self._leave_ready)
         # Backward completes the last parameter of a stage first. Buckets leave in that order.
         self._by_stage = {
-            stage: [bucket for bucket in parts.buckets.values() if stage in bucket.stages]
+            stage: [bucket for bucket in self._buckets.values() if stage in bucket.stages]
             for stage in sorted(agreed.topology.local_stages)
         }
         # A stage's forward may write none of these: what it writes reaches no other rank.
@@ -173,7 +170,7 @@ class Step:
         self._last_unused = 0  # the last step whose gradients no optimizer has used
         self._watch = OptimizerWatch(
             self._parameters.values(),
-            parameter_sync=parts.parameter_sync,
+            parameter_sync=self._parameter_sync,
             name=agreed.name,
             alike=steps_alike(agreed.manifest, agreed.plan, agreed.topology),
             on_refusal=self._refused,
@@ -237,10 +234,10 @@ class Step:
         if self._parameter_sync.is_needed:
             self._parameter_sync.publish()
             self._parameter_sync.check_published()
-        if not continues and self._parts.wrapped:
+        if not continues and self._wrapped:
             # An accumulated step may use the parameters again that FSDP2 has gathered.
-            reshard(self._parts.wrapped)
-        self._parts.parameters.check()
+            reshard(self._wrapped)
+        self._tensors.check()
         # All checks come before the first `begin`. A step that is refused has changed nothing: the
         # user may call zero_grad() and then this verb once more. Reversed, the error names the
         # first parameter of the model.
@@ -273,7 +270,7 @@ class Step:
         self._watch.expect(has_gradients=False)
         # Last: whatever was refused above has left the state as it was.
         self._go("prepare")
-        self._parts.ending.set_in_vain(True)
+        self._ending.set_in_vain(True)
 
     @contextmanager
     def accumulate(self) -> Iterator[None]:
@@ -398,8 +395,8 @@ class Step:
         """
         with self.bounded("finish()"):
             if self._finish(divisor):
-                reshard(self._parts.wrapped)
-                self._parts.drift.look()
+                reshard(self._wrapped)
+                self._drift.look()
 
     def _finish(self, divisor: torch.Tensor | None) -> bool:
         """Ends a step; returns whether copies must be compared."""
@@ -428,7 +425,7 @@ class Step:
             if (error := self._open.error or next(filter(None, late), None)) is not None:
                 raise error
             exposed_seconds = self._reducer.wait()
-            compares = self._keeps_equal and self._parts.drift.count(self._failures.step)
+            compares = self._keeps_equal and self._drift.count(self._failures.step)
             if self._is_together(compares=compares):
                 # A failed rank takes part in this collective, too. So after it, the board says
                 # whether to compare, and no rank compares alone.
@@ -456,7 +453,7 @@ class Step:
         for memory in self._reducer.memories.values():
             memory.release()
         self._go("finish")
-        self._parts.ending.set_in_vain(False)
+        self._ending.set_in_vain(False)
         if self._parameter_sync.is_needed:
             exposed_seconds += self._parameter_sync.blocked_seconds
             self._parameter_sync.expect()
@@ -520,7 +517,7 @@ class Step:
                 self._give_up(begun=begun)
             # A failed step counts, too. Otherwise this rank would compare copies in another step
             # than the others, and all would wait.
-            compares = self._keeps_equal and self._parts.drift.count(self._failures.step)
+            compares = self._keeps_equal and self._drift.count(self._failures.step)
             if self._is_together(compares=compares):
                 # It is started and not waited for. The other ranks wait for it in `finish`, and the
                 # user must see this rank's error now.

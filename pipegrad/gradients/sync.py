@@ -47,7 +47,7 @@ from pipegrad.gradients.named_optimizer import (
 )
 from pipegrad.gradients.norm import NonFinite, clip_, merge_non_finite, non_finite_keys
 from pipegrad.gradients.optimizer_watch import Gradients
-from pipegrad.gradients.set_up import Parts, negotiate
+from pipegrad.gradients.set_up import negotiate
 from pipegrad.gradients.step import State, Statistics, Step
 from pipegrad.model.main_grad import MainGrad
 from pipegrad.model.ties import Tied
@@ -146,9 +146,8 @@ class GradientSync(Step):
         self.manifest = agreed.manifest
         self.device = agreed.device
         self._agree_seconds = slow_seconds(agreed.device, agree_seconds)
-        parts = Parts(self, agreed, modules, agree_seconds=self._agree_seconds)
-        super().__init__(agreed, parts)
-        self.tape = parts.reducer.tape
+        super().__init__(agreed, modules, agree_seconds=self._agree_seconds)
+        self.tape = self._reducer.tape
         self._stateful: dict[str, GradientHandler | OuterOptimizer] = dict(agreed.plugins)
         self.outer_optimizer = self._outer_optimizer()
         if self.outer_optimizer is not None:
@@ -197,7 +196,7 @@ class GradientSync(Step):
             if (scaler := self.scaler) is not None:
                 scaler.unscale_to_clip(self._watch.optimizer())
             gradients = self._main_gradients()
-            norm = self._parts.norm.of(gradients, norm_type, self._parts.groups, self.device)
+            norm = self._norm.of(gradients, norm_type, self._groups, self.device)
         if not math.isinf(max_norm):
             clip_(list(gradients.values()), norm, max_norm)
             self._watch.note_results()  # these changes are pipegrad's
@@ -236,7 +235,7 @@ class GradientSync(Step):
             ranks=ranks,
             timeout_seconds=self._agree_seconds,
         )
-        self._parts.drift.look_next_step()
+        self._drift.look_next_step()
         return merge_non_finite(self.manifest, dict(zip(ranks, replies, strict=True)))
 
     def _main_gradients(self) -> dict[str, torch.Tensor]:
@@ -330,7 +329,7 @@ class GradientSync(Step):
         )
         same("the optimizer", dict(zip(ranks, replies, strict=True)))
         self._parameter_sync.is_taken = True
-        self._parts.parameters.is_stale = False
+        self._tensors.is_stale = False
         self._watch.add(optimizer)
         return optimizer
 
@@ -351,7 +350,7 @@ class GradientSync(Step):
                 in the same group. By default there is one group.
         """
         self._parameter_sync.is_taken = True
-        self._parts.parameters.is_stale = False
+        self._tensors.is_stale = False
         trained = [r for r in self.manifest.parameters if r.requires_grad]
         return grouped(group_keys(trained, group_of), self.main_parameters())
 
@@ -374,7 +373,7 @@ class GradientSync(Step):
 
     def reshard(self) -> None:
         """Frees parameters that FSDP2 has left gathered, so the next forward gathers new values."""
-        reshard(self._parts.wrapped)
+        reshard(self._wrapped)
 
     @outside_of_graphs
     def publish(self) -> None:
@@ -518,17 +517,17 @@ class GradientSync(Step):
         # Some parameters may have been joined and others not. Nobody can go on from there.
         if not outer.is_due:
             return
-        parts, ranks, what = self._parts, sorted(self.topology.ranks), "the outer optimizer's step"
+        ranks, what = sorted(self.topology.ranks), "the outer optimizer's step"
         with self.bounded(what, ranks):
             try:
-                with parts.reducer.reporting(what, ranks):
+                with self._reducer.reporting(what, ranks):
                     # A parameter sync of the step before may still use the same communicators.
-                    parts.reducer.wait()
+                    self._reducer.wait()
                     began = self.tape.now()
                     outer.step()
                     self.tape.note("wait for ranks", what, began)
             except BaseException as error:
-                parts.failures.post(error, begins=False, final=True)
+                self._failures.post(error, begins=False, final=True)
                 raise
 
     @outside_of_graphs
@@ -548,7 +547,7 @@ class GradientSync(Step):
 
         def is_moving() -> bool:
             self._check("synchronize_parameters")
-            self._parts.parameters.look_up()
+            self._tensors.look_up()
             return self._parameter_sync.is_due or bool(self._parameter_sync.coming)
 
         ranks, seconds = self.topology.ranks, self._agree_seconds
@@ -562,15 +561,14 @@ class GradientSync(Step):
                     "loading"
                 )
             self._parameter_sync.wait()  # for what this rank has sent
-            if self._parts.parameters.take_present(are_stepped=self._parameter_sync.is_taken):
+            if self._tensors.take_present(are_stepped=self._parameter_sync.is_taken):
                 self._follow()
             self._synchronize()
 
     def _synchronize(self) -> None:
         self.reshard()
-        parts = self._parts
         # Values first: shards and master copies are made of them, and must be equal on all ranks.
-        make_equal(self.plan.packs, self._parameters, parts.groups)
+        make_equal(self.plan.packs, self._parameters, self._groups)
         for parameter in self._parameters.values():
             parameter.move()
         self._parameter_sync.forget()
@@ -601,7 +599,7 @@ class GradientSync(Step):
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()
             self.reshard()
-            self._parts.drift.look()
+            self._drift.look()
 
     def continue_from(self, num_steps: int) -> None:
         """Counts steps from `num_steps` on in messages about copies, for a run that was resumed.
@@ -609,7 +607,7 @@ class GradientSync(Step):
         Args:
             num_steps: How many steps there were so far. The same on all ranks.
         """
-        self._parts.drift.continue_from(num_steps)
+        self._drift.continue_from(num_steps)
 
     def parameter(self, record: ParameterRecord) -> nn.Parameter:
         """Returns the parameter of a record."""
@@ -629,7 +627,7 @@ class GradientSync(Step):
         Args:
             ranks: Those of a reduction in the plan, or those along ``plan.independent_axes``.
         """
-        return self._parts.groups.of(tuple(sorted(ranks)), 0)
+        return self._groups.of(tuple(sorted(ranks)), 0)
 
     def statistics(self) -> Statistics:
         """Returns numbers of the last finished step."""
@@ -646,27 +644,26 @@ class GradientSync(Step):
         """
         if self.is_closed:
             return
-        parts = self._parts
         try:
             # Inside a step, or after a failed one, other ranks may never run what is in flight
             # here. Then nothing is waited for.
-            if not self.is_in_step and not parts.failures.are_in_doubt:
-                for ticket in parts.reducer.submit_send_waits():
-                    parts.reducer.wait_for(ticket)
+            if not self.is_in_step and not self._failures.are_in_doubt:
+                for ticket in self._reducer.submit_send_waits():
+                    self._reducer.wait_for(ticket)
                 if self._parameter_sync.is_taken:
                     self.wait_parameters()
         except BaseException:
-            parts.ending.set_in_vain(True)
+            self._ending.set_in_vain(True)
             raise
         finally:
             self._go("close")
             self._watch.remove()
             for gradients in self._everything:
                 gradients.unfollow()
-            for comm_stream in parts.reducer.comm_streams:
+            for comm_stream in self._reducer.comm_streams:
                 comm_stream.close()
-            parts.ending.end()
-            parts.groups.forget()
+            self._ending.end()
+            self._groups.forget()
 
     @property
     def is_closed(self) -> bool:
@@ -685,7 +682,7 @@ class GradientSync(Step):
         self.refuse_closed()
         began = self.tape.now()
         with self.bounded("gather()"):
-            rows = self._parts.groups.gather(row)
+            rows = self._groups.gather(row)
         self.tape.note("wait for ranks", "numbers of all ranks", began)
         return rows
 

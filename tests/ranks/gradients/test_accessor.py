@@ -209,7 +209,7 @@ def test_a_hook_registered_after_the_first_step_changes_what_leaves(inside: bool
     launched: list[int] = []
 
     def hook(parameter: Tensor) -> None:
-        launched.append(sync._parts.reducer.num_launched)
+        launched.append(sync._reducer.num_launched)
         assert parameter.grad is not None
         parameter.grad.clamp_(-3.5, 3.5)
 

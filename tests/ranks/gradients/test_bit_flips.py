@@ -201,7 +201,7 @@ def test_copies_are_compared_seldom_and_not_on_machines_of_several_kinds() -> No
     # Copies are compared seldom.
     module = stage(w=(4,))
     sync = replicated(module, check_every=6)
-    drift = sync._parts.drift
+    drift = sync._drift
     look, compared = drift.look, list[int]()
 
     def count() -> None:

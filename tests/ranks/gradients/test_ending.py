@@ -221,7 +221,7 @@ def test_groups_bucketers_and_agreements_leave_nothing() -> None:
     module = stage(w=[4])
     sync = pair(module)
     topologies = [Topology.create(pipeline=2).group_along(axis) for axis in ("pp", "dp")]
-    groups = [dist.group.WORLD, *sync._parts.groups.joined, *topologies]
+    groups = [dist.group.WORLD, *sync._groups.joined, *topologies]
     cpu = torch.device("cpu")
     assert len({group._get_backend(cpu).options._timeout for group in groups if group}) == 1
     step(sync, module, w=1.0)

@@ -284,7 +284,7 @@ def test_an_owner_that_cannot_send_is_every_ranks_error() -> None:
         param_sync, "sync_parameters", refuse if rank() == 0 else sync_parameters
     ):
         job.sync.publish()
-        while rank() == 0 and not any(s.error for s in job.sync._parts.reducer.comm_streams):
+        while rank() == 0 and not any(s.error for s in job.sync._reducer.comm_streams):
             time.sleep(0.01)
         refused = outcome(job.sync.prepare), outcome(lambda: job.sync.stage_first_use(0))
     assert "ReduceError: " in refused[rank()]
@@ -297,7 +297,7 @@ def test_a_first_use_that_fails_keeps_its_tickets() -> None:
     job = Job(SHARD)
     job.step()
     fails_twice = [ReduceError("a step failed on another rank")] * 2 + [None]
-    with mock.patch.object(job.sync._parts.reducer, "wait_for", side_effect=fails_twice) as waits:
+    with mock.patch.object(job.sync._reducer, "wait_for", side_effect=fails_twice) as waits:
         for _ in range(2):
             with pytest.raises(ReduceError):
                 job.sync.stage_first_use(0)

@@ -288,7 +288,7 @@ def test_an_aborted_step_leaves_nothing_and_all_go_on() -> None:
         sync.prepare()
         assert "rank 1: MemoryError: no data" in told(lambda: reduce(sync, module))
     module.zero_grad()
-    assert sync._parts.failures.step == 2
+    assert sync._failures.step == 2
     assert step(sync, module, a=3.0) == {"a": [6.0]}
     # A final failure is remembered though an interrupt comes. Ctrl-C comes while a rank posts a
     # failure that is final.
@@ -428,7 +428,7 @@ def test_a_refused_verb_counts_steps(refused: Callable[[GradientSync, nn.Module]
     module, sync = made()
     refused(sync, module)
     module.zero_grad()
-    assert len(set(gathered(sync._parts.failures.step))) == 1
+    assert len(set(gathered(sync._failures.step))) == 1
     sync.prepare()
     if rank() == 1:
         sync.abort(MemoryError("too large"))
