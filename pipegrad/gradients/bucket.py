@@ -134,7 +134,7 @@ class GradientBucket(StoredGradients):
         Raises:
             StepError: Names the parameter.
         """
-        self._present = present = self._read_all()
+        self._present = present = gradients_of(self._live, self._main_grad)
         has_any = {*map(type, present)} != {type(None)}
         if continuing:
             return
@@ -280,11 +280,12 @@ class GradientBucket(StoredGradients):
         self._take_rest()
         absent, unsure, elsewhere = self._sorted()
         with self.memory.gathering():
-            for number in absent:
-                if number in self._own:
-                    self.memory.slots[number].zero_()
-            self.memory.copy([self._placed(number) for number in elsewhere], elsewhere)
-            self.memory.lack(absent, unsure)
+            for number in self._own.intersection(absent):
+                self.memory.slots[number].zero_()
+            if elsewhere:
+                self.memory.copy([self._placed(number) for number in elsewhere], elsewhere)
+            if absent or unsure:
+                self.memory.lack(absent, unsure)
         for number in elsewhere:
             self._set(number, self._gradients[number])
         self.state, self._absent = BucketState.FINAL, [*absent, *unsure]
@@ -295,7 +296,7 @@ class GradientBucket(StoredGradients):
     def _sorted(self) -> tuple[list[int], list[int], list[int]]:
         """Returns which gradients are absent, which may be, and which are not in their slots."""
         absent, unsure, elsewhere = list[int](), list[int](), list[int]()
-        present, versions = self._read_all(), self._versions()
+        present, versions = gradients_of(self._live, self._main_grad), self._versions()
         if all(map(is_, present, self._gradients)) and all(map(ne, versions, self._begun)):
             return absent, unsure, elsewhere
         for number, gradient in enumerate(present):
@@ -335,7 +336,7 @@ class GradientBucket(StoredGradients):
         """Returns the error of a gradient that was added to after it was final."""
         if self.state is not BucketState.FINAL:
             return None
-        self._present, versions = self._read_all(), self._versions()
+        self._present, versions = gradients_of(self._live, self._main_grad), self._versions()
         is_there = all(map(is_, self._present, self._gradients))
         if is_there and versions == self._final and self._main_grad is None:
             return None

@@ -191,7 +191,7 @@ class BucketMemory:
             if set(map(_LAYOUT, gradients)) - {torch.strided}:
                 for gradient, slot in zip(gradients, into, strict=True):
                     write(slot, gradient)
-            elif gradients:
+            else:
                 torch._foreach_copy_(into, list(gradients))
 
     def lack(self, slots: Sequence[int], unsure: Sequence[int] = ()) -> None:

@@ -42,24 +42,19 @@ class Bucketer:
     """Collects the inputs of many sums, and reduces them in few collectives during the compute.
 
     Inputs of one kind of sum, dtype, device and group share a bucket. It is sent when it is full,
-    when the next input does not fit, or in `flush`; a larger input at once, alone. Only the calls
-    decide the order, so all ranks of a group must make the same calls, and call groups that share
-    ranks in one order. Until `flush`, no other code may use a group.
+    when the next input does not fit, or in `flush`; a larger input at once, alone. All ranks of a
+    group must make the same calls. Until `flush`, no other code may use a group.
 
     Callbacks run in your thread, in the order of buckets and of calls: in `flush`, or in a call
     that would leave three buckets in flight. A callback may add inputs, equally many on all ranks.
-    `flush` raises the errors of callbacks, after all have run.
-
-    The bits of a reduce_scatter on gloo do not depend on the capacity. Other sums of more than two
-    ranks may depend on it.
+    The bits of a reduce_scatter on gloo do not depend on the capacity; those of other sums may.
 
     Args:
         capacity_bytes: Bytes of a bucket, with its inputs for all ranks. With 0 every call is a
             collective. You may change the attribute between calls, in the same way on all ranks.
 
     Sync: you may change or free inputs after the call. Collectives run on a side stream, with gloo
-    in a thread, after all streams that added to their bucket. The current stream waits for them
-    before callbacks, and owns the sums. Not thread-safe.
+    in a thread. The current stream waits for them before callbacks. Not thread-safe.
     """
 
     def __init__(self, *, capacity_bytes: int = BUCKET_BYTES) -> None:
@@ -87,14 +82,13 @@ class Bucketer:
         """Sums the inputs of all ranks for this rank, and calls `callback` once with the sum.
 
         Args:
-            inputs: A tensor for each rank of the group, in the order of its ranks, all of one
-                shape, dtype (not bool) and device, not sparse. They are only read.
+            inputs: A tensor for each rank of the group, of one shape, dtype and device.
             callback: A function of the sum, contiguous and in new memory, with an input's shape.
             group: The default group if None.
 
         Raises:
             PlanError: If the inputs cannot be summed, or this rank is not in the group.
-            ReduceError: If a collective failed, as in `flush`.
+            ReduceError: As in `flush`.
         """
         self._add("reduce_scatter", inputs, group, callback)
 
@@ -110,7 +104,7 @@ class Bucketer:
         Raises:
             ReduceError: If a collective failed. Then this Bucketer can only be released.
             StepError: If a callback calls it.
-            Exception: The first error of a callback since the last flush. Its notes have the rest.
+            Exception: The first error of a callback since the last flush; its notes have the rest.
         """
         if self._broken:
             raise ReduceError(self._broken)
@@ -239,14 +233,16 @@ class Bucketer:
 
 
 def _check_inputs(kind: str, inputs: Sequence[Tensor], ranks: list[int]) -> None:
-    if kind == "reduce_scatter" and len(inputs) != len(ranks):
-        words = f"{len(inputs)} inputs, expected {len(ranks)}: one for each of the ranks {ranks}"
-        raise PlanError(f"{kind}: {words}")
     traits = {(tuple(x.shape), x.dtype, x.device, x.layout): None for x in inputs}
-    if len(traits) > 1:
+    if kind == "reduce_scatter" and len(inputs) != len(ranks):
+        wrong = f"{len(inputs)} inputs, expected {len(ranks)}: one for each of the ranks {ranks}"
+    elif len(traits) > 1:
         listing = "; ".join(" ".join(map(str, each)) for each in traits)
-        raise PlanError(f"{kind}: expected inputs of one shape, dtype and device, found {listing}")
-    if (layout := inputs[0].layout) is not torch.strided:
-        raise PlanError(f"{kind}: inputs are {layout}, expected torch.strided: use to_dense()")
-    if inputs[0].dtype is torch.bool:
-        raise PlanError(f"{kind}: inputs are torch.bool, which has no sum: use an integer dtype")
+        wrong = f"expected inputs of one shape, dtype and device, found {listing}"
+    elif (layout := inputs[0].layout) is not torch.strided:
+        wrong = f"inputs are {layout}, expected torch.strided: use to_dense()"
+    elif inputs[0].dtype is torch.bool:
+        wrong = "inputs are torch.bool, which has no sum: use an integer dtype"
+    else:
+        return
+    raise PlanError(f"{kind}: {wrong}")

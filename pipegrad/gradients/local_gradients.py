@@ -12,7 +12,7 @@ from pipegrad.gradients.norm import divide_, values_of
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.stored_gradients import BucketState, StoredGradients, weak
 from pipegrad.model.dtensor import is_dtensor, local, redistribute_gradient
-from pipegrad.model.main_grad import MainGrad
+from pipegrad.model.main_grad import MainGrad, gradients_of
 
 
 class LocalGradients(StoredGradients):
@@ -41,7 +41,7 @@ class LocalGradients(StoredGradients):
 
     def check(self, *, continuing: bool) -> None:
         """Looks what is there of earlier steps; see `GradientBucket.check`."""
-        self._present = self._read_all()
+        self._present = gradients_of(self._live, self._main_grad)
         if not continuing:
             numbers = range(len(self._results))
             self._adds = {i for i in numbers if self._last_result(i) is not None}
@@ -81,7 +81,7 @@ class LocalGradients(StoredGradients):
         Sync: on the current stream.
         """
         self.state = BucketState.RESTS
-        gradients = self._read_all()
+        gradients = gradients_of(self._live, self._main_grad)
         by = {fixed: self._divisor * fixed for fixed in {*self._fixed_divisors}}
         if divisor is not None or any(factor != 1 for factor in by.values()):
             self._part(gradients)

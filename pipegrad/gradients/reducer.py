@@ -111,13 +111,8 @@ class Reducer:
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
         self._words = {launch: self._words_of(launch) for launch in plan.launches}
-        self._step = _Step(self._queued())
+        self._step = _Step([])
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
-
-    def _queued(self) -> list[deque[Launch]]:
-        """Returns the launches of a step, for each comm stream."""
-        streams = range(len(self.comm_streams))
-        return [deque(x for x in self._flat if x.comm_stream == stream) for stream in streams]
 
     @property
     def num_launched(self) -> int:
@@ -130,7 +125,9 @@ class Reducer:
         Raises:
             ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
-        self._step = _Step(self._queued())
+        streams = range(len(self.comm_streams))
+        queues = [deque(x for x in self._flat if x.comm_stream == stream) for stream in streams]
+        self._step = _Step(queues)
         for comm_stream in self.comm_streams:
             if comm_stream.error is not None:
                 raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error

@@ -269,7 +269,7 @@ class Step(Parts):
         self._last_unused = self._last_unused if self._watch.gradients is Gradients.USED else before
         self._watch.expect(has_gradients=False)
         # Last: whatever was refused above has left the state as it was.
-        self._go("prepare")
+        self._state = TRANSITIONS["prepare"][self._state]
         self._ending.set_in_vain(True)
 
     @contextmanager
@@ -361,7 +361,7 @@ class Step(Parts):
             return
         if stage not in self._open.waiting:
             raise StepError(f"stage {stage} is final already: call stage_final() once a step")
-        self._go("stage_final")
+        self._state = TRANSITIONS["stage_final"][self._state]
         self._open.waiting.remove(stage)
         for bucket in self._by_stage[stage]:
             if bucket.stage_is_final(stage):
@@ -452,7 +452,7 @@ class Step(Parts):
             self._local.finish(divisor)
         for memory in self._reducer.memories.values():
             memory.release()
-        self._go("finish")
+        self._state = TRANSITIONS["finish"][self._state]
         self._ending.set_in_vain(False)
         if self._parameter_sync.is_needed:
             exposed_seconds += self._parameter_sync.blocked_seconds
@@ -501,7 +501,7 @@ class Step(Parts):
         # A step that only accumulates may be followed by the next one without `finish`.
         begins = not begun and (not self.is_in_step or self._open.accumulates)
         is_unfinished = self.is_in_step or not begun
-        self._go("drop_gradients")
+        self._state = TRANSITIONS["drop_gradients"][self._state]
         accumulates = self._open.accumulates if begun else self._is_accumulating
         reduces = is_unfinished and not accumulates
         launches = reduces and bool(self.plan.launches)
@@ -554,7 +554,7 @@ class Step(Parts):
         self._drop()
 
     def _drop(self) -> None:
-        self._go("drop_gradients")
+        self._state = TRANSITIONS["drop_gradients"][self._state]
         self._watch.expect(has_gradients=False)
         for gradients in self._everything:
             gradients.drop()
@@ -582,9 +582,6 @@ class Step(Parts):
         """
         if self._state not in TRANSITIONS[verb]:
             raise refusal(verb, self._state)
-
-    def _go(self, verb: str) -> None:
-        self._state = TRANSITIONS[verb][self._state]
 
     def _check_stage(self, verb: str, stage: int) -> None:
         if self._state is not State.CLOSED and stage not in self._by_stage:

@@ -15,7 +15,7 @@ from pipegrad.errors import StepError
 from pipegrad.gradients.parameter import Param
 from pipegrad.interop.private import accumulate_hooks
 from pipegrad.model.dtensor import is_dtensor, local
-from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient, take_gradient
+from pipegrad.model.main_grad import MainGrad, set_gradient, take_gradient
 
 Results = Sequence[torch.Tensor | TensorWeakRef | None]
 
@@ -167,9 +167,6 @@ class StoredGradients:
 
     def _key(self, number: int) -> str:
         return self.parameters[number].record.key
-
-    def _read_all(self) -> list[torch.Tensor | None]:
-        return gradients_of(self._live, self._main_grad)
 
     def _set(self, number: int, gradient: torch.Tensor | None) -> None:
         set_gradient(self._live[number], gradient, self._main_grad)

@@ -142,6 +142,7 @@ class GradientSync(Step):
             options=options,
         )
         self.topology = topology
+        self._ranks = sorted(topology.ranks)
         self.handlers = agreed.handlers
         self.manifest = agreed.manifest
         self.device = agreed.device
@@ -228,15 +229,14 @@ class GradientSync(Step):
             AgreementError: On all ranks, if a rank does not call it.
         """
         self._check("non_finite")
-        ranks = sorted(self.topology.ranks)
         replies = agree(
             "non_finite",
             lambda: non_finite_keys(self._main_gradients()),
-            ranks=ranks,
+            ranks=self._ranks,
             timeout_seconds=self._agree_seconds,
         )
         self._drift.look_next_step()
-        return merge_non_finite(self.manifest, dict(zip(ranks, replies, strict=True)))
+        return merge_non_finite(self.manifest, dict(zip(self._ranks, replies, strict=True)))
 
     def _main_gradients(self) -> dict[str, torch.Tensor]:
         """Returns the gradients of this rank's main parameters, by key."""
@@ -302,7 +302,6 @@ class GradientSync(Step):
             PlanError: In its ``load_state_dict()``, if the state is of another model, has other
                 groups or elements, or lacks a parameter's state.
         """
-        ranks = sorted(self.topology.ranks)
 
         def make() -> tuple[Any, str]:
             self.refuse_closed()
@@ -325,9 +324,9 @@ class GradientSync(Step):
 
         optimizer: Optimizer
         optimizer, replies = agree_keeping(
-            "the optimizer", make, ranks=ranks, timeout_seconds=self._agree_seconds
+            "the optimizer", make, ranks=self._ranks, timeout_seconds=self._agree_seconds
         )
-        same("the optimizer", dict(zip(ranks, replies, strict=True)))
+        same("the optimizer", dict(zip(self._ranks, replies, strict=True)))
         self._parameter_sync.is_taken = True
         self._tensors.is_stale = False
         self._watch.add(optimizer)
@@ -448,11 +447,12 @@ class GradientSync(Step):
             StepError: Inside a step.
         """
         self._check("load_state_dict")
-        ranks = sorted(self.topology.ranks)
         try:
-            replies = agree("load_state_dict", partial(self._load, state), ranks=ranks)
+            replies = agree("load_state_dict", partial(self._load, state), ranks=self._ranks)
             for name in self._stateful:
-                sources = {r: x[name] for r, x in zip(ranks, replies, strict=True) if name in x}
+                sources = {
+                    r: x[name] for r, x in zip(self._ranks, replies, strict=True) if name in x
+                }
                 same(f"what handler {name!r} goes on from", sources)
         except (PlanError, AgreementError) as error:
             # Ranks with and without a loaded state would compute different means. So all start
@@ -507,8 +507,9 @@ class GradientSync(Step):
             except Exception as error:
                 raise PlanError(f"handler {name!r}: {in_words(error)}") from error
 
-        ranks, seconds = self.topology.ranks, self._agree_seconds
-        outer, _ = agree_keeping("the outer optimizer", make, ranks=ranks, timeout_seconds=seconds)
+        outer, _ = agree_keeping(
+            "the outer optimizer", make, ranks=self._ranks, timeout_seconds=self._agree_seconds
+        )
         self._parameter_sync.before_publish = partial(GradientSync._step_outer, alone, outer)
         return outer
 
@@ -517,10 +518,10 @@ class GradientSync(Step):
         # Some parameters may have been joined and others not. Nobody can go on from there.
         if not outer.is_due:
             return
-        ranks, what = sorted(self.topology.ranks), "the outer optimizer's step"
-        with self.bounded(what, ranks):
+        what = "the outer optimizer's step"
+        with self.bounded(what, self._ranks):
             try:
-                with self._reducer.reporting(what, ranks):
+                with self._reducer.reporting(what, self._ranks):
                     # A parameter sync of the step before may still use the same communicators.
                     self._reducer.wait()
                     began = self.tape.now()
@@ -550,11 +551,10 @@ class GradientSync(Step):
             self._tensors.look_up()
             return self._parameter_sync.is_due or bool(self._parameter_sync.coming)
 
-        ranks, seconds = self.topology.ranks, self._agree_seconds
         with self.bounded("synchronize_parameters()"):
             # Broadcasts follow. A rank that refused alone would leave the others in them.
             verb = "synchronize_parameters"
-            if any(agree(verb, is_moving, ranks=ranks, timeout_seconds=seconds)):
+            if any(agree(verb, is_moving, ranks=self._ranks, timeout_seconds=self._agree_seconds)):
                 raise StepError(
                     "synchronize_parameters() while updates of other ranks are on their way would "
                     "mix it with what was loaded: call wait_parameters() before, ahead of any "
@@ -590,11 +590,10 @@ class GradientSync(Step):
             AgreementError: On all ranks, if a rank does not call it.
             DriftError: If copies differ. It names parameters and ranks.
         """
-        ranks, seconds = self.topology.ranks, self._agree_seconds
         check = partial(self._check, "check_replicas")
         # What follows is on the communicators of buckets. If a rank called it alone, its checksums
         # would be added to the gradients of ranks that are in a step.
-        agree("check_replicas", check, ranks=ranks, timeout_seconds=seconds)
+        agree("check_replicas", check, ranks=self._ranks, timeout_seconds=self._agree_seconds)
         self.publish_if_due()
         with self.bounded("check_replicas()"):
             self._parameter_sync.wait()
@@ -656,7 +655,7 @@ class GradientSync(Step):
             self._ending.set_in_vain(True)
             raise
         finally:
-            self._go("close")
+            self._state = State.CLOSED
             self._watch.remove()
             for gradients in self._everything:
                 gradients.unfollow()

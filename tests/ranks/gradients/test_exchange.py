@@ -32,7 +32,7 @@ from pipegrad.comm.agreement import store
 from pipegrad.comm.comm_stream import CommStream
 from pipegrad.comm.process_groups import Groups
 from pipegrad.errors import PlanError
-from pipegrad.gradients import reductions
+from pipegrad.gradients import tie_exchange
 from pipegrad.gradients.tie_exchange import Rows, rows_of
 from pipegrad.plan.buckets import Bucket, Slot
 from pipegrad.plan.options import GradientOptions
@@ -305,7 +305,7 @@ def test_parts_leave_early_without_tags(monkeypatch: pytest.MonkeyPatch) -> None
         sizes.append(tensor.nbytes)
         return collectives.send(tensor, *rest)
 
-    monkeypatch.setattr(reductions, "send", counted)
+    monkeypatch.setattr(tie_exchange, "send", counted)
     sync.stage_final(rank())
     sync.finish()
     assert weight.grad is not None
@@ -323,7 +323,7 @@ def test_parts_leave_early_without_tags(monkeypatch: pytest.MonkeyPatch) -> None
 def watched(name: str) -> Iterator[None]:
     """Says when both parts have left; takes nothing back before the first rank has gone on."""
     left: list[torch.Tensor] = []
-    reduce_chain = collectives.reduce_chain
+    reduce_chain = tie_exchange.reduce_chain
 
     def passed(tensor: torch.Tensor, *rest: Any) -> None:
         reduce_chain(tensor, *rest)
@@ -331,15 +331,15 @@ def watched(name: str) -> Iterator[None]:
         if len(left) == 2:
             store().set(f"{name} left", "")
 
-    add_rows = reductions.PairSum._add_rows
+    add_rows = tie_exchange.PairSum._add_rows
 
-    def late(self: Any) -> None:
+    def late(self: Any, buffer: torch.Tensor) -> None:
         store().wait([f"{name} rank 0 went on"])
-        add_rows(self)
+        add_rows(self, buffer)
 
     with (
-        mock.patch.object(collectives, "reduce_chain", passed),
-        mock.patch.object(reductions.PairSum, "_add_rows", late),
+        mock.patch.object(tie_exchange, "reduce_chain", passed),
+        mock.patch.object(tie_exchange.PairSum, "_add_rows", late),
     ):
         yield
 
