@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from enum import Enum, IntFlag
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -78,7 +78,6 @@ class OptimizerWatch:
 
     Attributes:
         gradients: Whether there are gradients for an optimizer.
-        live: The parameters by the ids of their present tensors.
         optimizer: Returns the optimizer that was added last, while its user keeps it.
         scaler: Returns the GradScaler of these parameters, if there is one.
     """
@@ -96,7 +95,6 @@ class OptimizerWatch:
         self.gradients = Gradients.NONE
         self.optimizer: Callable[[], torch.optim.Optimizer | None] = lambda: None
         self.scaler: Callable[[], GradScaler | None] = lambda: None
-        self.live: Mapping[int, Param] = {}
         self._parameters = parameters
         self._parameter_sync = parameter_sync
         self._name = name
@@ -114,8 +112,7 @@ class OptimizerWatch:
         self._looks = False
 
     def start(self) -> None:
-        """Starts the checks. All main shards must have a tensor."""
-        self._main = {id(p.apart.tensor): p for p in self._parameters if p.apart}
+        """Starts the checks."""
         _watches[id(self)] = self
         if not _hooks:
             _hooks.append(register_optimizer_step_pre_hook(_look))
@@ -272,8 +269,9 @@ class OptimizerWatch:
 
     def _siblings(self) -> list[OptimizerWatch]:
         """Returns the watches of other syncs of the same parameters."""
-        watches = [watch for watch in list(_watches.values()) if watch is not self]
-        return [watch for watch in watches if not watch.live.keys().isdisjoint(self.live)]
+        mine = {id(p.tensor) for p in self._parameters}
+        others = [watch for watch in list(_watches.values()) if watch is not self]
+        return [x for x in others if not mine.isdisjoint(id(p.tensor) for p in x._parameters)]
 
     def expect(self, *, has_gradients: bool) -> None:
         """Sets whether there are gradients for an optimizer, of a step that has just ended."""
@@ -289,8 +287,8 @@ class OptimizerWatch:
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> tuple[list[Param], list[Param]]:
         """Returns the parameters that an optimizer has, and those whose main shard it has."""
         ids = {id(tensor) for group in optimizer.param_groups for tensor in group["params"]}
-        with_main = [p for key, p in self._main.items() if key in ids]
-        return [p for key, p in self.live.items() if key in ids], with_main
+        with_main = [p for p in self._parameters if p.apart and id(p.apart.tensor) in ids]
+        return [p for p in self._parameters if id(p.tensor) in ids], with_main
 
 
 # One hook of the process serves all watches. A watch may become garbage at any time, also while

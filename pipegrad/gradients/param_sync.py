@@ -168,12 +168,10 @@ class ParameterSync:
                 )
 
     def first_use(self, stage: int) -> None:
-        """Waits for the parameters of a stage.
+        """Waits for the parameters of a stage that are `coming`.
 
         Sync: afterwards the current stream may read them. Blocks the host if collectives do.
         """
-        if stage not in self.coming:
-            return
         start = time.perf_counter()
         for ticket in self.coming[stage]:
             self._reducer.wait_for(ticket)

@@ -622,7 +622,6 @@ class Step(Parts):
             gradients.follow()
             by_id |= {id(p.tensor): (p, gradients, i) for i, p in enumerate(gradients.parameters)}
         self._by_id = by_id
-        self._watch.live = {id(p.tensor): p for p in self._parameters.values()}
 
     def _leave_ready(self) -> None:
         """Sends the buckets that hooks have found complete. Autograd's threads may call it."""

@@ -154,8 +154,6 @@ class GradientSync(Step):
         if self.outer_optimizer is not None:
             self._stateful[self.plan.independent_by] = self.outer_optimizer
         self._synchronize()
-        # After `_synchronize`, which makes the main shards: an optimizer is looked for by its
-        # tensors.
         self._watch.start()
         _every.add(self)
         watch()
