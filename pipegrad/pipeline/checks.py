@@ -16,9 +16,10 @@ from pipegrad.comm.agreement import warn_once
 from pipegrad.errors import level_of_caller
 from pipegrad.model.suspects import begin_of
 from pipegrad.pipeline.stage import Stage
-from pipegrad.pipeline.wiring import BATCH_NORMS, WiredPipeline
+from pipegrad.pipeline.wiring import WiredPipeline
 
 Check = Callable[[], None]
+_BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 _NUM_STEPS = 8  # a model may come into evaluation mode between two of them
 
 
@@ -29,13 +30,11 @@ def checks_of(pipeline: WiredPipeline, name: str) -> Iterator[Sequence[Check]]:
         pipeline: Its stages have their first values: a checkpoint may still be loaded.
         name: The same on all ranks, and of no other Scheduler.
     """
-    stages, rank = pipeline.stages, pipeline.topology.rank
+    stages, mixed = pipeline.stages, pipeline.mixed
     always: Check = partial(_warn_of_evaluation_mode, stages, name)
-    first = [always]
-    if rank == pipeline.first_norm:
-        first.append(partial(_warn_of_batch_norm, pipeline))
-    if pipeline.mixed is not None and rank == pipeline.mixed[0]:
-        first.append(partial(_warn_of_mixed_models, stages, pipeline.mixed, _begins(stages)))
+    first: list[Check] = [always, partial(_warn_of_batch_norm, pipeline, name)]
+    if mixed is not None and pipeline.topology.rank == mixed[0]:
+        first.append(partial(_warn_of_mixed_models, stages, mixed, _begins(stages)))
     return chain([first], repeat([always], _NUM_STEPS - 1))
 
 
@@ -58,26 +57,26 @@ def _has_dropout(module: nn.Module) -> bool:
     return any(isinstance(p, float) and p > 0 for p in rates)
 
 
-def _warn_of_batch_norm(pipeline: WiredPipeline) -> None:
+def _warn_of_batch_norm(pipeline: WiredPipeline, name: str) -> None:
     """Warns of BatchNorm in training mode, if it does not see the whole batch."""
     parts = (
-        (name, stage.index)
+        (part_name, stage.index)
         for stage in pipeline.stages
-        for name, part in stage.module.named_modules()
-        if isinstance(part, BATCH_NORMS) and part.training
+        for part_name, part in stage.module.named_modules()
+        if isinstance(part, _BATCH_NORMS) and part.training
     )
-    name, stage = next(parts, ("", -1))
+    norm, stage = next(parts, ("", -1))
     number = len(pipeline.topology.ranks_along(pipeline.topology.data_axes))
     replicas = f" of one of {number} replicas, which evaluate by statistics of their own" * (
         number > 1
     )
     if stage >= 0 and (pipeline.schedule.num_microbatches > 1 or replicas):
-        warnings.warn(
-            f"{name!r} of stage {stage} is a BatchNorm: it normalizes by the rows of a "
+        warn_once(
+            f"{norm!r} of stage {stage} is a BatchNorm: it normalizes by the rows of a "
             f"microbatch{replicas}, and one process by those of the batch. GroupNorm and LayerNorm "
             f"look at one row alone. If it stays: few microbatches, momentum divided by their "
             f"number, and the mean of its buffers over replicas before an evaluation",
-            stacklevel=level_of_caller(),
+            f"batch norm {name}",
         )
 
 

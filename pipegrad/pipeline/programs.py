@@ -258,13 +258,13 @@ def _num_chunks(chunks: object, own: int) -> int:
     """
     if chunks is None:
         return own
-    is_list = isinstance(chunks, tuple | list)
-    numbers: list[Any] = list(chunks) if is_list else [chunks]
+    lengths = chunks if isinstance(chunks, tuple | list) else None
+    numbers: list[Any] = [chunks] if lengths is None else [*lengths]
     if not numbers or not all(_is_whole(n) and n >= 1 for n in numbers):
         raise StepError(
             f"chunks is {chunks!r}, expected how many there are, or a list of their lengths"
         )
-    return len(numbers) if is_list else int(numbers[0])
+    return int(numbers[0]) if lengths is None else len(lengths)
 
 
 class StepTimes:
@@ -341,16 +341,15 @@ class StepTimes:
             rows[_FORWARD if kind == "F" else _BACKWARD, self._rank] += median
             if kind == "W":
                 rows[_WEIGHTS, self._rank] += median
-        for (hop, microbatch, kind), there in self._transfers.items():
+        for (hop, microbatch, direction), there in self._transfers.items():
             back = self._transfers.get((hop, microbatch, "B"))
-            if kind == "B" or not back:
-                continue
-            # Several values may cross. They take from the first send to the last arrival.
-            if hop == self._rank:  # t1 and t4
-                seconds = _seconds(there[0][0], back[-1][1])
-            else:  # t2 and t3
-                seconds = -_seconds(there[-1][1], back[0][0])
-            rows[len(_ROWS) + microbatch, hop] = seconds
+            if direction == "F" and back:
+                # Several values may cross. They take from the first send to the last arrival.
+                if hop == self._rank:  # t1 and t4
+                    seconds = _seconds(there[0][0], back[-1][1])
+                else:  # t2 and t3
+                    seconds = -_seconds(there[-1][1], back[0][0])
+                rows[len(_ROWS) + microbatch, hop] = seconds
         numbers: list[float] = table.flatten().tolist()
         return numbers
 

@@ -289,8 +289,18 @@ class Scheduler:
                 batches, or ranks different ``loss_divisor``.
             Exception: The error of a stage; on other ranks a StepError with its words.
         """
-        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
-        batch = Batch(inputs, named, target, *options)
+        batch = Batch(
+            inputs,
+            named,
+            target,
+            loss_divisor,
+            microbatches,
+            num_microbatches,
+            outputs,
+            rows_of,
+            chunks,
+            time_dim,
+        )
         for check in next(self._checks, ()):
             check()
         return self._steps.run(batch, forward_only=False)
@@ -313,8 +323,18 @@ class Scheduler:
 
         Everything is as in `step`. Without a target the loss and its metrics are nan.
         """
-        options = (loss_divisor, microbatches, num_microbatches, outputs, rows_of, chunks, time_dim)
-        batch = Batch(inputs, named, target, *options)
+        batch = Batch(
+            inputs,
+            named,
+            target,
+            loss_divisor,
+            microbatches,
+            num_microbatches,
+            outputs,
+            rows_of,
+            chunks,
+            time_dim,
+        )
         with evaluating(self._modules), torch.no_grad():
             return self._steps.run(batch, forward_only=True)
 

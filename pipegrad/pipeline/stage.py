@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import pairwise, takewhile
 from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor, nn
@@ -114,9 +114,8 @@ class Stage:
     @cached_property
     def layers(self) -> Mapping[str, float]:
         """Its layers by name, with what part of its time each takes; empty if it is no chain."""
-        if not isinstance(self.module, nn.Sequential):
-            return {}
-        parts = self.module.named_children()
+        is_chain = isinstance(self.module, nn.Sequential)
+        parts = self.module.named_children() if is_chain else ()
         return {name: 1.0 for name, layer in parts if next(layer.parameters(), None) is not None}
 
     @cached_property
@@ -271,11 +270,8 @@ def bind(function: Callable[..., Any], names: Sequence[str], what: str) -> Bindi
             f"same order"
         )
     # Parameters are filled by position up to the first one without a value.
-    leading = list[int]()
-    for name in positional:
-        if name not in targets:
-            break
-        leading.append(targets.index(name))
+    filled = takewhile(lambda name: name in targets, positional)
+    leading = [targets.index(name) for name in filled]
     rest = [i for i, name in enumerate(targets) if name is _REST]
     keywords = [
         (i, name) for i, name in enumerate(targets) if name is not None and i not in leading
@@ -289,24 +285,19 @@ def _targets(parameters: Sequence[_Parameter], names: Sequence[str]) -> list[str
     takes_names = any(p.kind is _Parameter.VAR_KEYWORD for p in parameters)
     takes_rest = any(p.kind is _Parameter.VAR_POSITIONAL for p in parameters)
     some_known = not known.isdisjoint(names)
-    free = [
+    free = iter(
         p.name
         for p in parameters
         if p.kind in _POSITIONAL
         and p.name not in names
         # An option is not for a value that **kwargs can take by its name.
         and (p.default is _Parameter.empty or not (some_known and takes_names))
-    ]
+    )
+    goes_by_name = takes_names and (some_known or not takes_rest)
     targets = list[str | None]()
     for name in names:
-        if name in known:
-            targets.append(name)
-        elif free:
-            targets.append(free.pop(0))
-        elif takes_names and (some_known or not takes_rest):
-            targets.append(name)
-        else:
-            targets.append(_REST)
+        left_over = name if goes_by_name else _REST
+        targets.append(name if name in known else next(free, left_over))
     return targets
 
 

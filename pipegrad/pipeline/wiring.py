@@ -30,7 +30,6 @@ from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
-BATCH_NORMS = nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm
 LOSS_OVER = MICROBATCH, BATCH = ("microbatch", "batch")
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
@@ -72,7 +71,6 @@ class WiredPipeline:
         codecs: Which codec carries what over which hop.
         mixed: Two ranks whose first values of the uncut model differ; None if none are known.
         carries: Whether any stage carries something from chunk to chunk.
-        first_norm: The lowest rank whose stages have BatchNorm; None without.
         is_over_batch: Whether there is one loss, of all microbatches.
     """
 
@@ -85,7 +83,6 @@ class WiredPipeline:
     labels: Names
     codecs: CodecChoice
     mixed: tuple[int, int] | None
-    first_norm: int | None
     is_over_batch: bool
     carries: bool
 
@@ -116,7 +113,6 @@ class Described:
         schedule: Its name.
         grid: The schedule itself.
         codecs: Their identity.
-        has_norm: Whether its stages have BatchNorm.
         carries: Whether a stage of it carries something from chunk to chunk.
         begins: Digests of the values of the stages of a cut model.
         ends: The names of its stages' inputs, outputs and losses.
@@ -126,7 +122,6 @@ class Described:
     schedule: str
     grid: str
     codecs: str
-    has_norm: bool
     carries: bool
     begins: Begins
     ends: Ends
@@ -183,13 +178,11 @@ def agree_on_wiring(
             f"{generated.num_microbatches} microbatches{later_words(schedule)}",
             "" if source is None else f"{source!r}",
         )
-        modules = [part for stage in local_stages for part in stage.module.modules()]
         return (generated, staged, local_stages, bound, choice), Described(
             "\n".join(arguments),
             generated.name,
             str(generated),
             choice.identity,
-            has_norm=any(isinstance(part, BATCH_NORMS) for part in modules),
             carries=any(stage.carry for stage in local_stages),
             begins={} if source is None else dict(source.begins(staged.local_stages)),
             ends={s.index: (s.inputs, s.outputs, s.losses) for s in local_stages},
@@ -223,7 +216,6 @@ def agree_on_wiring(
         is_over_batch=is_over_batch,
         carries=carries,
         mixed=mixed_in(staged, {rank: one.begins for rank, one in by_rank.items()}),
-        first_norm=next((rank for rank, one in by_rank.items() if one.has_norm), None),
     )
 
 
@@ -253,10 +245,11 @@ def mixed_in(topology: Topology, begins: Mapping[int, Begins]) -> tuple[int, int
         begins: Digests of what each rank knows of all stages, by rank.
     """
     # All replicas of a stage get the values of its lowest rank.
-    givers = dict[int, int]()
-    for rank in sorted(begins):
-        for stage in topology.at(rank).local_stages:
-            givers.setdefault(stage, rank)
+    givers = {
+        stage: rank
+        for rank in sorted(begins, reverse=True)
+        for stage in topology.at(rank).local_stages
+    }
     for a, b in combinations(sorted({*givers.values()}), 2):
         if any(begins[a][stage] != begins[b][stage] for stage in begins[a].keys() & begins[b]):
             return a, b
