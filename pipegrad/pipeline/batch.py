@@ -40,19 +40,9 @@ from torch import Tensor
 from pipegrad.errors import StepError
 from pipegrad.pipeline.stage import BatchRules, Counts, fields_of
 from pipegrad.pipeline.trees import check_kind, flattened, is_cut, leaves_of, name_in, number_of
-from pipegrad.pipeline.wiring import REST, Wiring
+from pipegrad.pipeline.wiring import OF_STEP, REST, Wiring
 from pipegrad.plugins.registry import closest_first
 
-_OF_STEP = [
-    "target",
-    "microbatches",
-    "num_microbatches",
-    "chunks",
-    "time_dim",
-    "rows_of",
-    "loss_divisor",
-    "outputs",
-]
 _Values = dict[str, Any]  # by name
 _Table = dict[str, tuple[list[int], int]]  # path -> sizes of pieces, and the dimension
 _TimeDims = Mapping[str, int | None]  # by name or path; "" for those without one of their own
@@ -223,7 +213,7 @@ class Batches:
         if unknown:
             raise StepError(
                 f"no stage takes {unknown}; from outside they take {self._taken}, and step() "
-                f"itself, closest first: {closest_first(unknown[0], _OF_STEP)}"
+                f"itself, closest first: {closest_first(unknown[0], OF_STEP)}"
             )
         values = dict(zip(self._in_order, inputs, strict=False))
         for more in (named, fields, {} if target is None else {"target": target}):

@@ -30,7 +30,18 @@ from pipegrad.topology import Topology
 
 Loss = Callable[..., object]  # returns a loss, or a tuple: see `loss_parts`
 ScheduleSpec = Schedule | ScheduleGenerator | str | Mapping[str, Any]
-LOSS_OVER = MICROBATCH, BATCH = ("microbatch", "batch")
+LOSS_OVER = "microbatch", "batch"
+# The arguments of `Scheduler.step` by name, beside inputs.
+OF_STEP = (
+    "target",
+    "microbatches",
+    "num_microbatches",
+    "chunks",
+    "time_dim",
+    "rows_of",
+    "loss_divisor",
+    "outputs",
+)
 REST = "**"  # the name of an input begins with it, if that is all that no stage names
 Names = tuple[str, ...]
 Ends = dict[int, tuple[Names, Names, Names]]  # stage -> its inputs, outputs and losses
@@ -203,7 +214,7 @@ def agree_on_wiring(
     wiring = wired({rank: one.ends for rank, one in by_rank.items()})
     check_whole(whole, wiring)
     choice.check(hops_of(wiring, generated.stage_to_rank))
-    is_over_batch, carries = loss_over == BATCH, any(one.carries for one in replies)
+    is_over_batch, carries = loss_over == "batch", any(one.carries for one in replies)
     return WiredPipeline(
         fitted(generated, wiring, is_over_batch=is_over_batch, carries=carries),
         staged,
@@ -230,7 +241,7 @@ def _check_loss(reduction: str, loss_over: str, *, is_own: bool) -> None:
         )
     if loss_over not in LOSS_OVER:
         raise ScheduleError(f"loss_over is {loss_over!r}, expected one of {list(LOSS_OVER)}")
-    if is_own and loss_over == BATCH:
+    if is_own and loss_over == "batch":
         raise ScheduleError(
             "loss_over is 'batch', but the model computes its own loss of the rows that it is "
             "given, a microbatch: give a loss_fn, which takes what the model returns"
@@ -297,8 +308,7 @@ def wire(ends: Mapping[int, tuple[Sequence[str], Sequence[str], Sequence[str]]])
                 f"inputs of one, or leave them out"
             )
     external = tuple(dict.fromkeys(s for taken in sources for s in taken if isinstance(s, str)))
-    arguments = ("target", "loss_divisor", "microbatches", "num_microbatches", "outputs")
-    reserved = [name for name in external if name in arguments]
+    reserved = [name for name in external if name in OF_STEP]
     if reserved:
         raise ScheduleError(
             f"stages take {reserved} from outside, which are arguments of step() itself: rename"
