@@ -192,12 +192,11 @@ def _there_and_back(wires: Wires, hop: int, num_bytes: int, repeats: int) -> flo
     times = []
     for _ in range(repeats + 1):  # the first one connects
         began = time.perf_counter()
-        if wires.rank == hop:
-            wires.exchange(message, {})
-            wires.exchange({}, message)
-        else:
-            wires.exchange({}, message)
-            wires.exchange(message, {})
+        for sender in (hop, hop + 1):
+            if wires.rank == sender:
+                wires.exchange(message, {})
+            else:
+                wires.exchange({}, message)
         times.append((time.perf_counter() - began) / 2)
     return statistics.median(times[1:]) if wires.rank == hop else 0.0
 

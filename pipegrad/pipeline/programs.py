@@ -350,8 +350,7 @@ class StepTimes:
                 else:  # t2 and t3
                     seconds = -_seconds(there[-1][1], back[0][0])
                 rows[len(_ROWS) + microbatch, hop] = seconds
-        numbers: list[float] = table.flatten().tolist()
-        return numbers
+        return [float(number) for number in table.flatten().tolist()]
 
     def times(self, numbers: Sequence[float]) -> Times:
         """Returns what the sums of all ranks say, the same on every rank."""
