@@ -79,7 +79,7 @@ class Stage(nn.Module):
         self.flat = torch.zeros(sum(self.sizes))
         for p, part in zip(self.parameters(), self.flat.split(self.sizes), strict=True):
             p.grad = part.view_as(p)
-        self.weights = WeightGradients({0: self}, None)  # type: ignore[arg-type] # never final
+        self.weights = WeightGradients(None)  # type: ignore[arg-type] # nothing is final
         self.ways = [name for name in WAYS if "recompute" not in name or case.is_checkpointed]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -96,11 +96,11 @@ def full(_stage: Stage, _x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[],
     return lambda: None
 
 
-def ours(stage: Stage, x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], object]:
+def ours(stage: Stage, _x: Tensor, y: Tensor, gradient: Tensor) -> Callable[[], object]:
     """Does what the executor does."""
-    number = id(x)
-    stage.weights.backward(0, number, [y], [gradient], ())
-    return lambda: stage.weights.compute(0, number)
+    parameters = {id(p): p for p in stage.parameters()}
+    products = stage.weights.backward(0, [y], [gradient], parameters)
+    return lambda: stage.weights.compute(0, products)
 
 
 def recomputed(stage: Stage, x: Tensor, _y: Tensor, gradient: Tensor) -> Callable[[], object]:
@@ -122,7 +122,7 @@ WAYS = {"full": full, "pipegrad": ours, "pipegrad, recompute": recomputed, "torc
 def take_turn(name: str, stage: Stage) -> tuple[float, float, list[Tensor]]:
     """Returns the seconds of I, those of W, and the gradients of the inputs."""
     stage.flat.zero_()
-    stage.weights.forget()
+    stage.weights.begin()
     inputs = [stage.case.microbatch() for _ in range(MICROBATCHES)]
     made = deque((x, y, torch.randn_like(y)) for x, y in [(x, stage(x)) for x in inputs])
     waiting, start = deque[Callable[[], object]](), time.perf_counter()

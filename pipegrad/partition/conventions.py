@@ -659,12 +659,13 @@ class CutStage(Stage):
         # buffers are as after that alone, and no two graphs live at once. With a graph, as the step
         # runs it: compiled code is not compiled again.
         replay, loss = Recompute(self.module, batch["labels"].device), self.outputs.index(LOSS)
-        whole = replay.first(0, values, partial(self._forward, parts[0]))[loss].item()
+        returned, first = replay.first(values, partial(self._forward, parts[0]))
+        whole = returned[loss].item()
         sums = list[float]()
         for part in parts[1:]:
-            with replay.again(0, values):
+            with replay.again(first, values):
                 sums.append(self._forward(part)[loss].item())
-        with replay.again(0, values):
+        with replay.again(first, values):
             outputs = self._forward(values)
         eps = torch.finfo(outputs[loss].dtype).eps
         most = (_MOST_OFF + 4 * eps) * (abs(whole) + sum(map(abs, sums)))

@@ -33,7 +33,7 @@ Values = Sequence[object]
 Outputs = tuple[Tensor, ...]
 
 
-class _Forward(NamedTuple):
+class FirstForward(NamedTuple):
     """What the second forward of a microbatch needs: see [Note: second forwards]."""
 
     versions: list[int]  # of its inputs
@@ -56,17 +56,11 @@ class Recompute:
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._module = module
-        self._device = device
         self._devices = [] if device.type == "cpu" else [device]
         self._changing: set[str] | None = None  # names; None before the first forward
-        self._forwards = dict[int, _Forward]()  # by microbatch
 
-    def forget(self) -> None:
-        """Lets go of everything of a step."""
-        self._forwards.clear()
-
-    def first(self, microbatch: int, values: Values, forward: Callable[[], Outputs]) -> Outputs:
-        """Runs a forward whose graph is not needed.
+    def first(self, values: Values, forward: Callable[[], Outputs]) -> tuple[Outputs, FirstForward]:
+        """Runs a forward whose graph is not needed; also returns what the second one needs.
 
         Raises:
             StepError: If it changes a buffer that the very first forward did not change.
@@ -83,7 +77,6 @@ class Recompute:
         versions, generators = versions_of(values), self._generators()
         outputs = forward()
         number = number_of(list(outputs))
-        self._forwards[microbatch] = _Forward(versions, generators, copies, number)
         after = dict(self._module.named_buffers())
         changed = {
             name
@@ -102,18 +95,15 @@ class Recompute:
                 f"{sorted(changed - self._changing)}, which the first one did not: it cannot be "
                 f"run again as it was"
             )
-        return outputs
+        return outputs, FirstForward(versions, generators, copies, number)
 
     @contextmanager
-    def again(self, microbatch: int, values: Values) -> Iterator[None]:
+    def again(self, first: FirstForward, values: Values) -> Iterator[None]:
         """Makes a forward inside equal to the first one, and undoes its side effects afterwards.
-
-        `compare` is called inside.
 
         Raises:
             StepError: If an input was changed in place since.
         """
-        first = self._forwards[microbatch]
         if versions_of(values) != first.versions:
             raise StepError(
                 "a stage that is to be recomputed, or somebody else, has changed in place what the "
@@ -129,22 +119,6 @@ class Recompute:
         finally:
             self._put(present)
             self._set_generators(generators)
-
-    def compare(self, microbatch: int, outputs: Outputs, what: str) -> int | Tensor:
-        """Compares what the second forward returned with what the first one did.
-
-        Returns:
-            0; on a device, which the host does not wait for, 1 if it differs.
-
-        Raises:
-            StepError: If it differs, on CPU.
-        """
-        first, again = self._forwards.pop(microbatch).number, number_of(list(outputs))
-        if isinstance(first, Tensor) and isinstance(again, Tensor):
-            return first != again
-        if first != again:
-            raise StepError(f"{what}: {DIFFERENT}")
-        return 0
 
     def _generators(self) -> tuple[object, Any, list[Tensor]]:
         on_devices = [torch.get_device_module(d).get_rng_state(d) for d in self._devices]
@@ -162,3 +136,20 @@ class Recompute:
         for full, buffer in buffers.items():
             path, _, name = full.rpartition(".")
             setattr(self._module.get_submodule(path), name, buffer)
+
+
+def compare(first: FirstForward, outputs: Outputs, what: str) -> int | Tensor:
+    """Compares the outputs of a second forward with those of the first one.
+
+    Returns:
+        0; on a device, which the host does not wait for, 1 if they differ.
+
+    Raises:
+        StepError: If they differ, on CPU.
+    """
+    again = number_of(list(outputs))
+    if isinstance(first.number, Tensor) and isinstance(again, Tensor):
+        return first.number != again
+    if first.number != again:
+        raise StepError(f"{what}: {DIFFERENT}")
+    return 0

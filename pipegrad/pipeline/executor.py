@@ -15,7 +15,7 @@ from pipegrad.comm.activity import Details, Recorder
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_profiled
-from pipegrad.pipeline.compute import Compute, Method
+from pipegrad.pipeline.cells import Compute, Method
 from pipegrad.pipeline.loss_message import LossTerms
 from pipegrad.pipeline.programs import StepTimes
 from pipegrad.pipeline.transfers import Transfers
@@ -82,7 +82,7 @@ class Executor:
             Op.LAST_BACKWARD: sync.stage_last_backward,
             Op.FINAL: sync.stage_final,
             Op.INPUTS_FINAL: weights.inputs_are_final,
-            Op.SHARED_WEIGHTS: weights.compute_shared,
+            Op.SHARED_WEIGHTS: compute.compute_shared,
         }
         self._calls = list[_Call]()  # of all items, so that a step looks nothing up
         items = list(program.decoded(self._rank))

@@ -57,7 +57,7 @@ import torch
 from pipegrad.comm import sync_points
 from pipegrad.comm.agreement import agree_keeping, same
 from pipegrad.errors import StepError
-from pipegrad.pipeline.compute import Method
+from pipegrad.pipeline.cells import Method
 from pipegrad.pipeline.wiring import ScheduleSpec, WiredPipeline, schedule_of
 from pipegrad.schedules import Schedule, registry
 from pipegrad.schedules.measured import MeasuredGenerator, Times

@@ -20,11 +20,10 @@ from pipegrad.errors import PipegradError, StallError, StepError
 from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
-from pipegrad.pipeline.autocast import Autocast
 from pipegrad.pipeline.batch import Batch, Batches, Given, joined
+from pipegrad.pipeline.cells import Autocast, Compute
 from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compare import BatchCheck, Facts
-from pipegrad.pipeline.compute import Compute
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
 from pipegrad.pipeline.executor import Executor, drawn
@@ -133,7 +132,7 @@ class Steps:
         self.report: dict[str, str] = {}
         self._check = BatchCheck(topology, every=check_every, timeout_seconds=wait_seconds)
         modules = {index: stage.module for index, stage in self._stages.items()}
-        self._weights = WeightGradients(modules, sync)
+        self._weights = WeightGradients(sync)
         self._sharded = ShardedStages(modules, sync)  # most runs have none
         self._loose = LooseLeaves(sync, modules)
         self._autocast = Autocast(device)

@@ -14,7 +14,7 @@
 
 In a split backward all of this comes with I: what W multiplies is held by its products. If a
 consumer is a stage of the producer's rank, `produce` and `take_gradients` hand over without a
-message. In an evaluation `release` does what `take_gradients` does here.
+message. In an evaluation `release` follows a forward at once.
 
 [Note: shared memory] The memory of a value belongs to the tensor that holds it. pipegrad writes
 into no value, and gives no memory to two of them. Modules and autograd may still write into it, and
@@ -32,7 +32,7 @@ Outputs of evaluations have no graph, so each is copied once (benchmarks/overhea
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -43,7 +43,6 @@ from pipegrad.errors import StepError
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.interop.private import is_arriving, is_wrapper
 from pipegrad.model.dtensor import is_dtensor, local
-from pipegrad.pipeline.carried import Carried
 from pipegrad.pipeline.edges import Spec
 from pipegrad.pipeline.stage import Stage
 from pipegrad.pipeline.transfers import PeerFailedError, Transfers
@@ -108,7 +107,6 @@ class Values:
         self._transfers = transfers
         self._sharded = sharded
         self._outputs = {index: stage.outputs for index, stage in stages.items()}
-        self.carried = Carried(stages, program.schedule.chunks)
         self._specs = specs
         last = len(wiring.made) - 1
         self._links = program.rank_links[rank]
@@ -137,10 +135,9 @@ class Values:
         }
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, Held] = {}  # by link
-        self._leaving: dict[int, Tensor] = {}  # by link, the value that was made last
-        self._newest: dict[int, Spec] = {}  # by link, what that one looks like; kept between steps
+        self._leaving: dict[int, tuple[Tensor, Spec]] = {}  # by link, the value made last
         # By stage, what its last forward handed on with a graph, and the version of each.
-        self._handed_on: dict[int, list[tuple[Tensor, int]]] = {stage: [] for stage in stages}
+        self._handed_on = defaultdict[int, list[tuple[Tensor, int]]](list)
         self._without_gradient: dict[int, list[nn.Parameter]] = {}  # by stage
 
     def begin(
@@ -159,10 +156,8 @@ class Values:
         self._external = {}
         self._held.clear()
         self._leaving.clear()
-        for handed_on in self._handed_on.values():
-            handed_on.clear()
+        self._handed_on.clear()
         self._without_gradient.clear()
-        self.carried.forget()
 
     # Values.
 
@@ -190,16 +185,12 @@ class Values:
         self._held[link, microbatch] = Held(None, tensor, num)
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
-        """Returns the inputs of a stage, in order, and behind them what it carries."""
-        inputs: list[object] = []
-        for link, name in self._inputs[stage]:
-            if link is None:
-                inputs += (self._external[name][microbatch],)
-            else:
-                inputs += (self._held[link, microbatch].tensor,)
-        if stage in self.carried.stages:
-            inputs += self.carried.taken(stage, microbatch)
-        return inputs
+        """Returns the inputs of a stage, in order."""
+        external, held = self._external, self._held
+        return [
+            external[name][microbatch] if link is None else held[link, microbatch].tensor
+            for link, name in self._inputs[stage]
+        ]
 
     def shared_inputs(self, stage: int, inputs: Sequence[object]) -> list[object]:
         """Returns those inputs of a stage that other stages or microbatches read too."""
@@ -219,16 +210,11 @@ class Values:
         """
         self.refuse_written(stage)
         self._handed_on[stage].clear()
-        plain = list[Tensor]()
-        for name, output in zip(self._outputs[stage], outputs, strict=True):
-            if type(output) is Tensor and output.layout is torch.strided:
-                plain += (output,)
-            elif is_arriving(output):
-                plain += (output.clone(),)  # which waits for the collective that writes it
-            else:
-                check_plain(output, f"stage {stage} returned {name!r}")
-                plain += (output,)
-        return tuple(plain)
+        # A clone waits for the collective that writes an output.
+        plain = tuple(x.clone() if is_arriving(x) else x for x in outputs)
+        for name, output in zip(self._outputs[stage], plain, strict=True):
+            check_plain(output, f"stage {stage} returned {name!r}")
+        return plain
 
     def refuse_written(self, stage: int) -> None:
         """Called when a forward has run, the second one of a recomputation too.
@@ -258,39 +244,36 @@ class Values:
             StepError: If an output has a gradient and had none in the first microbatch, or had one.
         """
         for link, output in zip(self._links_produced[stage], outputs, strict=True):
-            if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
-                self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
+            spec = Spec.of(output)
+            first = self._specs.setdefault(link, spec)
+            # The program has a channel for the gradient, or it has none.
+            if first.differentiable != spec.differentiable:
+                raise StepError(
+                    f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} "
+                    f"is {spec}, and was {first} in the first microbatch: a value may change its "
+                    f"shape and dtype, but always or never has a gradient"
+                )
             value = self.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
-            self._leaving[link] = value
+            self._leaving[link] = value, spec
             # A stage of this rank takes a leaf, too, and not the output with its graph. So each
             # stage has a graph of its own, and a schedule may run their backwards apart.
             num, leaf = len(self._links.consumers[link]), None
             if num:
                 leaf = value.requires_grad_() if output.requires_grad else value
-            self._held[link, microbatch] = Held(self._newest[link], leaf, num)
+            self._held[link, microbatch] = Held(spec, leaf, num)
 
     def send(self, channel: int, microbatch: int) -> None:
         """Starts to send a value, or the gradient of a received value."""
         link, kind, _, _ = self._channels[channel]
         if kind == "F":
-            self._transfers.send(channel, microbatch, self._leaving[link], self._newest[link])
+            self._transfers.send(channel, microbatch, *self._leaving[link])
         else:
             gradient = self._held[link, microbatch].gradients[self._rank]
             if gradient is not None:  # otherwise nothing will ever cross: see `take_gradients`
                 self._transfers.send(channel, microbatch, gradient)
             del self._held[link, microbatch]
-
-    def release(self, stage: int, microbatch: int) -> None:
-        """Lets go of the inputs of a stage, if no other stage of this rank takes them."""
-        for link in self._links_taken[stage]:
-            value = self._held[link, microbatch]
-            value.num_readers -= 1
-            if not value.num_readers:
-                del self._held[link, microbatch]
-        if stage in self.carried.stages:
-            self.carried.release(stage, microbatch)
 
     # Gradients.
 
@@ -309,9 +292,9 @@ class Values:
 
     def gradients_of(
         self, stage: int, microbatch: int, outputs: Sequence[Tensor]
-    ) -> tuple[list[Tensor], list[Tensor | None]]:
+    ) -> tuple[list[Tensor], list[Tensor]]:
         """Returns those outputs of a stage that a gradient came back to, and the gradients."""
-        roots, gradients = list[Tensor](), list[Tensor | None]()
+        roots, gradients = list[Tensor](), list[Tensor]()
         for root, link in zip(outputs, self._links_produced[stage], strict=True):
             if not root.requires_grad:
                 continue
@@ -327,38 +310,47 @@ class Values:
         for link in self._links_taken[stage]:
             if (tensor := self._held[link, microbatch].tensor) is not None:
                 leaves += (tensor,)
-        if stage in self.carried.stages:
-            leaves += self.carried.leaves(stage, microbatch)
         for name in self._names_taken[stage]:
             if name in self._outer:
                 leaves += self._outer[name].get(microbatch, ())
         return leaves
 
-    def take_gradients(self, stage: int, microbatch: int) -> None:
-        """Takes the gradients of a stage's inputs.
+    def take_gradients(self, stage: int, microbatch: int, leaves: Sequence[Tensor]) -> None:
+        """Takes the gradients of a stage's inputs, right after its backward.
+
+        Args:
+            stage: The stage.
+            microbatch: The microbatch.
+            leaves: All tensors that its forward read and that may have a gradient now.
+        """
+        self._part_gradients(stage, leaves)
+        self.release(stage, microbatch)
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """Lets go of the inputs of a stage, if no other stage of this rank will read them.
 
         If several stages of this rank take a value, autograd sums their gradients in the leaf. The
         sum is complete after the last of their backwards, so it is taken then.
         """
-        self._part_gradients(stage, self.leaves_of(stage, microbatch))
         for link in self._links_taken[stage]:
             held = self._held[link, microbatch]
             held.num_readers -= 1
-            if not held.num_readers:
-                # The last reader has run. Its memory goes now and not at the end of the step: the
-                # schedule's bound on activations counts on that.
-                tensor, held.tensor = held.tensor, None
-                assert tensor is not None
-                gradient = tensor.grad
-                if gradient is None and held.spec is None and tensor.requires_grad:
-                    # Its producer has posted a receive, which only a message can end.
-                    gradient = torch.zeros_like(tensor)
-                held.gradients[self._rank] = gradient
-                # A module may keep its input. It must not keep the gradient with it, which has
-                # left.
-                tensor.grad = None
-        if stage in self.carried.stages:
-            self.carried.release(stage, microbatch)
+            if held.num_readers:
+                continue
+            if self._program.forward_only:
+                del self._held[link, microbatch]
+                continue
+            # The memory goes now and not at the end of the step: the schedule's bound on
+            # activations counts on that.
+            tensor, held.tensor = held.tensor, None
+            assert tensor is not None
+            gradient = tensor.grad
+            if gradient is None and held.spec is None and tensor.requires_grad:
+                # Its producer has posted a receive, which only a message can end.
+                gradient = torch.zeros_like(tensor)
+            held.gradients[self._rank] = gradient
+            # A module may keep its input. It must not keep the gradient with it, which has left.
+            tensor.grad = None
 
     def begin_backward(self, stage: int, parameters: Iterable[nn.Parameter]) -> None:
         """Remembers which parameters have no gradient, right before a stage's first backward.
@@ -410,25 +402,19 @@ class Values:
         held = self._held.get((self._channels[channel].link, microbatch))
         self._transfers.wait(channel, microbatch, None if held is None else held.spec)
 
-    def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:
-        """Returns `spec`, if the value has a gradient as in the first microbatch."""
-        first = self._specs.setdefault(link, spec)
-        # The program has a channel for the gradient, or it has none.
-        if first.differentiable != spec.differentiable:
-            raise StepError(
-                f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
-                f"{spec}, and was {first} in the first microbatch: a value may change its shape "
-                f"and dtype, but always or never has a gradient"
-            )
-        return spec
-
 
 def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tensors whose gradient overlaps that of one before, all in one storage.
 
     Slots of a bucket are in one storage, and do not overlap. They must stay there.
     """
-    spans = [(*_span(owner), owner) for owner in owners]
+    spans = list[tuple[int, int, Tensor]]()
+    for owner in owners:
+        assert owner.grad is not None
+        gradient = local(owner.grad)
+        begin, steps = gradient.data_ptr(), zip(gradient.shape, gradient.stride(), strict=True)
+        numel = 1 + sum((size - 1) * step for size, step in steps)  # from the first to the last
+        spans.append((begin, begin + numel * gradient.element_size(), owner))
     spans.sort(key=lambda span: span[0])
     overlapping, taken = list[Tensor](), 0
     for begin, end, owner in spans:
@@ -437,17 +423,6 @@ def _overlapping(owners: Sequence[Tensor]) -> list[Tensor]:
         else:
             taken = end
     return overlapping
-
-
-def _span(owner: Tensor) -> tuple[int, int]:
-    """Returns the address at which a gradient begins, and that behind its last element."""
-    assert owner.grad is not None
-    gradient = local(owner.grad)
-    begin, nbytes = gradient.data_ptr(), gradient.nbytes
-    if not gradient.is_contiguous():  # it may have gaps
-        steps = zip(gradient.shape, gradient.stride(), strict=True)
-        nbytes = gradient.element_size() * (1 + sum((size - 1) * step for size, step in steps))
-    return begin, begin + nbytes
 
 
 def check_plain(output: Tensor, what: str) -> None:

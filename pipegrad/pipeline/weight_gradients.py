@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import warnings
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import Tensor, nn
@@ -24,62 +24,50 @@ _AT_ONCE_BYTES = 2**18  # one pass of autograd costs some 20 us, so small weight
 
 
 class WeightGradients:
-    """The weights' gradients that I leaves to W.
+    """Computes the weights' gradients that I leaves to W, and finds out which are final.
 
     A parameter is final when its stage has computed all gradients of its inputs and no product of
     the parameter waits. Products are counted for each parameter, so no hooks are needed.
 
     Args:
-        modules: The modules of this rank, by stage.
         sync: The gradient layer. It learns which parameters are final.
     """
 
-    def __init__(self, modules: Mapping[int, nn.Module], sync: GradientSync) -> None:
-        self._modules = modules
+    def __init__(self, sync: GradientSync) -> None:
         self._sync = sync
         self._warned = set[int]()  # stages
-        self._parameters: dict[int, dict[int, nn.Parameter]] = {}  # by stage and id, in a step
-        self._marked: dict[int, nn.Parameter] = {}  # those of the last step that were trained
-        self.forget()
+        self._parameters = dict[int, Mapping[int, nn.Parameter]]()  # by stage and id
+        self.begin()
 
     def begin(self) -> None:
         """Begins a step. No graph of another step may be left: see [Note: direct]."""
+        trained = [p for of_stage in self._parameters.values() for p in of_stage.values()]
+        self._marked = {id(p): p for p in trained if p.requires_grad}
+        self._parameters.clear()
+        # By stage and parameter: microbatches with products of it that wait.
+        self._counts = defaultdict[int, Counter[int]](Counter)
+        self._inputs_are_final = set[int]()
         with _garbage_later():
             mark(self._marked.values())
-
-    def forget(self) -> None:
-        """Lets go of everything of a step."""
-        self._waiting: dict[tuple[int, int], list[WeightProduct]] = {}
-        # By stage and parameter: microbatches with products of it that wait.
-        self._counts = {stage: Counter[int]() for stage in self._modules}
-        self._inputs_are_final = set[int]()
-        if self._parameters:
-            trained = [p for by_id in self._parameters.values() for p in by_id.values()]
-            self._marked = {id(p): p for p in trained if p.requires_grad}
-            self._parameters = {}
 
     def backward(
         self,
         stage: int,
-        microbatch: int,
         roots: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
-        *,
-        parameters: Iterable[nn.Parameter],
-    ) -> None:
+        parameters: Mapping[int, nn.Parameter],
+    ) -> list[WeightProduct]:
         """Computes the gradients of a stage's inputs, and those of weights that cannot wait.
 
         Args:
             stage: The stage.
-            microbatch: The microbatch.
-            roots: The outputs of its forward.
+            roots: The outputs of its forward in a microbatch.
             gradients: The gradients of the roots.
-            parameters: Those of the stage, the same in a step.
+            parameters: Those of the stage by id, the same in a step.
         """
-        if stage not in self._parameters:
-            self._parameters[stage] = {id(p): p for p in parameters}
+        self._parameters[stage] = parameters
         with _garbage_later():
-            waiting = backward_inputs(roots, gradients, self._parameters[stage], self._marked)
+            waiting = backward_inputs(roots, gradients, parameters, self._marked)
         if waiting.early and stage not in self._warned:
             self._warned.add(stage)
             advice = "; Stage(recompute=True) can be both" if PACKED in waiting.early else ""
@@ -90,7 +78,7 @@ class WeightGradients:
                 stacklevel=2,
             )
         self._counts[stage].update({id(product.parameter) for product in waiting.products})
-        self._waiting[stage, microbatch] = waiting.products
+        return waiting.products
 
     def inputs_are_final(self, stage: int) -> None:
         """Passes on the final parameters of a stage whose inputs have all their gradients."""
@@ -99,27 +87,19 @@ class WeightGradients:
         final = [p for key, p in self._parameters[stage].items() if not counts.get(key)]
         self._sync.parameters_final(stage, final)
 
-    def compute(self, stage: int, microbatch: int) -> None:
-        """Computes the waiting products of a microbatch."""
-        self._accumulate(stage, self._waiting.pop((stage, microbatch)))
-
-    def compute_shared(self, stage: int) -> None:
-        """Computes the waiting products of parameters that other ranks hold too.
-
-        It does so for all microbatches: other ranks wait for these gradients, so they come before
-        the rest of the weights.
-        """
+    def compute_shared(self, stage: int, waiting: Iterable[list[WeightProduct]]) -> None:
+        """Computes those products of some microbatches whose parameters other ranks hold too."""
         crosses = self._sync.topology.crosses
         records = self._sync.records()
         shared = {id(self._sync.parameter(r)) for r in records if crosses(r.holders)}
-        for (at, _), waiting in self._waiting.items():
-            if at == stage:
-                of_shared = [p for p in waiting if id(p.parameter) in shared]
-                waiting[:] = [p for p in waiting if id(p.parameter) not in shared]
-                self._accumulate(stage, of_shared)
+        for products in waiting:
+            of_shared = [p for p in products if id(p.parameter) in shared]
+            products[:] = [p for p in products if id(p.parameter) not in shared]
+            self.compute(stage, of_shared)
 
-    def _accumulate(self, stage: int, products: list[WeightProduct]) -> None:
+    def compute(self, stage: int, products: list[WeightProduct]) -> None:
         """Computes products of a microbatch, a few parameters at a time; lets go of each."""
+        counts = self._counts[stage]
         # All uses of a weight go together, since its hooks must see their sum. The list is emptied
         # first, so that the factors of each product are freed as soon as it is computed.
         groups = list(reversed(by_parameter(products).values()))
@@ -133,16 +113,11 @@ class WeightGradients:
                 # The name would hold the factors of the last weight until the next chunk.
                 del uses
                 accumulate(chunk)
-                self._became_complete(stage, parameters)
+                counts.subtract([id(parameter) for parameter in parameters])
+                final = [p for p in parameters if not counts[id(p)]]
+                if final and stage in self._inputs_are_final:
+                    self._sync.parameters_final(stage, final)
                 chunk, nbytes = [], 0
-
-    def _became_complete(self, stage: int, parameters: Sequence[nn.Parameter]) -> None:
-        counts = self._counts[stage]
-        counts.subtract([id(parameter) for parameter in parameters])
-        if stage in self._inputs_are_final:
-            final = [p for p in parameters if not counts[id(p)]]
-            if final:
-                self._sync.parameters_final(stage, final)
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology, schedules
 from pipegrad.pipeline import executor
-from pipegrad.pipeline.compute import Method
+from pipegrad.pipeline.cells import Method
 
 Tensor = torch.Tensor
 WIDTH = 4

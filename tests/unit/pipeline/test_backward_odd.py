@@ -6,7 +6,6 @@ import contextlib
 import gc
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -403,24 +402,25 @@ def test_a_failed_step_keeps_nothing(x: Tensor, *, is_checkpointed: bool) -> Non
 def step_of(weights: WeightGradients, module: nn.Module, x: Tensor) -> None:
     """Takes a step of two microbatches, as the executor does."""
     weights.begin()
-    for microbatch in range(2):
+    for _ in range(2):
         y = module(x)
-        ones, parameters = [torch.ones_like(y)], module.parameters()
-        weights.backward(0, microbatch, [y], ones, parameters=parameters)
-        weights.compute(0, microbatch)
-    weights.forget()
+        weights.compute(0, weights.backward(0, [y], [torch.ones_like(y)], parameters_of(module)))
 
 
-def weights_of(module: nn.Module) -> WeightGradients:
-    sync: Any = SimpleNamespace(claim=lambda _: None)  # nothing becomes final
-    return WeightGradients({0: module}, sync)
+def parameters_of(module: nn.Module) -> dict[int, nn.Parameter]:
+    return {id(parameter): parameter for parameter in module.parameters()}
+
+
+def weights_of_no_sync() -> WeightGradients:
+    sync: Any = None  # nothing becomes final
+    return WeightGradients(sync)
 
 
 @pytest.mark.parametrize("is_held", [False, True])
 def test_a_hook_on_a_node_counts_from_the_next_step_on(x: Tensor, *, is_held: bool) -> None:
     """It was not called in the first step after it was added: nodes were marked too early."""
     layer, seen = linear(), list[int]()
-    weights = weights_of(layer)
+    weights = weights_of_no_sync()
     preset_gradients(layer)
     step_of(weights, layer, x)
     node: Any = torch.autograd.graph.get_gradient_edge(layer.weight).node
@@ -453,7 +453,7 @@ def collections() -> Iterator[list[int]]:
 def test_a_walk_makes_python_look_for_no_garbage(x: Tensor) -> None:
     """Of 2000 layers it makes some 20000 objects, and keeps three for each."""
     layers = nn.Sequential(*(linear() for _ in range(2000)))
-    weights = weights_of(layers)
+    weights = weights_of_no_sync()
     preset_gradients(layers)
     step_of(weights, layers, x)
     with collections() as begun:
@@ -462,7 +462,7 @@ def test_a_walk_makes_python_look_for_no_garbage(x: Tensor) -> None:
     _held = [parameter.grad for parameter in layers.parameters()]  # Python's objects of them
     before = len(gc.get_objects())
     with collections() as found:
-        weights.backward(0, 0, [y], [torch.ones_like(y)], parameters=layers.parameters())
+        products = weights.backward(0, [y], [torch.ones_like(y)], parameters_of(layers))
     kept = len(gc.get_objects()) - before
     # At most once, when it is allowed again, and then through the youngest objects alone.
     assert begun in ([], [0])
@@ -470,7 +470,7 @@ def test_a_walk_makes_python_look_for_no_garbage(x: Tensor) -> None:
     del y
     gc.collect()
     assert len(gc.get_objects()) - before <= 3.1 * len(layers) < kept
-    weights.compute(0, 0)
+    weights.compute(0, products)
 
 
 @pytest.mark.parametrize("is_enabled", [False, True])
@@ -481,9 +481,9 @@ def test_garbage_is_looked_for_afterwards_as_before(x: Tensor, *, is_enabled: bo
     was_enabled = gc.isenabled()
     try:
         (gc.enable if is_enabled else gc.disable)()
-        weights, ones = weights_of(layer), [torch.ones_like(y)]
+        weights, ones = weights_of_no_sync(), [torch.ones_like(y)]
         with pytest.raises(Mistake):
-            weights.backward(0, 0, [y], ones, parameters=layer.parameters())
+            weights.backward(0, [y], ones, parameters_of(layer))
         assert gc.isenabled() == is_enabled
     finally:
         (gc.enable if was_enabled else gc.disable)()

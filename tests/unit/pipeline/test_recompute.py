@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from pipegrad.errors import StepError
 from pipegrad.pipeline import activation_checkpoint
-from pipegrad.pipeline.activation_checkpoint import Recompute
+from pipegrad.pipeline.activation_checkpoint import FirstForward, Recompute, compare
 
 CPU = torch.device("cpu")
 WIDTH = 4
@@ -108,14 +108,16 @@ def test_what_runs_again_is_what_ran_and_counts_once(name: str) -> None:
         expected = [plain(value) for value in values]
         drawn = torch.rand(())
         torch.manual_seed(7)
-        for at, value in enumerate(values):
-            first = recompute.first(at, [value], lambda value=value: (module(value),))  # type: ignore[misc]
-            assert torch.equal(first[0], expected[at])
+        firsts = list[FirstForward]()
+        for value, wanted in zip(values, expected, strict=True):
+            outputs, first = recompute.first([value], lambda value=value: (module(value),))  # type: ignore[misc]
+            assert torch.equal(outputs[0], wanted)
+            firsts.append(first)
         assert torch.equal(torch.rand(()), drawn)
         state = torch.get_rng_state()
-        for at, value in enumerate(values):
-            with recompute.again(at, [value]):
-                assert torch.equal(module(value), expected[at])
+        for value, wanted, first in zip(values, expected, firsts, strict=True):
+            with recompute.again(first, [value]):
+                assert torch.equal(module(value), wanted)
         assert torch.equal(torch.get_rng_state(), state)
     for (key, mine), theirs in zip(module.named_buffers(), plain.buffers(), strict=True):
         assert torch.equal(mine, theirs), key
@@ -128,18 +130,18 @@ def test_global_generators_are_put_back_for_the_second_forward_alone(
     module, x = Draws(draw), torch.ones(WIDTH, dtype=torch.float64)
     recompute = Recompute(module, CPU)
     draw()
-    first = [recompute.first(at, [x], lambda: (module(x),)) for at in range(2)]
-    assert not torch.equal(first[0][0], first[1][0])
+    firsts = [recompute.first([x], lambda: (module(x),)) for _ in range(2)]
+    assert not torch.equal(firsts[0][0][0], firsts[1][0][0])
     state = (
         torch.get_rng_state(),
         random.getstate(),
         np.random.get_state(legacy=False)["state"]["pos"],
     )
-    for at in range(2):
-        with recompute.again(at, [x]):
+    for outputs, first in firsts:
+        with recompute.again(first, [x]):
             again = (module(x),)
-            assert torch.equal(again[0], first[at][0])
-            recompute.compare(at, again, "stage 0")
+        assert torch.equal(again[0], outputs[0])
+        compare(first, again, "stage 0")
     assert torch.equal(torch.get_rng_state(), state[0])
     assert (random.getstate(), np.random.get_state(legacy=False)["state"]["pos"]) == state[1:]
 
@@ -148,57 +150,58 @@ def test_global_generators_are_put_back_for_the_second_forward_alone(
 def test_a_second_forward_that_returns_something_else_is_refused(draw: Callable[[], Any]) -> None:
     module, x = Draws(draw), torch.ones(WIDTH, dtype=torch.float64)
     recompute = Recompute(module, CPU)
-    recompute.first(3, [x], lambda: (x, module(x)))
+    _, first = recompute.first([x], lambda: (x, module(x)))
     words = r"^stage 1: a stage with recompute=True returned something else when .*torch\.Generator"
-    with pytest.raises(StepError, match=words), recompute.again(3, [x]):
-        recompute.compare(3, (x, module(x)), "stage 1")
+    with recompute.again(first, [x]):
+        again = x, module(x)
+    with pytest.raises(StepError, match=words):
+        compare(first, again, "stage 1")
 
 
 def test_one_bit_of_one_output_is_enough() -> None:
     recompute, x = Recompute(nn.Identity(), CPU), torch.randn(100, 100)
     other = x.clone()
     other[99, 99] = torch.nextafter(x[99, 99], torch.tensor(9.0))
-    recompute.first(0, [x], lambda: (x, x))
-    with pytest.raises(StepError, match="returned something else"), recompute.again(0, [x]):
-        recompute.compare(0, (x, other), "stage 0")
+    _, first = recompute.first([x], lambda: (x, x))
+    with pytest.raises(StepError, match="returned something else"):
+        compare(first, (x, other), "stage 0")
 
 
 def test_on_a_device_different_forwards_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     recompute, x = Recompute(nn.Identity(), CPU), torch.ones(2)
     monkeypatch.setattr(activation_checkpoint, "number_of", lambda outputs: outputs[0].sum())
     differ = list[Any]()
-    for at, again in enumerate((x, x + 1, x + 2)):
-        recompute.first(at, [x], lambda: (x,))
-        with recompute.again(at, [x]):
-            differ += [recompute.compare(at, (again,), "stage 0")]
+    _, first = recompute.first([x], lambda: (x,))
+    for again in (x, x + 1, x + 2):
+        differ += [compare(first, (again,), "stage 0")]
     assert [int(one) for one in differ] == [0, 1, 1]
 
 
 def test_what_a_stage_was_given_may_not_change() -> None:
     recompute, x, mask = Recompute(nn.Identity(), CPU), torch.ones(2), torch.ones(2) > 0
     for values in ([x, "name", mask], [x, {"name": 3, "masks": [mask]}]):
-        recompute.first(0, values, lambda: (x,))
+        _, first = recompute.first(values, lambda: (x,))
         mask.logical_not_()
-        with pytest.raises(StepError, match="changed in place"), recompute.again(0, values):
+        with pytest.raises(StepError, match="changed in place"), recompute.again(first, values):
             pass
 
 
 def test_a_buffer_that_only_later_forwards_change_is_refused() -> None:
     module = Sometimes()
     recompute, small, large = Recompute(module, CPU), torch.ones(2), torch.full((2,), 3.0)
-    recompute.first(0, [small], lambda: (module(small),))
+    recompute.first([small], lambda: (module(small),))
     with pytest.raises(StepError, match=r"changed the buffers \['most'\]"):
-        recompute.first(1, [large], lambda: (module(large),))
+        recompute.first([large], lambda: (module(large),))
 
 
 def test_buffers_come_back_if_a_forward_fails() -> None:
     module = nn.BatchNorm1d(WIDTH)
     recompute, x = Recompute(module, CPU), torch.randn(3, WIDTH)
-    recompute.first(0, [x], lambda: (module(x),))
+    _, first = recompute.first([x], lambda: (module(x),))
     mean, seen = module.running_mean, list[Tensor | None]()
 
     def fail() -> None:
-        with recompute.again(0, [x]):
+        with recompute.again(first, [x]):
             seen.append(module.running_mean)
             raise OSError("lost")
 

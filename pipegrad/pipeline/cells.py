@@ -1,0 +1,528 @@
+"""Cells: forwards, losses and backwards of the stages of one rank.
+
+[Note: life of a cell] A stage in one microbatch is a `Cell`. Its forward makes the cell, which
+keeps where the backward begins. Its backward takes the cell out of the table, so that nothing else
+holds the graph. In a split backward I puts a new cell there, of weights' products alone, and W
+takes that. An evaluation keeps a cell for the next chunk of time.
+
+[Note: handed on in a stage] A stage that carries something returns it for a chunk of time, and its
+forward of the next chunk reads leaves of the same memory. The backward of the next chunk runs first
+and leaves gradients in these leaves. The backward of the chunk itself begins with them, besides the
+gradients of its outputs. So each chunk has a graph of its own, as each microbatch has. With
+``recompute`` the leaves are made of what the first forward returned, and their gradients go into
+the graph of the second one. A loss over the whole batch reads leaves in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from numbers import Number as AnyNumber
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from pipegrad.comm.agreement import warn_once
+from pipegrad.errors import StepError
+from pipegrad.gradients.loose import LooseLeaves
+from pipegrad.gradients.sync import GradientSync
+from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.pipeline.activation_checkpoint import FirstForward, Recompute, compare
+from pipegrad.pipeline.batch import joined, joined_tree
+from pipegrad.pipeline.blind import warn_of_blind
+from pipegrad.pipeline.loss_message import LossTerms, loss_parts
+from pipegrad.pipeline.shares import Number, counted
+from pipegrad.pipeline.split_backward import WeightProduct
+from pipegrad.pipeline.stage import Stage
+from pipegrad.pipeline.trees import flattened, leaves_of, versions_of
+from pipegrad.pipeline.values import Key, Values, check_plain
+from pipegrad.pipeline.weight_gradients import WeightGradients
+from pipegrad.pipeline.wiring import Loss
+from pipegrad.schedules.program.program import Program
+from pipegrad.schedules.schedule import Kind
+
+Method = Callable[..., object]  # takes a stage, link or channel, and nearly always a microbatch
+
+
+class Autocast:
+    """The caller's autocast: a step runs its forwards and losses there, and nothing else.
+
+    In one process autocast belongs to the forward, and a backward runs in the dtypes of its
+    forward. A step has both, and sums and codecs of gradients besides, so it leaves the caller's
+    autocast and enters it again for each forward.
+
+    Args:
+        device: Of the stages.
+
+    Attributes:
+        forward: Enters it again, for a forward or a loss.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._kind = device.type
+        self.forward: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Leaves the caller's autocast until the end of a step."""
+        self.forward = nullcontext
+        if not torch.is_autocast_enabled(self._kind):
+            yield
+            return
+        dtype, caches = torch.get_autocast_dtype(self._kind), torch.is_autocast_cache_enabled()
+        self.forward = partial(torch.autocast, self._kind, dtype, cache_enabled=caches)
+        # Autocast may enclose the caller's whole loop. Then it still has casts of the parameters
+        # before the optimizer's step, or casts without a graph, of an evaluation.
+        torch.clear_autocast_cache()
+        with torch.autocast(self._kind, enabled=False):
+            yield
+
+
+@dataclass(slots=True, eq=False)
+class Cell:
+    """A stage in one microbatch; see [Note: life of a cell].
+
+    Attributes:
+        outputs: The outputs that other stages read.
+        losses: Losses, and how much each counts.
+        handed_on: Tensors for the next chunk, or for the loss over the batch; with their graph.
+        leaves: Those as leaves, which get the gradients.
+        carried: What the next chunk takes: values made of these leaves.
+        first: What the second forward needs, if the stage recomputes.
+        products: The weights' gradients that I has left to W.
+    """
+
+    outputs: Sequence[Tensor] = ()
+    losses: Sequence[tuple[Tensor, Number]] = ()
+    handed_on: Sequence[Tensor] = ()
+    leaves: Sequence[Tensor] = ()
+    carried: Sequence[object] = ()
+    first: FirstForward | None = None
+    products: list[WeightProduct] = field(default_factory=list)
+
+
+class Compute:
+    """Runs the actions of one rank: F, B, I and W of its stages, and the loss.
+
+    Args:
+        program: What all ranks do.
+        stages: The stages of this rank.
+        values: Where actions take their inputs from, and put their outputs.
+        sync: The gradient layer; None in a forward-only program.
+        weights: Computes the weights' gradients that I leaves to W.
+        sharded: The stages whose parameters FSDP2 swaps.
+        loose: Finds leaves that no stage holds.
+        autocast: That of the caller, for forwards and losses.
+        loss_fn: Takes the last stage's outputs and a microbatch's target.
+        is_over_batch: Whether it takes those of all microbatches: see [Note: loss over a batch].
+        unseen: Stages whose chunks of time were not compared with a whole sequence, and a key.
+
+    Attributes:
+        outputs: The last stage's outputs, by microbatch, if the step keeps them.
+        num_different: How many second forwards of the step differ from the first, of those on a
+            device that the host does not wait for.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        stages: Mapping[int, Stage],
+        values: Values,
+        *,
+        sync: GradientSync | None,
+        weights: WeightGradients,
+        sharded: ShardedStages,
+        loose: LooseLeaves,
+        autocast: Autocast,
+        loss_fn: Loss | None,
+        is_over_batch: bool,
+        unseen: dict[int, str],
+    ) -> None:
+        self._num_microbatches = program.schedule.num_microbatches
+        self._is_over_batch = is_over_batch
+        self._chunks, self._unseen = program.schedule.chunks, unseen
+        self._stages = stages
+        self._values = values
+        self._sync = sync
+        self._loss_fn = loss_fn
+        self._last = len(program.schedule.stage_to_rank) - 1
+        self._weights = weights
+        self._splits = sync is not None and program.schedule.splits_backward
+        self._sharded = sharded
+        self._loose = loose
+        self._autocast = autocast
+        self._is_trained = sync is not None and any(
+            record.requires_grad for record in sync.manifest.parameters
+        )
+        self._recomputes = {
+            index: Recompute(stage.module, sync.device)
+            for index, stage in stages.items()
+            if stage.recompute and sync is not None
+        }
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._cells = dict[Key, Cell]()  # by stage and microbatch
+        self._targets: Sequence[object] | None = None
+        self._leaves = dict[int, Sequence[Tensor]]()  # by microbatch, until the loss over all
+        self._batch_loss: Tensor | None = None  # until the first backward
+        self.num_different: int | Tensor = 0
+        self._parameters = dict[int, dict[int, nn.Parameter]]()  # of stages that had a backward
+        self._ran_forward = set[int]()  # stages
+        self.outputs = dict[int, tuple[Tensor, ...]]()
+
+    def begin(
+        self, targets: Sequence[object] | None, terms: LossTerms, *, keeps_outputs: bool
+    ) -> None:
+        """Takes what belongs to a step.
+
+        Args:
+            targets: For each microbatch, on the rank of the last stage.
+            terms: Collects losses.
+            keeps_outputs: Whether to keep what the last stage makes.
+        """
+        self._targets = targets
+        self._terms = terms
+        self._keeps_outputs = keeps_outputs
+        if self._sync is not None and self._sync.scaler is not None:
+            # On all ranks, whichever of them have the losses.
+            self._sync.scaler.is_scaled = True
+        if self._splits:
+            self._weights.begin()
+
+    def method_of(self, kind: Kind) -> Method:
+        """Returns what computes an action."""
+        methods: dict[Kind, Method] = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": partial(self._backward, splits=True),
+            "W": self._compute_weights,
+        }
+        return methods[kind]
+
+    # Forward.
+
+    def _forward(self, stage: int, microbatch: int) -> None:
+        with self._autocast.forward():
+            self._cells[stage, microbatch] = self._first_forward(stage, microbatch)
+        if self._sync is None:  # no backward will let go of what the stage took
+            self._values.release(stage, microbatch)
+            self._cells.pop((stage, microbatch - 1), None)
+
+    def _first_forward(self, stage: int, microbatch: int) -> Cell:
+        cell, inputs = Cell(), self._inputs_of(stage, microbatch)
+        # A module that changes its input in place does so in every microbatch. So the first one of
+        # a step is enough, and the others do not walk through what they were given.
+        is_first = stage not in self._ran_forward
+        shared = self._values.shared_inputs(stage, inputs) if is_first else []
+        versions = versions_of(shared)
+        if self._chunks > 1 and microbatch == 0 and stage in self._unseen:
+            warn_of_blind(self._stages[stage], inputs, self._unseen.pop(stage))
+        forward = partial(self._stages[stage].forward, inputs)
+        if stage in self._recomputes:
+            returned, cell.first = self._recomputes[stage].first(inputs, forward)
+        else:
+            returned = forward()
+        outputs = self._outputs_of(stage, microbatch, cell, returned)
+        if stage != self._last or self._keeps_outputs or self._is_over_batch:
+            outputs = self._values.checked(stage, outputs)
+        if versions_of(shared) != versions:
+            raise StepError(
+                f"stage {stage}, microbatch {microbatch}: the stage has changed in place what "
+                f"it was given, and other stages or microbatches read that too, but not the "
+                f"change: let it work on a copy"
+            )
+        self._ran_forward.add(stage)
+        if stage != self._last:
+            self._values.produce(stage, microbatch, outputs)
+        else:
+            self._end(microbatch, cell, outputs)
+        if cell.first is None:
+            self._set_roots(stage, microbatch, cell, outputs)
+        if self._sync is None or cell.first is not None:
+            # There is no backward, or its graph is made right before it.
+            cell.outputs = cell.losses = cell.handed_on = ()
+        return cell
+
+    def _inputs_of(self, stage: int, microbatch: int) -> list[object]:
+        """Returns the inputs of a stage, in order, and what it carries."""
+        number = len(self._stages[stage].carry)
+        before = self._before(stage, microbatch)
+        carried = [None] * number if before is None else before.carried
+        return [*self._values.inputs_of(stage, microbatch), *carried]
+
+    def _before(self, stage: int, microbatch: int) -> Cell | None:
+        """Returns the cell of the chunk of time before this one, if the stage carries something."""
+        if not self._stages[stage].carry or microbatch % self._chunks == 0:
+            return None
+        return self._cells[stage, microbatch - 1]
+
+    def _outputs_of(
+        self,
+        stage: int,
+        microbatch: int,
+        cell: Cell,
+        returned: tuple[Any, ...],
+        *,
+        is_second: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Puts losses and carried values of a forward into its cell; returns the outputs."""
+        names = self._stages[stage].losses
+        num_outputs = len(self._stages[stage].outputs)
+        end = num_outputs + len(names)
+        losses: tuple[Tensor, ...] = returned[num_outputs:end]
+        for name, loss in zip(names, losses, strict=True):
+            what = f"stage {stage}, microbatch {microbatch}: the stage returned {name!r}"
+            check_plain(loss, what)
+            if loss.numel() != 1:
+                raise StepError(
+                    f"{what} of shape {tuple(loss.shape)}, expected one element, since it is among "
+                    f"its losses"
+                )
+            if not is_second:  # it would be counted twice
+                self._terms.add_auxiliary(name, loss, microbatch)
+        cell.losses = [(loss, self._terms.share_of_rows(microbatch)) for loss in losses]
+        if (microbatch + 1) % self._chunks:  # nobody takes what the last chunk returns
+            self._carry(stage, cell, returned[end:], is_second=is_second)
+        return returned[:num_outputs]
+
+    def _carry(
+        self, stage: int, cell: Cell, values: tuple[object, ...], *, is_second: bool
+    ) -> None:
+        """Keeps values of a forward for the next chunk; see [Note: handed on in a stage]."""
+        trees = [flattened(value) for value in values]
+        every = [leaf for leaves, _ in trees for _, leaf in leaves]
+        _refuse_hidden(stage, every)
+        cell.handed_on = list(filter(_has_gradient, every))
+        if not is_second:
+            cell.leaves = [root.detach().requires_grad_() for root in cell.handed_on]
+            made = iter(cell.leaves)
+            cell.carried = [
+                rebuilt([next(made) if _has_gradient(x) else x for _, x in leaves])
+                for leaves, rebuilt in trees
+            ]
+
+    def _second_forward(self, stage: int, microbatch: int, cell: Cell, first: FirstForward) -> None:
+        """Makes the graph of a stage that recomputes."""
+        inputs = self._inputs_of(stage, microbatch)
+        # The second forward draws the same random numbers and reads the same buffers: otherwise the
+        # gradient would not be that of the loss.
+        with self._recomputes[stage].again(first, inputs):
+            returned = self._stages[stage].forward(inputs)
+        self._values.refuse_written(stage)
+        differs = compare(first, returned, f"stage {stage}, microbatch {microbatch}")
+        self.num_different = self.num_different + differs
+        outputs = self._outputs_of(stage, microbatch, cell, returned, is_second=True)
+        self._set_roots(stage, microbatch, cell, outputs)
+
+    # Outputs and losses of the last stage.
+
+    def _end(self, microbatch: int, cell: Cell, outputs: tuple[Tensor, ...]) -> None:
+        """Keeps outputs of the last stage, for the caller or for a loss over the batch."""
+        if self._keeps_outputs:
+            self.outputs[microbatch] = tuple(
+                self._values.handed_on(self._last, output) for output in outputs
+            )
+        if self._is_over_batch and self._targets is not None:
+            self._gather(microbatch, cell, outputs, self._targets)
+
+    def _set_roots(
+        self, stage: int, microbatch: int, cell: Cell, outputs: tuple[Tensor, ...]
+    ) -> None:
+        """Keeps where a backward begins: in outputs, or in the loss of the last stage."""
+        if stage != self._last:
+            cell.outputs = outputs
+        elif self._is_over_batch:
+            cell.handed_on = outputs
+        elif self._targets is not None:
+            # A loss may do more than return, such as add to gradients. So it runs once, after the
+            # second forward if there is one.
+            share = self._terms.share(microbatch)
+            loss = self._loss_of(outputs, self._targets[microbatch], [microbatch], share)
+            cell.losses = [(loss, share), *cell.losses]
+
+    def _gather(
+        self,
+        microbatch: int,
+        cell: Cell,
+        outputs: tuple[Tensor, ...],
+        targets: Sequence[object],
+    ) -> None:
+        """Takes the outputs of a microbatch; computes the loss of all when the last one is there.
+
+        [Note: loss over a batch] It reads leaves, one for each output. The first backward of the
+        last stage goes back from the loss to all leaves, and that of a microbatch begins with their
+        gradients. So nothing but outputs must live until the last forward, if the stage recomputes.
+        """
+        has_gradient = self._sync is not None
+        cell.leaves = [
+            x.detach().requires_grad_(has_gradient and (x.is_floating_point() or x.is_complex()))
+            for x in outputs
+        ]
+        self._leaves[microbatch] = cell.leaves
+        if len(self._leaves) == self._num_microbatches:
+            together = joined([tuple(leaves) for _, leaves in sorted(self._leaves.items())])
+            self._leaves.clear()
+            self._batch_loss = self._loss_of(
+                together, joined_tree(targets), range(self._num_microbatches)
+            )
+
+    def _loss_of(
+        self,
+        outputs: Sequence[object],
+        target: object,
+        microbatches: Sequence[int],
+        share: Number = 1.0,
+    ) -> Tensor:
+        """Computes and counts the loss of some microbatches."""
+        assert self._loss_fn is not None
+        returned = self._loss_fn(*outputs, target)
+        parts = loss_parts(returned, is_weighted=self._terms.is_weighted)
+        if len(microbatches) > 1 and not self._terms.is_weighted:
+            # Losses are divided by the number of microbatches, and this one belongs to all.
+            parts = parts[0] * len(microbatches), *parts[1:]
+        loss = parts[0]
+        check_plain(loss, "loss_fn returned its loss")
+        if self._sync is not None and loss.requires_grad:
+            # What the first and the last microbatch share, all of them have.
+            if microbatches[0] == 0 or microbatches[-1] == self._num_microbatches - 1:
+                given = leaves_of({str(i): x for i, x in enumerate((*outputs, target))})
+                self._loose.look(self._last, microbatches, [loss], given.values())
+        elif self._is_trained:
+            raise StepError(
+                "the loss does not depend on anything that requires a gradient: loss_fn detaches "
+                "it, or step() runs under no_grad"
+            )
+        elif self._sync is not None:
+            warn_once(
+                "a training step, and no parameter requires a gradient, so it trains nothing. "
+                "PeftModel.from_pretrained() freezes the adapter that it reads: give it "
+                "is_trainable=True",
+                f"frozen {self._sync.name}",
+            )
+        self._terms.add(parts, share)
+        return loss
+
+    # Backward.
+
+    def _backward(self, stage: int, microbatch: int, *, splits: bool = False) -> None:
+        roots, gradients, leaves = self._begin_backward(stage, microbatch)
+        if splits:
+            products = self._weights.backward(stage, roots, gradients, self._parameters[stage])
+            self._cells[stage, microbatch] = Cell(products=products)
+        elif roots:
+            torch.autograd.backward(roots, gradients)
+        elif stage in self._sharded.stages:
+            # No gradient came back. FSDP2 then reduces here what earlier backwards of the stage
+            # have accumulated, which it would have done in this one.
+            self._sharded.without_backward(stage)
+        # Right behind the backward: new gradients that share memory must be apart before the next
+        # backward adds to one of them. See [Note: shared memory] in `values`.
+        self._values.take_gradients(stage, microbatch, leaves)
+
+    def _begin_backward(
+        self, stage: int, microbatch: int
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Returns the roots of a backward, their gradients, and the leaves that it ends at."""
+        cell = self._cells.pop((stage, microbatch))
+        if stage not in self._parameters:
+            # Looked up in each step: between two steps the user may replace parameters.
+            parameters = self._stages[stage].module.parameters()
+            self._parameters[stage] = {id(p): p for p in parameters}
+            self._values.begin_backward(stage, self._parameters[stage].values())
+        if cell.first is not None:
+            with self._autocast.forward():
+                self._second_forward(stage, microbatch, cell, cell.first)
+        if stage == self._last and self._batch_loss is not None:
+            loss, self._batch_loss = self._batch_loss, None
+            torch.autograd.backward(loss, self._loss_gradient(loss, 1.0))
+        roots, gradients = self._values.gradients_of(stage, microbatch, cell.outputs)
+        for loss, share in cell.losses:
+            if loss.requires_grad:
+                roots.append(loss)
+                gradients.append(self._loss_gradient(loss, share))
+        for root, leaf in zip(cell.handed_on, cell.leaves, strict=True):
+            if root.requires_grad and leaf.grad is not None:
+                roots.append(root)
+                gradients.append(leaf.grad)
+        leaves = self._values.leaves_of(stage, microbatch)
+        if (before := self._before(stage, microbatch)) is not None:
+            leaves += before.leaves
+        if self._loose.is_looking:
+            self._loose.look(stage, [microbatch], roots, leaves)
+        return roots, gradients, leaves
+
+    def _loss_gradient(self, loss: Tensor, share: Number) -> Tensor:
+        """Returns the gradient that backward begins with: the share, times the GradScaler's scale.
+
+        Raises:
+            StepError: If the loss's dtype has no such number.
+        """
+        # Complete gradients are divided, once. So what an autograd function or a hook of the user's
+        # adds to a gradient is divided as all the rest is.
+        scaler = None if self._sync is None else self._sync.scaler
+        if scaler is None:
+            return counted(torch.ones_like(loss), share).to(loss.dtype)
+        # The scale is divided before backward: float16 must not overflow earlier than in one
+        # process.
+        exact = 1.0 / self._terms.divisor
+        info = torch.finfo(loss.dtype)
+        if not info.smallest_normal <= exact <= info.max:
+            raise StepError(
+                f"the loss is {loss.dtype}, and its gradient, 1 / {self._terms.divisor:g} for the "
+                f"number of microbatches or loss_divisor, is none of its numbers: return "
+                f"loss.float(), and compute it of float32"
+            )
+        scale = scaler.begin_backward()
+        if scale is None:
+            if any(stage.losses for stage in self._stages.values()):
+                raise StepError(
+                    "loss_fn has called scaler.scale(), which does not scale the losses that a "
+                    "stage beside it makes: return the loss itself, and the Scheduler scales all "
+                    "of them"
+                )
+            return counted(torch.full_like(loss, exact), share).to(loss.dtype)
+        # The scale stays on its device, so the host waits for nothing.
+        scaled = scale.to(torch.promote_types(loss.dtype, scale.dtype)) / self._terms.divisor
+        return counted(scaled, share).to(loss.device, loss.dtype).reshape(loss.shape)
+
+    # Weights, in a split backward.
+
+    def _compute_weights(self, stage: int, microbatch: int) -> None:
+        self._weights.compute(stage, self._cells.pop((stage, microbatch)).products)
+
+    def compute_shared(self, stage: int) -> None:
+        """Computes the waiting products of parameters that other ranks hold too.
+
+        It does so for all microbatches: other ranks wait for these gradients, so they come before
+        the rest of the weights.
+        """
+        waiting = [cell.products for (at, _), cell in self._cells.items() if at == stage]
+        self._weights.compute_shared(stage, waiting)
+
+
+def _refuse_hidden(stage: int, leaves: Sequence[object]) -> None:
+    """Refuses an object that holds tensors with a gradient: they would keep the graph."""
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor | AnyNumber | str | None) and _hides(leaf):
+            raise StepError(
+                f"stage {stage} carries a {type(leaf).__name__}, which holds tensors with a "
+                f"gradient: carry these in dicts, lists or tuples, or make its class known by "
+                f"torch.utils._pytree.register_pytree_node"
+            )
+
+
+def _hides(value: object, depth: int = 4) -> bool:
+    """Returns whether an object holds a tensor with a gradient, in itself or in its parts."""
+    if _has_gradient(value):
+        return True
+    parts = getattr(value, "__dict__", {}).values() if depth else ()
+    return any(_hides(x, depth - 1) for part in parts for _, x in flattened(part)[0])
+
+
+def _has_gradient(leaf: object) -> TypeGuard[Tensor]:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
