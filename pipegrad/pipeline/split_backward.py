@@ -20,9 +20,8 @@ autograd's graph, so modules may do with their weights what they like.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from itertools import compress
 from operator import attrgetter
 from typing import Any, NamedTuple
 
@@ -40,7 +39,8 @@ PACKED = "saved-tensor hooks (checkpointing, offloading)"
 # Whether a backward can begin at an autograd function.
 _BEGINS_AT_FUNCTIONS = TorchVersion(torch.__version__) >= "2.13"
 # A lookup makes a value, not a weight. The others can run only as part of a whole backward.
-_NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", "CheckpointFunction")
+_REENTRANT = "CheckpointFunction"
+_NOT_IN_CHAINS = ("Embedding", "Index", "Gather", "CompiledFunction", _REENTRANT)
 
 
 @dataclass(frozen=True)
@@ -72,24 +72,26 @@ def backward_inputs(
 
     Sync: as `torch.autograd.backward`.
     """
-    graph = _explore(roots, parameters, marked)
-    if not graph.products:
+    leaves, waiting, early = _explore(roots, parameters, marked)
+    now = [node.variable for node in leaves]
+    # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses waits,
+    # since its hooks must see one sum.
+    ids = set(map(id, now))
+    waiting = [each for each in waiting if id(each[1].parameter) not in ids]
+    if not waiting:
         torch.autograd.backward(roots, gradients)
-        return Waiting([], tuple(graph.early))
+        return Waiting([], early)
     arrived = list[WeightProduct]()
     # A node computes the gradient of an argument only if that leads to a needed node. The leaves of
     # waiting weights are not needed, so their products are not computed. The nodes of products are
     # needed themselves: some of them may lead to nothing else.
-    bare = [leaf for node in graph.leaves if (leaf := node.variable).grad is None]
-    for node, product in zip(graph.nodes, graph.products, strict=True):
-        if product.rule.is_told:
+    bare = [leaf for leaf in now if leaf.grad is None]
+    for node, _ in waiting:
+        if issubclass(type(node), BackwardCFunction):  # it cannot see which gradients are needed
             node.weight_waits = True
-    hooks = [
-        node.register_prehook(partial(_arrive, product, arrived))
-        for node, product in zip(graph.nodes, graph.products, strict=True)
-    ]
+    hooks = [node.register_prehook(partial(_arrive, product, arrived)) for node, product in waiting]
     try:
-        edges = [GradientEdge(node, 0) for node in (*graph.leaves, *graph.nodes)]
+        edges = [GradientEdge(node, 0) for node in (*leaves, *(node for node, _ in waiting))]
         torch.autograd.backward(roots, gradients, inputs=edges)
     finally:
         for hook in hooks:
@@ -100,10 +102,11 @@ def backward_inputs(
         for leaf in bare
         if leaf.grad is not None and leaf.grad.layout == torch.strided
     }
-    if taken:
-        for product in arrived:
-            product.keep_apart(taken)
-    return Waiting(arrived, tuple(graph.early))
+    for product in arrived if taken else ():
+        gradient = product.gradient
+        if gradient is not None and gradient.untyped_storage().data_ptr() in taken:
+            product.keep(gradient.clone())
+    return Waiting(arrived, early)
 
 
 def _arrive(
@@ -115,107 +118,81 @@ def _arrive(
         arrived.append(product)
 
 
-@dataclass
-class _Graph:
-    """What a backward runs at once, and what waits, read from autograd's graph.
-
-    Attributes:
-        leaves: Leaves that get their gradients at once.
-        nodes: The nodes of the forward's products, one for each product that waits.
-        ends: The leaf of the weight of each.
-        products: The products that wait.
-        early: As in `Waiting`.
-    """
-
-    leaves: dict[Any, None] = field(default_factory=dict)
-    nodes: list[Any] = field(default_factory=list)
-    ends: list[Any] = field(default_factory=list)
-    products: list[WeightProduct] = field(default_factory=list)
-    early: dict[str, None] = field(default_factory=dict)
-
-    def split(
-        self,
-        node: Any,  # noqa: ANN401 - its attributes are made in C++
-        name: str,
-        parameters: Collection[int],
-        marked: Collection[int],
-    ) -> Sequence[tuple[Node | None, int]]:
-        """Takes the products of a node that may wait; returns the edges of everything else."""
-        edges: Sequence[tuple[Any, int]] = node.next_functions
-        successors = edges
-        for known in PRODUCTS[name]:
-            edge = edges[known.argument]
-            chain = _chain(edge[0], parameters)
-            if not chain:
-                continue
-            if known.raw_operand(node).unpack_hook is not None:
-                self.early[PACKED] = None  # a rule may read what was saved, and would unpack it
-            elif (rule := known.rule(node, chain)) is None:
-                continue
-            elif not _BEGINS_AT_FUNCTIONS and issubclass(type(edge[0]), BackwardCFunction):
-                self.early["an autograd function of a weight, before torch 2.13"] = None
-            else:
-                leaf, operand = chain[-1], known.operand(node).detach()
-                parameter = leaf.variable
-                direct = id(parameter) in marked and is_direct(chain)
-                self.nodes.append(node)
-                self.ends.append(leaf)
-                self.products.append(
-                    WeightProduct(parameter, None if direct else edge, operand, rule)
-                )
-                successors = [other for other in successors if other is not edge]
-        return successors
-
-    def without_early(self) -> _Graph:
-        """Returns this graph without products that must not wait."""
-        if any(map(_is_reentrant, self.early)):
-            return _Graph(early=self.early)
-        # A leaf that autograd reaches by another way gets a gradient now. Then none of its uses
-        # waits, since its hooks must see one sum.
-        if not self.leaves.keys().isdisjoint(self.ends):
-            waits = [end not in self.leaves for end in self.ends]
-            self.nodes = list(compress(self.nodes, waits))
-            self.products = list(compress(self.products, waits))
-        return self
-
-
 def _explore(
     roots: Sequence[Tensor], parameters: Collection[int], marked: Collection[int]
-) -> _Graph:
-    """Returns what must run now, and what can wait."""
+) -> tuple[list[Any], list[tuple[Any, WeightProduct]], tuple[str, ...]]:
+    """Reads from autograd's graph what a backward runs at once, and what can wait.
+
+    Returns:
+        The nodes of leaves that get their gradients at once; each product that can wait, behind the
+        node of the forward's product; and `Waiting.early`.
+    """
     # This loop sees every node of every microbatch, and Python's time there counts.
-    graph = _Graph()
+    leaves, waiting = list[Any](), list[tuple[Any, WeightProduct]]()
+    early = dict[str, None]()
     stack = list(dict.fromkeys(get_gradient_edge(root).node for root in roots))
     seen = set(stack)
     while stack:
         node = stack.pop()
         name = type(node).__name__
         if name == LEAF:
-            graph.leaves[node] = None
+            leaves.append(node)
             continue
+        successors: Sequence[tuple[Any, int]] = node.next_functions
         if name in PRODUCTS:
-            successors = graph.split(node, name, parameters, marked)
-        else:
-            successors = node.next_functions
-            if issubclass(type(node), BackwardCFunction) and _takes_parameters(node, parameters):
-                graph.early[name] = None
+            products, successors = _split(node, PRODUCTS[name], parameters, marked, early)
+            waiting += products
+        elif issubclass(type(node), BackwardCFunction):
+            # A reentrant checkpoint is part of whole backwards alone. Others may take parameters.
+            is_reentrant = _REENTRANT in name
+            if is_reentrant or any(_chain(other, parameters) for other, _ in successors):
+                early[name] = None
         for successor, _ in successors:
             if successor is not None and successor not in seen:
                 seen.add(successor)
                 stack.append(successor)
-    return graph.without_early()
+    if any(_REENTRANT in name for name in early):
+        waiting.clear()
+    return leaves, waiting, tuple(early)
 
 
-def _takes_parameters(node: Node, parameters: Collection[int]) -> bool:
-    """Whether the node of an autograd function takes parameters, or may."""
-    return _is_reentrant(type(node).__name__) or any(
-        _chain(successor, parameters) for successor, _ in node.next_functions
-    )
-
-
-def _is_reentrant(name: str) -> bool:
-    """Whether a node is of a reentrant checkpoint, which is part of whole backwards alone."""
-    return "CheckpointFunction" in name
+def _split(
+    node: Any,  # noqa: ANN401 - its attributes are made in C++
+    rules: Sequence[Rule],
+    parameters: Collection[int],
+    marked: Collection[int],
+    early: dict[str, None],
+) -> tuple[list[tuple[Any, WeightProduct]], Sequence[tuple[Any, int]]]:
+    """Returns the products of a node that may wait, and the edges of everything else."""
+    edges: Sequence[tuple[Any, int]] = node.next_functions
+    products, successors = list[tuple[Any, WeightProduct]](), edges
+    for rule in rules:
+        edge = edges[rule.argument]
+        chain = _chain(edge[0], parameters)
+        if not chain:
+            continue
+        if rule.raw_operand(node).unpack_hook is not None:
+            early[PACKED] = None  # a rule may read what was saved, and would unpack it
+        elif (factors := rule.factors(node, chain)) is None:
+            continue
+        elif not _BEGINS_AT_FUNCTIONS and issubclass(type(edge[0]), BackwardCFunction):
+            early["an autograd function of a weight, before torch 2.13"] = None
+        else:
+            parameter, operand = chain[-1].variable, rule.operand(node).detach()
+            is_transposed = type(chain[0]).__name__ == TRANSPOSED
+            is_direct = id(parameter) in marked and len(chain) == 1 + is_transposed
+            is_direct = is_direct and _MARK not in chain[-1].metadata
+            product = WeightProduct(
+                parameter,
+                None if is_direct else edge,
+                operand,
+                operand._version,
+                factors,
+                is_transposed,
+            )
+            products.append((node, product))
+            successors = [other for other in successors if other is not edge]
+    return products, successors
 
 
 def _chain(node: Any, parameters: Collection[int]) -> tuple[Any, ...]:  # noqa: ANN401 - a node
@@ -239,8 +216,12 @@ def _chain(node: Any, parameters: Collection[int]) -> tuple[Any, ...]:  # noqa: 
 
 LEAF, TRANSPOSED = "AccumulateGrad", "TBackward0"
 Factors = tuple[Tensor, ...]  # one, or two to be multiplied
+# Returns the factors of a weight's gradient. Takes the factor that is no weight, the gradient of
+# the product, and whether the result is transposed, as linear layers hold their weights.
+FactorsOf = Callable[[Tensor, Tensor, bool], Factors]
 
 
+@dataclass(slots=True, eq=False)
 class WeightProduct:
     """A use of a weight, whose gradient waits.
 
@@ -252,43 +233,24 @@ class WeightProduct:
         edge: The edge of autograd's graph by which the weight's gradient goes to the parameter.
             None if that way has at most a transposition, and no hooks: see [Note: direct].
         operand: The factor that the weight was multiplied with.
-        rule: How to compute the gradient of the weight.
+        factors_of: Returns the factors of the weight's gradient.
+        is_transposed: Whether the way to the parameter begins with a transposition.
         gradient: The gradient of the forward's product; None until autograd has computed it.
     """
 
-    __slots__ = (
-        "_gradient_version",
-        "_operand_version",
-        "edge",
-        "gradient",
-        "operand",
-        "parameter",
-        "rule",
-    )
-
-    def __init__(
-        self,
-        parameter: nn.Parameter,
-        edge: tuple[Node, int] | None,
-        operand: Tensor,
-        rule: Rule,
-    ) -> None:
-        self.parameter = parameter
-        self.edge = edge
-        self.operand = operand
-        self.rule = rule
-        self.gradient: Tensor | None = None
-        self._operand_version = operand._version
+    parameter: nn.Parameter
+    edge: tuple[Node, int] | None
+    operand: Tensor
+    operand_version: int
+    factors_of: FactorsOf
+    is_transposed: bool
+    gradient: Tensor | None = None
+    gradient_version: int = 0
 
     def keep(self, gradient: Tensor) -> None:
         """Takes the gradient, to multiply it later."""
         self.gradient = gradient
-        self._gradient_version = gradient._version
-
-    def keep_apart(self, taken: Collection[int]) -> None:
-        """Copies the gradient if it lies at one of these addresses, which will be overwritten."""
-        if self.gradient is not None and self.gradient.untyped_storage().data_ptr() in taken:
-            self.keep(self.gradient.clone())
+        self.gradient_version = gradient._version
 
     def factors(self) -> Factors:
         """Returns the factors of the weight's gradient.
@@ -298,13 +260,13 @@ class WeightProduct:
         """
         operand, gradient = self.operand, self.gradient
         assert gradient is not None
-        if operand._version != self._operand_version or gradient._version != self._gradient_version:
+        if operand._version != self.operand_version or gradient._version != self.gradient_version:
             raise StepError(
                 f"what a weight of shape {tuple(self.parameter.shape)} was multiplied with, of "
                 f"shape {tuple(operand.shape)}, or the gradient of what that made, was "
                 f"changed in place before the weight's gradient was computed"
             )
-        return self.rule.factors(operand, gradient)
+        return self.factors_of(operand, gradient, self.is_transposed)
 
     def gradient_at_edge(self) -> tuple[GradientEdge, Tensor]:
         """Returns where autograd takes the product, and the product."""
@@ -312,7 +274,7 @@ class WeightProduct:
         product = factors[0] if len(factors) == 1 else factors[0] @ factors[1]
         if self.edge is None:
             return get_gradient_edge(self.parameter), product
-        return GradientEdge(*self.edge), product.mT if self.rule.is_transposed else product
+        return GradientEdge(*self.edge), product.mT if self.is_transposed else product
 
 
 def by_parameter(products: Iterable[WeightProduct]) -> dict[int, list[WeightProduct]]:
@@ -405,78 +367,45 @@ def mark(parameters: Iterable[Tensor]) -> None:
             node.metadata[_MARK] = True
 
 
-def is_direct(chain: Sequence[Any]) -> bool:
-    """Whether there is at most a transposition between a weight and its parameter, and no mark."""
-    return (
-        len(chain) == 1 or (len(chain) == 2 and kind_of(chain[0]) == TRANSPOSED)
-    ) and _MARK not in chain[-1].metadata
-
-
 # Kinds of products.
 
 
 class Rule(NamedTuple):
-    """How to compute the gradient of a weight.
-
-    Attributes:
-        factors: Takes operand and gradient, returns the factors of the weight's gradient.
-        is_transposed: Whether their product is its transpose, as linear layers hold their weights.
-        is_told: Whether the node must be told that its weight waits, as an autograd function in
-            Python does not know which gradients are needed.
-    """
-
-    factors: Callable[[Tensor, Tensor], Factors]
-    is_transposed: bool = False
-    is_told: bool = False
-
-
-class Known(NamedTuple):
     """An argument of a kind of product that may be a weight that waits.
 
     Attributes:
         argument: Which one it is.
-        operand: Takes the product's node, returns the factor that is no weight.
+        operand: Returns the factor that is no weight, from the product's node.
         raw_operand: Returns how that was saved.
-        rule: Takes the node, and the nodes from the weight to its parameter. Returns how to compute
-            the gradient of the weight; None if this product cannot wait.
+        factors: Returns how to compute the gradient of the weight, from the node and the nodes
+            between the weight and its parameter; None if this product cannot wait.
     """
 
     argument: int
     operand: Callable[[Any], Tensor]
     raw_operand: Callable[[Any], Any]
-    rule: Callable[[Any, Sequence[Node]], Rule | None]
+    factors: Callable[[Any, Sequence[Node]], FactorsOf | None]
 
 
-def _on_the_right(_: Any, chain: Sequence[Node]) -> Rule:  # noqa: ANN401
-    return _RIGHT_TRANSPOSED if type(chain[0]).__name__ == TRANSPOSED else _RIGHT
+def _left(operand: Tensor, gradient: Tensor, is_transposed: bool) -> Factors:
+    """Returns the factors of the gradient of a weight on the left."""
+    return (operand.conj(), gradient.mT) if is_transposed else (gradient, operand.mH)
 
 
-def _on_the_left(_: Any, chain: Sequence[Node]) -> Rule:  # noqa: ANN401
-    return _LEFT_TRANSPOSED if type(chain[0]).__name__ == TRANSPOSED else _LEFT
+def _right(operand: Tensor, gradient: Tensor, is_transposed: bool) -> Factors:
+    """Returns the factors of the gradient of a weight on the right."""
+    return (gradient.mT, operand.conj()) if is_transposed else (operand.mH, gradient)
 
 
-def _if_plain(rule: Callable[[Any, Sequence[Node]], Rule]) -> Callable[[Any, Sequence[Node]], Any]:
-    """Returns `rule`, for products that are added to something and not multiplied by a number."""
-    return lambda node, chain: rule(node, chain) if node._saved_alpha == 1 else None
-
-
-_RIGHT = Rule(lambda operand, gradient: (operand.mH, gradient))
-_LEFT = Rule(lambda operand, gradient: (gradient, operand.mH))
-_RIGHT_TRANSPOSED = Rule(
-    lambda operand, gradient: (gradient.mT, operand.conj()), is_transposed=True
-)
-_LEFT_TRANSPOSED = Rule(lambda operand, gradient: (operand.conj(), gradient.mT), is_transposed=True)
-
-
-def _kernel(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
-    if any(kind_of(step) not in ("ToCopyBackward0", LEAF) for step in chain):
+def _kernel(node: Any, chain: Sequence[Node]) -> FactorsOf | None:  # noqa: ANN401
+    if any(type(step).__name__ not in ("ToCopyBackward0", LEAF) for step in chain):
         return None  # the kernel may have another shape than the parameter
     names = ("stride", "padding", "dilation", "transposed", "output_padding", "groups")
     options = [getattr(node, f"_saved_{name}") for name in names]
     leaf: Any = chain[-1]
     shape = leaf.variable.shape
 
-    def factors(image: Tensor, gradient: Tensor) -> Factors:
+    def factors(image: Tensor, gradient: Tensor, _is_transposed: bool) -> Factors:
         kernel = gradient.new_empty(1).expand(shape)  # only its shape is read
         output_mask = [False, True, False]  # the gradient of the kernel alone
         _, gradient_of_kernel, _ = torch.ops.aten.convolution_backward(
@@ -484,43 +413,42 @@ def _kernel(node: Any, chain: Sequence[Node]) -> Rule | None:  # noqa: ANN401
         )
         return (gradient_of_kernel,)
 
-    return Rule(factors)
+    return factors
 
 
-def _head(node: Any, _: Sequence[Node]) -> Rule | None:  # noqa: ANN401
+def _head(node: Any, _: Sequence[Node]) -> FactorsOf | None:  # noqa: ANN401
     if node.needs_input_grad[2]:
         return None  # the bias needs the same logits, and would make them again
     _, weight, _, sums, _ = node.saved_tensors
     options = node.options
 
-    def factors(hidden: Tensor, by_losses: Tensor) -> Factors:
+    def factors(hidden: Tensor, by_losses: Tensor, _is_transposed: bool) -> Factors:
         factor, _ = by_head(hidden[0], weight, by_losses, bias=None, sums=sums, options=options)
         return (factor,)
 
-    return Rule(factors, is_told=True)
+    return factors
 
 
-def _known(argument: int, saved: str, rule: Callable[[Any, Sequence[Node]], Rule | None]) -> Known:
+def _rule(
+    argument: int, saved: str, factors: Callable[[Any, Sequence[Node]], FactorsOf | None]
+) -> Rule:
     operand, raw_operand = attrgetter(f"_saved_{saved}"), attrgetter(f"_raw_saved_{saved}")
-    return Known(argument, operand, raw_operand, rule)
+    return Rule(argument, operand, raw_operand, factors)
 
 
+_MM = _rule(0, "mat2", lambda *_: _left), _rule(1, "self", lambda *_: _right)
 # Kind of node -> which of its arguments may be a weight that waits.
-PRODUCTS: dict[str, tuple[Known, ...]] = {
-    "MmBackward0": (_known(0, "mat2", _on_the_left), _known(1, "self", _on_the_right)),
-    "BmmBackward0": (_known(0, "mat2", _on_the_left), _known(1, "self", _on_the_right)),
+PRODUCTS: dict[str, tuple[Rule, ...]] = {
+    "MmBackward0": _MM,
+    "BmmBackward0": _MM,
+    # A product that is multiplied by a number does not wait.
     "AddmmBackward0": (
-        _known(1, "mat2", _if_plain(_on_the_left)),
-        _known(2, "mat1", _if_plain(_on_the_right)),
+        _rule(1, "mat2", lambda node, _: _left if node._saved_alpha == 1 else None),
+        _rule(2, "mat1", lambda node, _: _right if node._saved_alpha == 1 else None),
     ),
-    "ConvolutionBackward0": (_known(1, "input", _kernel),),
+    "ConvolutionBackward0": (_rule(1, "input", _kernel),),
     # With a dimension more, since no product of two factors makes its weight's gradient.
     f"{HeadLoss.__name__}Backward": (
-        Known(1, lambda n: n.saved_tensors[0][None], lambda n: n._raw_saved_tensors[0], _head),
+        Rule(1, lambda n: n.saved_tensors[0][None], lambda n: n._raw_saved_tensors[0], _head),
     ),
 }
-
-
-def kind_of(node: Node) -> str:
-    """Returns the kind of a node, which is the name of its class."""
-    return type(node).__name__
