@@ -421,8 +421,9 @@ class Compute:
             # have accumulated, which it would have done in this one.
             self._sharded.without_backward(stage)
         # Right behind the backward: new gradients that share memory must be apart before the next
-        # backward adds to one of them. See [Note: shared memory] in `values`.
-        self._values.take_gradients(stage, microbatch, leaves)
+        # backward adds to one of them.
+        self._values.separate_gradients(stage, leaves)
+        self._values.release(stage, microbatch)
 
     def _begin_backward(
         self, stage: int, microbatch: int

@@ -6,14 +6,14 @@
     1. produce        its forward has run
     2. send                               3. receive
                                           4. inputs_of       its forward begins
-                                          5. take_gradients  its backward has run
+                                          5. release         its backward has run
     7. receive        the gradient        6. send            the gradient goes back
     8. join           if there are several
     9. gradients_of   its backward begins
-    10. take_gradients
+    10. release
 
 In a split backward all of this comes with I: what W multiplies is held by its products. If a
-consumer is a stage of the producer's rank, `produce` and `take_gradients` hand over without a
+consumer is a stage of the producer's rank, `produce` and `release` hand over without a
 message. In an evaluation `release` follows a forward at once.
 
 [Note: shared memory] The memory of a value belongs to the tensor that holds it. pipegrad writes
@@ -271,7 +271,7 @@ class Values:
             self._transfers.send(channel, microbatch, *self._leaving[link])
         else:
             gradient = self._held[link, microbatch].gradients[self._rank]
-            if gradient is not None:  # otherwise nothing will ever cross: see `take_gradients`
+            if gradient is not None:  # otherwise nothing will ever cross: see `release`
                 self._transfers.send(channel, microbatch, gradient)
             del self._held[link, microbatch]
 
@@ -315,17 +315,6 @@ class Values:
                 leaves += self._outer[name].get(microbatch, ())
         return leaves
 
-    def take_gradients(self, stage: int, microbatch: int, leaves: Sequence[Tensor]) -> None:
-        """Takes the gradients of a stage's inputs, right after its backward.
-
-        Args:
-            stage: The stage.
-            microbatch: The microbatch.
-            leaves: All tensors that its forward read and that may have a gradient now.
-        """
-        self._part_gradients(stage, leaves)
-        self.release(stage, microbatch)
-
     def release(self, stage: int, microbatch: int) -> None:
         """Lets go of the inputs of a stage, if no other stage of this rank will read them.
 
@@ -364,12 +353,12 @@ class Values:
             missing = [p for p in missing if not self._sharded.reduces(p)]
         self._without_gradient[stage] = missing
 
-    def _part_gradients(self, stage: int, leaves: Sequence[Tensor]) -> None:
-        """Copies new gradients that share memory with one another.
+    def separate_gradients(self, stage: int, leaves: Sequence[Tensor]) -> None:
+        """Copies new gradients that share memory with one another; see [Note: shared memory].
 
         Args:
             stage: The stage whose backward has just run.
-            leaves: What its forward read.
+            leaves: All tensors that its forward read and that may have a gradient now.
         """
         missing = self._without_gradient[stage]
         # FSDP2 gives its gathered parameters new gradients in each backward; see `begin_backward`
