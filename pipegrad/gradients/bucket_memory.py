@@ -39,7 +39,7 @@ _LAYOUT = attrgetter("layout")
 class FlatBuffer:
     """A new flat tensor that any stream may write to, and the event for which writers must wait.
 
-    A writer calls `acquire`, writes, and calls `written`. The reader waits for the events of all
+    A writer calls `acquire`, writes, and records an event. The reader waits for the events of all
     writers, reads, and calls `release`. All of these are on the current stream of their caller.
     """
 
@@ -55,10 +55,6 @@ class FlatBuffer:
     def acquire(self, site: sync_points.Wait) -> None:
         """Makes the current stream wait until the buffer may be written to."""
         site(self._free, self.device)
-
-    def written(self, site: sync_points.Record) -> torch.Event | None:
-        """Returns the event for which a reader must wait, recorded after a write."""
-        return site(self.device)
 
     def release(self, site: sync_points.Record) -> None:
         """Makes the next writers wait for everything on the current stream until now."""
@@ -224,13 +220,12 @@ class BucketMemory:
         """
         # One event for the whole bucket: whoever completes it has made the current stream wait for
         # all other streams that wrote.
-        assert self._memory is not None
         self._divisor = divisor * self._mean
         if self.is_apart:
             # Divided while it is copied, in the wider of the two dtypes: it is rounded once.
             write(self.payload, self._gradients, self._divisor)
             self._divisor = 1.0
-        self.event = self._memory.written(WRITTEN)
+        self.event = WRITTEN(self.device)
 
     def divide(self) -> None:
         """Divides the gradients; call it once, before any reduction.

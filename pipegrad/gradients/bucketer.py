@@ -152,7 +152,7 @@ class Bucketer:
         slots = bucket.rows[:, bucket.numel : bucket.numel + numel].view(len(inputs), *shape)
         with torch.no_grad():
             torch.stack(tuple(inputs), out=slots)
-        if (event := bucket.staging.written(WRITTEN)) is not None:
+        if (event := WRITTEN(device)) is not None:
             bucket.written.append(event)
         mine = dist.get_rank(group) if kind == "reduce_scatter" else 0
         bucket.calls.append((slots[mine], callback))

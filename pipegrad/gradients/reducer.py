@@ -348,10 +348,8 @@ class Reducer:
         self._wait_for_comm_streams()
         # What was put off waits for a rank that answers at the end of its own step: see [Note: pair
         # exchange]. So it comes last, and no other collective waits behind it.
-        late = [comm_stream for comm_stream in self.comm_streams if comm_stream.has_late]
-        for comm_stream in late:
-            comm_stream.submit(comm_stream.run_late, ())
-        if late:
+        if any(comm_stream.has_late for comm_stream in self.comm_streams):
+            self.run_late()
             self._wait_for_comm_streams()
         self.tape.note("wait for reduction", "", began)
         return time.perf_counter() - start

@@ -138,7 +138,7 @@ class Reducer:
         self._flat.buffer.mul_(2)
 
     def _written(self, parameter: torch.Tensor) -> None:
-        event = self._flat.written(WRITTEN)
+        event = WRITTEN(self._flat.device)
         assert event is not None
         self._events.append(event)
         self.streams.add(torch.cuda.current_stream().cuda_stream)

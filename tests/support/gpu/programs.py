@@ -241,7 +241,7 @@ def given_up(where: Where, slow: Slow) -> list[list[float]]:
         result.copy_(buffer[:NUMEL])
         buffer.add_(1)
 
-    event = flat.written(WRITTEN)
+    event = WRITTEN(flat.device)
     assert event is not None
     comm_stream.submit(task, [event])
     comm_stream.close()

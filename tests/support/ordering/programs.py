@@ -350,7 +350,7 @@ def given_up(checker: OrderChecker) -> Any:
     del checker
     buffer = FlatBuffer(torch.zeros(4))
     comm_stream = CommStream("given up", CPU, threaded=False)
-    event = buffer.written(WRITTEN)
+    event = WRITTEN(buffer.device)
     assert event is not None
     comm_stream.submit(lambda tensor=buffer.buffer: tensor.mul_(2), [event])  # type: ignore[misc]
     comm_stream.close()

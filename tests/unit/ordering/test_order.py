@@ -45,7 +45,7 @@ class Bucket:
             if wait:
                 self.flat.acquire(RESET_FREE)
             self.flat.buffer[4 * slot : 4 * slot + 4].copy_(gradient)
-            event = self.flat.written(WRITTEN)
+            event = WRITTEN(self.flat.device)
         assert event is not None
         return event
 
