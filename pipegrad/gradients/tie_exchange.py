@@ -1,9 +1,9 @@
 """The exchange of a tied gradient between two ranks, by one message in each direction.
 
-[Note: pair exchange] Two ranks sum a gradient. The second rank
-sends its whole part when it is final, while the first rank still computes. The first rank sends the
-rows of its part that are not zero, when they are final. Both ranks add the same two terms, so both
-have the bits of an all-reduce.
+[Note: pair exchange] Two ranks sum a gradient. The second rank sends its whole part when it is
+final, while the first rank still computes. The first rank sends the rows of its part that are not
+zero, when they are final. Both ranks add the same two terms, so both have the bits of one
+all-reduce.
 """
 
 from __future__ import annotations
