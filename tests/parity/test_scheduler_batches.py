@@ -286,7 +286,7 @@ def test_every_batch_has_the_loss_and_gradients_of_one_process(case: Case) -> No
         loss_fn=loss_of,
         tied=[{0: "weight", last: "weight"}],
     )
-    stages = list(scheduler._stages.values())
+    stages = list(scheduler.steps.pipeline.stages)
     held = {f"{s.index}.{n}": p for s in stages for n, p in named([s]).items()}
 
     def step(number: int, _: int) -> Tensor:

@@ -61,7 +61,7 @@ def batch() -> tuple[Tensor, Tensor]:
 
 
 def state(scheduler: Scheduler) -> list[Tensor]:
-    modules = [stage.module for stage in scheduler._stages.values()]
+    modules = [stage.module for stage in scheduler.steps.pipeline.stages]
     tensors = [t for m in modules for t in m.state_dict().values()]
     tensors += [p.grad for m in modules for p in m.parameters() if p.grad is not None]
     return [torch.get_rng_state(), *(t.clone() for t in tensors)]
@@ -93,7 +93,7 @@ def measured(schedule: str, *, recompute: bool = False) -> tuple[list[Costs], Pr
         assert not report or report == scheduler.inputs
         assert_equal(state(plain), state(scheduler))
         optimizer.zero_grad()
-        for stage in plain._stages.values():
+        for stage in plain.steps.pipeline.stages:
             stage.module.zero_grad()
     for each in (plain, scheduler):
         each.close()

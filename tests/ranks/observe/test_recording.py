@@ -49,7 +49,7 @@ def pipeline(schedule: str = "1f1b", handlers: Any = (DATA,)) -> Scheduler:
 
 def train(scheduler: Scheduler, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     step(scheduler)
-    modules = [stage.module for stage in scheduler._stages.values()]
+    modules = [stage.module for stage in scheduler.steps.pipeline.stages]
     found = [p.grad.clone() for m in modules for p in m.parameters() if p.grad is not None]
     scheduler.sync.clip_grad_norm_(1.0)
     optimizer.step()
@@ -169,7 +169,7 @@ def test_steps_that_fail_or_have_other_microbatches_are_recorded(
     pipeline_rank = scheduler.topology.coordinate("pp")
     with pipegrad.record(scheduler) as recording:
         for number in range(3):
-            for stage in scheduler._stages.values():
+            for stage in scheduler.steps.pipeline.stages:
                 stage.module.fails = number == 1 and pipeline_rank == 1  # type: ignore[assignment]
             if number == 1:
                 with pytest.raises(Exception, match="moody"):
@@ -191,7 +191,7 @@ def test_steps_that_fail_or_have_other_microbatches_are_recorded(
     # microbatches than the Scheduler's steps.
     scheduler = pipeline()
     number = 2 * scheduler.schedule.num_microbatches
-    for stage in scheduler._stages.values():
+    for stage in scheduler.steps.pipeline.stages:
         stage.module.zero_grad()
     x = torch.ones(number, WIDTH)
     with pipegrad.record(scheduler) as recording:

@@ -70,7 +70,7 @@ class Sine(nn.Module):
 def step(scheduler: Scheduler) -> None:
     x = torch.ones(scheduler.schedule.num_microbatches, WIDTH)
     scheduler.step(x, target=x)
-    for stage in scheduler._stages.values():
+    for stage in scheduler.steps.pipeline.stages:
         stage.module.zero_grad()
 
 

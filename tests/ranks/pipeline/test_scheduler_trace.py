@@ -70,7 +70,7 @@ def test_an_action_costs_few_calls_of_the_host(schedule: str) -> None:
     options: dict[str, Any] = {"microbatches": MICROBATCHES, "handlers": [DATA]}
     with closing(make(4, schedule, linear, **options)) as scheduler:
         for number in range(3):
-            for stage in scheduler._stages.values():
+            for stage in scheduler.steps.pipeline.stages:
                 stage.module.zero_grad()
             gc.disable()
             if number == 2:

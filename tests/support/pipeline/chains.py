@@ -134,7 +134,7 @@ def make(
 def step(scheduler: Scheduler) -> float:
     """Takes a step; there are no gradients before."""
     x = torch.ones(scheduler.schedule.num_microbatches, WIDTH)
-    for stage in scheduler._stages.values():
+    for stage in scheduler.steps.pipeline.stages:
         stage.module.zero_grad()
     return float(scheduler.step(x, target=x).loss)
 

@@ -329,7 +329,7 @@ def scheduled(
 
 def held_by(scheduler: Scheduler) -> dict[str, nn.Parameter]:
     """Returns the parameters of this rank."""
-    return named(list(scheduler._stages.values()))
+    return named(list(scheduler.steps.pipeline.stages))
 
 
 class Twins:
@@ -346,7 +346,7 @@ class Twins:
         self.true, self.rows, self.most = make(), 2 * num_microbatches, most
         number = num_microbatches if isinstance(schedule, str) else None
         self.scheduler = scheduled(make(), schedule, topology(2), number)
-        self.stages = list(self.scheduler._stages.values())
+        self.stages = list(self.scheduler.steps.pipeline.stages)
         self.close = self.scheduler.close
 
     def step(self, seed: int, *, num_parts: int = 1) -> None:
