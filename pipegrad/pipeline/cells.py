@@ -145,6 +145,8 @@ class Compute:
         self._is_over_batch = is_over_batch
         self._chunks, self._unseen = program.schedule.chunks, unseen
         self._stages = stages
+        # They return losses, or what the next chunk takes, behind their outputs.
+        self._returning_more = {i for i, stage in stages.items() if stage.losses or stage.carry}
         self._values = values
         self._sync = sync
         self._loss_fn = loss_fn
@@ -214,52 +216,54 @@ class Compute:
             self._cells.pop((stage, microbatch - 1), None)
 
     def _first_forward(self, stage: int, microbatch: int) -> Cell:
-        cell, inputs = Cell(), self._inputs_of(stage, microbatch)
+        cell, inputs = Cell(), self._values.inputs_of(stage, microbatch)
+        if stage in self._returning_more:
+            inputs += self._carried(stage, microbatch)
         # A module that changes its input in place does so in every microbatch. So the first one of
         # a step is enough, and the others do not walk through what they were given.
-        is_first = stage not in self._ran_forward
-        shared = self._values.shared_inputs(stage, inputs) if is_first else []
-        versions = versions_of(shared)
-        if self._chunks > 1 and microbatch == 0 and stage in self._unseen:
-            warn_of_blind(self._stages[stage], inputs, self._unseen.pop(stage))
-        forward = partial(self._stages[stage].forward, inputs)
+        shared, versions = list[object](), list[int]()
+        if stage not in self._ran_forward:
+            shared, versions = self._look(stage, microbatch, inputs)
         if stage in self._recomputes:
-            returned, cell.first = self._recomputes[stage].first(inputs, forward)
+            forward = partial(self._stages[stage].forward, inputs)
+            outputs, cell.first = self._recomputes[stage].first(inputs, forward)
         else:
-            returned = forward()
-        outputs = self._outputs_of(stage, microbatch, cell, returned)
+            outputs = self._stages[stage].forward(inputs)
+        if stage in self._returning_more:
+            outputs = self._outputs_of(stage, microbatch, cell, outputs)
         if stage != self._last or self._keeps_outputs or self._is_over_batch:
             outputs = self._values.checked(stage, outputs)
-        if versions_of(shared) != versions:
+        if shared and versions_of(shared) != versions:
             raise StepError(
                 f"stage {stage}, microbatch {microbatch}: the stage has changed in place what "
                 f"it was given, and other stages or microbatches read that too, but not the "
                 f"change: let it work on a copy"
             )
-        self._ran_forward.add(stage)
         if stage != self._last:
             self._values.produce(stage, microbatch, outputs)
+            cell.outputs = outputs
         else:
             self._end(microbatch, cell, outputs)
-        if cell.first is None:
-            self._set_roots(stage, microbatch, cell, outputs)
         if self._sync is None or cell.first is not None:
             # There is no backward, or its graph is made right before it.
             cell.outputs = cell.losses = cell.handed_on = ()
         return cell
 
-    def _inputs_of(self, stage: int, microbatch: int) -> list[object]:
-        """Returns the inputs of a stage, in order, and what it carries."""
-        number = len(self._stages[stage].carry)
-        before = self._before(stage, microbatch)
-        carried = [None] * number if before is None else before.carried
-        return [*self._values.inputs_of(stage, microbatch), *carried]
+    def _look(
+        self, stage: int, microbatch: int, inputs: Sequence[object]
+    ) -> tuple[list[object], list[int]]:
+        """Returns the inputs that others read, too, and how often each was written in place."""
+        self._ran_forward.add(stage)
+        if self._chunks > 1 and microbatch == 0 and stage in self._unseen:
+            warn_of_blind(self._stages[stage], inputs, self._unseen.pop(stage))
+        shared = self._values.shared_inputs(stage, inputs)
+        return shared, versions_of(shared)
 
-    def _before(self, stage: int, microbatch: int) -> Cell | None:
-        """Returns the cell of the chunk of time before this one, if the stage carries something."""
-        if not self._stages[stage].carry or microbatch % self._chunks == 0:
-            return None
-        return self._cells[stage, microbatch - 1]
+    def _carried(self, stage: int, microbatch: int) -> Sequence[object]:
+        """Returns what a stage takes of the chunk of time before; None for each if there is none."""
+        if microbatch % self._chunks:
+            return self._cells[stage, microbatch - 1].carried
+        return [None] * len(self._stages[stage].carry)
 
     def _outputs_of(
         self,
@@ -308,7 +312,10 @@ class Compute:
 
     def _second_forward(self, stage: int, microbatch: int, cell: Cell, first: FirstForward) -> None:
         """Makes the graph of a stage that recomputes."""
-        inputs = self._inputs_of(stage, microbatch)
+        inputs = [
+            *self._values.inputs_of(stage, microbatch),
+            *self._carried(stage, microbatch),
+        ]
         # The second forward draws the same random numbers and reads the same buffers: otherwise the
         # gradient would not be that of the loss.
         with self._recomputes[stage].again(first, inputs):
@@ -316,8 +323,13 @@ class Compute:
         self._values.refuse_written(stage)
         differs = compare(first, returned, f"stage {stage}, microbatch {microbatch}")
         self.num_different = self.num_different + differs
-        outputs = self._outputs_of(stage, microbatch, cell, returned, is_second=True)
-        self._set_roots(stage, microbatch, cell, outputs)
+        outputs = returned
+        if stage in self._returning_more:
+            outputs = self._outputs_of(stage, microbatch, cell, returned, is_second=True)
+        if stage != self._last:
+            cell.outputs = outputs
+        else:
+            self._set_roots(microbatch, cell, outputs)
 
     # Outputs and losses of the last stage.
 
@@ -329,14 +341,12 @@ class Compute:
             )
         if self._is_over_batch and self._targets is not None:
             self._gather(microbatch, cell, outputs, self._targets)
+        if cell.first is None:
+            self._set_roots(microbatch, cell, outputs)
 
-    def _set_roots(
-        self, stage: int, microbatch: int, cell: Cell, outputs: tuple[Tensor, ...]
-    ) -> None:
-        """Keeps where a backward begins: in outputs, or in the loss of the last stage."""
-        if stage != self._last:
-            cell.outputs = outputs
-        elif self._is_over_batch:
+    def _set_roots(self, microbatch: int, cell: Cell, outputs: tuple[Tensor, ...]) -> None:
+        """Keeps where a backward of the last stage begins: in its loss."""
+        if self._is_over_batch:
             cell.handed_on = outputs
         elif self._targets is not None:
             # A loss may do more than return, such as add to gradients. So it runs once, after the
@@ -429,7 +439,8 @@ class Compute:
         self, stage: int, microbatch: int
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Returns the roots of a backward, their gradients, and the leaves that it ends at."""
-        cell = self._cells.pop((stage, microbatch))
+        cell = self._cells[stage, microbatch]
+        del self._cells[stage, microbatch]  # the table must not hold the graph any more
         if stage not in self._parameters:
             # Looked up in each step: between two steps the user may replace parameters.
             parameters = self._stages[stage].module.parameters()
@@ -451,8 +462,8 @@ class Compute:
                 roots.append(root)
                 gradients.append(leaf.grad)
         leaves = self._values.leaves_of(stage, microbatch)
-        if (before := self._before(stage, microbatch)) is not None:
-            leaves += before.leaves
+        if self._stages[stage].carry and microbatch % self._chunks:
+            leaves += self._cells[stage, microbatch - 1].leaves
         if self._loose.is_looking:
             self._loose.look(stage, [microbatch], roots, leaves)
         return roots, gradients, leaves

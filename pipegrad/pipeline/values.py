@@ -109,7 +109,8 @@ class Values:
         self._outputs = {index: stage.outputs for index, stage in stages.items()}
         self._specs = specs
         last = len(wiring.made) - 1
-        self._links = program.rank_links[rank]
+        # How many stages of this rank take each link.
+        self._num_consumers = [*map(len, program.rank_links[rank].consumers)]
         # Stage -> its inputs in order: a link, or the name of an external input.
         self._inputs: dict[int, list[tuple[int | None, str]]] = {
             stage: [(s, "") if isinstance(s, int) else (None, s) for s in wiring.taken[stage]]
@@ -136,6 +137,7 @@ class Values:
         self._external: Mapping[str, Sequence[object]] = {}
         self._held: dict[Key, Held] = {}  # by link
         self._leaving: dict[int, tuple[Tensor, Spec]] = {}  # by link, the value made last
+        self._newest: dict[int, Spec] = {}  # what it looks like; kept between steps
         # By stage, what its last forward handed on with a graph, and the version of each.
         self._handed_on = defaultdict[int, list[tuple[Tensor, int]]](list)
         self._without_gradient: dict[int, list[nn.Parameter]] = {}  # by stage
@@ -181,7 +183,7 @@ class Values:
         # this rank read the one leaf, so autograd sums for them, in the order of their backwards.
         if self._specs[link].differentiable and not self._program.forward_only:
             tensor.requires_grad_()
-        num = len(self._links.consumers[link])
+        num = self._num_consumers[link]
         self._held[link, microbatch] = Held(None, tensor, num)
 
     def inputs_of(self, stage: int, microbatch: int) -> list[object]:
@@ -210,11 +212,14 @@ class Values:
         """
         self.refuse_written(stage)
         self._handed_on[stage].clear()
-        # A clone waits for the collective that writes an output.
-        plain = tuple(x.clone() if is_arriving(x) else x for x in outputs)
-        for name, output in zip(self._outputs[stage], plain, strict=True):
-            check_plain(output, f"stage {stage} returned {name!r}")
-        return plain
+        plain = list[Tensor]()
+        for name, output in zip(self._outputs[stage], outputs, strict=True):
+            if type(output) is not Tensor or output.layout is not torch.strided:
+                # A clone waits for the collective that writes an output.
+                output = output.clone() if is_arriving(output) else output  # noqa: PLW2901
+                check_plain(output, f"stage {stage} returned {name!r}")
+            plain += (output,)
+        return tuple(plain)
 
     def refuse_written(self, stage: int) -> None:
         """Called when a forward has run, the second one of a recomputation too.
@@ -244,25 +249,31 @@ class Values:
             StepError: If an output has a gradient and had none in the first microbatch, or had one.
         """
         for link, output in zip(self._links_produced[stage], outputs, strict=True):
-            spec = Spec.of(output)
-            first = self._specs.setdefault(link, spec)
-            # The program has a channel for the gradient, or it has none.
-            if first.differentiable != spec.differentiable:
-                raise StepError(
-                    f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} "
-                    f"is {spec}, and was {first} in the first microbatch: a value may change its "
-                    f"shape and dtype, but always or never has a gradient"
-                )
+            if (output.shape, output.dtype, output.requires_grad) != self._newest.get(link):
+                self._newest[link] = self._checked(link, stage, microbatch, Spec.of(output))
+            spec = self._newest[link]
             value = self.handed_on(stage, output)
             # The program sends a value right after the forward that made it. So one entry a link
             # is enough, whatever the number of microbatches.
             self._leaving[link] = value, spec
             # A stage of this rank takes a leaf, too, and not the output with its graph. So each
             # stage has a graph of its own, and a schedule may run their backwards apart.
-            num, leaf = len(self._links.consumers[link]), None
+            num, leaf = self._num_consumers[link], None
             if num:
                 leaf = value.requires_grad_() if output.requires_grad else value
             self._held[link, microbatch] = Held(spec, leaf, num)
+
+    def _checked(self, link: int, stage: int, microbatch: int, spec: Spec) -> Spec:
+        """Returns `spec`, if the value has a gradient as in the first microbatch."""
+        first = self._specs.setdefault(link, spec)
+        # The program has a channel for the gradient, or it has none.
+        if first.differentiable != spec.differentiable:
+            raise StepError(
+                f"stage {stage}, microbatch {microbatch}: {self._program.links[link].name!r} is "
+                f"{spec}, and was {first} in the first microbatch: a value may change its shape "
+                f"and dtype, but always or never has a gradient"
+            )
+        return spec
 
     def send(self, channel: int, microbatch: int) -> None:
         """Starts to send a value, or the gradient of a received value."""
