@@ -606,19 +606,19 @@ class OuterGraphs:
         if not any(parts):  # this rank takes nothing from outside
             return parts
         known = dict[tuple[str, int], object]()  # what is whole stays one object
-        values = list[_Values]()
-        for microbatch, part in enumerate(parts):
-            values.append({})
+        values = [{**part} for part in parts]
+        for microbatch, part in enumerate(values):
             for name, value in part.items():
                 leaves, rebuilt = flattened(value)
                 pieces = [leaf for _, leaf in leaves if has_graph(leaf)]
+                if not pieces:
+                    continue
                 for piece in pieces:
                     pair = piece, piece.detach().requires_grad_()
                     _, leaf = self._cut_off.setdefault((name, id(piece)), pair)
                     self.leaves.setdefault(name, {}).setdefault(microbatch, []).append(leaf)
                 new = [self._cut_off.get((name, id(leaf)), (leaf, leaf))[1] for _, leaf in leaves]
-                key = name, id(value)
-                values[-1][name] = known.setdefault(key, rebuilt(new)) if pieces else value
+                part[name] = known.setdefault((name, id(value)), rebuilt(new))
         return values
 
     def backward(self, divisor: Tensor | float) -> None:

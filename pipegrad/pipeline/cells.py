@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from pipegrad.comm.agreement import warn_once
 from pipegrad.errors import StepError
+from pipegrad.gradients.grad_scaler import GradScaler
 from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
@@ -168,6 +169,7 @@ class Compute:
 
     def forget(self) -> None:
         """Lets go of everything of a step."""
+        self._scaler: GradScaler | None = None
         self._cells = dict[Key, Cell]()  # by stage and microbatch
         self._targets: Sequence[object] | None = None
         self._leaves = dict[int, Sequence[Tensor]]()  # by microbatch, until the loss over all
@@ -190,9 +192,9 @@ class Compute:
         self._targets = targets
         self._terms = terms
         self._keeps_outputs = keeps_outputs
-        if self._sync is not None and self._sync.scaler is not None:
-            # On all ranks, whichever of them have the losses.
-            self._sync.scaler.is_scaled = True
+        self._scaler = None if self._sync is None else self._sync.scaler
+        if self._scaler is not None:
+            self._scaler.is_scaled = True  # on all ranks, whichever of them have the losses
         if self._splits:
             self._weights.begin()
 
@@ -260,7 +262,7 @@ class Compute:
         return shared, versions_of(shared)
 
     def _carried(self, stage: int, microbatch: int) -> Sequence[object]:
-        """Returns what a stage takes of the chunk of time before; None for each if there is none."""
+        """Returns what a stage takes of the chunk before; None for each if there is none."""
         if microbatch % self._chunks:
             return self._cells[stage, microbatch - 1].carried
         return [None] * len(self._stages[stage].carry)
@@ -476,8 +478,7 @@ class Compute:
         """
         # Complete gradients are divided, once. So what an autograd function or a hook of the user's
         # adds to a gradient is divided as all the rest is.
-        scaler = None if self._sync is None else self._sync.scaler
-        if scaler is None:
+        if self._scaler is None:
             return counted(torch.ones_like(loss), share).to(loss.dtype)
         # The scale is divided before backward: float16 must not overflow earlier than in one
         # process.
@@ -489,7 +490,7 @@ class Compute:
                 f"number of microbatches or loss_divisor, is none of its numbers: return "
                 f"loss.float(), and compute it of float32"
             )
-        scale = scaler.begin_backward()
+        scale = self._scaler.begin_backward()
         if scale is None:
             if any(stage.losses for stage in self._stages.values()):
                 raise StepError(

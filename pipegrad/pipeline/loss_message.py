@@ -187,9 +187,10 @@ class LossTerms:
         """
         loss, weight, metrics = parts
         self._losses.append(counted(_scalar(loss, self._device), share))
-        self._check_names(metrics)
-        for name, value in metrics.items():
-            self._metrics[name].append(counted(_scalar(value, self._device), share))
+        if metrics or self._names != ():
+            self._check_names(metrics)
+        for name in metrics:
+            self._metrics[name].append(counted(_scalar(metrics[name], self._device), share))
         if weight is not None:
             self._weights.append(_scalar(weight, self._device))
 

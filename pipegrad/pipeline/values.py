@@ -309,8 +309,10 @@ class Values:
         for root, link in zip(outputs, self._links_produced[stage], strict=True):
             if not root.requires_grad:
                 continue
-            (gradient,) = self._held.pop((link, microbatch)).gradients.values()
-            if gradient is not None:
+            gradients_here = self._held[link, microbatch].gradients
+            del self._held[link, microbatch]
+            (rank,) = gradients_here
+            if (gradient := gradients_here[rank]) is not None:
                 roots += (root,)
                 gradients += (gradient,)
         return roots, gradients
