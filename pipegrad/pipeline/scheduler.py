@@ -416,7 +416,7 @@ class Scheduler:
         return self._steps.codings.choice
 
     @property
-    def choice(self) -> object:
+    def choice(self) -> Any:  # noqa: ANN401 - that of whoever makes schedules
         """Why the schedule ``"auto"`` is what it is; None for others, and before it is chosen."""
         generator = self._programs.spec
         if not isinstance(generator, MeasuredGenerator):

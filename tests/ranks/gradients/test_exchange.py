@@ -323,7 +323,7 @@ def test_parts_leave_early_without_tags(monkeypatch: pytest.MonkeyPatch) -> None
 def watched(name: str) -> Iterator[None]:
     """Says when both parts have left; takes nothing back before the first rank has gone on."""
     left: list[torch.Tensor] = []
-    reduce_chain = tie_exchange.reduce_chain
+    reduce_chain = collectives.reduce_chain
 
     def passed(tensor: torch.Tensor, *rest: Any) -> None:
         reduce_chain(tensor, *rest)

@@ -25,8 +25,8 @@ from pipegrad import (
 from pipegrad.comm.process_groups import Groups
 from pipegrad.gradients import param_sync, reductions
 from pipegrad.gradients.reductions import sync_parameters
+from pipegrad.plugins.handler import Done
 from pipegrad.testing import OrderChecker
-from pipegrad_handlers.noop import Done
 from tests.support.gradients.cases import (
     SHARED,
     give,

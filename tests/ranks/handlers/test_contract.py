@@ -24,11 +24,10 @@ from pipegrad import (
     Work,
     handlers,
 )
-from pipegrad.plugins.handler import HandlerSpec
+from pipegrad.plugins.handler import Done, HandlerSpec
 from pipegrad.testing import HandlerContract
 from pipegrad.testing.handler_scenario import Seen, plans_under_seeds
 from pipegrad_handlers.data_parallel import DataParallel
-from pipegrad_handlers.noop import Done
 from pipegrad_handlers.sharded import Sharded
 
 # They start Python twice, and ranks once more: wrong handlers are looked at one by one.

@@ -23,11 +23,11 @@ from pipegrad.model.ties import (
     Tie,
     declared,
     link_local,
-    matches_any,
     plain_name,
     refuse_likely_ties,
     refuse_partly_shared,
 )
+from pipegrad.plugins.handler import matches_any
 from tests.support.gradients.cases import stage as held
 
 

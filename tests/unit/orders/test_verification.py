@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 from torch.distributed.pipelining import schedules as torch_schedules
@@ -95,9 +95,10 @@ def test_torchs_deferred_receives_take_gradients_for_activations() -> None:
     )
 
 
-@pytest.mark.skipif(
-    not hasattr(torch_schedules, "analyze_pipeline_activation_liveness"), reason="since torch 2.15"
-)
+LIVENESS: Any = getattr(torch_schedules, "analyze_pipeline_activation_liveness", None)
+
+
+@pytest.mark.skipif(LIVENESS is None, reason="since torch 2.15")
 @pytest.mark.parametrize("name", MULTI)
 def test_torch_counts_the_same_live_activations(name: str) -> None:
     schedule = multi(name, 4, 8)
@@ -105,7 +106,7 @@ def test_torch_counts_the_same_live_activations(name: str) -> None:
         [s for s, r in schedule.stage_index_to_group_rank.items() if r == n] for n in range(4)
     ]
     slots = tuple(
-        torch_schedules.analyze_pipeline_activation_liveness(
+        LIVENESS(
             schedule, pp_rank=rank, stage_indices=stages, granularity="stage_microbatch"
         ).num_slots
         for rank, stages in enumerate(of_rank)

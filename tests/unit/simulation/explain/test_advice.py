@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -333,7 +334,8 @@ def test_skips_over_stages_are_found() -> None:
 
 def test_reductions_of_a_timeline() -> None:
     program, costs = program_and_costs()
-    tied = {"sync_bytes": 1, "sync_seconds": 0.03, "stages": (0, 3), "readers": (0, 3)}
+    ends = (0, 3)
+    tied: Any = {"sync_bytes": 1, "sync_seconds": 0.03, "stages": ends, "readers": ends}
     times = {
         "tied": CollectiveCosts(num_bytes=1, seconds=0.05, **tied),
         "bucket 0": CollectiveCosts(num_bytes=1, seconds=0.02, stages=(1,)),
