@@ -28,10 +28,12 @@ class PipegradError(Exception):
     Attributes:
         follows: Whether another rank has failed or not come, so that this error is not the cause.
         has_lost: Whether a rank has lost the connection to another one, so that no step can follow.
+        is_everyones: Whether all ranks raise it, and know that they do.
     """
 
     follows: bool = False
     has_lost: bool = False
+    is_everyones: bool = False
 
 
 class TopologyError(PipegradError, ValueError):

@@ -106,7 +106,7 @@ def agree(
 
     Raises:
         AgreementError: On all ranks, if a rank failed or did not arrive.
-        StallError: At once, if it is the error of `function`.
+        StallError: At once, if it is the error of `function`; likewise one that is everyone's.
         MessageError: If another program has written what is read.
         Exception: The error of `function`, if it is the same on all ranks.
     """
@@ -163,8 +163,8 @@ def agree_keeping(
         if error is not None and not ends_in_words(error):
             _post(what, payload, members, prefix)
             raise error
-        # The job has ended on all ranks: no other rank would come.
-        if isinstance(error, StallError):
+        # The job has ended on all ranks, or all have refused: no other rank would come.
+        if isinstance(error, StallError) or (error and getattr(error, "is_everyones", False)):
             raise error
         replies = _exchange(what, payload, members, timeout_seconds, prefix)
         results: list[T | _Failure] = [plain.loads(reply) for reply in replies]

@@ -97,6 +97,13 @@ class BatchCheck:
         Raises:
             AgreementError: If ranks differ, or one does not come.
         """
+        try:
+            self._compare(facts, forward_only=forward_only)
+        except AgreementError as error:
+            error.is_everyones = True
+            raise
+
+    def _compare(self, facts: Facts, *, forward_only: bool) -> None:
         number = self._num_steps[forward_only]
         replies = agree(
             f"the batch of {'evaluation' if forward_only else 'step'} {number}",

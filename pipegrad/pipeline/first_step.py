@@ -68,7 +68,9 @@ def run_together(
             return run()
         except StallError:
             raise  # the job has ended: nobody comes to `agree` any more
-        except BaseException as error:  # noqa: BLE001 - raised behind `agree`
+        except BaseException as error:
+            if getattr(error, "is_everyones", False):
+                raise
             return error, None
 
     # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.

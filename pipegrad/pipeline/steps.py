@@ -349,12 +349,13 @@ class Steps:
     def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, _Accepted]:
         """Runs a step of a kind; returns the result, and what the step was given."""
         executor, training = kind.executor, not kind.program.forward_only
-        with kind.activity:
-            self._rewind(kind)
-            begun = False
-            try:
-                accepted = self._accepted(kind, batch)
-                given, terms, divisor = accepted
+        self._rewind(kind)
+        begun = False
+        try:
+            # Ranks may wait for each other here, and are at no item of the Program.
+            accepted = self._accepted(kind, batch)
+            given, terms, divisor = accepted
+            with kind.activity:
                 # A batch that does not fit is refused above, before `prepare` zeroes any gradient.
                 if training:
                     is_weighted = self._losses.is_weighted
@@ -367,22 +368,26 @@ class Steps:
                 time_dim = batch.time_dim if isinstance(batch.time_dim, int) else 1
                 whole_outputs = joined(outputs, kind.program.schedule.chunks, time_dim)
                 self._finish(kind, terms, divisor)
-            except BaseException as error:
-                self._fail(kind, error, begun=begun)
-                raise
-            terms.num_different = executor.num_different
-            result = self._losses.send(
-                terms,
-                forward_only=not training,
-                times=() if kind.times is None else kind.times.numbers(),
-                outputs=whole_outputs,
-                # A result may be kept for longer than the Scheduler, and must not keep its
-                # communicators and buffers. So it holds this object weakly.
-                on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
-            )
-            if self._feedback is not None:
-                self._feedback.end(result.message.is_wrong)
-            return result, accepted
+        except BaseException as error:
+            # If all ranks refuse the step, none of them waits for a transfer or a collective of it.
+            # They may be in different verbs, whose transfers do not fit together.
+            if not getattr(error, "is_everyones", False):
+                with kind.activity:
+                    self._fail(kind, error, begun=begun)
+            raise
+        terms.num_different = executor.num_different
+        result = self._losses.send(
+            terms,
+            forward_only=not training,
+            times=() if kind.times is None else kind.times.numbers(),
+            outputs=whole_outputs,
+            # A result may be kept for longer than the Scheduler, and must not keep its
+            # communicators and buffers. So it holds this object weakly.
+            on_failure=partial(_drop_failed, weakref.ref(self), self._notice.step),
+        )
+        if self._feedback is not None:
+            self._feedback.end(result.message.is_wrong)
+        return result, accepted
 
     def _rewind(self, kind: StepKind) -> None:
         """Begins what counts a step, before anything of it can fail."""

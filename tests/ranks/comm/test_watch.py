@@ -153,7 +153,7 @@ def test_a_verb_that_one_rank_alone_calls_is_named_within_the_limit() -> None:
     """It took minutes: the agreement's time, and on the other rank that of the process group."""
     made, began = scheduler(Sleeper(), limit=2.0), time.monotonic()
     verbs = partial(made.optimizer, torch.optim.SGD, lr=0.1), partial(step, made)
-    words = "rank 0 waits for rank 1: the optimizer; rank 1 waits for rank 0: the message"
+    words = "different points of the program: {0: 'the optimizer', 1: 'the batch of step 1'}"
     with pytest.raises((AgreementError, StallError), match=words):
         verbs[rank()]()
     assert time.monotonic() - began < 30
