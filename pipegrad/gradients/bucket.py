@@ -135,11 +135,11 @@ class GradientBucket(StoredGradients):
             StepError: Names the parameter.
         """
         self._present = present = gradients_of(self._live, self._main_grad)
-        has_any = {*map(type, present)} != {type(None)}
         if continuing:
             return
         self._cleared = set()
-        if not self._results or not (has_any or any(self._main_shards)):
+        has_any = any(self._main_shards) or {*map(type, present)} != {type(None)}
+        if not (self._results and has_any):
             return
         numbers = reversed(range(len(present)))  # the order of the model
         left = {i: result for i in numbers if (result := self._last_result(i)) is not None}

@@ -111,6 +111,11 @@ class Reducer:
         self._lock = threading.Lock()
         self._flat = {launch: self._step_bucket(launch) for launch in plan.launches}
         self._words = {launch: self._words_of(launch) for launch in plan.launches}
+        # What a step does of these is known before it: the collectives of each comm stream, in
+        # order, and those for which a receive is posted early.
+        streams = range(comm_streams)
+        self._queues = [[x for x in self._flat if x.comm_stream == stream] for stream in streams]
+        self._expecting = [x for x, flat in self._flat.items() if flat.inbox is not None]
         self._step = _Step([])
         self._is_in_doubt = False  # whether an interrupt may have lost a collective
 
@@ -125,9 +130,7 @@ class Reducer:
         Raises:
             ReduceError: If a comm stream has failed since the last step. It is posted, too.
         """
-        streams = range(len(self.comm_streams))
-        queues = [deque(x for x in self._flat if x.comm_stream == stream) for stream in streams]
-        self._step = _Step(queues)
+        self._step = _Step([*map(deque, self._queues)])
         for comm_stream in self.comm_streams:
             if comm_stream.error is not None:
                 raise ReduceError(self.notice.post(str(comm_stream.error))) from comm_stream.error
@@ -162,9 +165,9 @@ class Reducer:
         waits there for all that runs: a forward behind such a receive would wait for a gradient
         that waits for this forward.
         """
-        for launch in self._flat:
+        for launch in self._expecting:
             comm_stream = self.comm_streams[launch.comm_stream]
-            if self._flat[launch].inbox is not None and comm_stream.is_threaded:
+            if comm_stream.is_threaded:
                 comm_stream.submit(partial(self._expect, launch), ())
 
     def leave(self, bucket: int, fill: Callable[[], None]) -> None:
