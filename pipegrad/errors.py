@@ -28,7 +28,7 @@ class PipegradError(Exception):
     Attributes:
         follows: Whether another rank has failed or not come, so that this error is not the cause.
         has_lost: Whether a rank has lost the connection to another one, so that no step can follow.
-        is_everyones: Whether all ranks raise it, and know that they do.
+        is_everyones: Whether all ranks that have come raise it, so none of them waits for this one.
     """
 
     follows: bool = False

@@ -163,8 +163,7 @@ def agree_keeping(
         if error is not None and not ends_in_words(error):
             _post(what, payload, members, prefix)
             raise error
-        # The job has ended on all ranks, or all have refused: no other rank would come.
-        if isinstance(error, StallError) or (error and getattr(error, "is_everyones", False)):
+        if error is not None and nobody_comes(error):
             raise error
         replies = _exchange(what, payload, members, timeout_seconds, prefix)
         results: list[T | _Failure] = [plain.loads(reply) for reply in replies]
@@ -176,6 +175,11 @@ def agree_keeping(
     if failures or isinstance(outcome, _Failure):
         _raise_failures(what, failures, len(members), error, began)
     return outcome[0], [x for x in results if not isinstance(x, _Failure)]
+
+
+def nobody_comes(error: BaseException) -> bool:
+    """Whether the job has ended on all ranks, or all have refused, so that no other rank comes."""
+    return isinstance(error, StallError) or getattr(error, "is_everyones", False)
 
 
 def _raise_failures(

@@ -44,7 +44,7 @@ _RECORDS = {
     "partition.weights.saved": ("_Shard",),
     "pipeline.compare": ("Facts",),
     "pipeline.edges": ("Spec",),
-    "pipeline.first_step": ("Learned",),
+    "pipeline.steps": ("Learned",),
     "pipeline.wiring": ("Described",),
     "simulation.costs": ("CodecCosts", "HostCosts", "LinkCosts", "Network", "StageCosts"),
     "simulation.timeline": ("Span",),

@@ -33,7 +33,7 @@ from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
 from pipegrad.pipeline.activation_checkpoint import FirstForward, Recompute, compare
 from pipegrad.pipeline.batch import joined, joined_tree
-from pipegrad.pipeline.blind import warn_of_blind
+from pipegrad.pipeline.checks import warn_of_blind
 from pipegrad.pipeline.loss_message import LossTerms, loss_parts
 from pipegrad.pipeline.shares import Number, counted
 from pipegrad.pipeline.split_backward import WeightProduct

@@ -1,4 +1,16 @@
-"""Steps: one step on this rank, from a batch to its result, and what all steps share."""
+"""Steps: one step on this rank, from a batch to its result, and what all steps share.
+
+[Note: first step] Nobody declares what values look like, nor which have a gradient. The first
+step of each kind (training, evaluation) finds it out: to its transfers each value is unlike the one
+before, so a header says it: see [Note: shapes] in `transfers`.
+
+1. The Program of the first step posts no receive ahead: each stands directly before its wait. So
+   both ends of a channel know when they use it whether a gradient comes back.
+2. All ranks exchange their specs, and the names of their metrics, which must be equal. If a rank
+   failed, all ranks raise, and the next step is a first step again.
+3. Each rank lowers the Program again: receives are posted ahead, and values without a gradient have
+   no channel back.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +27,7 @@ import numpy as np
 from torch import Tensor
 
 from pipegrad.comm.activity import Activity, has_lost_connection
+from pipegrad.comm.agreement import agree_keeping, nobody_comes, same
 from pipegrad.comm.failures import FailureNotice, elsewhere
 from pipegrad.errors import PipegradError, StallError, StepError
 from pipegrad.gradients.loose import LooseLeaves
@@ -27,7 +40,6 @@ from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
 from pipegrad.pipeline.executor import Executor, drawn
-from pipegrad.pipeline.first_step import Learned, refuse_unlike, run_together
 from pipegrad.pipeline.loss_message import Losses, LossTerms, StepResult
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import shares, warn_of_labels
@@ -74,6 +86,19 @@ class _Accepted(NamedTuple):
     given: Given
     terms: LossTerms
     divisor: float
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What the first step of a kind has shown on one rank.
+
+    Attributes:
+        specs: By link, of the values that this rank made or received.
+        metrics: The names of loss_fn's metrics; None if this rank computed no loss.
+    """
+
+    specs: dict[int, Spec]
+    metrics: tuple[str, ...] | None
 
 
 class Steps:
@@ -568,19 +593,34 @@ class Steps:
         specs = dict[int, Spec]()
         kind = self._new_kind(schedule, links, specs, forward_only=forward_only)
 
-        def learn() -> tuple[tuple[StepResult, LossTerms], Learned]:
-            result, accepted = self._run(kind, batch)
+        def run() -> tuple[tuple[StepResult, LossTerms] | BaseException, Learned | None]:
+            # An error is not raised inside of `agree`, which would raise it on all ranks in its own
+            # words. It is raised behind `agree`, when all ranks have ended the step.
+            try:
+                result, accepted = self._run(kind, batch)
+            except BaseException as error:
+                if nobody_comes(error):
+                    raise
+                return error, None
             return (result, accepted.terms), Learned(specs, accepted.terms.metrics)
 
-        what = f"the first {'evaluation' if forward_only else 'step'} of a Scheduler"
+        # The step runs inside of `agree`: a rank that fails or hangs is then named on all ranks.
         ranks = sorted(topology.ranks)
-        (result, terms), learned = run_together(
-            what, learn, ranks=ranks, wait_seconds=self._wait_seconds
+        outcome, replies = agree_keeping(
+            f"the first {'evaluation' if forward_only else 'step'} of a Scheduler",
+            run,
+            ranks=ranks,
+            timeout_seconds=self._wait_seconds,
         )
+        if isinstance(outcome, BaseException):
+            raise outcome
+        result, terms = outcome
+        learned = {r: one for r, one in zip(ranks, replies, strict=True) if one is not None}
         try:
             if len(learned) < len(ranks):
                 raise elsewhere(StepError, str(self._notice.read()))
-            refuse_unlike(learned)
+            metrics = {r: str(x.metrics) for r, x in learned.items() if x.metrics is not None}
+            same("the metrics of loss_fn", metrics)
         except PipegradError:
             # All ranks raise it, with the step behind them: what the step has left goes everywhere.
             if self._feedback is not None:

@@ -9,7 +9,7 @@ rank agrees on that beforehand, and receives are posted before anybody knows it.
 link keep the same record of what crossed it (`Sizes`):
 
 - A value that looks like the one before it on its link is sent alone. Before any other value goes
-  a header (`edges`). So does the first one: see [Note: first step] in `first_step`.
+  a header (`edges`). So does the first one: see [Note: first step] in `steps`.
 - Between processors a receive takes messages of up to `capacity` bytes, and a message may be
   shorter. The capacity grows when a step begins, to the largest message of the steps before.
   Instead of a larger message goes an empty one. The larger one follows, and its receive is posted
