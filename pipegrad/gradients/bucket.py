@@ -30,7 +30,6 @@ from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.stored_gradients import BucketState, StoredGradients, weak
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
 from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient
-from pipegrad.plugins.handler import Placement
 
 _VERSION = attrgetter("_version")
 _NAMED = 1 << 30  # the count of a gradient that is final by its name: more than any other
@@ -67,7 +66,7 @@ class GradientBucket(StoredGradients):
         self._fixed_divisor = memory.bucket.divisor
         self._may_leave_early = may_leave_early
         self._divisor = 1.0
-        self._is_sharded = any(leg.placement is Placement.SHARD for leg in memory.bucket.route)
+        self._is_sharded = any(leg.placement.divides_elements for leg in memory.bucket.route)
         self._has_result = any(p.main for p in parameters)
         # Whether slots are the results, so that nothing is put in place.
         self._is_plain = (

@@ -22,7 +22,6 @@ from pipegrad.errors import DriftError
 from pipegrad.gradients.parameter import Param
 from pipegrad.model.dtensor import local
 from pipegrad.plan.plan import Pack
-from pipegrad.plugins.handler import Placement
 
 Parameters = Mapping[str, Param]
 Name = tuple[str, bool]
@@ -113,7 +112,7 @@ class DriftCheck:
                 names += [(key, False) for key in keys]
                 # With SHARD each rank has another part of a master copy. With OWNER one rank has
                 # it. All ranks of a REPLICATE have the same part, or none has a part.
-                if step.placement is Placement.REPLICATE:
+                if not step.syncs_parameters:
                     held = (key for key in keys if parameters[key].main is not None)
                     names += [(key, True) for key in held if key in with_main]
 

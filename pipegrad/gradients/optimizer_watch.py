@@ -27,7 +27,6 @@ from pipegrad.gradients.param_sync import ParameterSync
 from pipegrad.gradients.parameter import Param
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.plan import Plan
-from pipegrad.plugins.handler import Placement
 from pipegrad.topology import Topology
 
 if TYPE_CHECKING:
@@ -325,7 +324,7 @@ def steps_alike(manifest: Manifest, plan: Plan, topology: Topology) -> bool:
         ranks = math.prod(len(step.ranks) for step in route)  # that have the same gradient
         ranks *= 1 if layout is None else math.prod(size for _, size in layout.mesh)
         ranks *= data if record.stage in manifest.reduced_by_ddp else 1
-        is_placed = any(step.placement is not Placement.REPLICATE for step in route)
+        is_placed = any(step.syncs_parameters for step in route)
         if record.requires_grad and (is_placed or ranks < len(topology.ranks)):
             return False
     return True

@@ -11,7 +11,7 @@ import torch
 from pipegrad.model.manifest import Manifest
 from pipegrad.plan.options import GradientOptions
 from pipegrad.plan.routes import Divisors, Route, signature
-from pipegrad.plugins.handler import ParameterRecord, Placement
+from pipegrad.plugins.handler import ParameterRecord
 from pipegrad.printable import printable
 from pipegrad.topology import Topology
 
@@ -115,9 +115,9 @@ class Bucket(Kind):
         Without SHARD or WHOLE all have what they had.
         """
         reduction = self.route[step]
-        if reduction.placement is Placement.WHOLE:
+        if reduction.placement.divides_parameters:
             return self.whole_numels
-        shards = len(reduction.ranks) if reduction.placement is Placement.SHARD else 1
+        shards = len(reduction.ranks) if reduction.placement.divides_elements else 1
         return (len(self.region(rank, step)) // shards,) * len(reduction.ranks)
 
     def pieces(self, rank: int, num_steps: int) -> tuple[Slot, ...]:
@@ -217,7 +217,7 @@ def make_buckets(
 
 def _num_owners(route: Route) -> int:
     """Returns how many ranks divide whole parameters; `make_routes` allows one WHOLE."""
-    return max((len(s.ranks) for s in route if s.placement is Placement.WHOLE), default=1)
+    return max((len(s.ranks) for s in route if s.placement.divides_parameters), default=1)
 
 
 def cut_by_bytes(
@@ -278,7 +278,7 @@ def _bucket(
     """Returns a bucket of some parameters. With WHOLE the slots of each rank lie together."""
     wire, numels = kind.wire_dtype, tuple[int, ...]()
     for step in route:
-        if step.placement is Placement.WHOLE:
+        if step.placement.divides_parameters:
             shares = share_out(records, costs.setdefault(step.ranks, [0] * len(step.ranks)))
             records = [record for share in shares for record in share]
             numels = tuple(sum(_aligned(x.numel, wire) for x in share) for share in shares)
@@ -288,7 +288,7 @@ def _bucket(
         offset += _aligned(record.numel, wire)
     # All shards have the same size. The flags are written right after a shard, over a shard of
     # another rank; see [Note: shards]. So no shard may be smaller than the flags.
-    num_shards = math.prod(len(s.ranks) for s in route if s.placement is Placement.SHARD)
+    num_shards = math.prod(len(s.ranks) for s in route if s.placement.divides_elements)
     minimum = len(slots) * num_shards if num_shards > 1 else 0
     return Bucket(
         **vars(kind),

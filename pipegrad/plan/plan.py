@@ -25,7 +25,7 @@ from pipegrad.plan.routes import (
     signature,
     steps_taken,
 )
-from pipegrad.plugins.handler import GradientHandler, ParameterRecord, Placement, ReductionStep
+from pipegrad.plugins.handler import GradientHandler, ParameterRecord, ReductionStep
 from pipegrad.topology import Topology
 
 
@@ -157,7 +157,7 @@ class Plan:
         return frozenset(
             key
             for key, route in self.routes
-            if any(step.placement is Placement.SHARD for step in route)
+            if any(step.placement.divides_elements for step in route)
         )
 
     @property
@@ -389,7 +389,7 @@ def _main_ranges(
             part = slot.within(bucket.region(rank, len(route)))
             if not part:
                 continue
-        sharded = any(step.placement is Placement.SHARD for step in route)
+        sharded = any(step.placement.divides_elements for step in route)
         yield MainRange(record.key, part.start, part.stop, sharded=sharded)
 
 

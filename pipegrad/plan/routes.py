@@ -72,9 +72,7 @@ def shared_routes(routes: Routes) -> dict[str, Route]:
 NamedReductions = Sequence[tuple[str, Reduction]]
 """Reductions of one rank, each with the name of its handler."""
 
-# OWNER comes first: behind it only the owner takes part. WHOLE and SHARD come before REPLICATE:
-# then each rank replicates only its part, which is less to send.
-_ORDER = (Placement.OWNER, Placement.WHOLE, Placement.SHARD, Placement.REPLICATE)
+_ORDER = tuple(Placement)
 
 
 def make_routes(
@@ -103,7 +101,7 @@ def make_routes(
     steps: dict[tuple[object, ...], ReductionStep] = {}
     routes = {r: _routes(manifest, topology.at(r), reductions[r], steps) for r in reductions}
     whole = (r for on_rank in reductions.values() for _, r in on_rank)
-    matrices = frozenset(r.record.key for r in whole if r.placement is Placement.WHOLE)
+    matrices = frozenset(r.record.key for r in whole if r.placement.divides_parameters)
     return routes, _divisors(manifest, topology, reductions), matrices
 
 
@@ -184,7 +182,7 @@ def _faults(name: str, handler: GradientHandler, reduction: Reduction) -> Iterat
             f"{get_args(Exchange)}"
         )
     is_pair = exchange == "asymmetric" and len(reduction.ranks) > 1
-    if is_pair and (len(reduction.ranks) != 2 or placement is not Placement.REPLICATE):
+    if is_pair and (len(reduction.ranks) != 2 or placement.sends_back):
         yield (
             f"{_subject(name, reduction)}, placement {placement.value!r}, exchange "
             f"{exchange!r}: that is for the gradients of two ranks, placed by 'replicate'; give "
@@ -240,7 +238,7 @@ def _ordered(key: str, steps: Sequence[ReductionStep], topology: Topology) -> Ro
                 f"{[first.handler, second.handler]}: drop one, or reduce along different axes"
             )
     scattering = [step for step in steps if step.placement.scatters]
-    if len(scattering) > 1 and any(step.placement is Placement.WHOLE for step in scattering):
+    if len(scattering) > 1 and any(step.placement.divides_parameters for step in scattering):
         raise PlanError(
             f"{key!r} is reduced by {' and '.join(map(str, scattering))}, handlers "
             f"{[step.handler for step in scattering]}: after 'whole' one rank has all of it, so "

@@ -37,7 +37,9 @@ class Placement(Enum):
     """Where the result of a reduction lives. It decides the collective and the parameter sync.
 
     OWNER: on the lowest rank. WHOLE: each parameter whole on one of the ranks, another one for each
-    parameter. SHARD: a shard on each rank. REPLICATE: on every rank.
+    parameter. SHARD: a shard on each rank. REPLICATE: on every rank. The reductions of a route come
+    in this order: behind OWNER only the owner takes part, and behind WHOLE and SHARD each rank
+    replicates only its part, which is less to send.
     """
 
     OWNER = "owner"
@@ -46,14 +48,29 @@ class Placement(Enum):
     REPLICATE = "replicate"
 
     @property
-    def scatters(self) -> bool:
-        """Whether each rank goes on with its own part of a bucket: a reduce-scatter."""
-        return self in (Placement.WHOLE, Placement.SHARD)
-
-    @property
     def has_owner(self) -> bool:
         """Whether one rank alone, the owner, has the result and steps it: all others drop it."""
         return self is Placement.OWNER
+
+    @property
+    def divides_parameters(self) -> bool:
+        """Whether each rank goes on with whole parameters of a bucket: a reduce-scatter."""
+        return self is Placement.WHOLE
+
+    @property
+    def divides_elements(self) -> bool:
+        """Whether each rank goes on with as many elements of a bucket: a reduce-scatter."""
+        return self is Placement.SHARD
+
+    @property
+    def scatters(self) -> bool:
+        """Whether each rank goes on with its own part of a bucket: a reduce-scatter."""
+        return self.divides_parameters or self.divides_elements
+
+    @property
+    def sends_back(self) -> bool:
+        """Whether updated parameters are sent along the reduction, backwards."""
+        return self.has_owner or self.scatters
 
 
 @dataclass(frozen=True)
@@ -192,7 +209,7 @@ class ReductionStep:
     @property
     def syncs_parameters(self) -> bool:
         """Whether updated parameters are sent along it, backwards, after the optimizer's step."""
-        return self.placement is Placement.OWNER or self.placement.scatters
+        return self.placement.sends_back
 
     @property
     def is_point_to_point(self) -> bool:
