@@ -21,26 +21,29 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
+from torch.profiler import record_function
 
-from pipegrad.comm.activity import Activity, has_lost_connection
+from pipegrad.comm.activity import Activity, Recorder, has_lost_connection
 from pipegrad.comm.agreement import agree_keeping, nobody_comes, same
 from pipegrad.comm.failures import FailureNotice, elsewhere
 from pipegrad.errors import PipegradError, StallError, StepError
 from pipegrad.gradients.loose import LooseLeaves
 from pipegrad.gradients.sync import GradientSync
 from pipegrad.interop.fsdp import ShardedStages
+from pipegrad.interop.private import is_profiled
 from pipegrad.pipeline.batch import Batch, Batches, Given, joined
-from pipegrad.pipeline.cells import Autocast, Compute
+from pipegrad.pipeline.cells import Autocast, Compute, Method
 from pipegrad.pipeline.codings import Codings
 from pipegrad.pipeline.compare import BatchCheck, Facts
 from pipegrad.pipeline.device_transfers import DeviceTransfers
 from pipegrad.pipeline.edges import Edges, Spec
-from pipegrad.pipeline.executor import Executor, drawn
 from pipegrad.pipeline.loss_message import Losses, LossTerms, StepResult
+from pipegrad.pipeline.place import Place
 from pipegrad.pipeline.programs import Programs, StepTimes
 from pipegrad.pipeline.shares import shares, warn_of_labels
 from pipegrad.pipeline.stage import Stage
@@ -49,29 +52,225 @@ from pipegrad.pipeline.values import Values
 from pipegrad.pipeline.weight_gradients import WeightGradients
 from pipegrad.pipeline.wiring import WiredPipeline
 from pipegrad.schedules import Schedule
-from pipegrad.schedules.program.program import Link, Program
+from pipegrad.schedules.program.program import Link, Op, Program
 from pipegrad.schedules.program.verify import Proof
+from pipegrad.topology import Topology
+
+_Call = tuple[Method, tuple[int, ...]]  # and its arguments
+_Keep = Callable[[object], object]  # of a point in time
 
 
-@dataclass(frozen=True, eq=False)
 class StepKind:
     """A kind of step: training or evaluation, with a schedule of one number of microbatches.
 
-    Attributes:
+    It runs the items of this rank one by one, and decides nothing.
+
+    Args:
         program: What all ranks do.
         proof: What that needs.
         specs: What values look like in the first microbatch, by link.
-        executor: Runs the items of this rank.
-        activity: What the report of a failure needs to know of it.
+        topology: As this rank sees it; its pipelines run the Program.
+        values: Receives, sends and sums values and gradients.
+        compute: Runs forwards and backwards.
+        transfers: Posts receives, and frees what was sent.
+        sync: The gradient layer. It learns of first uses, last backwards and final stages.
+        weights: The weights' gradients that I leaves to W.
+        sharded: The stages whose parameters FSDP2 swaps. It learns of last backwards.
         times: Measures how long computes and transfers take; None if nothing does.
+
+    Attributes:
+        activity: What the report of a failure needs to know of it.
+        num_different: Second forwards of the last step that differ: see `Recompute`.
     """
 
-    program: Program
-    proof: Proof
-    specs: dict[int, Spec]
-    executor: Executor
-    activity: Activity
-    times: StepTimes | None
+    def __init__(
+        self,
+        program: Program,
+        proof: Proof,
+        specs: dict[int, Spec],
+        *,
+        topology: Topology,
+        values: Values,
+        compute: Compute,
+        transfers: Transfers,
+        sync: GradientSync,
+        weights: WeightGradients,
+        sharded: ShardedStages,
+        times: StepTimes | None = None,
+    ) -> None:
+        self.program = program
+        self.proof = proof
+        self.specs = specs
+        self.times = times
+        # It may not hold this object, which holds it: the threads of a Scheduler that nobody holds
+        # any more would wait for the garbage collector.
+        self._place = place = Place(program, topology)
+        self.activity = Activity(
+            "", details=place.details, drawing=place.drawn, position=place.read
+        )
+        self._values = values
+        self._compute = compute
+        self._transfers = transfers
+        self._tape = sync.tape
+        self._sharded = sharded
+        # None of these is a method of this object, either.
+        methods: dict[Op, Method] = {
+            Op.POST_RECEIVE: transfers.post,
+            Op.WAIT_RECEIVE: values.receive,
+            Op.JOIN: values.join,
+            Op.SEND: values.send,
+            Op.RELEASE: transfers.release,
+        }
+        of_stages: dict[Op, Method] = {
+            Op.FIRST_USE: sync.stage_first_use,
+            Op.LAST_BACKWARD: sync.stage_last_backward,
+            Op.FINAL: sync.stage_final,
+            Op.INPUTS_FINAL: weights.inputs_are_final,
+            Op.SHARED_WEIGHTS: compute.compute_shared,
+        }
+        self._calls = list[_Call]()  # of all items, so that a step looks nothing up
+        items = list(place.items())
+        last = max((i for i, item in enumerate(items) if item.op is Op.COMPUTE), default=0)
+        for index, item in enumerate(items):
+            op, which, microbatch = item
+            arguments: tuple[int, ...] = which, microbatch
+            if op is Op.COMPUTE:
+                stage, kind, _ = program.action(item)
+                method, arguments = compute.method_of(kind), (stage, microbatch)
+            elif op in methods:
+                method = methods[op]
+                if op is Op.RELEASE:  # behind the last action no receive proves anything
+                    arguments = which, microbatch, index < last
+            else:
+                is_sharded = op is Op.LAST_BACKWARD and which in sharded.stages
+                method = sharded.last_backward if is_sharded else of_stages[op]
+                arguments = (which,)
+            if times is not None:
+                method = times.watched(item, method)
+            self._calls.append((method, arguments))
+        self.num_different: int | Tensor = 0
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """Whether an interrupt came while a transfer began; see [Note: interrupts]."""
+        return self._transfers.is_in_doubt
+
+    def rewind(self, step: int) -> None:
+        """Goes back to the first item, for a step of a number.
+
+        Called before anything of a step can fail: `finish_transfers` then makes all transfers of
+        a step whose first item never ran.
+        """
+        self._place.position = 0
+        self._transfers.begin(step)
+
+    def run(
+        self, given: Given, terms: LossTerms, *, keeps_outputs: bool
+    ) -> list[tuple[Tensor, ...]]:
+        """Runs all items; returns the outputs of the last stage, if they are kept.
+
+        If it raises, call `finish_transfers`.
+
+        Args:
+            given: The microbatches.
+            terms: Collects the losses of this rank.
+            keeps_outputs: Whether to keep what the last stage makes.
+
+        Sync: all on the current stream.
+        """
+        # An interrupt may have come while the last step was cleared up. So tables are emptied when
+        # a step begins, too.
+        self.forget()
+        self._values.begin(given.inputs, given.targets)
+        self._compute.begin(given.targets, terms, keeps_outputs=keeps_outputs)
+        # FSDP2 must know before the first backward that it is not the last, or it would reduce
+        # there.
+        if self._sharded.stages:
+            self._sharded.begin(forward_only=self.program.forward_only)
+        recorder = None if self.program.forward_only else self._tape.recorder
+        calls: Sequence[_Call] = self._calls
+        place = self._place
+        try:
+            if recorder is not None or is_profiled():
+                calls = self._watched_calls(recorder)
+            # The position moves behind a call: after an error, `finish_transfers` begins with the
+            # item that failed, whose transfer others still wait for.
+            for method, arguments in calls:
+                method(*arguments)
+                place.position += 1
+        except BaseException as error:
+            place.add_to(error)
+            raise
+        # A stage may take microbatches in any order.
+        outputs = [output for _, output in sorted(self._compute.outputs.items())]
+        self.num_different = self._compute.num_different
+        self.forget()
+        return outputs
+
+    def _watched_calls(self, recorder: Recorder | None) -> Sequence[_Call]:
+        """Returns the calls of a step, inside of what a profiler and a recorder want of each."""
+        calls: Sequence[_Call] = self._calls
+        if is_profiled():
+            names = [
+                f"pipegrad {self.program.action(item)}" if item.op is Op.COMPUTE else ""
+                for item in self._place.items()
+            ]
+            calls = [
+                (partial(_in_range, name, method), arguments) if name else (method, arguments)
+                for name, (method, arguments) in zip(names, calls, strict=True)
+            ]
+        if recorder is not None:
+            due, keep = recorder.items()
+            calls = [
+                (partial(_recorded, method, keep, recorder.now) if is_due else method, arguments)
+                for is_due, (method, arguments) in zip(due, calls, strict=True)
+            ]
+            keep(recorder.now())
+        return calls
+
+    def finish_transfers(self) -> None:
+        """Makes the transfers that are left of a failed step, without values.
+
+        Other ranks still wait for messages of this rank, and send their own. After this, each of
+        these transfers ends on any backend, and the next step begins with the same messages on
+        both ends of every edge.
+        """
+        transfers, values = self._transfers, self._values
+        methods: dict[Op, Method] = {
+            Op.POST_RECEIVE: transfers.post,
+            Op.WAIT_RECEIVE: values.receive_and_drop,
+            Op.SEND: transfers.send_failed,
+            Op.RELEASE: transfers.release,
+        }
+        # A receive of gloo can be waited for once. What has ended before the error must not be
+        # waited for again: see [Note: interrupts] in `transfers`.
+        transfers.record_ended()
+        # Transfers are made in the order of the program. It is proven that ranks which keep this
+        # order never wait for each other in a circle.
+        for op, which, microbatch in islice(self._place.items(), self._place.position, None):
+            if op in methods:
+                # Each transfer is tried, whatever another one raises: the peer of each waits for
+                # that one.
+                with contextlib.suppress(Exception):  # the first error is the one to raise
+                    methods[op](which, microbatch)
+        self.forget()
+
+    def forget(self) -> None:
+        """Lets go of everything of a step."""
+        self._values.forget()
+        self._compute.forget()
+
+
+def _in_range(name: str, compute: Method, stage: int, microbatch: int) -> None:
+    """Computes inside a range that profilers see: ``pipegrad 2F0``."""
+    with record_function(name):
+        compute(stage, microbatch)
+
+
+def _recorded(method: Method, keep: _Keep, now: Callable[[], object], *arguments: int) -> None:
+    """Runs an item, and keeps the time of its end."""
+    method(*arguments)
+    keep(now())
 
 
 class _Accepted(NamedTuple):
@@ -345,9 +544,11 @@ class Steps:
             is_over_batch=self.pipeline.is_over_batch,
             unseen=self._unseen,
         )
-        executor = Executor(
+        return StepKind(
             program,
-            topology,
+            proof,
+            specs,
+            topology=topology,
             values=values,
             compute=compute,
             transfers=transfers,
@@ -356,13 +557,6 @@ class Steps:
             sharded=self._sharded,
             times=times,
         )
-        activity = Activity(
-            "",
-            details=executor.details,
-            drawing=partial(drawn, program, topology),
-            position=executor.position,
-        )
-        return StepKind(program, proof, specs, executor, activity, times)
 
     def _leave(self, error: BaseException) -> None:
         """Makes ranks fail that run a step which this rank cannot take."""
@@ -373,7 +567,7 @@ class Steps:
 
     def _run(self, kind: StepKind, batch: Batch) -> tuple[StepResult, _Accepted]:
         """Runs a step of a kind; returns the result, and what the step was given."""
-        executor, training = kind.executor, not kind.program.forward_only
+        training = not kind.program.forward_only
         self._rewind(kind)
         begun = False
         try:
@@ -387,9 +581,7 @@ class Steps:
                     self._sync.prepare(divisor=None if is_weighted else divisor)
                     self._loose.begin()
                 begun = True
-                outputs = executor.run(
-                    given.inputs, given.targets, terms, keeps_outputs=batch.keeps_outputs
-                )
+                outputs = kind.run(given, terms, keeps_outputs=batch.keeps_outputs)
                 time_dim = batch.time_dim if isinstance(batch.time_dim, int) else 1
                 whole_outputs = joined(outputs, kind.program.schedule.chunks, time_dim)
                 self._finish(kind, terms, divisor)
@@ -400,7 +592,7 @@ class Steps:
                 with kind.activity:
                     self._fail(kind, error, begun=begun)
             raise
-        terms.num_different = executor.num_different
+        terms.num_different = kind.num_different
         result = self._losses.send(
             terms,
             forward_only=not training,
@@ -419,7 +611,7 @@ class Steps:
         sync, losses, training = self._sync, self._losses, not kind.program.forward_only
         # A step that fails before its first item must make all of its transfers. So the position is
         # set here, in front of all that may raise.
-        kind.executor.rewind(self._notice.step)
+        kind.rewind(self._notice.step)
         if training and (recorder := sync.tape.recorder) is not None:
             recorder.begin_step(self._notice.step, kind.program)
         if kind.times is not None:
@@ -541,13 +733,13 @@ class Steps:
         Raises:
             StepError: If another rank failed first. It has the words of that rank.
         """
-        executor, sync, forward_only = kind.executor, self._sync, kind.program.forward_only
+        sync, forward_only = self._sync, kind.program.forward_only
         # The notice comes first. Ranks that receive zeros below may fail on them, and must then
         # find the cause there.
         if not isinstance(error, StallError):
             self._notice.fail(error)
         # It is unknown which messages were sent, or no other rank may come: nothing is waited for.
-        is_over = executor.is_in_doubt or isinstance(error, StallError)
+        is_over = kind.is_in_doubt or isinstance(error, StallError)
         is_over = is_over or has_lost_connection(error)
         if not forward_only:
             # Before the transfers, which wait for other ranks: the collectives that this starts do
@@ -556,7 +748,7 @@ class Steps:
         interrupt: BaseException | None = None
         if not is_over:
             try:
-                executor.finish_transfers()
+                kind.finish_transfers()
             except BaseException as again:  # noqa: BLE001 - such as a second Ctrl-C; raised below
                 interrupt = again
                 if not forward_only:
@@ -564,7 +756,7 @@ class Steps:
         if is_over or interrupt is not None:
             # No edge can be used again. Connections are closed, and ranks that wait fail at once.
             self.edges.cut()
-            executor.forget()
+            kind.forget()
         self._sharded.forget()
         with contextlib.suppress(RuntimeError):  # another rank has died
             # Every rank sends a loss in every step, or later losses would be added to this one.

@@ -171,7 +171,7 @@ def test_second_forwards_that_differ_on_a_device_are_an_error_of_the_loss(
     job.right(0)
     kind = next(iter(job.scheduler.steps._kinds.values()))
     counted = property(lambda _: torch.tensor(2 if rank() == 1 else 0), lambda *_: None)
-    monkeypatch.setattr(type(kind.executor._compute), "num_different", counted, raising=False)
+    monkeypatch.setattr(type(kind._compute), "num_different", counted, raising=False)
     result = job.right(1)
     words = refused(StepError, lambda: result.loss)
     assert words.startswith("2 times in the step a stage with recompute=True returned something")

@@ -267,7 +267,7 @@ def test_an_interrupt_right_behind_an_item_makes_it_no_second_time(op: Op) -> No
             one.step(0)
         if rank() == 1:
             (kind,) = training.scheduler._steps._kinds.values()
-            calls, pipeline_rank = kind.executor._calls, training.at.coordinate("pp")
+            calls, pipeline_rank = kind._calls, training.at.coordinate("pp")
             items = list(kind.program.decoded(pipeline_rank))
             at = [number for number, item in enumerate(items) if item.op is op][1]
             method, arguments = calls[at]

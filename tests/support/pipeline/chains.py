@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812 - its usual name
 from torch import nn
 
 from pipegrad import Scheduler, Stage, Topology, schedules
-from pipegrad.pipeline import executor
+from pipegrad.pipeline import steps
 from pipegrad.pipeline.cells import Method
 
 Tensor = torch.Tensor
@@ -150,7 +150,7 @@ def watched(note: Callable[[str, str], object]) -> Iterator[None]:
         note("end", action)
 
     with (
-        mock.patch.object(executor, "is_profiled", return_value=True),
-        mock.patch.object(executor, "_in_range", in_range),
+        mock.patch.object(steps, "is_profiled", return_value=True),
+        mock.patch.object(steps, "_in_range", in_range),
     ):
         yield

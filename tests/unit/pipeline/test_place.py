@@ -9,7 +9,8 @@ from unittest.mock import Mock
 import pytest
 
 from pipegrad import Topology, schedules
-from pipegrad.pipeline.executor import Executor, drawn
+from pipegrad.pipeline.place import Place
+from pipegrad.pipeline.steps import StepKind
 from pipegrad.schedules import lower
 from pipegrad.schedules.program.program import Program
 
@@ -41,7 +42,7 @@ def program(*, forward_only: bool) -> Program:
 )
 def test_the_last_actions_are_marked(forward_only: bool, grid: list[str]) -> None:
     marks = {0: "0B0", 1: "1F0"}
-    lines = drawn(program(forward_only=forward_only), TOPOLOGY, 0, marks).splitlines()
+    lines = Place(program(forward_only=forward_only), TOPOLOGY).drawn(0, marks).splitlines()
     assert lines[1:] == grid
 
 
@@ -58,8 +59,10 @@ def test_an_interrupt_behind_the_last_item_stays_an_interrupt() -> None:
     parts: dict[str, Any] = dict.fromkeys(
         ("values", "compute", "transfers", "sync", "weights", "sharded"), Mock()
     )
-    executor = Executor(program(forward_only=True), TOPOLOGY, **parts)
-    executor._calls = Interrupted(executor._calls)
+    kind = StepKind(program(forward_only=True), Mock(), {}, topology=TOPOLOGY, **parts)
+    kind._calls = Interrupted(kind._calls)
     with pytest.raises(KeyboardInterrupt):
-        executor.run({}, None, Mock(), keeps_outputs=False)
-    assert executor.details().item == "all items of the step are done"
+        kind.run(Mock(), Mock(), keeps_outputs=False)
+    details = kind.activity.details
+    assert details is not None
+    assert details().item == "all items of the step are done"

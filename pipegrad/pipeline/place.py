@@ -1,0 +1,99 @@
+"""Where this rank is in a Program: for errors, and for the report of a failure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from itertools import islice
+
+from pipegrad.comm.activity import Details
+from pipegrad.schedules import Action
+from pipegrad.schedules.program.program import Item, Op, Program
+from pipegrad.topology import Topology
+
+_COLUMNS = 24  # of a grid
+# An item that waits, and the end of its channel that it waits for.
+_AWAITED: Mapping[Op, str] = {Op.WAIT_RECEIVE: "source", Op.RELEASE: "target"}
+
+
+class Place:
+    """How far this rank is in a step.
+
+    Args:
+        program: What all ranks do.
+        topology: As this rank sees it; its pipelines run the Program.
+
+    Attributes:
+        rank: This rank in its pipeline.
+        position: The number of the item that runs.
+    """
+
+    def __init__(self, program: Program, topology: Topology) -> None:
+        self._program = program
+        self._topology = topology
+        self.rank = topology.coordinate(topology.pipeline)
+        self.position = 0
+
+    def items(self) -> Iterator[Item]:
+        """Yields the items of this rank."""
+        return self._program.decoded(self.rank)
+
+    def read(self) -> int:
+        """Returns the position; any thread may call it, as all below."""
+        return self.position
+
+    def details(self) -> Details:
+        """Returns what this rank is at."""
+        # The position is read once: the thread that runs the step goes on meanwhile, and all words
+        # must be of one item.
+        topology, position = self._topology, self.position
+        begun = list(islice(self.items(), position + 1))
+        actions = [self._program.action(item) for item in begun if item.op is Op.COMPUTE]
+        item = begun[position] if position < len(begun) else None
+        number = next(i for i, ranks in enumerate(topology.pipelines) if topology.rank in ranks)
+        return Details(
+            "all items of the step are done" if item is None else self._words(item),
+            self._waits_for(item),
+            (number, self.rank),
+            str(actions[-1]) if actions else "",
+        )
+
+    def drawn(self, pipeline: int, marks: Mapping[int, str]) -> str:
+        """Returns the grid of a pipeline, with the last action of each rank marked.
+
+        Args:
+            pipeline: Its number in the topology; rows have the global ranks of this one.
+            marks: The action of a pipeline rank as text; "" if it has not begun one.
+        """
+        schedule, words = self._program.schedule, {mark for mark in marks.values() if mark}
+        actions = [a for actions in schedule.actions for a in actions if str(a) in words]
+        ranks = self._topology.pipelines[pipeline]
+        rows = enumerate(schedule.marked(actions, _COLUMNS).splitlines())
+        grid = "\n".join(row.replace(f"rank {i} ", f"rank {ranks[i]} ", 1) for i, row in rows)
+        return f"schedule {schedule.name}; >{Action(0, 'F', 0)}< is a rank's last action:\n{grid}"
+
+    def add_to(self, error: BaseException) -> None:
+        """Adds the failed action and this rank to an error's notes."""
+        for item in islice(self.items(), self.position, self.position + 1):
+            if item.op is Op.COMPUTE:
+                error.add_note(f"In {self._program.action(item)} on pipeline rank {self.rank}.")
+            elif item.op is Op.SHARED_WEIGHTS:
+                where = f"shared weights of stage {item.which}"
+                error.add_note(f"In {where} on pipeline rank {self.rank}.")
+
+    def _words(self, item: Item) -> str:
+        """Returns an item as text, with global ranks; a Program has ranks of a pipeline."""
+        words = " ".join(self._program.words(item).split())
+        return re.sub(
+            r"(?<=(?:om|to) rank )\d+$", lambda rank: str(self._global(int(rank[0]))), words
+        )
+
+    def _waits_for(self, item: Item | None) -> tuple[int, ...]:
+        if item is None or item.op not in _AWAITED:
+            return ()
+        channel = self._program.channels[item.which]
+        return (self._global(getattr(channel, _AWAITED[item.op])),)
+
+    def _global(self, rank: int) -> int:
+        """Returns the global rank of a rank of this pipeline."""
+        return self._topology.ranks_along(self._topology.pipeline)[rank]
