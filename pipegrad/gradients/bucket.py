@@ -29,7 +29,7 @@ from pipegrad.gradients.bucket_memory import BucketMemory
 from pipegrad.gradients.parameter import Param
 from pipegrad.gradients.stored_gradients import BucketState, StoredGradients, weak
 from pipegrad.model.dtensor import as_dtensor, is_dtensor, local, redistribute_gradient
-from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradient
+from pipegrad.model.main_grad import MainGrad, gradients_of, set_gradients
 
 _VERSION = attrgetter("_version")
 _NAMED = 1 << 30  # the count of a gradient that is final by its name: more than any other
@@ -188,8 +188,7 @@ class GradientBucket(StoredGradients):
             self.memory.scale(self._divisor / before)
         for number, _ in own if not continuing and divisor != 1 else ():
             slots[number].mul_(divisor)
-        for parameter, gradient in zip(self._live, self._gradients, strict=True):
-            set_gradient(parameter, gradient, self._main_grad)
+        set_gradients(self._live, self._gradients, self._main_grad)
         if not continuing:
             for main_shard in filter(None, self._main_shards):  # it would keep memory that is gone
                 main_shard.set_grad(None)
@@ -354,9 +353,8 @@ class GradientBucket(StoredGradients):
     def finish(self) -> int:
         """Puts the results in place; returns how many were copied out of the bucket."""
         self.state = BucketState.RESTS
-        self._rest()
         if self._may_leave_early:
-            counts = (0 if i in self._named else n for i, n in enumerate(self._counts))
+            counts = [0 if i in self._named else n for i, n in enumerate(self._counts)]
             self._expected[:] = map(max, self._expected, counts)
         self.memory.end_step()
         nobody = self._nobody() if self._absent else ()
@@ -366,11 +364,15 @@ class GradientBucket(StoredGradients):
         self._present = []
         if self.memory.goes:
             self._gradients = []
-        gradients = [p.result for p in self.parameters]
-        self._results = gradients if self._is_plain else weak(gradients)  # slots stay
-        self._result_versions = [
-            -1 if g is None else self._writes(i, g) for i, g in enumerate(gradients)
-        ]
+        if self._is_plain:  # what has a result is its slot, and slots stay
+            self._results = [tensor.grad for tensor in self._live]
+            self._result_versions = self._versions()
+        else:
+            gradients = [p.result for p in self.parameters]
+            self._results = weak(gradients)
+            self._result_versions = [
+                -1 if g is None else self._writes(i, g) for i, g in enumerate(gradients)
+            ]
         has_copies = self.memory.is_apart and not self.memory.goes and self._has_result
         return len(self._live) - len(nobody) if has_copies else 0
 

@@ -207,6 +207,8 @@ class Parameters:
         # Parameters of one module have most of their entries in common.
         found = {(id(t), n): (t, n, value) for p in parameters for t, n, value in p.entries()}
         self._entries = list(found.values())
+        self._tensors = [p.tensor for p in parameters]
+        self._agreed = [p.agreed for p in parameters]
 
     def check(self) -> None:
         """Refuses a step that would use another tensor than the ranks and optimizers.
@@ -216,10 +218,9 @@ class Parameters:
                 replaced, or if updated values would not reach it.
         """
         # This is done for each parameter in each step, so it walks down no modules.
-        parameters = self.by_key.values()
-        is_same = all(table.get(name) is value for table, name, value in self._entries)
-        if not is_same or any(_TRAITS(p.tensor) != p.agreed for p in parameters):
-            for parameter in parameters:
+        others = [name for table, name, value in self._entries if table.get(name) is not value]
+        if others or [*map(_TRAITS, self._tensors)] != self._agreed:
+            for parameter in self.by_key.values():
                 if parameter.look_up() is not parameter.tensor:
                     raise parameter.replaced()
             self._remember()  # another module holds them now

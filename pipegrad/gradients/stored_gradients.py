@@ -15,7 +15,7 @@ from pipegrad.errors import StepError
 from pipegrad.gradients.parameter import Param
 from pipegrad.interop.private import accumulate_hooks
 from pipegrad.model.dtensor import is_dtensor, local
-from pipegrad.model.main_grad import MainGrad, set_gradient, take_gradient
+from pipegrad.model.main_grad import MainGrad, set_gradients, take_gradient
 
 Results = Sequence[torch.Tensor | TensorWeakRef | None]
 
@@ -169,7 +169,7 @@ class StoredGradients:
         return self.parameters[number].record.key
 
     def _set(self, number: int, gradient: torch.Tensor | None) -> None:
-        set_gradient(self._live[number], gradient, self._main_grad)
+        set_gradients([self._live[number]], [gradient], self._main_grad)
 
 
 def _take(called: weakref.ref[StoredGradients], number: int, _: nn.Parameter) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -46,16 +46,19 @@ def gradients_of(
     return [getattr(parameter, "main_grad", None) for parameter in parameters]
 
 
-def set_gradient(
-    parameter: nn.Parameter, gradient: torch.Tensor | None, main_grad: MainGrad | None
+def set_gradients(
+    parameters: Iterable[nn.Parameter],
+    gradients: Iterable[torch.Tensor | None],
+    main_grad: MainGrad | None,
 ) -> None:
-    """Sets the gradient of a parameter, wherever it lives."""
-    if main_grad is None:
-        parameter.grad = gradient
-        return
-    named: Any = parameter
-    named.main_grad = gradient
-    named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
+    """Sets the gradients of parameters, wherever they live."""
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        if main_grad is None:
+            parameter.grad = gradient
+            continue
+        named: Any = parameter
+        named.main_grad = gradient
+        named.grad_added_to_main_grad = False  # fused kernels need the attribute to exist
 
 
 def take_gradient(parameter: nn.Parameter, dtype: torch.dtype) -> None:
