@@ -12,7 +12,6 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensor, FakeTensorMode
 from torch.cuda import _gpu_trace as gpu_trace  # where torch's own sanitizer listens too
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._mode_utils import no_dispatch as real_tensors  # inside of a dispatch mode
 from torch.utils._python_dispatch import (
     TorchDispatchMode,  # its documented home
     is_traceable_wrapper_subclass,
@@ -41,7 +40,6 @@ __all__ = [
     "TorchDispatchMode",
     "TreeSpec",
     "gpu_trace",
-    "real_tensors",
     "tree_flatten",
     "tree_map",
     "tree_unflatten",
@@ -174,22 +172,3 @@ def unflattened(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMes
 def activate_gpu_trace() -> None:
     """Makes torch call the callbacks of `gpu_trace`. It cannot be undone."""
     torch._C._activate_gpu_trace()
-
-
-@contextlib.contextmanager
-def fake_tensors() -> Iterator[FakeTensorMode]:
-    """Tensors that are made inside have a shape, a dtype and a device, but no memory."""
-    with quiet_fake_tensors(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        yield mode
-
-
-def forget_fakes(mode: FakeTensorMode) -> None:
-    """Drops a mode's weak references: with them no module could change the dtype of its fakes."""
-    mode.fake_tensor_converter.meta_converter.tensor_memo.clear()
-
-
-def arguments_of(operator: object) -> list[tuple[str, bool]]:
-    """Returns name of each argument of an operator of torch, and whether the operator writes it."""
-    schema = getattr(operator, "_schema", None)
-    arguments: Any = schema.arguments if schema else ()
-    return [(a.name, a.alias_info is not None and a.alias_info.is_write) for a in arguments]

@@ -258,11 +258,18 @@ class Feed:
             for column in (2, 3)
         )
 
-    def placed(self, device: torch.device) -> tuple[Inputs | None, Tensor | None]:
-        """Returns inputs and targets on a device; None for what this rank does not take."""
-        if self.pair is None:
+    def placed(
+        self, device: torch.device, pair: Pair | None = None
+    ) -> tuple[Inputs | None, Tensor | None]:
+        """Returns inputs and targets on a device; None for what this rank does not take.
+
+        Args:
+            device: Of this rank's stages.
+            pair: By default those of the batch that was fetched last.
+        """
+        if (pair := pair or self.pair) is None:
             return None, None
-        inputs, target = self.pair
+        inputs, target = pair
         return (
             placed(inputs, device) if self._takes_inputs else None,
             target.to(device) if self._takes_target else None,

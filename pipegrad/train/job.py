@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,6 @@ from pipegrad.train.config import Config, sizes_of
 from pipegrad.train.dataset import dataset_of
 from pipegrad.train.functions import imported, parameters_of, with_options
 from pipegrad.train.optimizer import kinds
-from pipegrad.train.recorded_model import RecordedModel, lacks_memory
 from pipegrad.train.reporters.reporter import Reporter, reporters
 from pipegrad.train.schema import Choice
 from pipegrad.train.transformers_model import uncut_model
@@ -129,75 +128,41 @@ class Job:
 
         Args:
             device: ``"meta"`` for a model without memory, if its factory can make one.
-            topology: As `recorded_model`.
+            topology: Passed to a factory that has a parameter of this name. None means the plain
+                topology of rank 0.
 
         Raises:
             ConfigError: If the model cannot be made.
         """
-        if self.config.model.is_transformers:
-            model: nn.Module = uncut_model(self.config)
-            return model
-        recorded = self.recorded_model(topology)
-        if recorded is None:
-            return self.whole_model(topology)
-        if device != "meta":
-            recorded.load([recorded.model])
-        return recorded.model
-
-    def recorded_model(self, topology: Topology | None = None) -> RecordedModel | None:
-        """Returns the factory's model without memory; None if it fails, or must have memory.
-
-        Args:
-            topology: Passed to a factory that has a parameter of this name. None means the plain
-                topology of rank 0.
-        """
-        try:
-            return RecordedModel(partial(self._made, topology), self.config.train.seed)
-        except (Exception, SystemExit):  # noqa: BLE001 - the whole model shows what is wrong
-            return None
-
-    def whole_model(self, topology: Topology | None = None) -> nn.Module:
-        """Returns the factory's model with its own values: those of the seeds that all ranks set.
-
-        Raises:
-            ConfigError: If the factory fails, or does not return a model.
-        """
-        # A SystemExit would end this rank alone, and the others would wait.
-        try:
-            model = self._made(topology)
-        except ConfigError:
-            raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-            self.config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
-        if lacks_memory(model):
-            self.config.refuse(
-                "model",
-                "a tensor of the whole model has no memory. The factory runs several times, first "
-                "without memory, so it must not keep tensors from call to call, as functools.cache "
-                "does: make them anew in each call",
-            )
-        return model
-
-    def _made(self, topology: Topology | None) -> nn.Module:
-        """Calls the factory."""
-        factory, options = self._factory, self.config.model.options
+        config = self.config
+        if config.model.is_transformers:
+            uncut: nn.Module = uncut_model(config)
+            return uncut
+        assert config.model.factory is not None
+        factory, options = (
+            imported(config, "model.factory", config.model.factory),
+            config.model.options,
+        )
         passed = {"topology"} & set(parameters_of(factory))
         if complaint := complaints_of(factory, options, given=passed):
-            self.config.refuse("model", f"the factory {complaint}")
+            config.refuse("model", f"the factory {complaint}")
         options |= dict.fromkeys(passed, topology or self.topology())
         # A factory may draw from any of these generators.
-        seed = self.config.train.seed
-        random.seed(seed)
-        np.random.seed(seed)
-        torch.manual_seed(seed)
-        with torch.device("cpu"):
-            model = factory(**options)
+        random.seed(config.train.seed)
+        np.random.seed(config.train.seed)
+        torch.manual_seed(config.train.seed)
+        try:
+            with torch.device(device):
+                model = factory(**options)
+        # A SystemExit would end this rank alone, and the others would wait.
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+            config.refuse("model", f"the factory fails: {in_words(error)}", cause=error)
         if not isinstance(model, nn.Module):
-            self.config.refuse(
+            config.refuse(
                 "model.factory", f"it returns {type(model).__name__}, expected an nn.Module"
             )
         if isinstance(model, nn.Sequential) and not len(model):
-            self.config.refuse("model.factory", "it returns an nn.Sequential without any layer")
+            config.refuse("model.factory", "it returns an nn.Sequential without any layer")
         return model
 
     def loss(self, output: Tensor, target: Tensor) -> Any:  # noqa: ANN401 - the function's own
@@ -386,11 +351,6 @@ class Job:
             num_ranks=self.pipeline,
             num_microbatches=microbatches,
         )
-
-    @cached_property
-    def _factory(self) -> Callable[..., object]:
-        assert self.config.model.factory is not None
-        return imported(self.config, "model.factory", self.config.model.factory)
 
     def _refusing(self, key: str, function: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401
         """Returns the function's result; its errors become errors about the key."""

@@ -1,4 +1,4 @@
-"""Stages: every rank makes the model with memory for its own stages, and tries these out.
+"""Stages: every rank makes the model, keeps its own stages, and tries them out.
 
 Many errors of a model appear only when it runs. Here they are errors of the configuration, on all
 ranks alike, before any training. `profile_job` runs stages for their times.
@@ -7,9 +7,9 @@ ranks alike, before any training. `profile_job` runs stages for their times.
 from __future__ import annotations
 
 import hashlib
+import math
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import chain
 from typing import Any
 
@@ -17,14 +17,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from pipegrad.comm.agreement import agree, agree_keeping
-from pipegrad.errors import ConfigError, StepError, in_words
+from pipegrad.comm.activity import failure_of
+from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
+from pipegrad.errors import ConfigError
 from pipegrad.model.dtensor import local
-from pipegrad.model.suspects import same_bits
 from pipegrad.observe.stage_profile import profile_stages
-from pipegrad.partition.conventions import BATCH
 from pipegrad.partition.cut_model import Cut
-from pipegrad.pipeline.loss_message import TOKEN_MEAN, loss_parts
+from pipegrad.pipeline.loss_message import TOKEN_MEAN
+from pipegrad.pipeline.scheduler import Scheduler
 from pipegrad.pipeline.stage import Stage
 from pipegrad.plugins.written import digest
 from pipegrad.simulation.costs import StageCosts
@@ -34,11 +34,10 @@ from pipegrad.train.corpus import Tokenizer, tokenizer_of
 from pipegrad.train.dataset import Inputs
 from pipegrad.train.feed import Feed, Texts, named_inputs
 from pipegrad.train.job import Job
-from pipegrad.train.recorded_model import RecordedModel
 from pipegrad.train.sharded_layers import shard_stages
 from pipegrad.train.transformers_model import check_batch, check_tokenizer, load_stages
 
-_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make the model
+_PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make or to try the model
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}  # by precision
 RANDOM = "the next random number"  # sorts behind names of parameters
 
@@ -46,7 +45,7 @@ RANDOM = "the next random number"  # sorts behind names of parameters
 def build_stages(
     job: Job, topology: Topology, feed: Feed, texts: Texts, device: torch.device
 ) -> tuple[Cut, list[Stage]]:
-    """Returns the cut and this rank's stages, when all ranks have tried them; every rank calls it.
+    """Returns the cut and this rank's stages on its device; every rank calls it.
 
     Args:
         job: The job.
@@ -56,12 +55,10 @@ def build_stages(
         device: Of this rank's stages.
 
     Raises:
-        PipegradError: If the model cannot be made, cut or run; on all ranks.
+        PipegradError: If the model cannot be made or cut; on all ranks.
     """
-    sample = _sample(job, topology, feed, texts)
-    cut = _make_model(job, topology, sample)
+    cut = _make_model(job, topology, _example(job, topology, feed), texts.tokenizer)
     own = job.stages(cut, topology.local_stages)
-    _try_out(job, topology, cut, own, sample)
 
     def place() -> None:
         for stage in own:
@@ -76,82 +73,104 @@ def build_stages(
     return cut, own
 
 
-def _make_model(job: Job, topology: Topology, sample: Sample) -> Cut:
-    """Makes and cuts the model on every rank, with memory for its own stages if possible."""
-    config, recorded = job.config, None
-    is_transformers = config.model.is_transformers
-    if is_transformers:
-        uncut = job.model()
-    else:
-
-        def record() -> tuple[RecordedModel | None, bool]:
-            found = job.recorded_model(topology)
-            return found, found is not None
-
-        # A factory may communicate. So all ranks make the model in parts, or all make it whole.
-        recorded, replies = agree_keeping(
-            "the outline of the model", record, timeout_seconds=_PREPARE_SECONDS
+def _example(job: Job, topology: Topology, feed: Feed) -> Inputs | None:
+    """Returns two rows of the first batch of a function, on all ranks; None of text."""
+    if job.dataset is None:
+        return None
+    # Ranks of middle stages have no batch. They get rows of the first data rank's.
+    rows = None
+    if feed.pair is not None and not topology.coordinate(topology.data):
+        inputs = feed.pair[0]
+        rows = (
+            inputs[:2].clone()
+            if isinstance(inputs, Tensor)
+            else {name: tensor[:2].clone() for name, tensor in inputs.items()}
         )
-        recorded = recorded if all(replies) else None
+    replies = agree("a look at the first batch", lambda: rows)
+    return next(reply for reply in replies if reply is not None)
+
+
+def _make_model(
+    job: Job, topology: Topology, example: Inputs | None, tokenizer: Tokenizer | None
+) -> Cut:
+    """Makes and cuts the model on every rank."""
+    config = job.config
+    uncut = job.model() if config.model.is_transformers else None
 
     def make() -> tuple[Cut, tuple[object, dict[str, str]]]:
-        inputs, tokenizer = sample.inputs, sample.tokenizer
-        if isinstance(inputs, Tensor):
-            model = job.whole_model(topology) if recorded is None else recorded.model
-            cut = job.cut(model, inputs)
+        if uncut is None:
+            assert example is None or isinstance(example, Tensor)
+            cut = job.cut(job.model(topology=topology), example)
         else:
-            if tokenizer is None:
-                check_batch(config, uncut, inputs)
-            else:
+            if isinstance(example, Mapping):
+                check_batch(config, uncut, example)
+            if tokenizer is not None:
                 check_tokenizer(config, uncut, tokenizer)
             cut = job.cut(uncut)
         if not any(p.requires_grad for m in cut.modules.values() for p in m.parameters()):
             config.refuse("model", "it has no parameter that requires a gradient: nothing to train")
-        own = [cut.modules[stage] for stage in topology.local_stages]
-        if recorded is not None:
-            recorded.load(own)
         location = tuple(topology.coordinate(axis) for axis in config.parallel.dimensions)
-        return cut, (location, digests_of(own, 0 if recorded is None else recorded.num_draws))
+        return cut, (location, digests_of([cut.modules[i] for i in topology.local_stages]))
 
-    # Ranks of one location, which is along the dimensions that a factory may shard along, must
-    # have the same values.
     cut, digests = agree_keeping("the model", make, timeout_seconds=_PREPARE_SECONDS)
-    if is_transformers:
-        load_stages(config, cut, topology.local_stages)
-    else:
+    if uncut is None:
         check_alike(config, dict(enumerate(digests)))
+    else:
+        load_stages(config, cut, topology.local_stages)
     return cut
 
 
-def _try_out(job: Job, topology: Topology, cut: Cut, own: list[Stage], sample: Sample) -> None:
-    """Sends a sample through the stages, rank by rank; every rank must call it."""
-    config, last = job.config, topology.num_stages - 1
-    by_index = {stage.index: stage for stage in own}
-    is_named = isinstance(sample.inputs, Mapping)
-    known: dict[str, object] = {BATCH if is_named else "x": sample.inputs}
-    for index in range(topology.num_stages):
+def try_out(
+    job: Job,
+    scheduler: Scheduler,
+    modules: Sequence[nn.Module],
+    *,
+    feed: Feed,
+    tokenizer: Tokenizer | None,
+    device: torch.device,
+) -> None:
+    """Evaluates a batch, and restores the buffers of this rank's stages; every rank calls it.
 
-        def run(index: int = index, known: Mapping[str, object] = known) -> dict[str, Tensor]:
-            if index not in by_index:
-                return {}
-            stage, layers = by_index[index], cut.layers_of(index)
-            name = f"stage {index} (layers {layers[0]} to {layers[-1]})"
-            values = [known[name] for name in stage.inputs]
-            outputs = try_out_stage(config, stage, name, values, sample.tokenizer)
-            if index == last:
-                if len(outputs) > 1:
-                    config.refuse(
-                        "model",
-                        f"it returns {len(outputs)} tensors; expected one, or one that is called "
-                        f"logits",
-                    )
-                try_out_loss(config, job.loss, outputs[0], sample)
-                return {}  # nobody takes it, and it may be large
-            return dict(zip(stage.outputs, outputs, strict=True))
+    Args:
+        job: The job.
+        scheduler: The pipeline.
+        modules: This rank's stages.
+        feed: Has the first batch of this rank.
+        tokenizer: Makes the tokens of a text; None if a function makes batches.
+        device: Of this rank's stages.
 
-        # Ranks of one pipeline have one value. Another pipeline may have another part of it.
-        [source, *_] = topology.ranks_of([index])
-        known = known | agreed(f"trying stage {index} out", run)[source]
+    Raises:
+        ConfigError: If the model or the loss fails, or the loss is not finite; on all ranks.
+    """
+    inputs, target = feed.placed(device)
+    if tokenizer is not None:  # a text may not have the largest token for many steps
+        tokens = largest_first(job.config, tokenizer).repeat(job.schedule.num_sequences, 1)
+        inputs, target = feed.placed(device, (named_inputs(job.config, tokens), tokens))
+    # A forward may replace a buffer, or write into it.
+    buffers = [
+        (layer, name, buffer, buffer.clone())
+        for module in modules
+        for layer in module.modules()
+        for name, buffer in layer.named_buffers(recurse=False)
+    ]
+
+    def evaluate() -> tuple[bool, str]:
+        try:
+            loss = scheduler.evaluate(inputs, target=target, outputs=False).loss.item()
+        except (Exception, SystemExit) as error:
+            if nobody_comes(error):
+                raise
+            failure = failure_of(error)
+            return failure.follows, failure.error
+        return False, "" if math.isfinite(loss) else f"the loss of the first batch is {loss}"
+
+    replies = agree("trying the model out", evaluate, timeout_seconds=_PREPARE_SECONDS)
+    for _, words in sorted(reply for reply in replies if reply[1]):
+        job.config.refuse("model", words)
+    for layer, name, buffer, before in buffers:
+        setattr(layer, name, buffer)
+        with torch.no_grad():
+            buffer.copy_(before)
 
 
 def agreed(what: str, function: Callable[[], object]) -> list[Any]:
@@ -170,41 +189,17 @@ def agreed(what: str, function: Callable[[], object]) -> list[Any]:
     return replies
 
 
-def _sample(job: Job, topology: Topology, feed: Feed, texts: Texts) -> Sample:
-    """Returns what stages are tried out with, the same on all ranks; every rank must call it."""
-    if texts.tokenizer is not None:
-        return sample_of(job.config, texts.tokenizer)
-    # Ranks of middle stages have no batch. They get some rows of the first data rank's.
-    pair, own = feed.pair, None
-    if pair is not None and not topology.coordinate(topology.data):
-        inputs, target = pair
-        rows = max(1, min(2, len(target) // job.config.parallel.microbatches))
-        first = (
-            inputs[:rows].cpu().clone()
-            if isinstance(inputs, Tensor)
-            else {name: tensor[:rows].cpu().clone() for name, tensor in inputs.items()}
-        )
-        own = first, target[:rows].cpu().clone()
-    replies = agree("a look at the first batch", lambda: own)
-    return Sample(*next(reply for reply in replies if reply is not None))
-
-
-def digests_of(modules: Sequence[nn.Module], num_draws: int) -> dict[str, str]:
+def digests_of(modules: Sequence[nn.Module]) -> dict[str, str]:
     """Returns a digest of the bits of each parameter and buffer of stages, by name.
 
     What a factory has drawn has one too. It shows that ranks have drawn alike, also for layers that
     only one of them keeps. Call this right after the model was made.
-
-    Args:
-        modules: The stages.
-        num_draws: How many draws were recorded when the model was made.
     """
     named = [n for m in modules for n in chain(m.named_parameters(), m.named_buffers())]
-    states = repr((num_draws, random.getstate(), np.random.get_state()))
-    drawn = hashlib.sha256(states.encode()).hexdigest()
+    drawn = repr((random.getstate(), np.random.get_state()))
     return {
         **{name: digest(local(tensor)) for name, tensor in named if not tensor.is_meta},
-        RANDOM: f"{digest(torch.get_rng_state())} {drawn}",
+        RANDOM: f"{digest(torch.get_rng_state())} {hashlib.sha256(drawn.encode()).hexdigest()}",
     }
 
 
@@ -238,155 +233,11 @@ def check_alike(config: Config, replies: Mapping[int, tuple[object, Mapping[str,
             )
 
 
-@dataclass(frozen=True)
-class Sample:
-    """What stages are tried out with.
-
-    Attributes:
-        inputs: A row or two.
-        target: Of the loss.
-        tokenizer: Whose tokens `inputs` has; None for a batch of a function.
-    """
-
-    inputs: Inputs
-    target: Tensor
-    tokenizer: Tokenizer | None = None
-
-
-def sample_of(config: Config, tokenizer: Tokenizer) -> Sample:
-    """Returns a sequence of tokens that begins with the largest one."""
+def largest_first(config: Config, tokenizer: Tokenizer) -> Tensor:
+    """Returns a sequence of tokens that begins with the largest one, ``(1, length)``."""
     length = config.data.sequence_length
     tokens = torch.arange(tokenizer.size - 1, tokenizer.size - 1 - length, -1)
-    tokens = tokens.remainder(tokenizer.size)[None]
-    return Sample(named_inputs(config, tokens), tokens, tokenizer)
-
-
-def try_out_stage(
-    config: Config,
-    stage: Stage,
-    name: str,
-    values: Sequence[object],
-    tokenizer: Tokenizer | None,
-) -> tuple[Tensor, ...]:
-    """Returns the outputs of a stage for some values, and restores all state.
-
-    Args:
-        config: The configuration.
-        stage: The stage.
-        name: Of the stage, for messages.
-        values: What the stage is given.
-        tokenizer: Whose tokens the first stage is given, if it is given tokens.
-
-    Raises:
-        ConfigError: If the stage fails; or if one of an nn.Sequential does not return one tensor of
-            floats.
-    """
-    buffers = [
-        (layer, attribute, buffer, buffer.clone())
-        for layer in stage.module.modules()
-        for attribute, buffer in layer.named_buffers(recurse=False)
-    ]
-    # Random numbers that are drawn here, for example by dropout, must not change the training.
-    with torch.random.fork_rng(devices=[]):
-        outputs = _outputs(config, stage, name, values, tokenizer)
-    # A forward may have replaced a buffer or written into it. Both are undone, so that training
-    # starts from the state that the factory made.
-    for layer, attribute, buffer, before in buffers:
-        setattr(layer, attribute, buffer)
-        if not same_bits(buffer, before):
-            with torch.no_grad():
-                buffer.copy_(before)
-    return outputs
-
-
-def try_out_loss(
-    config: Config, loss: Callable[[Tensor, Tensor], object], output: Tensor, sample: Sample
-) -> None:
-    """Computes the loss of the last stage's output.
-
-    Raises:
-        ConfigError: If the output is not what the loss needs, or if the loss is not one number.
-    """
-    if sample.tokenizer is not None and config.train.loss is None:
-        _check_logits(config, output, sample.tokenizer)
-    with torch.random.fork_rng(devices=[]):
-        _check_loss(config, loss, output, sample.target)
-
-
-def _check_logits(config: Config, value: Tensor, tokenizer: Tokenizer) -> None:
-    length, size, unit = config.data.sequence_length, tokenizer.size, tokenizer.unit
-    shape = (*value.shape, 0, 0, 0)[:3]
-    if value.ndim != 3 or shape[:2] != (1, length) or shape[2] < size:
-        config.refuse(
-            "model",
-            f"it returns {value.dtype} {tuple(value.shape)} for {length} {unit}; expected logits "
-            f"(1, {length}, {size} or more), one a possible {unit.removesuffix('s')}",
-        )
-    if not bool(value.isfinite().all()):
-        config.refuse("model", "it returns logits that are not finite")
-
-
-def _check_loss(
-    config: Config, loss: Callable[[Tensor, Tensor], object], output: Tensor, target: Tensor
-) -> None:
-    key = "model" if config.train.loss is None else "train.loss"
-    given = f"{output.dtype} {tuple(output.shape)} and targets {target.dtype} {tuple(target.shape)}"
-    try:
-        returned = loss(output.detach().requires_grad_(), target)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-        words = f"the loss fails on {given}: {in_words(error)}"
-        config.refuse(key, words, cause=error)
-    value = returned[0] if isinstance(returned, tuple) and returned else returned
-    if not isinstance(value, Tensor) or value.numel() != 1 or not value.is_floating_point():
-        words = f"the loss of {given} is {_described(value)}; expected one element of floats"
-        config.refuse(key, words)
-    try:
-        loss_parts(returned, is_weighted=config.train.loss_reduction == TOKEN_MEAN)
-    except StepError as error:
-        config.refuse(key, f"the loss of {given}: {error}", cause=error)
-    if not bool(value.isfinite()):
-        config.refuse(key, f"the loss of {given} is {value.item()}")
-    if not value.requires_grad:
-        config.refuse(key, f"the loss of {given} has no gradient")
-
-
-def _outputs(
-    config: Config,
-    stage: Stage,
-    name: str,
-    values: Sequence[object],
-    tokenizer: Tokenizer | None,
-) -> tuple[Tensor, ...]:
-    """Returns the outputs of a stage, detached as by a transfer."""
-    values = [
-        x.detach().requires_grad_() if isinstance(x, Tensor) and x.is_floating_point() else x
-        for x in values
-    ]
-    is_sequential = isinstance(stage.module, nn.Sequential)
-    try:
-        returned: object = stage.module(*values) if is_sequential else stage.forward(values)
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
-        words = f"{name} fails on {', '.join(map(_described, values))}: {in_words(error)}"
-        if stage.index == 0 and tokenizer is not None:
-            words += f"; it is given {tokenizer.unit} from 0 to {tokenizer.size - 1}"
-        config.refuse("model", words, cause=error)
-    if isinstance(returned, tuple) and not is_sequential:
-        return tuple(output.detach() for output in returned)
-    if not isinstance(returned, Tensor) or not returned.is_floating_point():
-        config.refuse(
-            "model",
-            f"{name} returns {_described(returned)}; expected one tensor of floats: other "
-            f"boundaries may do",
-        )
-    return (returned.detach(),)
-
-
-def _described(value: object) -> str:
-    if isinstance(value, Mapping):
-        return ", ".join(f"{name} {_described(part)}" for name, part in value.items())
-    if isinstance(value, Tensor):
-        return f"{value.dtype} {tuple(value.shape)}"
-    return f"a {type(value).__name__}"
+    return tokens.remainder(tokenizer.size)[None]
 
 
 def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
@@ -406,7 +257,7 @@ def profile_job(job: Job, *, repeats: int = 5) -> tuple[StageCosts, ...]:
     if job.dataset is not None:
         config.refuse("data.dataset", f"its batches are made by the ranks, not here: {advice}")
     rows = config.data.batch_size // (job.num_shares * config.parallel.microbatches)
-    tokens = sample_of(config, tokenizer_of(config)).target.repeat(rows, 1)
+    tokens = largest_first(config, tokenizer_of(config)).repeat(rows, 1)
     num_stages = len(job.schedule.stage_to_rank)
     stages = job.cut(job.model("cpu")).stages(range(num_stages), recompute=config.train.recompute)
     (name,) = stages[0].inputs

@@ -5,9 +5,10 @@ not leave its peers in a collective: all ranks raise the same error. The order m
 
 1. Configuration and device of each rank, alone; then the text, once a machine.
 2. The topology with its process groups; with it each rank knows its data, and has its first batch.
-3. The model, which a factory may shard along dimensions of the topology.
-4. A trial of the model. Layers may use process groups, so every rank must have its model first.
-5. Stages on the device, the scheduler with the gradient layer, and the optimizer.
+3. The model, which a factory may shard along dimensions of the topology, and its stages on the
+   device.
+4. The scheduler with the gradient layer, which evaluates a batch to try the model out.
+5. The optimizer.
 6. The summary, and at last a checkpoint if the job goes on from one.
 """
 
@@ -60,7 +61,7 @@ from pipegrad.train.run_folder import (
     names_of_launch,
     refuse_unseen,
 )
-from pipegrad.train.stages import agreed, build_stages
+from pipegrad.train.stages import agreed, build_stages, try_out
 from pipegrad.train.summary import make_summary
 from pipegrad.train.transformers_model import positions, save_model
 
@@ -126,6 +127,14 @@ class Trainer:
         )
         self._modules = {stage.index: stage.module for stage in stages}
         self._make_scheduler(stages)
+        try_out(
+            self.job,
+            self._scheduler,
+            [*self._modules.values()],
+            feed=self._feed,
+            tokenizer=self._texts.tokenizer,
+            device=self._device,
+        )
         self._evaluation = self._make_evaluation()
         agree("trying the optimizer out", self._try_out_optimizer)
         # All ranks make it together: it agrees by itself.
@@ -346,7 +355,7 @@ class Trainer:
         )
 
     def _summarize(self) -> None:
-        """Makes the summary, and frees what other ranks hold of a model that was made whole."""
+        """Makes the summary, and frees what other ranks hold of the model that a factory made."""
         # Only rank 0 prints it. The plans alone have the same errors, so other ranks make those.
         assert self._cut is not None
         self.summary: dict[str, Any] = {}

@@ -60,29 +60,24 @@ FACTORIES = {  # model.factory=factories:
     "not_callable": "is int, expected a function",
     "needs": "the factory needs the option 'width'",
     "exits": r"the factory fails: SystemExit\(0\) \(factories.py:",
-    "cached": "must not keep tensors from call to call",
     "no_module": "it returns int, expected an nn.Module",
     "empty": "it returns an nn.Sequential without any layer",
     "frozen": "requires a gradient: nothing to train",
-    "Twice": "it returns 2 tensors; expected one, or one that is called",
-    "few_logits": r"\(1, 16, 100\) for 16 bytes; expected logits \(1, 16, 2",
-    "not_finite": "logits that are not finite",
-    "few_tokens": "fails on torch.int64 .1, 16.: Index.*given bytes from 0",
-    "exits_forward": r"stage 0 .* fails on .*SystemExit\('bye'\)",
-    "no_tensor": "stage 0 .* returns a tuple; expected one tensor of floats",
+    "few_logits": "IndexError.*Target 255 is out of bounds.* In 0F0 on pipeline rank 0",
+    "not_finite": "the loss of the first batch is nan",
+    "few_tokens": "IndexError.*index out of range.* In 0F0 on pipeline rank 0",
+    "exits_forward": r"SystemExit\('bye'\).* In 0F0 on pipeline rank 0",
+    "no_tensor": "In 0F0 on pipeline rank 0",
 }
 MODELS: dict[Settings, str] = {
     **{f"model.factory=factories:{name}": says for name, says in FACTORIES.items()},
     "model.factory=tied": "'tied': should look like 'module:function'",
-    ("model.factory=factories:in_place", TWO_STAGES): "stage 1 .* fails on .*leaf Variable",
-    ("model.factory=factories:integers", TWO_STAGES): "stage 0 .* returns torch.int64 .1, 16.",
     "parallel.schedule={name='interleaved-1f1b', stages_per_rank=8}": (
         "pipeline = .default.: a model of 7 layers cannot be cut into 8 stages"
     ),
     ("parallel.boundaries=[9]", TWO_STAGES): "ascending indices from 1 to 4",
-    "train.loss=data_functions:not_reduced": r"the loss of .* is torch.float32 \(16,\); e",
-    "train.loss=data_functions:fails": "the loss fails on torch.float32 .*: RuntimeError",
-    "train.loss=data_functions:no_gradient": ".* has no gradient",
+    "train.loss=data_functions:not_reduced": "In 0F0 on pipeline rank 0",
+    "train.loss=data_functions:fails": "RuntimeError.* In 0F0 on pipeline rank 0",
 }
 DATA: dict[Settings, str] = {
     "data.files=['nowhere.txt']": "no file matches nowhere.txt, seen from the working directory",

@@ -142,10 +142,6 @@ def not_reduced(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="none")
 
 
-def no_gradient(output: Tensor, target: Tensor) -> Tensor:
-    return smoothed(output.detach(), target)
-
-
 def fails(output: Tensor, target: Tensor) -> Tensor:
     return functional.cross_entropy(output, target)
 

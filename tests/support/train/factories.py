@@ -7,7 +7,6 @@ import random
 import signal
 import sys
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -56,27 +55,6 @@ def drawing(*, width: int = 8) -> nn.Sequential:
     head.weight = embedding.weight
     parts = [nn.Sequential(nn.Linear(width, width), Does(draw), nn.Dropout(0.1)) for _ in range(2)]
     return nn.Sequential(embedding, *parts, nn.LayerNorm(width), head)
-
-
-@cache
-def table() -> Tensor:
-    return torch.arange(256.0)
-
-
-class Shifted(nn.Module):
-    """Keeps a tensor of all calls as a plain attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.table = table()
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.table
-
-
-def cached() -> nn.Sequential:
-    """Its last operator runs in the first call alone."""
-    return nn.Sequential(nn.Embedding(256, 256), square(), Shifted())
 
 
 def bare() -> nn.Sequential:
@@ -145,8 +123,8 @@ def exits_forward() -> nn.Sequential:
 
 
 def exits_later() -> nn.Sequential:
-    """Is tried out once, and exits in the first step."""
-    return embedded(lambda hidden, calls: sys.exit(0) if calls else hidden)
+    """Is tried out with four microbatches, and exits in the first step."""
+    return embedded(lambda hidden, calls: sys.exit(0) if calls > 3 else hidden)
 
 
 def differing() -> nn.Sequential:
@@ -178,20 +156,7 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
-class Twice(Net):
-    def forward(self, tokens: Tensor) -> Any:
-        return (super().forward(tokens),) * 2
-
-
 not_callable = 3
-
-
-def in_place() -> nn.Sequential:
-    return embedded(nn.ReLU(inplace=True))
-
-
-def integers() -> nn.Sequential:
-    return nn.Sequential(Does(lambda tokens: tokens + 0), nn.Embedding(256, 256))
 
 
 def frozen() -> nn.Sequential:
@@ -259,10 +224,10 @@ def averaging() -> nn.Sequential:
 
 
 def dying() -> nn.Sequential:
-    """Kills its process, rank 1, in the sixth step of four microbatches."""
+    """Kills its process, rank 1, at the end of the fifth step of four microbatches."""
 
     def die(hidden: Tensor, calls: int) -> Tensor:
-        if calls > 19 and dist.get_rank() == 1:
+        if calls > 22 and dist.get_rank() == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return hidden
 
