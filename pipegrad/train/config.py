@@ -1,7 +1,7 @@
 """Config: reads and validates a configuration from TOML and ``--set``.
 
-An error names file, key and value, and what would be accepted. `sizes_of` says how a number of
-ranks fits a configuration. No code of the user runs here.
+An error names key and value. `sizes_of` says how a number of ranks fits a configuration. No code of
+the user runs here.
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from pydantic import Field, PrivateAttr, ValidationError
-from pydantic_core import ErrorDetails
 
 from pipegrad import run_files
 from pipegrad.errors import ConfigError, reason
 from pipegrad.limits import MOST_CONFIG_BYTES, MOST_CONFIG_DEPTH
 from pipegrad.plugins.handler import DEFAULT_HANDLERS
-from pipegrad.plugins.registry import closest_first, redacted
+from pipegrad.plugins.registry import redacted
 from pipegrad.printable import printable, shortened
 from pipegrad.train.schema import (
     Choice,
@@ -39,11 +38,7 @@ from pipegrad.train.schema import (
 _SHOWN_CHARACTERS = 80
 _OPENING = ("[", "{")  # of a list or a table, not of a word
 _NEARLY_TOML = {"true", "false", "yes", "no", "on", "off", "none", "null"}
-_OPTIMIZER_OPTIONS = {"lr", "betas", "eps", "weight_decay", "momentum", "nesterov"}
-_COMPLAINTS = {
-    "model_type": "should be a table",
-    "string_pattern_mismatch": "should look like 'module:function'",
-}
+_MISSPELT_FUNCTION = "string_pattern_mismatch"  # the only pattern that keys have
 
 
 class Config(Table):
@@ -62,7 +57,6 @@ class Config(Table):
     train: Train = Train()
 
     _path: Path = PrivateAttr(default=Path())
-    _sources: dict[str, str] = PrivateAttr(default_factory=dict)
 
     @property
     def path(self) -> Path:
@@ -101,8 +95,7 @@ class Config(Table):
         if isinstance(value, Model):
             value = value.model_dump(exclude_none=True)
         value = redacted(value, re.findall(r"\w+", key)[-1])
-        source = _source(key, self._path, self._sources)
-        raise ConfigError(f"{source}: {key} = {_shown(value)}: {complaint}") from cause
+        raise ConfigError(f"{key} = {_shown(value)}: {complaint}") from cause
 
 
 def _as_written(value: object) -> object:
@@ -143,26 +136,26 @@ def load(
         ConfigError: If the configuration is not valid. The message has one line for each error.
     """
     values = _read(path)
-    sources: dict[str, str] = {}
-    changes = [(f"--set {_one_line(setting)}", *parsed_setting(setting)) for setting in settings]
+    changes = [parsed_setting(setting) for setting in settings]
     if handlers:
-        changes.append(("--handler", ["gradient_handlers"], list(handlers)))
+        changes.append((["gradient_handlers"], list(handlers)))
     if schedule is not None:
-        changes.append((f"--schedule {schedule}", ["parallel", "schedule"], schedule))
-    for source, locations, value in changes:
+        changes.append((["parallel", "schedule"], schedule))
+    for locations, value in changes:
         _assign(values, locations, value)
-        key = ".".join(locations)
-        # The last change of a key counts. `_source` takes the last match, so the entry must also
-        # come last in the order of the dict.
-        sources.pop(key, None)
-        sources[key] = source
     try:
         config = Config.model_validate(values)
     except ValidationError as error:
-        lines = [_line(detail, path, sources) for detail in error.errors(include_url=False)]
+        lines = []
+        for detail in error.errors(include_url=False):
+            key = "".join(f"[{x}]" if isinstance(x, int) else f".{x}" for x in detail["loc"])
+            complaint = detail["msg"].removeprefix("Input ")
+            if detail["type"] == _MISSPELT_FUNCTION:
+                complaint = "should look like 'module:function'"
+            key = _one_line(key.removeprefix(".") or str(path))
+            lines.append(f"{key} = {_shown(detail['input'])}: {complaint}")
         raise ConfigError("\n".join(lines)) from error
     config._path = path
-    config._sources = sources
     return config
 
 
@@ -174,29 +167,22 @@ def _read(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: there is no such file: give the path of a TOML file") from error
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {reason(error)}") from error
-    except UnicodeDecodeError as error:
-        where = f"byte {error.object[error.start]:#04x} at {error.start}"
-        raise ConfigError(f"{path}: is not valid TOML: it is not UTF-8 text: {where}") from error
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(f"{path}: is not valid TOML: {error}") from error
-    except ValueError as error:  # a null character
-        raise ConfigError(f"{str(path)!r} is no path: {error}") from error
 
 
 def _parsed(text: str) -> dict[str, Any]:
     """Returns the values of a TOML text.
 
     Raises:
-        tomllib.TOMLDecodeError: Also if it is too deep, or has a number too long for Python.
+        ValueError: Also if it is too deep, or has a number too long for Python.
     """
     try:
         values = tomllib.loads(text)
-        _check_depth(values)
-        return values
-    except tomllib.TOMLDecodeError:
-        raise
-    except (RecursionError, ValueError) as error:
-        raise tomllib.TOMLDecodeError(str(error)) from error
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    _check_depth(values)
+    return values
 
 
 def _check_depth(values: Mapping[str, Any]) -> None:
@@ -223,7 +209,7 @@ def parsed_setting(setting: str) -> tuple[list[str], Any]:
         raise ConfigError(f"--set {shown}: expected key=value, as in --set train.steps=10")
     try:
         nested: Any = _parsed(f"{key} = 0")
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         raise ConfigError(
             f"--set {shown}: {_one_line(key)!r} is not a dotted key, as in --set train.steps=10"
         ) from error
@@ -233,7 +219,7 @@ def parsed_setting(setting: str) -> tuple[list[str], Any]:
         locations.append(location)
     try:
         parsed = _parsed(f"value = {text}")
-    except tomllib.TOMLDecodeError as error:
+    except ValueError as error:
         if text.strip().lower() in _NEARLY_TOML:
             raise ConfigError(
                 f"--set {shown}: {text.strip()} is not TOML, and as a word it would count as "
@@ -264,73 +250,6 @@ def _assign(table: dict[str, Any], locations: Sequence[str], value: object) -> N
             inner = table[location] = {"name": inner} if isinstance(inner, str) else {}
         table = inner
     table[last] = value
-
-
-def _line(detail: ErrorDetails, path: Path, sources: Mapping[str, str]) -> str:
-    """Returns an error as one line: source, key, value, what is wrong, what is accepted."""
-    locations = list(detail["loc"])
-    key = _dotted(locations)
-    source = _source(key, path, sources)
-    key = _one_line(key)
-    table, field = _field(locations)
-    if detail["type"] == "extra_forbidden":
-        known = closest_first(str(locations[-1]), table.model_fields)
-        value = _shown(detail["input"])
-        elsewhere = _elsewhere(str(locations[-1]))
-        return f"{source}: {key} = {value}: unknown key{elsewhere}; known, closest first: {known}"
-    description = table.model_fields[field].description if field in table.model_fields else None
-    hint = f" ({description})" if description else ""
-    if detail["type"] == "missing":
-        return f"{source}: {key} is missing{hint}"
-    complaint = _COMPLAINTS.get(detail["type"], detail["msg"].removeprefix("Input "))
-    return f"{source}: {key} = {_shown(detail['input'])}: {complaint}{hint}"
-
-
-def _elsewhere(name: str) -> str:
-    """Returns as text which tables have a key of this name; "" if no table has it."""
-    tables = {t: field.annotation for t, field in Config.model_fields.items()}
-    keys = [
-        f"{table}.{name}"
-        for table, kind in tables.items()
-        if isinstance(kind, type) and issubclass(kind, Table) and name in kind.model_fields
-    ]
-    if name in _OPTIMIZER_OPTIONS:
-        keys.append(f"optimizer.{name}")
-    return f", there is {' and '.join(keys)}" if keys else ""
-
-
-def _field(locations: Sequence[int | str]) -> tuple[type[Table], str]:
-    """Returns the innermost table of a location, and the field in it."""
-    table: type[Table] = Config
-    field = str(locations[0]) if locations else ""
-    for location in locations[1:]:
-        inner = table.model_fields[field].annotation if field in table.model_fields else None
-        if isinstance(inner, type) and issubclass(inner, Table):
-            table, field = inner, str(location)
-    return table, field
-
-
-def _dotted(locations: Sequence[int | str]) -> str:
-    text = ""
-    for location in locations:
-        text += (
-            f"[{location}]" if isinstance(location, int) else f".{location}" if text else location
-        )
-    return text
-
-
-def _source(key: str, path: Path, sources: Mapping[str, str]) -> str:
-    """Returns where a value comes from: a change on the command line, or the file."""
-    # A change may set the key itself, a table around it, or a value inside it. The last change
-    # counts.
-    key = key.partition("[")[0]
-    matches = [
-        # A change of this very key needs no value: what follows has it.
-        source.partition(" ")[0] if known == key else source
-        for known, source in sources.items()
-        if f"{key}.".startswith(f"{known}.") or known.startswith(f"{key}.")
-    ]
-    return matches[-1] if matches else str(path)
 
 
 def _shown(value: object) -> str:
@@ -419,48 +338,29 @@ def _check_saves(config: Config) -> None:
         )
 
 
-# Sizes are checked in an order: the most specific message comes first. So one rank of a larger job
-# is refused before anything is divided.
-
-
 def _pipeline_and_data(config: Config, num_ranks: int) -> tuple[int, int]:
     parallel = config.parallel
-    pipeline, data, inside = (
-        parallel.pipeline,
-        parallel.data,
-        math.prod(parallel.dimensions.values()),
-    )
-    named = {f"parallel.dimensions.{n}": size for n, size in parallel.dimensions.items()}
-    if len(named) > 1:
-        named["parallel.dimensions"] = inside
-    needed = (pipeline or 1) * (data or 1) * inside
-    if num_ranks == 1 < needed:
-        key_name = "pipeline" if pipeline else "data" if data else "dimensions"
-        config.refuse(
-            f"parallel.{key_name}",
-            f"this is one rank of {needed}: start them by `torchrun --nproc-per-node {needed} "
-            f"-m pipegrad train {config.path}`",
-        )
-    for key, size in {"parallel.pipeline": pipeline, "parallel.data": data, **named}.items():
-        if size is not None and num_ranks % size:
-            config.refuse(
-                key,
-                f"{num_ranks} ranks cannot be cut into groups of {size}: start a multiple "
-                f"of {size}, or choose a divisor of {num_ranks}",
-            )
-    known = {"pipeline": pipeline, "data": data, **parallel.dimensions}
+    known = {"pipeline": parallel.pipeline, "data": parallel.data, **parallel.dimensions}
     sizes = {name: size for name, size in known.items() if size is not None}
     product = math.prod(sizes.values())
-    whole = pipeline is not None and data is not None
+    key = next((f"parallel.{name}" for name in ("pipeline", "data") if name in sizes), "")
+    key = key or "parallel.dimensions"
+    if num_ranks == 1 < product:
+        config.refuse(
+            key,
+            f"this is one rank of {product}: start them by `torchrun --nproc-per-node {product} "
+            f"-m pipegrad train {config.path}`",
+        )
+    whole = {"pipeline", "data"} <= sizes.keys()
     if num_ranks % product or (whole and product != num_ranks):
         config.refuse(
-            f"parallel.{'data' if data else 'pipeline' if pipeline else 'dimensions'}",
+            key,
             f"{' x '.join(f'{name} {size}' for name, size in sizes.items())} are {product} "
             f"ranks, but there are {num_ranks}: start "
             f"{'that many' if whole else 'a multiple'}, or leave one of pipeline and data out",
         )
-    pipeline = pipeline or num_ranks // product
-    return pipeline, num_ranks // (pipeline * inside)
+    pipeline = sizes.get("pipeline", num_ranks // product)
+    return pipeline, num_ranks // (pipeline * math.prod(parallel.dimensions.values()))
 
 
 def _num_shares(config: Config, data: int) -> int:

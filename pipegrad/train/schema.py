@@ -1,7 +1,6 @@
 """Schema: the tables and keys of a configuration.
 
-Descriptions of the fields are the reference. Errors quote them, and ``docs/config.md`` is made from
-them.
+Descriptions of the fields are the reference: ``docs/config.md`` is made from them.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from pydantic_core import PydanticCustomError
 
 from pipegrad.plan.options import CHECK_EVERY, STEP_SECONDS
 from pipegrad.plugins.handler import BUCKET_BYTES
+from pipegrad.plugins.registry import closest_first
 
 
 class Table(BaseModel):
@@ -23,6 +23,17 @@ class Table(BaseModel):
     # Strict and without unknown keys: a typing error must not become a default value. Infinite
     # numbers are refused, as they would only fail in a later step.
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, values: object) -> object:
+        names = values if isinstance(values, Mapping) else ()
+        for name in names if cls.model_config["extra"] == "forbid" else ():
+            if name not in cls.model_fields:
+                known = closest_first(name, cls.model_fields)
+                words = "unknown key {name}; known, closest first: {known}"
+                raise PydanticCustomError("unknown", words, {"name": repr(name), "known": known})
+        return values
 
 
 class Named(Table):

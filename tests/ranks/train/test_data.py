@@ -333,7 +333,7 @@ def test_what_one_rank_reads_is_refused_by_all_in_one_line(job: Path) -> None:
     }.items():
         for streaming in ("false", "true"):
             said = refusal(job, f"data.files='{name}'", f"data.streaming={streaming}")
-            assert said.startswith(f"--set: data.files = ['{name}']: {says}")
+            assert said.startswith(f"data.files = ['{name}']: {says}")
 
 
 # --- a stream

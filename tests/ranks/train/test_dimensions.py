@@ -278,12 +278,10 @@ def test_pipeline_and_data_share_what_further_dimensions_leave(
 @pytest.mark.parametrize(
     ("settings", "num_ranks", "said"),
     [
-        (["parallel.dimensions.tp=3"], 4, "tp = 3: 4 ranks cannot be cut into groups of 3"),
-        ([TWICE], 3, "parallel.dimensions.ep = 2: 3 ranks cannot be cut into groups of 2"),
         (
             ["parallel.dimensions={ep=2, tp=4}"],
             4,
-            "parallel.dimensions = {'ep': 2, 'tp': 4}: 4 ranks cannot be cut into groups of 8",
+            "parallel.dimensions = {'ep': 2, 'tp': 4}: ep 2 x tp 4 are 8 ranks, but there are 4",
         ),
         (
             [TWICE, "parallel.pipeline=2", "parallel.data=1"],

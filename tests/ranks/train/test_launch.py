@@ -180,7 +180,7 @@ def test_an_error_of_all_ranks_is_said_once(start: Start) -> None:
     assert launched.wait() == 1
     line, *more = launched.errors.splitlines()
     assert more == []
-    assert line.startswith("Error: --set: optimizer.name = 'AdanW': torch.optim has none; ")
+    assert line.startswith("Error: optimizer.name = 'AdanW': torch.optim has none; ")
 
 
 def test_launchers_of_two_machines_meet(start: Start, folder: Path) -> None:
