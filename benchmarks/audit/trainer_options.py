@@ -127,7 +127,6 @@ OPTIONS = {
     "model.config": one('model.config="other.json"', job="hf.toml"),
     "model.dropout": one("model.dropout=0.2"),
     "parallel.dimensions": one("parallel.dimensions={ep = 2}", "parallel.data=1", of_ranks=True),
-    "parallel.data_shard": one("parallel.data_shard=2", of_ranks=True),
     "parallel.data_dimensions": one(
         'parallel.data_dimensions=["dp", "ep"]', "parallel.dimensions={ep = 2}", "parallel.data=1",
         of_ranks=True,
@@ -205,8 +204,7 @@ OPTIONS = {
 }  # fmt: skip
 NOT_TRIED = {
     "model.pretrained": "as model.config, with values of a directory",
-    "parallel.tensor": "tests/parity has it: it needs a plan of layers",
-    "parallel.tensor_plan": "as parallel.tensor",
+    "parallel.prepare": "tests/ranks/train has it: it needs a function",
     "parallel.shards": "it needs a model whose ranks hold pieces",
     "data.tokenizer": "it needs a file of tokenizers",
 }

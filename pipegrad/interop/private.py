@@ -28,7 +28,6 @@ from torch.utils._pytree import (
 from pipegrad.model.wrappers import is_imported_kind
 
 if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.fsdp import FSDPModule
     from torch.distributed.pipelining.stage import _PipelineStageBase as PipelineStageBase
 
@@ -162,11 +161,6 @@ def forget_backwards(parts: Iterable[FSDPModule]) -> None:
             for each in context.all_states:
                 each._modules_to_run_forward.clear()
             state._root_post_backward_final_callback()
-
-
-def unflattened(mesh: DeviceMesh, name: str, sizes: dict[str, int]) -> DeviceMesh:
-    """Returns a dimension of a mesh as several ones, outermost first; all ranks call it."""
-    return mesh._unflatten(name, tuple(sizes.values()), tuple(sizes))[tuple(sizes)]
 
 
 def activate_gpu_trace() -> None:

@@ -275,13 +275,6 @@ def sizes_of(config: Config, num_ranks: int | None = None) -> tuple[int, int, in
     num_ranks = num_ranks or (parallel.pipeline or 1) * (parallel.data or 1) * inside
     pipeline, data = _pipeline_and_data(config, num_ranks)
     num_shares = _num_shares(config, data)
-    if data % parallel.data_shard or (
-        parallel.data_shard > 1 and parallel.data_dimensions != ["dp"]
-    ):
-        config.refuse(
-            "parallel.data_shard",
-            f"expected a divisor of the {data} data-parallel ranks, and data_dimensions = ['dp']",
-        )
     share = num_shares * parallel.microbatches
     if config.data.dataset is None and config.data.batch_size % share:
         config.refuse(

@@ -64,8 +64,7 @@ class Job:
         generator: The plug-in of the schedule.
         schedule: What every pipeline rank computes.
         codecs: Which codec carries what over which hop.
-        gradient_handlers: The handlers that reduce gradients, as they are named.
-        handlers: The same by name.
+        handlers: The handlers that reduce gradients, by name.
         reporters: The reporters by name.
         dataset: Makes the batches of an epoch; None if text is read.
         held_out: Makes the held-out batches; None if there are none, or if they are of text.
@@ -84,15 +83,8 @@ class Job:
         folder = str(config.path.resolve().parent)
         if folder not in sys.path:
             sys.path.insert(0, folder)
-        # FSDP2 reduces over the data-parallel ranks by itself.
-        is_default = "gradient_handlers" not in config.model_fields_set
-        self.gradient_handlers = [
-            choice
-            for choice in config.gradient_handlers
-            if not is_default or config.parallel.data_shard == 1 or choice.name != "data-parallel"
-        ]
         self.handlers: dict[str, ResolvedPlugin[GradientHandler]] = self._plugins(
-            "gradient_handlers", handlers, self.gradient_handlers
+            "gradient_handlers", handlers, config.gradient_handlers
         )
         self.reporters: dict[str, ResolvedPlugin[Reporter]] = self._plugins(
             "train.reporters", reporters, config.train.reporters
@@ -214,12 +206,10 @@ class Job:
         """Returns the manifest that the ranks will agree on.
 
         Raises:
-            ConfigError: If they will have DTensors, of which nothing is known without ranks.
+            ConfigError: If a function prepares the stages on their ranks.
         """
-        parallel = self.config.parallel
-        if parallel.data_shard > 1 or (parallel.tensor or 1) > 1:
-            key = "parallel.tensor" if parallel.data_shard == 1 else "parallel.data_shard"
-            self.config.refuse(key, "what ranks then hold is not known without them")
+        if self.config.parallel.prepare is not None:
+            self.config.refuse("parallel.prepare", "what it makes is not known without ranks")
         return make_manifest(cut.modules, self.topology(), tied=cut.tied)
 
     def plans(self, manifest: Manifest, ranks: Sequence[int] | None = None) -> dict[int, Plan]:

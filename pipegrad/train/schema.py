@@ -98,8 +98,6 @@ FUNCTION = r"^[\w.]+:[\w.]+$"
 Choice = Annotated[Named, BeforeValidator(_as_table)]
 Function = Annotated[Choice, AfterValidator(_check_function)]
 FileList = Annotated[list[str], BeforeValidator(_as_list)]
-TensorStyle = Literal["colwise", "colwise_gather_output", "rowwise"]
-TensorPlan = Annotated[str, Field(pattern=FUNCTION)] | dict[str, TensorStyle] | None
 Codecs = Annotated[str | dict[str, Any] | None, BeforeValidator(_check_codecs)]
 Dimensions = Annotated[dict[str, Annotated[int, Field(ge=1)]], BeforeValidator(_check_dimensions)]
 
@@ -215,23 +213,11 @@ class Parallel(Table):
         description="names and sizes of further mesh dimensions inside of 'pp' and 'dp', "
         "outermost first, as in { tp = 2 }",
     )
-    data_shard: int = Field(
-        default=1,
-        ge=1,
-        description="data-parallel ranks that hold one copy of the parameters together, each layer "
-        "by fully_shard of FSDP2; a divisor of the data-parallel ranks",
-    )
-    tensor: int | None = Field(
+    prepare: Function | None = Field(
         default=None,
-        ge=1,
-        description="ranks that compute each layer together, along the dimension 'tp', which it "
-        "adds to parallel.dimensions; needs tensor_plan",
-    )
-    tensor_plan: TensorPlan = Field(
-        default=None,
-        description="how they do: name pattern of modules -> 'colwise', 'rowwise' or "
-        "'colwise_gather_output', as in { '*.up' = 'colwise', '*.down' = 'rowwise' }; or "
-        "'module:function', which is called with a stage and the mesh",
+        description="'module:function' that is called on each rank with the list of its stages and "
+        "the topology, before the gradient layer is made, to shard them by FSDP2 or tensor "
+        "parallelism; or a table of this name and the function's keyword arguments",
     )
     shards: dict[str, int] = Field(
         default={},
@@ -262,22 +248,6 @@ class Parallel(Table):
         description="index or name of the first layer of every stage but the first; by default the "
         "stages hold as equal numbers of parameters as can be",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _add_tensor(cls, values: object) -> object:
-        if not isinstance(values, Mapping) or not isinstance(values.get("tensor"), int):
-            return values
-        dimensions = values.get("dimensions", {})
-        if not isinstance(dimensions, Mapping):
-            return values
-        return {**values, "dimensions": {**dimensions, "tp": values["tensor"]}}
-
-    @model_validator(mode="after")
-    def _check_tensor(self) -> Self:
-        if (self.tensor is None) != (self.tensor_plan is None):
-            raise PydanticCustomError("parallel", "should have tensor and tensor_plan, or neither")
-        return self
 
 
 class Data(Table):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from pipegrad.comm.activity import failure_of
 from pipegrad.comm.agreement import agree, agree_keeping, nobody_comes
-from pipegrad.errors import ConfigError
+from pipegrad.errors import ConfigError, in_words
 from pipegrad.model.dtensor import local
 from pipegrad.observe.stage_profile import profile_stages
 from pipegrad.partition.cut_model import Cut
@@ -33,8 +33,8 @@ from pipegrad.train.config import Config
 from pipegrad.train.corpus import Tokenizer, tokenizer_of
 from pipegrad.train.dataset import Inputs
 from pipegrad.train.feed import Feed, Texts, named_inputs
+from pipegrad.train.functions import with_options
 from pipegrad.train.job import Job
-from pipegrad.train.sharded_layers import shard_stages
 from pipegrad.train.transformers_model import check_batch, check_tokenizer, load_stages
 
 _PREPARE_SECONDS = 600.0  # timeout for the slowest rank to make or to try the model
@@ -57,15 +57,21 @@ def build_stages(
     Raises:
         PipegradError: If the model cannot be made or cut; on all ranks.
     """
+    config = job.config
     cut = _make_model(job, topology, _example(job, topology, feed), texts.tokenizer)
     own = job.stages(cut, topology.local_stages)
 
     def place() -> None:
         for stage in own:
             stage.module.to(device)
-        shard_stages(job.config, topology, cut)
+        if (choice := config.parallel.prepare) is not None:
+            prepare = with_options(config, "parallel.prepare", choice, lambda names: names[:2])
+            try:
+                prepare([stage.module for stage in own], topology)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - code of the user
+                config.refuse("parallel.prepare", f"it fails: {in_words(error)}", cause=error)
         for stage in own:
-            if (dtype := _AUTOCAST.get(job.config.train.precision)) is not None:
+            if (dtype := _AUTOCAST.get(config.train.precision)) is not None:
                 autocast = torch.autocast(device.type, dtype=dtype)
                 stage.module.forward = autocast(stage.module.forward)
 

@@ -327,7 +327,7 @@ class Trainer:
             loss_reduction=job.config.train.loss_reduction,
             codecs=job.config.parallel.codecs,
             tied=self._cut.tied,
-            handlers=[choice.spec for choice in job.gradient_handlers],
+            handlers=[choice.spec for choice in job.config.gradient_handlers],
             **job.gradient_options,
         )
         self.sync = self._scheduler.sync

@@ -104,22 +104,26 @@ IN_ROWS = f"gradient_handlers=[{OWNED}, {{name='expert-parallel', placement='sha
 SEQUENCE = "{name='sequence-parallel', parameters=['embedding.*', '*norm*', '*.bias']}"
 TENSOR_ROWS = [REPLICAS, f"gradient_handlers=['sharded', {SEQUENCE}]"]
 EXPERT_ROWS = [IN_ROWS, "parallel.schedule=zb-h1"]
-FSDP = ["parallel.pipeline=2", "parallel.data_shard=2"]
-COPIES = ["parallel.pipeline=1", "parallel.data_shard=2"]
-STYLES = "'0'='rowwise', '1.0'='colwise', '2.0'='rowwise', '4'='colwise_gather_output'"
-TENSOR = ["parallel.tensor=2", f"parallel.tensor_plan={{{STYLES}}}"]
+FSDP2 = ["parallel.prepare=prepared:fsdp2", "gradient_handlers=['pipeline-shared']"]
+FSDP = ["parallel.pipeline=2", *FSDP2]
+COPIES = [
+    "parallel.pipeline=1",
+    "parallel.dimensions={fsdp=2}",
+    "parallel.data_dimensions=['dp', 'fsdp']",
+    *FSDP2,
+]
 PLAN = """
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-def plan(stage, mesh):
+def plan(stages, topology):
     styles = {"1.0": ColwiseParallel(), "2.0": RowwiseParallel()}
-    for name, module in stage.named_modules():
+    for name, module in [part for stage in stages for part in stage.named_modules()]:
         if name in styles:
-            parallelize_module(module, mesh, styles[name], src_data_rank=None)
+            parallelize_module(module, topology.mesh["tp"], styles[name], src_data_rank=None)
 """
 MEAN = "{name='sequence-parallel', op='mean', parameters=['0.*', '3.*', '4.*']}"
-BY_FUNCTION = [
-    "parallel.tensor=2",
-    "parallel.tensor_plan='plan:plan'",
+TENSOR = [
+    "parallel.dimensions={tp=2}",
+    "parallel.prepare='plan:plan'",
     f"gradient_handlers=['pipeline-shared', 'data-parallel', {MEAN}]",
 ]
 TOKEN_MEAN = [
@@ -129,8 +133,6 @@ TOKEN_MEAN = [
     "train.recompute=true",
 ]
 NET = "model.factory=factories:Net"
-COLUMNS = "'layers.*'='colwise_gather_output', 'head'='colwise_gather_output'"
-OF_NET = ["parallel.tensor=2", f"parallel.tensor_plan={{'embedding'='rowwise', {COLUMNS}}}"]
 COMMON = ["gradients.clip_norm=1", "parallel.microbatches=2"]
 
 
@@ -212,12 +214,9 @@ JOBS = {
     "pp 2 x fsdp 2": of_dtensors(*FSDP),
     "pp 2 x fsdp 2, token mean": of_dtensors(*FSDP, *TOKEN_MEAN),
     "copies 2 x fsdp 2": of_dtensors(*COPIES),
-    "fsdp 2 x tp 2": of_dtensors(*COPIES, *TENSOR),
-    "pp 2 x tp 2, by a plan": of_dtensors("parallel.pipeline=2", *TENSOR),
-    "pp 2 x tp 2, by a function": of_dtensors("parallel.pipeline=2", *BY_FUNCTION),
-    "dp 2 x tp 2, by a plan": of_dtensors("parallel.pipeline=1", REPLICAS, *TENSOR),
+    "pp 2 x tp 2, prepared": of_dtensors("parallel.pipeline=2", *TENSOR),
+    "dp 2 x tp 2, prepared": of_dtensors("parallel.pipeline=1", REPLICAS, *TENSOR),
     "pp 2 x fsdp 2, of a module": of_dtensors(NET, *FSDP),
-    "pp 2 x tp 2, of a module": of_dtensors(NET, "parallel.pipeline=2", *OF_NET),
     "without DTensors": of_dtensors("parallel.pipeline=2"),
 }
 
@@ -360,9 +359,9 @@ def test_going_on_is_never_having_stopped(
         on_ranks("pp 2 x ep 2", ["parallel.dimensions.ep=4", "parallel.pipeline=1", IN_ROWS]),
         on_ranks("pp 2 x ep 2, in rows", [*EXPERT_ROWS, "parallel.dimensions.ep=1"]),
         on_ranks("dp 2 x ep 2", ["parallel.pipeline=1", "parallel.dimensions.ep=4"]),
-        on_ranks("pp 2 x fsdp 2", [*COPIES, *TENSOR]),
-        on_ranks("pp 2 x tp 2, by a plan", COPIES),
-        on_ranks("fsdp 2 x tp 2", ["parallel.pipeline=2"]),
+        on_ranks("pp 2 x fsdp 2", ["parallel.pipeline=2", *TENSOR]),
+        on_ranks("pp 2 x tp 2, prepared", COPIES),
+        on_ranks("pp 2 x tp 2, prepared", ["parallel.pipeline=2"]),
         on_ranks("copies 2 x fsdp 2", ["parallel.pipeline=2"]),
         on_ranks("without DTensors", FSDP),
         on_ranks("without DTensors", COPIES),

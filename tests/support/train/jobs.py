@@ -44,6 +44,7 @@ def with_job(folder: Path, name: str = "small.toml", text: str = SMALL) -> Path:
     (folder / name).write_text(text)
     for module in ("factories.py", "data_functions.py"):
         (folder / module).write_text(Path(__file__).with_name(module).read_text())
+    (folder / "prepared.py").write_text((EXAMPLES / "prepared.py").read_text())
     return folder
 
 
